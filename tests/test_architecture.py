@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
     ("_version", "errors", "dtypes", "hub"),
-    ("hardware", "storage", "libraries"),
+    ("hardware", "storage", "libraries", "job_ranks"),
     ("config",),
     ("launch",),
     ("kernels",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("nn",),
     ("models",),
     ("parallel",),
-    ("plan", "context_parallel", "recipe"),
+    ("plan", "context_parallel", "recipe", "matrix_parts"),
     ("build",),
     ("data",),
     ("checkpoint", "watchdog"),
@@ -49,7 +49,7 @@ FORBIDDEN = {
 }
 """What a component may not import although it stands above: these take plain arguments, blocks and plans."""
 
-WITHOUT_TORCH = {"_version", "errors", "config", "launch", "migrate"}
+WITHOUT_TORCH = {"_version", "errors", "job_ranks", "config", "launch", "migrate"}
 """Components that never import torch, not even inside a function."""
 
 LIGHT = (
@@ -58,6 +58,7 @@ LIGHT = (
     "octavo.compat.start",
     "octavo.config",
     "octavo.hardware",
+    "octavo.job_ranks",
     "octavo.launch",
     "octavo.launch.supervisor",
     "octavo.libraries",

@@ -101,6 +101,10 @@ def arguments_of(line):
     words = shlex.split(line, comments=True)
     if not words or line.startswith(NOT_OCTAVO):
         return None
+    if words[0] == "srun":
+        start = words.index("octavo")
+        hosts, ranks = (int(words[words.index(name) + 1]) for name in ("--nodes", "--ntasks-per-node"))
+        return [*words[start + 1 :], "--dry-run", "--world-size", str(hosts * ranks)]
     if words[0] == "torchrun":
         start = words.index("octavo")
         assert words[start - 1] == "-m", line

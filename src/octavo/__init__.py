@@ -24,6 +24,7 @@ _HOME = {
     "to_huggingface": "octavo.models.convert",
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.parallel.graphed",
+    "matrices": "octavo.matrix_parts",
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
 }
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from octavo.build import describe, transform
     from octavo.checkpoint.api import load, save
     from octavo.fp8.autocast import fp8_autocast
+    from octavo.matrix_parts import matrices
     from octavo.models.convert import to_huggingface
     from octavo.parallel.deferred_init import delayed_init
     from octavo.parallel.graphed import graphed
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors", "export",
-    "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "nn", "recipe", "save", "shutdown", "state", "to_huggingface",
-    "transform",
+    "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "nn", "recipe", "save", "shutdown", "state",
+    "to_huggingface", "transform",
 ]  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from octavo.fp8.columnwise import keep_columnwise
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.fp8.scaling import states_of, use_own_buffers
 from octavo.kernels.cross_entropy import Objective
+from octavo.matrix_parts import watch
 from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.exact import difference, tie_again
@@ -106,6 +107,8 @@ def transform(
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
     Octavo's blocks. Any other module keeps its code and has its eligible `nn.Linear`s replaced in place. All are called as
     before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others averaged.
+    Query, key and value become one parameter, and gate and up: optimizers that treat a parameter as one matrix, such as Muon,
+    take `octavo.matrices`, and are refused without it at their first step.
 
     Args:
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
@@ -184,6 +187,7 @@ def _handed_over(transformed: nn.Module, model: nn.Module, *, training: bool) ->
         pose_as_pretrained(transformed)
     if next(states_of(transformed), None) is None:
         warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
+    watch(transformed)
     return transformed.train(training)
 
 

@@ -18,6 +18,7 @@ import typer
 from octavo import arguments as options
 from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
 from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
+from octavo.job_ranks import TORCHRUN, adopt_ranks, started_by
 from octavo.storage import local_path
 
 if TYPE_CHECKING:
@@ -54,13 +55,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
     except SystemExit as end:
-        if end.code == EXIT_INTERRUPTED and "RANK" not in os.environ:  # once for all ranks, by their launcher
+        if end.code == EXIT_INTERRUPTED and not _launcher_reports():
             warn("interrupted.")
         return end.code if isinstance(end.code, int) else EXIT_FAILED if end.code else 0
     except OctavoError as error:
         # All ranks stop together, so rank 0 reports it; a launcher also sends the signal after another rank has failed.
         stopped_elsewhere = isinstance(error, RunStopped) and _rank() > 0
-        interrupted = isinstance(error, Interrupted) and "RANK" in os.environ  # as above
+        interrupted = isinstance(error, Interrupted) and _launcher_reports()
         _tell(str(error), error.exit_code, error, quiet=stopped_elsewhere or interrupted)
         return error.exit_code
     except OSError as error:  # a full disk or a path that cannot be used: a traceback does not help
@@ -123,6 +124,9 @@ def train(
     """Train a run, or continue it from its newest checkpoint."""
     from octavo.watchdog.processes import die_with_launcher
 
+    if ranks is not None and ranks > 1 and not dry_run:
+        _refuse_ranks_of_ranks(ranks)
+    adopt_ranks()
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
@@ -156,6 +160,15 @@ def train(
         result = _train(run_file, config, console, stop)
         from octavo.run.summary import summary_lines
     _print_once(result.as_dict() if as_json else summary_lines(result))
+
+
+def _refuse_ranks_of_ranks(ranks: int) -> None:
+    """Refuse `--ranks` in each of the tasks that a launcher has started."""
+    if found := started_by():
+        raise InputError(
+            f"--ranks {ranks} starts ranks of one host, and {found} already, which train together: leave --ranks out, or start "
+            "one task."
+        )
 
 
 def _launch(config: RunConfig, ranks: int, run_file: str, overrides: list[str] | None, as_json: bool) -> int | None:
@@ -204,6 +217,7 @@ def _say_start(run_file: str, console: Console) -> None:
 @app.command(cls=WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Channels = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
+    adopt_ranks()
     config, channels_folder = _config(run_file, overrides), options.path(channels, "--channels")
     from octavo.data.prepared import prepare as run
 
@@ -240,6 +254,7 @@ def describe(
     as_json: AsJson = False,
 ) -> None:
     """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
+    adopt_ranks()
     from octavo.train.dry_run import describe_run, target
 
     figures, text = describe_run(local_path(run, "RUN"), overrides or (), target(world_size, gpu))
@@ -347,6 +362,8 @@ def bench(
 
     Exit code 1: every entry of a workload failed. Out of memory is no failure in the suite context.
     """
+    if found := started_by():
+        raise InputError(f"octavo bench starts its ranks itself, and {found}: start one task, with --gpus for the ranks.")
     from octavo.bench.run import check_figures, render, run_suite
 
     console = _console(stderr=as_json)
@@ -418,6 +435,11 @@ def _rank() -> int:
     """This process's rank from the launcher's environment; 0 without a launcher or with a single rank."""
     rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else 0
+
+
+def _launcher_reports() -> bool:
+    """True if an interruption is reported once for all ranks: by the launcher that has started them, or by rank 0."""
+    return TORCHRUN in os.environ or _rank() > 0
 
 
 def _is_joined() -> bool:

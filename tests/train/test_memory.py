@@ -75,7 +75,10 @@ def test_settings_that_fit_are_named_and_really_fit(tiny_run, capsys):
         ("h200", None),
         ("h100 sxm", {"train.micro_batch": 8}),
         ("L40S", {"train.micro_batch": 4}),
-        ("RTX 4090", {"ranks": 2, "train.micro_batch": 1}),  # no setting of one rank fits beside 18 GiB of states
+        (
+            "RTX 4090",
+            {"ranks": 2, "train.micro_batch": 8, "train.recompute": "selective"},
+        ),  # no setting of one rank fits beside 18 GiB of states
     ],
 )
 def test_the_setting_with_the_least_cost_in_speed_comes_first(gpu, first, tiny_run):
@@ -84,6 +87,59 @@ def test_the_setting_with_the_least_cost_in_speed_comes_first(gpu, first, tiny_r
     found = memory_of(plan)
     assert found.fits is (first is None)
     assert (dict(found.options[0].changes) if found.options else None) == first
+
+
+PLANS = {
+    # Eight micro-batches keep 263 GiB of whole gradients, which a single one does not.
+    "70B on 64": (["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true"], {"train.micro_batch": 8, "train.offload": True}),
+    "70B on 64, sharded over 8": (
+        ["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true", "parallel.hybrid_shard_degree=8"],
+        {"parallel.hybrid_shard_degree": 0, "train.micro_batch": 8, "train.offload": True},
+    ),
+    "8B on 1": (
+        ["llama-8b", "h100 sxm", 1, 8192, 64, 8, "false"],
+        {"ranks": 4, "train.micro_batch": 2, "train.recompute": "selective"},
+    ),
+    "8B on 2": (
+        ["llama-8b", "h100 sxm", 2, 8192, 64, 8, "false"],
+        {"ranks": 4, "train.micro_batch": 4, "train.recompute": "selective", "train.offload": True},
+    ),
+    "8B on 8": (["llama-8b", "h100 sxm", 8, 16384, 256, 4, "false"], {"train.recompute": "selective", "train.offload": True}),
+    "8B of 128k on 8": (
+        ["llama-8b", "h100 sxm", 8, 131072, 16, 1, "false"],
+        {"train.recompute": "selective", "train.mlp_chunks": 8, "train.offload": True},
+    ),
+    "Mixtral on 8, whole on each": (
+        ["mixtral-8x7b", "h200", 8, 4096, 64, 8, "true", "parallel.hybrid_shard_degree=1"],
+        {"parallel.hybrid_shard_degree": 0},
+    ),
+    "Mixtral on 8": (
+        ["mixtral-8x7b", "h200", 8, 4096, 64, 1, "true"],
+        {"train.micro_batch": 8},
+    ),
+    "Mixtral on 16": (
+        ["mixtral-8x7b", "h100 sxm", 16, 8192, 64, 4, "true"],
+        {"parallel.expert_parallel_degree": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_whole_space_of_settings_is_searched_and_what_it_names_is_a_run_that_fits(name, tiny_run):
+    (source, gpu, ranks, length, batch, micro, recompute, *more), expected = PLANS[name]
+    settings = [
+        f"model.source={source}", "model.config={}", f"data.sequence_length={length}", f"train.global_batch={batch}",
+        f"train.micro_batch={micro}", f"train.recompute={recompute}", *more,
+    ]  # fmt: skip
+    run = tiny_run()
+    found = memory_of(planned(run, *settings, ranks=ranks, gpu=gpu))
+    assert found.fits is False
+    assert dict(found.options[0].changes) == expected
+    for option in found.options:
+        changes = [f"{key}={json.dumps(value)}" for key, value in option.changes.items() if key != "ranks"]
+        again = memory_of(planned(run, *settings, *changes, ranks=option.changes.get("ranks", ranks), gpu=gpu))
+        assert again.fits
+        assert again.estimate == option.estimate
 
 
 def test_the_setup_follows_the_run(tiny_run):

@@ -46,6 +46,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     Raises:
         InputError: a state belongs to a tensor that is not a parameter of the model.
     """
+    refuse_matrices(optimizer)
     names = _names(model)
     unknown = sum(owner not in names for owner in optimizer.state)
     if unknown:
@@ -54,6 +55,16 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             "that it trains."
         )
     return {names[parameter]: states for parameter, states in optimizer.state.items()}
+
+
+def refuse_matrices(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of `octavo.matrices`, whose states are of matrices and not of the model's parameters."""
+    if "octavo_matrices" in vars(optimizer):
+        raise InputError(
+            f"the states of {type(optimizer).__name__} are those of octavo.matrices, and octavo.save and octavo.load keep "
+            "those of a model's parameters: call them without this optimizer, and torch.save and torch.load its state_dict(), "
+            "of each rank its own."
+        )
 
 
 def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Scalars:
@@ -195,6 +206,7 @@ def allocate_states(
     Raises:
         InputError: the checkpoint has no optimizer, or another one.
     """
+    refuse_matrices(optimizer)
     if not groups:
         raise InputError(f"checkpoint {path} has no optimizer state: load it without the optimizer, or save it with one.")
     if len(groups) != len(optimizer.param_groups):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError
+from octavo.job_ranks import VARIABLES
 from octavo.launch.distribution import Layout
 
 HOST = "algo-1"
@@ -21,7 +22,7 @@ HOST = "algo-1"
 OF_RANKS = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_ERROR_FILE", *VARIABLES,
 )  # fmt: skip
 """Variables of a launcher around the estimator, which are not those of its job."""
 

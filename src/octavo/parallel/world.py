@@ -1,7 +1,7 @@
 """The ranks of a job: `octavo.init` starts the process groups, `octavo.state` holds ranks, degrees and groups.
 
-Ranks come from torchrun's environment or from the caller's process group (as under `mp.spawn`); without either there is one
-rank. The layout keeps the busiest traffic between neighbours:
+Ranks come from the environment of torchrun, Slurm or MPI (`octavo.job_ranks`), or from the caller's process group (as under
+`mp.spawn`); without any there is one rank. The layout keeps the busiest traffic between neighbours:
 
     rank = ((replicate × shard + …) × context + …) × tensor + …      replicate outermost, tensor innermost
 
@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.config.degrees import DEGREES, Degrees, fit_degrees
 from octavo.config.parallel import InitConfig
-from octavo.errors import InputError
+from octavo.errors import InputError, OctavoError, first_line, warn
+from octavo.job_ranks import adopt_ranks, alone_in_job, may_bind_gpus
 from octavo.parallel import calls
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.rendezvous import round_store
@@ -164,27 +165,30 @@ state = State()
 def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float = 600.0) -> None:
     """Start the process groups and lay the ranks out.
 
-    Ranks are those of torchrun's environment, or of `torch.distributed` if the caller has initialised it. Otherwise there is
-    one rank, and no process group. GPUs use NCCL, CPUs gloo.
+    Ranks are those of the environment of torchrun, srun or mpirun, or of `torch.distributed` if the caller has initialised it.
+    Otherwise there is one rank, and no process group. GPUs use NCCL, CPUs gloo.
 
     Args:
         config: degrees and seeds by SMP's names, or the path of a TOML or JSON file with them; None: defaults.
         timeout: of collectives, in seconds.
 
     Raises:
-        InputError: an unknown key, or degrees that do not fit the number of ranks; nothing was started.
+        InputError: an unknown key, degrees that do not fit the number of ranks, variables of ranks that contradict each other
+            or leave the host of rank 0 open; nothing was started.
+        OctavoError: the ranks did not meet.
     """
     chosen = _read(config)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(f"octavo.init: timeout = {timeout!r} is not a number of seconds above 0 (usual: 600).")
+    if not dist.is_initialized():
+        adopt_ranks()
     world, rank, local = _rank_numbers()
-    if torch.cuda.is_available() and local >= (gpus := torch.cuda.device_count()):
-        raise InputError(f"rank {local} of this host has no GPU: there are {gpus}. Start {gpus} ranks (--ranks {gpus}).")
+    gpu = _gpu(local, torch.cuda.device_count(), bound=may_bind_gpus()) if torch.cuda.is_available() else None
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world > 1 and missing and not dist.is_initialized():
         raise InputError(
-            f"WORLD_SIZE = {world} in the environment, but {', '.join(missing)} is not: start the ranks with torchrun, or call "
-            "torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
+            f"WORLD_SIZE = {world} in the environment, but {', '.join(missing)} is not: start the ranks with torchrun or srun, "
+            "or call torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
         )
     degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world)
     if chosen.expert_dispatch_fp8 and degrees.expert == 1:
@@ -196,7 +200,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
         raise InputError(f"octavo.init was called before with {state.degrees}: call octavo.shutdown() first to change them.")
     state._describe(chosen, degrees, rank=rank, local_rank=local)
     state.initialised = True
-    state.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    state.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
     if state.device.type == "cuda":
         torch.cuda.set_device(state.device)
     seed_everything(chosen.random_seed + state.token_rank)
@@ -207,6 +211,8 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
             if not dist.is_initialized():  # the ranks did not meet
                 state._reset()
             raise
+    elif world == 1 and (note := alone_in_job()):
+        warn(note)
 
 
 def shutdown() -> None:
@@ -242,7 +248,8 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         store = round_store(state.rank, state.world_size, timeout)
         ranks: dict[str, Any] = {} if store is None else {"store": store, "rank": state.rank, "world_size": state.world_size}
-        dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **ranks)
+        with _met(state.rank, state.world_size):
+            dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **ranks)
         state._owns_group = True
         atexit.register(_destroy_at_exit)
     calls.begin(wait)
@@ -265,6 +272,37 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         state.ep_process_group = state.expert_mesh["expert"].get_group()
     else:
         state.ep_process_group = _own_group(layout.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+
+
+@contextlib.contextmanager
+def _met(rank: int, world: int) -> Iterator[None]:
+    """Around the rendezvous: errors of addresses and of ranks that do not come, with the variables that say where."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if "EADDRINUSE" in str(error):
+            raise InputError(
+                f"MASTER_PORT = {port}: another process of {host} has this port. Set MASTER_PORT to a free one, the same for "
+                "all ranks."
+            ) from error
+        raise OctavoError(
+            f"rank {rank} of {world} did not meet the others at {host}:{port} (MASTER_ADDR:MASTER_PORT): {first_line(error)}. "
+            "They have to be the host of rank 0 and a port that is open to all ranks."
+        ) from error
+
+
+def _gpu(local: int, gpus: int, *, bound: bool) -> int:
+    """The GPU of a rank; bound: its process may see its own alone (NCCL refuses ranks that share one).
+
+    Raises:
+        InputError: there are fewer GPUs than ranks on this host.
+    """
+    if local < gpus:
+        return local
+    if bound and gpus == 1:
+        return 0
+    raise InputError(f"rank {local} of this host has no GPU: there are {gpus}. Start {gpus} ranks (--ranks {gpus}).")
 
 
 def expert_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:

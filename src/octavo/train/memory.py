@@ -1,7 +1,8 @@
 """Memory of a run: its estimate beside the device's memory, the settings that make it fit, and the message where it ran out.
 
-Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed, on these ranks, on
-more, and with parameters in bfloat16. On a CPU the estimate is that of a GPU's kernels: reference kernels hold more beside it.
+Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed (`_COSTS`), on these
+ranks, on more, and with parameters in bfloat16: micro-batches, recomputation, offloading, chunks, gathering, and degrees. On a
+CPU the estimate is that of a GPU's kernels: reference kernels hold more beside it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,13 +25,14 @@ import torch
 from octavo.config.degrees import divisors
 from octavo.config.effects import with_values
 from octavo.dtypes import torch_dtype
-from octavo.errors import OctavoError
+from octavo.errors import InputError, OctavoError
 from octavo.hardware import GIB, process_memory_limit, size, whole_gib
 from octavo.kernels.experts.routes import TILE
 from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
+from octavo.parallel.context import check_context
 from octavo.parallel.world import rank_variable
-from octavo.plan.memory import PARTS, USABLE, Estimate, estimate
+from octavo.plan.memory import PARTS, RANKS_OF_A_HOST, USABLE, Estimate, estimate
 from octavo.plan.saved import BlockRecipes, Setup
 from octavo.run.resume import CHANGEABLE
 from octavo.train.plan import RunPlan
@@ -43,6 +46,28 @@ _MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.exp
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
 _CONTEXT = "parallel.context_parallel_degree"
+_COSTS: Mapping[Any, float] = {
+    False: 0.0,
+    "mlp": 0.05,
+    "selective": 0.1,
+    True: 0.2,  # of `train.recompute`
+    "chunks": 0.09,
+    "reshard": 0.02,
+    "micro-batch": 0.02,
+    "micro-batches": 0.04,
+    "shard": 0.03,
+    "hosts": 0.05,
+    "context": 0.04,
+    "expert": 0.02,  # doubled
+}
+"""Time that a setting adds to a step, as a share of it; those of several ranks or micro-batches for each doubling.
+
+They order settings, and are not printed. Measured with eight layers of Llama-3.1-8B at 32,768 tokens: recomputation, chunks
+(`benchmarks/memory.json`, `memory-h100.json`) and gathering (`docs/results.md`). Degrees and micro-batches: the traffic that
+they add, in proportion to gathering; twice where it leaves a host.
+"""
+_OFFLOADS: Mapping[Any, float] = {False: 0.3, "mlp": 0.2, "selective": 0.01, True: 0.01}
+"""The same of `train.offload`, by `train.recompute`: the fewer bytes wait in host memory, the more of their way is hidden."""
 _ASKED = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ \w+)")
 
 
@@ -145,7 +170,7 @@ def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
         return found
     plain = dataclasses.replace(setup, blocks=(), head=False, history=0)
     if setup.reshard == plan.gathering.reshard:  # no option's: the other training decides for itself
-        plain = dataclasses.replace(plain, reshard=dataclasses.replace(plan, recipe=None, excluded={}).gathering.reshard)
+        plain = dataclasses.replace(plain, reshard=plan.gathering_without_fp8.reshard)
     return max(found, estimate(plain), key=lambda one: one.total)
 
 
@@ -165,98 +190,86 @@ def _fits(found: Estimate, room: float) -> bool | None:
 
 def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
     """The first setting that fits on these ranks, on the fewest more, and with bfloat16 parameters; else a shorter sequence."""
-    options: list[Option] = []
 
-    def first(tried: Iterator[tuple[dict[str, Any], Setup]]) -> list[Option]:
-        for changes, other in tried:
-            found = _estimate(plan, other)
-            if changes and _fits(found, room) is not False:
-                return [Option(changes, found)]
-        return []
+    def fits(found: Estimate) -> bool:
+        return _fits(found, room) is not False
 
-    share, on_gpu = plan.config.train.global_batch // plan.degrees.data, plan.hardware.kind == "cuda"
-    options += first(_settings(setup, share, offloads=on_gpu))
-    options += first(_in_more_parts(plan, setup, offloads=on_gpu))
-    if on_gpu:  # more ranks would share the memory of a CPU
-        options += first(_on_more_ranks(plan, setup))
+    options = [*_first(plan, _on_these_ranks(plan, setup), fits), *_first(plan, _in_more_parts(plan, setup), fits)]
+    if _on_gpu(plan):  # more ranks would share the memory of a CPU
+        options += next((found for ranks in _on_more_ranks(plan, setup) if (found := _first(plan, ranks, fits))), [])
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
         half = {"model.params_dtype": "bfloat16"}
-        reshard = dataclasses.replace(plan, config=with_values(plan.config, half)).gathering.reshard
-        settings = _settings(dataclasses.replace(setup, params_bytes=2, reshard=reshard), share, offloads=on_gpu)
-        options += first((half | changes, other) for changes, other in settings)
-    return options or first(_shorter(setup, share, offloads=on_gpu))
+        other = dataclasses.replace(plan, config=with_values(plan.config, half))
+        smaller = dataclasses.replace(setup, params_bytes=2, reshard=other.gathering.reshard)
+        options += _first(plan, [one.beside(half) for one in _on_these_ranks(other, smaller)], fits)
+    return options or next((found for tried in _shorter(plan, setup) if (found := _first(plan, tried, fits))), [])
 
 
-def _in_more_parts(plan: RunPlan, setup: Setup, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
-    """The same setting where more ranks share each sequence; then others of these, the smallest degree first."""
-    spec = setup.spec
-    if spec is None or spec.attention_dropout or plan.config.parallel.cp_comm_type == "a2a":
-        return
-    later = []
-    for degree in (degree for degree in divisors(setup.shard) if degree > setup.context):
-        samples = plan.degrees.world // degree
-        if plan.config.train.global_batch % samples:
-            continue
-        share = plan.config.train.global_batch // samples
-        other = dataclasses.replace(setup, context=degree, micro_batch=1, accumulates=share > 1)
-        changes: dict[str, Any] = {_CONTEXT: degree}
-        if plan.config.train.micro_batch is not None and plan.config.train.micro_batch != 1:
-            changes["train.micro_batch"] = 1
-        yield changes, other
-        later += [(changes | more, tried) for more, tried in _settings(other, share, offloads=offloads) if more]
-    yield from later
+@dataclass(frozen=True)
+class _Tried:
+    """A setting that is tried.
 
-
-def _shorter(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
-    """Settings of the same ranks with a half, a quarter, … of the sequence."""
-    length = setup.sequence_length // 2
-    while length >= 2:
-        for changes, other in _settings(dataclasses.replace(setup, sequence_length=length), share, offloads=offloads):
-            yield {"data.sequence_length": length} | changes, other
-        length //= 2
-
-
-def _settings(setup: Setup, share: int, *, offloads: bool) -> Iterator[tuple[dict[str, Any], Setup]]:
-    """Settings of the same ranks, those with the least cost in speed first.
-
-    share: sequences of a rank in a step. offloads: activations in host memory are out of the device's.
+    Attributes:
+        cost: in speed, as a share of a step's time, from `_COSTS`.
+        changes: keys of the run that it changes.
+        setup: the run with them.
+        least: the same micro-batch on the same ranks with all that saves memory: if no one fits, no other is tried.
     """
-    levels: tuple[Any, ...] = (False, "mlp", "selective", True)
-    own = setup.spec is None  # whose code takes none of these
-    experts = setup.spec is not None and setup.spec.experts > 0  # which are recomputed with their block alone
-    if experts:
-        levels = (False, "selective", True)
-    reshards = (False, True) if setup.sharded and not (setup.reshard or own) else (setup.reshard,)
-    for offload in (setup.offload,) if own or setup.offload or not offloads else (False, True):
-        for recompute in (setup.recompute,) if own else levels[levels.index(setup.recompute) :]:
-            micros = (setup.micro_batch, *_smaller(share, setup.micro_batch))
-            # Parts of the MLPs help where one sequence is too long.
-            chunks = CHUNKS if recompute and not (own or experts) and setup.mlp_chunks == 1 else setup.mlp_chunks
-            in_parts = (*((micro, setup.mlp_chunks) for micro in micros), (micros[-1], chunks))
-            for (micro, parts), reshard in itertools.product(in_parts, reshards):
-                changes: dict[str, Any] = {}
-                if reshard != setup.reshard:
-                    changes["parallel.reshard_after_forward"] = True
-                if micro != setup.micro_batch:
-                    changes["train.micro_batch"] = micro
-                if recompute != setup.recompute:
-                    changes["train.recompute"] = recompute
-                if parts != setup.mlp_chunks:
-                    changes["train.mlp_chunks"] = parts
-                if offload != setup.offload:
-                    changes["train.offload"] = True
-                tried: dict[str, Any] = {"micro_batch": micro, "recompute": recompute, "mlp_chunks": parts, "offload": offload}
-                yield changes, dataclasses.replace(setup, **tried, reshard=reshard, accumulates=share > micro)
+
+    cost: float
+    changes: Mapping[str, Any]
+    setup: Setup
+    least: tuple[Setup, ...]
+
+    def beside(self, changes: Mapping[str, Any], cost: float = 0.0) -> _Tried:
+        """The same with other changes before its own."""
+        return dataclasses.replace(self, changes={**changes, **self.changes}, cost=self.cost + cost)
 
 
-def _smaller(share: int, micro: int) -> list[int]:
-    """Smaller micro-batches, the largest first; of a share beyond any step only 1."""
-    if share > 10**8:
-        return [1] if micro > 1 else []
-    return [size for size in reversed(divisors(share)) if size < micro]
+def _first(plan: RunPlan, tried: Iterable[_Tried], fits: Callable[[Estimate], bool]) -> list[Option]:
+    """The setting with the least cost in speed that fits, of two alike the one with fewer changes."""
+    possible: dict[int, bool] = {}
+    tried = list(tried)  # which keeps each `least`
+    for one in sorted(tried, key=lambda one: (round(one.cost, 6), len(one.changes))):
+        if id(one.least) not in possible:
+            possible[id(one.least)] = any(fits(_estimate(plan, least)) for least in one.least)
+        if one.changes and possible[id(one.least)] and fits(found := _estimate(plan, one.setup)):
+            return [Option(one.changes, found)]
+    return []
 
 
-def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any], Setup]]:
+def _on_gpu(plan: RunPlan) -> bool:
+    return plan.hardware.kind == "cuda"
+
+
+def _on_these_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
+    """All settings of the same ranks, each sequence on as many of them as before."""
+    samples = setup.world // setup.context
+    return [one for found in _layouts(plan, setup) for one in _settings(plan, *found, samples)]
+
+
+def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
+    """All settings of the same ranks, more of which share each sequence."""
+    spec, parallel = setup.spec, plan.config.parallel
+    tried: list[_Tried] = []
+    for degree in divisors(setup.world) if spec is not None else ():
+        samples = setup.world // degree
+        if degree <= setup.context or plan.config.train.global_batch % samples:
+            continue
+        assert spec is not None
+        try:
+            kind = parallel.cp_comm_type
+            check_context(degree, kind, spec.heads, spec.kv_heads, windows=spec.windows, dropout=spec.attention_dropout)
+        except InputError:
+            continue
+        cost = _COSTS["context"] * math.log2(degree / setup.context)
+        for found, changes, more in _layouts(plan, dataclasses.replace(setup, context=degree)):
+            settings = _settings(plan, found, {_CONTEXT: degree, **changes}, more + cost, samples)
+            tried += settings
+    return tried
+
+
+def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
     """All settings on 2, 4, … times as many ranks, sharded over all of them."""
     config, world = plan.config, 2 * plan.degrees.world
     while world <= MOST_RANKS:
@@ -267,13 +280,93 @@ def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[tuple[dict[str, Any]
         share = -(-config.train.global_batch // samples)
         if share * samples != config.train.global_batch:
             changes["train.global_batch"] = share * samples
-        micro = max(size for size in [*_smaller(share, setup.micro_batch + 1), 1] if size <= setup.micro_batch)
-        if config.train.micro_batch is not None and micro != setup.micro_batch:
-            changes["train.micro_batch"] = micro
-        other = dataclasses.replace(setup, world=world, shard=world, micro_batch=micro)
-        for more, tried in _settings(other, share, offloads=True):
-            yield changes | more, tried
+        yield _settings(plan, dataclasses.replace(setup, world=world, shard=world), changes, 0.0, samples)
         world *= 2
+
+
+def _shorter(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
+    """Settings of the same ranks with a half, a quarter, … of the sequence."""
+    length = setup.sequence_length // 2
+    while length >= 2:
+        changes = {"data.sequence_length": length}
+        yield [one.beside(changes) for one in _on_these_ranks(plan, dataclasses.replace(setup, sequence_length=length))]
+        length //= 2
+
+
+def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any], float]]:
+    """Layouts of shards and experts, as before and over more ranks: each with its changes and their cost."""
+    experts = setup.spec.experts if setup.spec is not None and setup.spec.mixtures else 1
+    for shard in divisors(setup.world):
+        if shard < setup.shard or shard % setup.context:
+            continue
+        for expert in divisors(math.gcd(shard, experts)):
+            if expert < setup.expert:
+                continue
+            changes: dict[str, Any] = {}
+            cost, other = 0.0, dataclasses.replace(setup, shard=shard, expert=expert)
+            if shard != setup.shard:
+                changes["parallel.hybrid_shard_degree"] = 0 if shard == setup.world else shard
+                cost += _COSTS["hosts" if shard > RANKS_OF_A_HOST else "shard"] * math.log2(shard / setup.shard)
+            if expert != setup.expert:
+                changes["parallel.expert_parallel_degree"] = expert
+                cost += _COSTS["expert"] * math.log2(expert / setup.expert)
+                spread = dataclasses.replace(plan, degrees=dataclasses.replace(plan.degrees, hybrid_shard=shard, expert=expert))
+                other = dataclasses.replace(other, reshard=spread.gathering.reshard)
+            yield other, changes, cost
+
+
+def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: float, samples: int) -> list[_Tried]:
+    """Settings of a layout of ranks, which has these changes already; samples: data-parallel ranks."""
+    share, train = -(-plan.config.train.global_batch // samples), plan.config.train
+    own = setup.spec is None  # whose code takes none of these
+    experts = setup.spec is not None and setup.spec.experts > 0  # which are recomputed with their block alone
+    levels: tuple[Any, ...] = (False, "selective", True) if experts else (False, "mlp", "selective", True)
+    levels = (setup.recompute,) if own or setup.recompute not in levels else levels[levels.index(setup.recompute) :]
+    offloads = (setup.offload,) if own or setup.offload or not _on_gpu(plan) else (False, True)
+    reshards = (False, True) if setup.sharded and not (setup.reshard or own) else (setup.reshard,)
+    parts = (setup.mlp_chunks,) if own or experts or setup.mlp_chunks > 1 else (1, CHUNKS)
+    before = plan.accumulation
+    found: list[_Tried] = []
+    for micro in _micro_batches(share, setup.micro_batch):
+        of_micro = dataclasses.replace(setup, micro_batch=micro, accumulates=share > micro)
+        least = tuple(
+            dataclasses.replace(of_micro, recompute=levels[-1], reshard=reshards[-1], offload=offload, mlp_chunks=chunks)
+            for offload, chunks in itertools.product(offloads, parts)
+        )
+        usual = share if train.micro_batch is None else train.micro_batch
+        of_step = {} if micro == usual else {"train.micro_batch": micro}
+        more = max(0.0, math.log2(share / micro / before)) * _COSTS["micro-batches" if setup.sharded else "micro-batch"]
+        for reshard, recompute, offload, chunks in itertools.product(reshards, levels, offloads, parts):
+            if chunks != setup.mlp_chunks and not recompute:
+                continue  # they recompute the first product themselves
+            own_changes: dict[str, Any] = {}
+            total = cost + more
+            if reshard != setup.reshard:
+                own_changes["parallel.reshard_after_forward"] = True
+                total += _COSTS["reshard"]
+            own_changes |= of_step
+            if recompute != setup.recompute:
+                own_changes["train.recompute"] = recompute
+                total += _COSTS[recompute] - _COSTS[setup.recompute]
+            if chunks != setup.mlp_chunks:
+                own_changes["train.mlp_chunks"] = chunks
+                total += _COSTS["chunks"]
+            if offload != setup.offload:
+                own_changes["train.offload"] = True
+                total += _OFFLOADS[recompute]
+            tried: dict[str, Any] = {"recompute": recompute, "mlp_chunks": chunks, "offload": offload, "reshard": reshard}
+            found.append(_Tried(total, {**changes, **own_changes}, dataclasses.replace(of_micro, **tried), least))
+    return found
+
+
+def _micro_batches(share: int, micro: int) -> list[int]:
+    """Divisors of a rank's share: the whole share, which keeps no gradients between micro-batches, and all up to the run's.
+
+    Those between need the activations of more sequences and save nothing. Of a share beyond any step only 1.
+    """
+    if share > 10**8:
+        return sorted({1, micro} if share % micro == 0 else {1})
+    return [size for size in divisors(share) if size <= micro or size == share]
 
 
 def figures(plan: RunPlan, found: Memory) -> dict[str, Any]:
@@ -369,13 +462,11 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
 
 def _advice(plan: RunPlan, found: Memory) -> str:
     """The key to lower after memory ran out: the run's first option, else the first setting with a tenth less."""
-    options, offloads = list(found.options), plan.hardware.kind == "cuda"
+    options = list(found.options)
     if not options and found.fits is not False:
         setup = setup_of(plan)
-        same = _settings(setup, plan.config.train.global_batch // plan.degrees.data, offloads=offloads)
-        for tried in (same, _in_more_parts(plan, setup, offloads=offloads)):
-            less = (Option(changes, _estimate(plan, other)) for changes, other in tried if changes)
-            options += [one for one in less if one.estimate.total <= 0.9 * found.estimate.total][:1]
+        for tried in (_on_these_ranks(plan, setup), _in_more_parts(plan, setup)):
+            options += _first(plan, tried, lambda less: less.total <= 0.9 * found.estimate.total)
     option = next(iter(options), None)
     if option is None:
         if found.fits is False:

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
 from octavo.hardware import Device, Gpu, describe_device, supports_fp8, whole_gib
+from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
@@ -90,6 +91,11 @@ class RunPlan:
         dtype = gather_dtype(self.config.parallel, self.dtype, self.params_dtype)
         gathered = gathered_bytes(blocks, self.recipe, dtype, experts_over=self.degrees.expert)
         return choose(gathered, whole_gib(hardware.memory_gib))
+
+    @functools.cached_property
+    def gathering_without_fp8(self) -> Choice:
+        """The same of the run without FP8, as `train.compare_bf16` trains it."""
+        return replace(self, recipe=None, excluded={}).gathering
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,7 +162,8 @@ class Target:
             hardware = Device(self.gpu.name, self.gpu, self.gpu.capability, self.gpu.memory_gib, "cuda")
             return torch.device("cuda", 0), hardware, self.gpu.fp8_tflops is not None
         rank = rank_variable("LOCAL_RANK", 0)
-        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        device = torch.device("cuda", rank if rank < gpus or gpus > 1 else 0) if gpus else torch.device("cpu")
         return device, describe_device(device), supports_fp8(device)
 
 
@@ -367,12 +374,13 @@ def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: b
 
 def _world() -> int:
     """Number of ranks, from the launcher's environment."""
+    adopt_ranks()
     world, rank = rank_variable("WORLD_SIZE", 1), rank_variable("RANK", 0)
     if not 0 <= rank < world:
         given = f"WORLD_SIZE = {world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
         raise InputError(
             f"RANK = {rank} in the environment, but {given}: ranks count from 0 to WORLD_SIZE - 1. Start the ranks with "
-            "torchrun, or unset RANK for one rank."
+            "torchrun or srun, or unset RANK for one rank."
         )
     return world
 

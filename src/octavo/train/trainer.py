@@ -26,6 +26,7 @@ from octavo.data.prepared import PreparedData, check_vocabulary, prepare
 from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.data.tokenizer import other_beside, tokenizer_files
 from octavo.errors import InputError
+from octavo.job_ranks import adopt_ranks
 from octavo.models.generation import load_generation_config
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
@@ -113,6 +114,7 @@ class Trainer:
             OctavoError: no whole checkpoint, no space, or a loss that is not finite.
         """
         config = self.config
+        adopt_ranks()
         console = self._console or Console(quiet=rank_variable("RANK", 0) > 0)
         plan = check(config)
         with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, self._running(stop):

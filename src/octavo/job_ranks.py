@@ -1,0 +1,314 @@
+"""Ranks of a job that Slurm or MPI has started, as torchrun's variables.
+
+torchrun and `--ranks` tell each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun and mpirun have other
+names, and know no port. `adopt_ranks` sets torchrun's variables from theirs, so that all else reads these alone. The host
+is that of rank 0 by Slurm's list of nodes; the port follows from the numbers of the job and of the step, the same on all ranks.
+What no variable tells is asked for, and never guessed. Without torch: a command adopts its ranks before slow imports.
+
+    a task of srun                 SLURM_PROCID of SLURM_STEP_NUM_TASKS
+    a shell of salloc, or sbatch   one rank: SLURM_NTASKS are those that srun would start
+    mpirun, mpiexec                OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, … of … _SIZE
+    torchrun inside a task         torchrun's own
+
+Left out: heterogeneous jobs of Slurm, and PMIx without one of the names above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from octavo.errors import InputError
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun and by `--ranks`: the variables of ranks are complete, whatever has started them in turn."""
+FIRST_PORT, PORTS = 15_000, 14_000
+"""Ports that jobs share: below Linux's ephemeral ones and PyTorch's 29500."""
+_LOOPBACK = "127.0.0.1"
+_NO_TASKS = range(0xFFFFFFF0, 0x100000000)
+"""Numbers of Slurm's steps that are no srun: batch, extern, interactive, pending."""
+_OF_STEPS = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Variables of a launcher: rank, ranks, the same of this host, and those that tell one job from another."""
+
+    launcher: str
+    rank: str
+    world: str
+    local: str
+    local_world: str
+    job: tuple[str, ...]
+
+
+_MPI = (
+    _Names(
+        "mpirun",
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Names(
+        "mpirun",
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_JOBID", "PMI_ID_JOB"),
+    ),
+    _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID", "PMI_PORT")),
+)
+_SLURM = _Names(
+    *("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID", "SLURM_STEPID"),
+)
+VARIABLES = tuple(
+    name for names in (*_MPI, _SLURM) for name in (names.rank, names.world, names.local, names.local_world) if name
+)
+"""Variables by which a process takes itself for one of a launcher's ranks."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A process among the ranks of a launcher; None: not known."""
+
+    names: _Names
+    world_name: str
+    rank: int
+    world: int
+    local: int | None
+    local_world: int | None
+
+
+def adopt_ranks() -> None:
+    """Set torchrun's variables of this process from those of Slurm or MPI; nothing without them, or under torchrun.
+
+    Raises:
+        InputError: variables that contradict each other, or a host or port that none of them tells.
+    """
+    environment = os.environ
+    if TORCHRUN in environment or (found := _found(environment)) is None or found.world == 1:
+        return
+    if _is_nested(environment, found):
+        return
+    _agree(environment, found)
+    host, port = environment.get("MASTER_ADDR") or _host(environment, found), environment.get("MASTER_PORT") or None
+    values = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.local, "LOCAL_WORLD_SIZE": found.local_world}
+    ports = {"MASTER_ADDR": host, "MASTER_PORT": port or _port(environment, found)}
+    for name, value in (values | ports).items():
+        if value is not None:
+            environment[name] = str(value)
+    if found.local_world and (threads := _threads(environment, found.local_world)):
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def alone_in_job() -> str:
+    """A note for one rank in a shell of a Slurm job of several tasks; else empty."""
+    environment = os.environ
+    if "SLURM_JOB_ID" not in environment or TORCHRUN in environment or _in_step(environment):
+        return ""
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if not tasks.isdecimal() or int(tasks) < 2:
+        return ""
+    return (
+        f"SLURM_NTASKS = {tasks}, but this process is no task of srun: it trains as one rank. For {tasks} ranks start the "
+        "command with srun."
+    )
+
+
+def started_by() -> str:
+    """The launcher whose several tasks are the ranks, with the variables that say so; empty for none."""
+    if TORCHRUN in os.environ or (found := _found(os.environ)) is None or found.world == 1:
+        return ""
+    return f"{found.names.launcher} has started {found.world} ({found.world_name})"
+
+
+def may_bind_gpus() -> bool:
+    """True in a task of srun, which may see its own GPU alone."""
+    return _in_step(os.environ)
+
+
+def _found(environment: Mapping[str, str]) -> _Found | None:
+    """The ranks that this process is one of, by its variables; None if nothing has started ranks."""
+    mpi = next((_of_mpi(environment, names) for names in _MPI if names.rank in environment), None)
+    slurm = _of_slurm(environment)
+    if mpi is None or slurm is None:
+        return slurm if mpi is None else mpi
+    # srun sets PMI_RANK, too, and knows the host. Under mpirun tasks of srun are daemons, each of which starts ranks.
+    return slurm if (slurm.rank, slurm.world) == (mpi.rank, mpi.world) else mpi
+
+
+def _of_mpi(environment: Mapping[str, str], names: _Names) -> _Found:
+    if names.world not in environment:
+        raise InputError(
+            f"{names.rank} = {environment[names.rank]} in the environment, but {names.world} is not: set {names.world} to the "
+            f"number of ranks, or unset {names.rank} for one rank."
+        )
+    rank, world = _number(environment, names.rank), _number(environment, names.world)
+    local, local_world = (
+        _number(environment, name) if name in environment else None for name in (names.local, names.local_world)
+    )
+    return _checked(_Found(names, names.world, rank, world, local, local_world))
+
+
+def _of_slurm(environment: Mapping[str, str]) -> _Found | None:
+    if not _in_step(environment):
+        return None
+    world_name = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if name in environment), "")
+    if not world_name:
+        raise InputError(
+            f"SLURM_PROCID = {environment['SLURM_PROCID']} in the environment, but SLURM_STEP_NUM_TASKS is not: start the "
+            "ranks with srun, or unset SLURM_PROCID for one rank."
+        )
+    rank, world = _number(environment, "SLURM_PROCID"), _number(environment, world_name)
+    het = environment.get("SLURM_HET_SIZE", "1")
+    if het not in ("", "0", "1") and "RANK" not in environment:
+        raise InputError(
+            f"SLURM_HET_SIZE = {het}: ranks of a heterogeneous job have no common numbers. Set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT for each task, or unset SLURM_PROCID for one rank."
+        )
+    local = _number(environment, "SLURM_LOCALID") if "SLURM_LOCALID" in environment else None
+    here = _tasks_here(environment)
+    if here is None and _on_one_node(environment):
+        here = world
+    return _checked(_Found(_SLURM, world_name, rank, world, local, here))
+
+
+def _in_step(environment: Mapping[str, str]) -> bool:
+    """True in a task of srun; False in a shell of salloc or sbatch, also of a job that a task of another job has submitted."""
+    if "SLURM_PROCID" not in environment:
+        return False
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID") or ""
+    if step.isdecimal() and int(step) in _NO_TASKS:
+        return False
+    if environment["SLURM_PROCID"].strip() != "0":
+        return True
+    if not any(name in environment for name in _OF_STEPS):
+        return False
+    # sbatch hands the variables of its own step on, beside the tasks of the new job and the one task that is the shell.
+    tasks, of_job = environment.get("SLURM_STEP_NUM_TASKS", ""), environment.get("SLURM_NTASKS", "")
+    here, numbers = _tasks_here(environment), environment.get("SLURM_GTIDS", "")
+    return not (tasks and of_job and tasks != of_job) and not (here and numbers and here != len(numbers.split(",")))
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int | None:
+    """Tasks of this node by SLURM_STEP_TASKS_PER_NODE, such as "2(x3),1"; None if it does not say."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())) is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = environment.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def _checked(found: _Found) -> _Found:
+    names = found.names
+    if not 0 <= found.rank < found.world:
+        raise InputError(
+            f"{names.rank} = {found.rank} and {found.world_name} = {found.world} in the environment: ranks count from 0 to "
+            f"{found.world_name} - 1. Unset {names.rank} for one rank."
+        )
+    return found
+
+
+def _is_nested(environment: Mapping[str, str], found: _Found) -> bool:
+    """True if a launcher in each task has set the variables of its own ranks: so many more, in their order."""
+    if not all(environment.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return False
+    world, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
+    return world > found.world and world % found.world == 0 and rank * found.world // world == found.rank
+
+
+def _agree(environment: Mapping[str, str], found: _Found) -> None:
+    """Refuse torchrun's variables beside other ones of the launcher."""
+    names = found.names
+    for name, value, theirs in (
+        ("WORLD_SIZE", found.world, found.world_name),
+        ("RANK", found.rank, names.rank),
+        ("LOCAL_RANK", found.local, names.local),
+        ("LOCAL_WORLD_SIZE", found.local_world, "the tasks of this host"),
+    ):
+        if name in environment and value is not None and _number(environment, name) != value:
+            raise InputError(
+                f"{name} = {environment[name]} and {theirs} = {value} in the environment contradict each other: unset {name} "
+                f"to train as the {found.world} ranks of {names.launcher}. For one rank in each task unset {names.rank} "
+                f"(env -u {names.rank} …)."
+            )
+
+
+def _host(environment: Mapping[str, str], found: _Found) -> str:
+    """The host of rank 0."""
+    names = found.names
+    if found.local_world == found.world:
+        return _LOOPBACK
+    if names is _SLURM:
+        if "arbitrary" in environment.get("SLURM_DISTRIBUTION", ""):
+            raise _unknown_host("SLURM_DISTRIBUTION = arbitrary: rank 0 may be on any node", "node of rank 0")
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
+        if nodes:
+            return _resolved(_first_host(nodes))
+        if address := environment.get("SLURM_LAUNCH_NODE_IPADDR"):
+            return address
+        raise _unknown_host("SLURM_STEP_NODELIST is not set", "node of rank 0")
+    here = f"{names.local_world} = {found.local_world}" if found.local_world else f"{names.local_world} is not set"
+    raise _unknown_host(f"{names.world} = {found.world} and {here}: ranks on several hosts, whose addresses MPI does not tell",
+                        "host of rank 0")  # fmt: skip
+
+
+def _resolved(host: str) -> str:
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(host, None)
+        return host
+    raise _unknown_host(f"Slurm's node {host!r} has no address by that name", f"address of {host}")
+
+
+def _unknown_host(why: str, what: str) -> InputError:
+    return InputError(f"MASTER_ADDR is not set, and {why}. Set MASTER_ADDR to the {what}, the same for all ranks.")
+
+
+def _on_one_node(environment: Mapping[str, str]) -> bool:
+    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
+    return nodes == "1" or (nodes is None and len(list(_parts(environment.get("SLURM_STEP_NODELIST", ",")))) == 1
+                            and "[" not in environment.get("SLURM_STEP_NODELIST", ""))  # fmt: skip
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a list of Slurm's, such as "n[001-004,007],m1" or "rack[0-1]n[2,4]"."""
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", next(_parts(nodes)))
+
+
+def _parts(nodes: str) -> Iterator[str]:
+    """Parts of a list between its commas outside of brackets."""
+    return (part[0] for part in re.finditer(r"(?:[^,\[]|\[[^]]*\])+", nodes))
+
+
+def _port(environment: Mapping[str, str], found: _Found) -> int:
+    """A port that all ranks of a job derive alike, and others seldom."""
+    names = found.names
+    job = [f"{name}={environment[name]}" for name in names.job if environment.get(name)]
+    if not job:
+        raise InputError(
+            f"MASTER_PORT is not set, and nothing tells this job of {names.launcher} from others ({names.job[0]} is not set). "
+            "Set MASTER_PORT to a free port of the host of rank 0, the same for all ranks."
+        )
+    return FIRST_PORT + zlib.crc32(" ".join(job).encode()) % PORTS
+
+
+def _threads(environment: Mapping[str, str], tasks: int) -> int:
+    """A rank's share of the cores, as of `--ranks`: with threads for all in each, ranks on a CPU wait for one another.
+
+    0 where the launcher has bound each task to cores of its own.
+    """
+    cores, here = len(os.sched_getaffinity(0)), environment.get("SLURM_CPUS_ON_NODE", "")
+    shared = int(here) if here.isdecimal() else os.cpu_count() or 1
+    return max(1, cores // tasks) if cores >= shared else 0
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name].strip()
+    if not text.isdecimal():
+        raise InputError(f"{name} = {environment[name]!r} in the environment is not a whole number: unset it.")
+    return int(text)

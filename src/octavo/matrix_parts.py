@@ -1,0 +1,326 @@
+"""Octavo's parameters as the matrices of Hugging Face's model, for optimizers that treat a parameter as one matrix.
+
+Octavo keeps query, key and value in one parameter, gate and up in another, and all experts of a block in a third; their rows
+are interleaved. AdamW works on elements and sees no difference. Muon, Shampoo, Adafactor or LAMB orthogonalise, factorise or
+measure a whole matrix, and would train another one. `matrices` gives them those of Hugging Face: before a step each takes its
+rows of weight and gradient, and after it the rows go back. An optimizer of a known class that is given a joined parameter is
+refused at its first step (`watch`).
+
+Rows of a part are no view of the parameter, so that each matrix is a copy. Over ranks every matrix is of one rank, which alone
+holds the copy and the optimizer's state and computes its update: a step gathers weights and gradients of one parameter at a
+time, and broadcasts the new weights. Left out: optimizer states in `octavo.save`, closures, and loss scaling.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from octavo.collectives.whole import whole_tensor
+from octavo.errors import InputError, some
+from octavo.models.convert import Conversion, conversion_of
+from octavo.models.families import Join
+from octavo.parallel.fsdp import settle
+from octavo.parallel.shards import local_shard
+
+OF_MATRICES = frozenset(
+    {
+        *("Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam", "AdaMuon", "Dion", "Scion"),
+        *("Adafactor", "AdafactorBigVision", "CAME", "Shampoo", "DistributedShampoo", "SOAP", "PSGD", "Kron"),
+        *("LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "NovoGrad", "FusedNovoGrad", "Adam_mini"),
+        *("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW"),
+    }
+)
+"""Classes of optimizers that treat a parameter as one matrix, by name, of PyTorch, transformers and other libraries."""
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A parameter of the model, and its matrices by name in the order of `_split`."""
+
+    name: str
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+
+
+class Matrices(Mapping[str, nn.Parameter]):
+    """Matrices of a model by Hugging Face's names, as parameters for an optimizer; `octavo.matrices` makes it.
+
+    A matrix that is a parameter of the model by itself is that parameter, on one rank. All others are copies. Over ranks the
+    mapping has those of this rank alone, about as many elements on each.
+    """
+
+    def __init__(self, model: nn.Module, chosen: Sequence[_Joined], way: Conversion | None) -> None:
+        self._model, self._chosen, self._way = model, tuple(chosen), way
+        self._spread = dist.is_initialized() and dist.get_world_size() > 1
+        self.owners = self._share_out()
+        """Every matrix's rank."""
+        self._own: dict[str, nn.Parameter] = {}
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        for joined in self._chosen:
+            for name, part in self._parts(joined, joined.parameter):
+                if self._is_own(name):
+                    itself = not self._spread and len(joined.names) == 1 and part.shape == joined.parameter.shape
+                    itself = itself and self._order_is_kept(joined)
+                    self._own[name] = (
+                        joined.parameter if itself else nn.Parameter(part.clone(memory_format=torch.contiguous_format))
+                    )
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def others(self) -> list[nn.Parameter]:
+        """Trained parameters of the model that no matrix is of: norms, biases, and what was not chosen."""
+        taken = {id(joined.parameter) for joined in self._chosen}
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad and id(parameter) not in taken]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer.step()` take weights and gradients from the model before, and write the weights back after.
+
+        The model's gradients of these parameters are None after a step. Over ranks a step is collective.
+
+        Raises:
+            InputError: the optimizer holds a parameter that is no matrix of this object, or not all of this rank's.
+        """
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter): name for name, parameter in self._own.items()}
+        if held - own.keys() or own.keys() - held:
+            missing = [name for number, name in own.items() if number not in held]
+            why = f"it does not hold {some(missing)}" if missing else f"{len(held - own.keys())} of its parameters are others"
+            raise InputError(
+                f"Matrices.attach: the optimizer has to hold the matrices of this object and nothing else, and {why}. Build it "
+                "of matrices.values(), and another optimizer of matrices.others()."
+            )
+        if self._optimizer is not None and self._optimizer() is not None:
+            raise InputError("Matrices.attach: an optimizer is attached already: make octavo.matrices anew for another one.")
+        self._optimizer = weakref.ref(optimizer)
+        vars(optimizer)["octavo_matrices"] = self
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(one is not None for one in (*args[1:], *kwargs.values())):
+            raise InputError(
+                "a step with a closure computes gradients after octavo.matrices has taken them: call step() alone."
+            )
+        self.take()
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.write()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the rows of weights and gradients out of the model's parameters. Collective over ranks."""
+        settle(self._model)
+        for joined in self._chosen:
+            if self._own.get(joined.names[0]) is joined.parameter:
+                continue
+            gradient = joined.parameter.grad
+            parts = dict(self._parts(joined, joined.parameter))
+            gradients = {} if gradient is None else dict(self._parts(joined, gradient))
+            for name in joined.names:
+                if (own := self._own.get(name)) is not None:
+                    own.copy_(parts[name])
+                    own.grad = gradients[name].clone(memory_format=torch.contiguous_format) if gradients else None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the matrices into the model's parameters, whose gradients go. Collective over ranks."""
+        for joined in self._chosen:
+            if self._own.get(joined.names[0]) is joined.parameter:
+                continue
+            shapes = self._parts_of_shape(joined)
+            values: dict[str, Tensor] = {}
+            for name, shape in shapes.items():
+                own = self._own.get(name)
+                if not self._spread:
+                    assert own is not None
+                    values[name] = own.detach()
+                    continue
+                local = local_shard(joined.parameter).local
+                values[name] = local.new_empty(shape) if own is None else own.detach().contiguous()
+                dist.broadcast(values[name], self.owners[name])
+            local_shard(joined.parameter).copy_from(
+                _join(self._way, joined.name, list(values.values()), tuple(joined.parameter.shape))
+            )
+            joined.parameter.grad = None
+            for name in joined.names:
+                if (mine := self._own.get(name)) is not None:
+                    mine.grad = None
+
+    def _parts(self, joined: _Joined, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield from _split(self._way, joined.name, whole_tensor(tensor.detach())).items()
+
+    def _parts_of_shape(self, joined: _Joined) -> dict[str, tuple[int, ...]]:
+        shape = torch.empty(joined.parameter.shape, device="meta")
+        return {name: tuple(part.shape) for name, part in _split(self._way, joined.name, shape).items()}
+
+    def _order_is_kept(self, joined: _Joined) -> bool:
+        """True if the rows of the one matrix are those of the parameter, in their order."""
+        return self._way is None or self._way.table.join(joined.name) is None
+
+    def _is_own(self, name: str) -> bool:
+        return not self._spread or self.owners[name] == dist.get_rank()
+
+    def _share_out(self) -> dict[str, int]:
+        """Each matrix's rank: the largest first, each to the rank with the fewest elements."""
+        sizes = {
+            name: torch.Size(shape).numel() for joined in self._chosen for name, shape in self._parts_of_shape(joined).items()
+        }
+        world = dist.get_world_size() if self._spread else 1
+        if len(sizes) < world:
+            raise InputError(
+                f"octavo.matrices: {len(sizes)} matrices cannot be shared out among {world} ranks, each of which has one at "
+                "least: choose more of them, or use fewer ranks."
+            )
+        loads, owners = [0] * world, {}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            owners[name] = min(range(world), key=loads.__getitem__)
+            loads[owners[name]] += sizes[name]
+        return {name: owners[name] for name in sizes}
+
+
+def matrices(model: nn.Module, *patterns: str) -> Matrices:
+    """The matrices of a model by Hugging Face's names, for optimizers that treat each parameter as one matrix.
+
+    A parameter of several matrices gives each: `model.layers.0.self_attn.q_proj.weight` and so on. Stacked experts give those
+    of each expert: `….experts.gate_up_proj.3.gate`, `….experts.gate_up_proj.3.up`, `….experts.down_proj.3`. Matrices that
+    Hugging Face keeps joined (Phi-3, GPT-NeoX) stay so, with its order of rows. Collective over ranks.
+
+    Args:
+        model: of `octavo.transform`, or any other.
+        patterns: of names (`fnmatch`), such as "model.layers.*"; none: all matrices, of embedding and head, too.
+
+    Raises:
+        InputError: a pattern that matches nothing, patterns that choose some of the matrices of one parameter, or fewer
+            matrices than ranks.
+    """
+    _check_model(model)
+    settle(model)
+    way = conversion_of(model)
+    chosen: list[_Joined] = []
+    found: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        names = tuple(_split(way, name, torch.empty(parameter.shape, device="meta")))
+        found += names
+        here = [one for one in names if not patterns or any(fnmatch(one, pattern) for pattern in patterns)]
+        if here and len(here) < len(names):
+            left = [one for one in names if one not in here]
+            raise InputError(
+                f"octavo.matrices: {name} is one parameter of {some(names)}, and the patterns choose {some(here)} without "
+                f"{some(left)}: choose all of them, or none."
+            )
+        if here:
+            chosen.append(_Joined(name, parameter, names))
+    for pattern in patterns:
+        if not any(fnmatch(one, pattern) for one in found):
+            raise InputError(f"octavo.matrices: no matrix is named like {pattern!r}. Known are {some(found)}.")
+    if not chosen:
+        raise InputError(f"octavo.matrices: {type(model).__name__} has no parameter that is a matrix and trained.")
+    return Matrices(model, chosen, way)
+
+
+def _split(way: Conversion | None, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The matrices of a whole parameter, views as far as strides allow; none of a parameter that is no matrix."""
+    pieces = {name: tensor} if way is None else way.split(name, tensor)
+    found: dict[str, Tensor] = {}
+    for source, piece in pieces.items():
+        if piece.ndim == 2:
+            found[source] = piece
+        elif piece.ndim == 3 and ".experts." in source:
+            for expert, matrix in enumerate(piece):
+                if way is not None and source.endswith("gate_up_proj"):
+                    found[f"{source}.{expert}.gate"], found[f"{source}.{expert}.up"] = matrix.chunk(2)
+                else:
+                    found[f"{source}.{expert}"] = matrix
+    return found
+
+
+def _join(way: Conversion | None, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `_split`: a parameter of this shape from its matrices in their order."""
+    if way is None or way.table.join(name) is Join.EXPERTS:
+        return torch.cat(list(parts)).view(shape)
+    return way.join(name, tuple(parts))
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model around one of Octavo's, whose parameters have other names."""
+    for name, module in model.named_modules():
+        if module is not model and conversion_of(module) is not None:
+            raise InputError(
+                f"octavo.matrices: {type(model).__name__} has a model of octavo.transform in {name!r}: give that one. A model "
+                'with adapters in it has other parameters: transform it with blocks="own".'
+            )
+    if (way := conversion_of(model)) is not None:
+        for name, _ in model.named_parameters():
+            try:
+                way.names(name)
+            except KeyError:
+                raise InputError(
+                    f"octavo.matrices: {name} is no parameter of octavo.transform's model. One with adapters in it is "
+                    'transformed with blocks="own".'
+                ) from None
+
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def watch(model: nn.Module) -> None:
+    """Refuse optimizers of `OF_MATRICES` at their first step, if they hold a parameter of `model` with several matrices."""
+    if conversion_of(model) is None:
+        return
+    _register()
+    _watched.add(model)
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _checked:
+        for model in _watched:
+            refuse(model, optimizer)
+        _checked.add(optimizer)
+
+
+def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise an InputError for an optimizer that takes a parameter of several matrices of `model` for one."""
+    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in OF_MATRICES), None)
+    way = conversion_of(model)
+    if kind is None or way is None:
+        return
+    groups = [group["params"] for group in optimizer.param_groups if group.get("use_muon") is not False]
+    held = {id(parameter) for group in groups for parameter in group}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held:
+            shape = torch.empty(parameter.shape, device="meta")
+            try:
+                names = tuple(_split(way, name, shape) if parameter.ndim > 1 else way.split(name, shape))
+            except KeyError:  # an adapter's
+                continue
+            if len(names) > 1:
+                raise InputError(
+                    f"{kind} treats a parameter as one, and {name} is {len(names)}, with interleaved rows: "
+                    f"{some(names)}. Give {kind} octavo.matrices(model, …).values() and attach it (docs/models.md), or "
+                    'keep the model\'s code by octavo.transform(model, blocks="own").'
+                )
