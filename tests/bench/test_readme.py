@@ -1,6 +1,7 @@
 """The figure and the table of the README, from results written by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,14 @@ End.
 
 
 def row(entry, speed, *, workload="llama-1b", head="bf16", attention=None, gpus=1, **more):
-    figures = {"tokens_per_second": speed, "peak_gib": speed / 4e3, "batch": 4, "sequence_length": 4096, "interleaved": True}
+    figures = {
+        "tokens_per_second": speed,
+        "step_ms": 160.0,
+        "peak_gib": speed / 4e3,
+        "batch": 4,
+        "sequence_length": 4096,
+        "interleaved": True,
+    }
     return {"workload": workload, "entry": entry, "head": head, "attention": attention, "gpus": gpus, **figures, **more}
 
 
@@ -97,7 +105,8 @@ def test_ratios_are_to_the_best_peer_at_its_best_setting(folder):
     assert "Not measured" not in text
     assert "Text.\n" in page
     assert "old" not in page
-    assert rewrite(page, named(page), folder) == page
+    assert named(page) == (Path("README.md"), [Path("benchmarks") / f"{name}.json" for name in ("one", "vit", "two")])
+    assert rewrite(page, *named(page), folder) == page
     assert main([str(folder / "README.md")]) == 0  # the files of its markers
     assert (folder / "README.md").read_text() == page
 
@@ -143,6 +152,28 @@ def test_what_is_no_one_table_is_refused(folder, capsys, change, message):
     assert capsys.readouterr().err.startswith("octavo: ")
 
 
+def test_a_page_in_a_folder_lists_every_entry_with_its_attention(folder):
+    (folder / "docs").mkdir()
+    page = folder / "docs" / "results.md"
+    page.write_text("# Results\n\n<!-- The entries: nothing -->\n<!-- End of the entries -->\n")
+    assert main([str(page), str(folder / "benchmarks" / "one.json"), str(folder / "benchmarks" / "vit.json")]) == 0
+    text = page.read_text()
+    assert "<!-- The entries: python -m octavo.bench.readme docs/results.md benchmarks/one.json benchmarks/vit.json -->" in text
+    first, *rest = [line for line in text.splitlines() if line.startswith("|")][2:]
+    assert first.endswith(
+        "([JSON](../benchmarks/one.json)) | `octavo-delayed-fast-fp8-head` | 99,000 | 160 | 24.8 | \N{EN DASH} | 1.238 |"
+    )
+    assert "|  | `octavo-default` | **96,000** | 160 | 24.0 | FlashAttention-4 4.0.0b36 | 1.200 |" in rest
+    assert "|  | `te-delayed-flash-attention-fp8-head` | 80,000 | 160 | 20.0 | flash-attn-4 | 1.000 |" in rest
+    assert "|  | `te-delayed` | 76,000 | 160 | 19.0 | cuDNN | 0.950 |" in rest
+    dash = "\N{EN DASH}"
+    assert f"|  | `te-current` | {dash} | {dash} | {dash} | failed | {dash} |" in rest
+    assert f"|  | `te-delayed-flash-attention` | {dash} | {dash} | {dash} | attention is wrong | {dash} |" in rest
+    assert len(rest) == len(ROWS) + len(VIT) - 1
+    assert main([str(page)]) == 0
+    assert page.read_text() == text
+
+
 @pytest.mark.parametrize("page", ["", PAGE + PAGE, PAGE.replace("<!-- End of the table -->", "")])
 def test_a_page_without_its_markers_is_refused(folder, page):
     (folder / "README.md").write_text(page)
@@ -150,11 +181,8 @@ def test_a_page_without_its_markers_is_refused(folder, page):
     assert (folder / "README.md").read_text() == page
 
 
-def test_results_elsewhere_and_no_results_are_refused(folder, tmp_path_factory, capsys):
-    other = tmp_path_factory.mktemp("other") / "one.json"
-    other.write_text((folder / "benchmarks" / "one.json").read_text())
-    assert main([str(folder / "README.md"), str(other)]) == 2
-    assert "copy it there, such as to benchmarks/one.json" in capsys.readouterr().err
+def test_no_results_are_refused(folder, capsys):
     assert main([str(folder / "README.md")]) == 2
-    assert "no results: give JSON files of octavo bench" in capsys.readouterr().err
+    assert "the page's markers name none. Give JSON files of octavo bench" in capsys.readouterr().err
     assert main([]) == 2
+    assert main([str(folder / "absent.md")]) != 0

@@ -10,9 +10,11 @@ from octavo.bench.layers.suite import LAYERS, OCTAVO, SETTLING, measure_layers
 from octavo.bench.layers.suite import transformer_engine as their_layers
 from octavo.bench.peers import ENTRIES, build_plain
 from octavo.bench.profile.breakdown import OTHER, record
+from octavo.bench.run import run_suite
 from octavo.bench.worker import labelled_batches
 from octavo.models.shapes import SHAPES
 from octavo.nn.attention import merge_qkv
+from octavo.run.provenance import version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -70,6 +72,26 @@ def test_transformer_engines_llama_is_the_plain_one(name, tolerance):
     assert far(theirs.model.embed_tokens.weight.grad, plain.model.model.embed_tokens.weight.grad) < tolerance
     down = (theirs.model.layers[0].layernorm_mlp.fc2_weight, plain.model.model.layers[0].mlp.down_proj.weight)
     assert far(*(weight.grad for weight in down)) < tolerance
+
+
+@pytest.mark.parametrize(("suite", "case"), [("one-gpu", "llama-1b"), ("vision", "vit-huge-patch16-b64")])
+def test_transformer_engine_by_flash_attn_4_is_measured_only_where_it_is_right(tmp_path, suite, case):
+    """Its own windows would empty attention; with heads of 80, as the ViT's, the query's gradient is wrong."""
+    for package in ("transformer-engine", "flash-attn-4", *(["timm"] if suite == "vision" else [])):
+        if version(package) is None:
+            pytest.skip(f"needs {package}")
+    cudnn, flash = run_suite(
+        suite, cases=[case], entries=["te-delayed", "te-delayed-flash-attention"], steps=2, warmup=2, output=tmp_path,
+        gpus=1, command="octavo bench",
+    )["rows"]  # fmt: skip
+    assert cudnn["attention"].startswith("Transformer Engine, cuDNN")
+    assert max(cudnn["attention_errors"].values()) < te_attention.TOLERANCE
+    if suite == "vision":
+        assert "its attention is wrong" in flash["error"]
+        return
+    assert flash["attention"].startswith("Transformer Engine, flash-attn 4.")
+    assert max(flash["attention_errors"].values()) < te_attention.TOLERANCE
+    assert flash["loss"] == pytest.approx(cudnn["loss"], rel=2e-3)
 
 
 # Transformer Engine would rather be handed the joint product, which costs its backward what the block is there to save.

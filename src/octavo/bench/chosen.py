@@ -65,9 +65,7 @@ def _of_pytorch(case: AnyCase, device: torch.device) -> str:
         if isinstance(case, VisionCase)
         else (case.spec.heads, case.spec.kv_heads, case.spec.head_dim, True)
     )
-    q, k = (
-        torch.empty(1, count, min(case.sequence_length, 256), width, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for count in (heads, groups)
-    )
+    make: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    q, k = (torch.empty(1, case.sequence_length, count, width, **make).transpose(1, 2) for count in (heads, groups))
     choice = torch._fused_sdp_choice(q, k, k, is_causal=causal, enable_gqa=groups != heads)
     return SDPBackend(choice).name.lower().replace("_", " ")

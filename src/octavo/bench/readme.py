@@ -1,14 +1,16 @@
-"""The README's first figure and its table of speeds, from named results of `octavo bench`, all of one day and one kind of GPU.
+"""Figures of the README and of the results page, from named results of `octavo bench`, all of one day and one kind of GPU.
 
     python -m octavo.bench.readme README.md benchmarks/one-gpu-llama-1b.json benchmarks/one-gpu-vit-huge.json …
+    python -m octavo.bench.readme docs/results.md benchmarks/one-gpu-llama-1b.json …
 
-rewrites the two parts of the page between their markers, which keep this command. Octavo's entry of a workload is its defaults;
-its ratio is to the fastest peer that the same run measured, at that peer's fastest setting. A workload that a file measured
-without a peer is left out.
+rewrites the parts of a page between their markers, which keep the command: the README's first figure and its table of best
+peers, the result page's table of all entries. Octavo's entry of a workload is its defaults; a ratio is to the fastest peer that
+the same run measured, at that peer's fastest setting. A workload that a file measured without a peer is left out.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from octavo.bench.files import read_json
 from octavo.errors import InputError, OctavoError, warn
 from octavo.storage import describe_fault, write_atomic
 
-PARTS = ("figure", "table")
+PARTS = ("figure", "table", "entries")
 WIDTH = 128
 SUITES = ("one-gpu", "sharded", "context", "vision")
 GIVE = f"JSON files of octavo bench {', '.join(SUITES)}"
@@ -47,19 +49,29 @@ TITLES = {
 }
 """Names of workloads, by the longest prefix."""
 
+_KERNELS = {"flash-attn 4": "flash-attn-4", "cudnn": "cuDNN", "fused_attn=1": "cuDNN"}
+"""Part of a peer's `attention` → the kernel."""
+_WRONG = "attention is wrong"
+_COMMAND = "python -m octavo.bench.readme "
+
 Row = Mapping[str, Any]
 
 
 class Line(NamedTuple):
-    """A workload of one file: Octavo's rows and the peers'."""
+    """A workload of one file.
+
+    Attributes:
+        own, head: Octavo by its defaults, and with an FP8 head if that was measured.
+        peer: the fastest.
+        rows: all.
+    """
 
     path: Path
     machine: Mapping[str, Any]
     own: Row
     head: Row | None
     peer: Row
-    peers: Sequence[Row]
-    failed: Sequence[Row]
+    rows: Sequence[Row]
 
 
 def lines_of(paths: Sequence[Path]) -> list[Line]:
@@ -96,37 +108,46 @@ def lines_of(paths: Sequence[Path]) -> list[Line]:
     return lines
 
 
-def generated(lines: Sequence[Line], folder: Path) -> dict[str, str]:
-    """The text of each part; links are relative to the page's folder."""
-    return {"figure": fill(_figure(lines[0]), WIDTH), "table": _table(lines, folder)}
+def generated(part: str, lines: Sequence[Line], folder: Path) -> str:
+    """The text of a part; links are relative to the page's folder."""
+    if part == "figure":
+        return fill(_figure(lines[0]), WIDTH)
+    return "\n".join([*(_best(lines, folder) if part == "table" else _entries(lines, folder)), "", fill(_below(lines), WIDTH)])
 
 
-def rewrite(page: str, paths: Sequence[Path], folder: Path) -> str:
-    """The text of a page with both parts made anew.
+def rewrite(text: str, page: Path, paths: Sequence[Path], root: Path) -> str:
+    """The text of a page with its parts made anew.
 
     Args:
-        paths: the results; as they are named here, they stand in the command of the markers.
-        folder: the page's, which relative paths start from.
+        page, paths: the page and the results, relative to `root`, as the command of the markers names them.
 
     Raises:
-        InputError: see `lines_of`; or the page does not have each part's two markers, once and in this order.
+        InputError: see `lines_of`; or the page has no part, or a part without its two markers, each once and in order.
     """
-    texts = generated(lines_of([folder / path for path in paths]), folder)
-    command = f"python -m octavo.bench.readme README.md {' '.join(map(str, paths))}"
-    for part in PARTS:
+    lines = lines_of([root / path for path in paths])
+    command = f"{_COMMAND}{page.as_posix()} {' '.join(path.as_posix() for path in paths)}"
+    there = [part for part in PARTS if f"<!-- The {part}: " in text or f"<!-- End of the {part} -->" in text]
+    for part in there or PARTS[:1]:
         begin, end = f"<!-- The {part}: ", f"<!-- End of the {part} -->"
-        before, begun, rest = page.partition(begin)
+        before, begun, rest = text.partition(begin)
         _, ended, after = rest.partition(end)
         if not begun or not ended or begin in rest or end in before + after:
-            raise InputError(f"the page needs the markers '{begin}… -->' and '{end}', each once and in this order.")
-        page = f"{before}{begin}{command} -->\n{texts[part]}\n{end}{after}"
-    return page
+            raise InputError(f"{page} needs the markers '{begin}… -->' and '{end}', each once and in this order.")
+        text = f"{before}{begin}{command} -->\n{generated(part, lines, (root / page).parent)}\n{end}{after}"
+    return text
 
 
-def named(page: str) -> list[Path]:
-    """The results in the command of a page's markers."""
-    _, _, rest = page.partition(f"<!-- The {PARTS[0]}: python -m octavo.bench.readme README.md ")
-    return [Path(name) for name in rest.partition(" -->")[0].split()]
+def named(text: str) -> tuple[Path, list[Path]]:
+    """The page and the results in the command of a page's first marker.
+
+    Raises:
+        InputError: no marker has one.
+    """
+    _, found, rest = text.partition(_COMMAND)
+    page, *paths = rest.partition(" -->")[0].split() if found else [""]
+    if not paths:
+        raise InputError(f"no results: the page's markers name none. Give {GIVE}.")
+    return Path(page), list(map(Path, paths))
 
 
 def main(arguments: list[str]) -> int:
@@ -134,11 +155,15 @@ def main(arguments: list[str]) -> int:
     try:
         if not arguments:
             raise InputError(f"give a page, such as README.md, and {GIVE}.")
-        page = Path(arguments[0])
+        page, *paths = (Path(name).resolve() for name in arguments)
         text = page.read_text(encoding="utf-8")
-        folder = page.resolve().parent
-        paths = [Path(name).resolve() for name in arguments[1:]] or [folder / path for path in named(text)]
-        write_atomic(page, rewrite(text, [_relative(path, folder) for path in paths], folder))
+        if paths:
+            root = Path(os.path.commonpath([page.parent, *(path.parent for path in paths)]))
+            given = page.relative_to(root), [path.relative_to(root) for path in paths]
+        else:
+            given = named(text)
+            root = page.parents[len(given[0].parts) - 1]
+        write_atomic(page, rewrite(text, *given, root))
     except OctavoError as error:
         warn(str(error))
         return error.exit_code
@@ -162,18 +187,22 @@ def setting(row: Row, machine: Mapping[str, Any]) -> str:
     version = machine.get("torch") if package is None else machine.get("peers", {}).get(package)
     words = [part for part in ("delayed", "current", "tensorwise", "rowwise") if part in row["entry"].split("-")]
     precision = f"FP8 {words[0]}" if words else "bf16"
-    kernel = str(row.get("attention") or "").lower()
-    attention = "flash-attn-4" if "flash-attn 4" in kernel else "cuDNN" if "cudnn" in kernel or "fused_attn=1" in kernel else ""
+    attention = _kernel(row)
     parts = [f"{name} {version}" if version else name, precision]
     parts += ["FP8 head"] * (row.get("head") == "fp8") + [f"attention of {attention}"] * bool(attention)
     parts += [exchange for exchange in ("a2a", "p2p") if row["entry"].endswith(f"-{exchange}")]
     return ", ".join(parts)
 
 
-def _relative(path: Path, folder: Path) -> Path:
-    if not path.is_relative_to(folder):
-        raise InputError(f"{path} is not below {folder}, the page's folder: copy it there, such as to benchmarks/{path.name}.")
-    return path.relative_to(folder)
+def _kernel(row: Row) -> str:
+    """The attention of a row in a word or two; empty for an older row without."""
+    named = str(row.get("attention") or "")
+    if row["entry"].startswith("octavo-"):
+        return named.partition(";")[0].partition(",")[0]
+    for part, kernel in _KERNELS.items():
+        if part in named.lower():
+            return kernel
+    return named
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -200,8 +229,10 @@ def _lines(path: Path, document: Mapping[str, Any]) -> list[Line]:
         if own is None or not peers:
             continue
         heads = [row for row in timed if row["entry"] in HEADS and row["gpus"] == own["gpus"]]
-        head, failed = max(heads, key=speed, default=None), [row for row in rows if "error" in row]
-        found.append(Line(path, document["machine"], own, head, max(peers, key=speed), peers, failed))
+        head, best = max(heads, key=speed, default=None), max(peers, key=speed)
+        found.append(
+            Line(path, document["machine"], own, head, best, [row for row in rows if row.get("gpus") in (None, own["gpus"])])
+        )
     return found
 
 
@@ -243,17 +274,50 @@ def _gpu(line: Line) -> str:
     return str(line.machine.get("gpu") or "CPU").removeprefix("NVIDIA ").split(" ")[0]
 
 
-def _table(lines: Sequence[Line], folder: Path) -> str:
+def _best(lines: Sequence[Line], folder: Path) -> list[str]:
+    """A line for each workload: Octavo and the best peer."""
     times = "\N{MULTIPLICATION SIGN}"
     titles = ("tokens or images a second of a GPU", "Octavo", times, "Octavo, FP8 head", times, "best peer", "its setting")
     text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for line in lines:
         best = speed(line.peer)
-        cells = [f"{_what(line.own)} ([JSON]({line.path.relative_to(folder).as_posix()}))"]
+        cells = [f"{_what(line.own)} ({_link(line, folder)})"]
         for row, bold in ((line.own, "**"), (line.head, "")):
             cells += ["\N{EN DASH}"] * 2 if row is None else [f"{bold}{speed(row):,.0f}{bold}", f"{speed(row) / best:.3f}"]
         text.append(f"| {' | '.join([*cells, f'{best:,.0f}', setting(line.peer, line.machine)])} |")
-    return "\n".join([*text, "", fill(_below(lines), WIDTH)])
+    return text
+
+
+def _entries(lines: Sequence[Line], folder: Path) -> list[str]:
+    """A line for each entry of each workload, the fastest first, with its attention."""
+    titles = (
+        "workload",
+        "entry",
+        "tokens or images/s",
+        "ms a step",
+        "peak GiB",
+        "attention",
+        "\N{MULTIPLICATION SIGN} best peer",
+    )
+    text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for line in lines:
+        what = f"{_what(line.own)} ({_link(line, folder)})"
+        for row in sorted(line.rows, key=speed, reverse=True):
+            bold = "**" if row is line.own else ""
+            if "error" in row:
+                cells = ["\N{EN DASH}"] * 3 + ["attention is wrong" if _WRONG in row["error"] else "failed", "\N{EN DASH}"]
+            else:
+                peak = f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}"
+                cells = [f"{bold}{speed(row):,.0f}{bold}", f"{row['step_ms']:,.0f}", peak]
+                cells += [_kernel(row) or "\N{EN DASH}", f"{speed(row) / speed(line.peer):.3f}"]
+            name = f"`{row['entry']}`"
+            text.append(f"| {' | '.join([what, name, *cells])} |")
+            what = ""
+    return text
+
+
+def _link(line: Line, folder: Path) -> str:
+    return f"[JSON]({Path(os.path.relpath(line.path, folder)).as_posix()})"
 
 
 def _below(lines: Sequence[Line]) -> str:
@@ -275,7 +339,7 @@ def _below(lines: Sequence[Line]) -> str:
     if without := [line for line in lines if _lacks_flash(line)]:
         every = "these runs" if len(without) == len(lines) else "; ".join(_what(line.own) for line in without)
         parts.append(f"Not measured in {every}: Transformer Engine with flash-attn-4.")
-    refused = [(row, line) for line in lines for row in line.failed if "attention is wrong" in row["error"]]
+    refused = [(row, line) for line in lines for row in line.rows if _WRONG in row.get("error", "")]
     parts += [f"`{row['entry']}` has no figure for {_what(line.own)}, since its attention was wrong." for row, line in refused]
     return " ".join(parts)
 
@@ -286,7 +350,7 @@ def _versions(found: Iterable[Any]) -> str:
 
 def _lacks_flash(line: Line) -> bool:
     """True if Octavo's attention is FlashAttention-4's, and Transformer Engine was not tried with it."""
-    rows = [row["entry"] for row in (*line.peers, *line.failed) if row["entry"].startswith("te-")]
+    rows = [row["entry"] for row in line.rows if row["entry"].startswith("te-")]
     ours = "FlashAttention-4" in str(line.own.get("attention")) or bool(line.machine.get("flash-attn-4"))
     return ours and bool(rows) and not any("flash-attention" in entry for entry in rows)
 

@@ -126,6 +126,7 @@ SHARDED: dict[str, Entry] = {
         Entry("octavo-bf16", "bf16", "bf16", _float32),
         Entry("octavo-delayed", "fp8", "bf16", partial(_float32, recipe="delayed")),
         Entry("octavo-delayed-fast-input-fp8-head-backward", "fp8", "fp8", _defaults, head_forward="bf16"),
+        Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(_float32, recipe="delayed", head=True, fast=True)),
         # With the gathered weights of blocks kept from forward to backward, and freed, whatever the rule would choose. In FP8
         # they take two bytes a parameter of the blocks.
         *(

@@ -124,7 +124,7 @@ def _check_attention(
     """Errors of the attention in a layer when it is called with random input of this shape, B × T × D."""
     attention = next(module for module in layer.modules() if isinstance(module, te.DotProductAttention))
     generator = torch.Generator(device).manual_seed(0)
-    x_BTD = torch.randn(shape, generator=generator, device=device).bfloat16()
+    x_BTD = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()  # as behind an embedding
     mixed = next(layer.parameters()).dtype == torch.float32  # which trains in bfloat16 too
 
     def run() -> Tensor:
@@ -314,7 +314,9 @@ class TeDecoder(nn.Module):
         whole: Any = self.angles
         angles = whole[: te_attention.MOST_TOKENS]
         tokens = len(angles) // (1 if self.context is None else self.context.size)
-        layer, width, device = self.layers[0], self.embed_tokens.embedding_dim, angles.device
+        layer: Any = self.layers[0]
+        layer = layer.self_attention if isinstance(layer, MixtureLayer) else layer  # without its experts
+        width, device = self.embed_tokens.embedding_dim, angles.device
         call = partial(layer, rotary_pos_emb=angles)
         how: dict[str, Any] = {"causal": True, "window": self.window, "context": self.context}
         return _check_attention(layer, call, (min(batch, CHECKED), tokens, width), device, **how)

@@ -173,7 +173,7 @@ def _watch(attention: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]
     finally:
         for handle in handles:
             handle.remove()
-    return {name: x.view(seen["q"].shape) if name in ("out", "d_out") else x for name, x in seen.items()}
+    return {name: x.reshape(seen["q"].shape) if name in ("out", "d_out") else x for name, x in seen.items()}
 
 
 def _errors(seen: Mapping[str, Tensor], *, causal: bool, window: int | None, context: ContextGroup | None) -> dict[str, float]:
