@@ -24,6 +24,7 @@ from transformers.utils import logging
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
+from octavo.models.own_code import float32_names
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.mlp import gate_up_block
@@ -323,8 +324,9 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
     for key in QUANTIZED_KEYS:  # of the source
         vars(config).pop(key, None)
     buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
-    parameters = [tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name not in buffers]
-    config.dtype = max(parameters, key=lambda dtype: dtype.itemsize)
+    dtypes = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and name not in buffers}
+    kept = float32_names(reference, min(dtypes.values(), key=lambda dtype: dtype.itemsize))
+    config.dtype = max((dtype for name, dtype in dtypes.items() if name not in kept), key=lambda dtype: dtype.itemsize)
     config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     return config
 

@@ -48,12 +48,11 @@ _INSTEAD = {
     "base_model": _COPY,
     "model": f"its blocks are model.layers, with the names of octavo.describe(model); {_COPY}",
     "lm_head": f"its output head is model.head; {_COPY}",
-    "past_key_values": _CACHE,
+    **dict.fromkeys(("past_key_values", "cache"), _CACHE),
 }
 """Names of Hugging Face's models → the way to the same end."""
 _ARGUMENTS = {
-    "use_cache": _CACHE,
-    "past_key_values": _CACHE,
+    **dict.fromkeys(("use_cache", "past_key_values", "cache"), _CACHE),
     "inputs_embeds": f"it takes input_ids; {_OWN}, which takes both",
     "output_router_logits": f"moe={{'moe_load_balancing': 'aux_loss'}} of octavo.transform balances the experts, {_OWN}",
     "output_attentions": f"its attention never stores the probabilities; {_OWN}, which can",
