@@ -41,8 +41,8 @@ class Package:
 
 
 PACKAGES = (
-    Package("torch", "torch", "everything", "pip install 'torch>=2.11,<2.16'", required=True),
-    Package("triton", "triton", "kernels on GPUs", "pip install 'triton>=3.6,<3.10'", required=True),
+    Package("torch", "torch", "everything", "pip install 'torch>=2.11,<2.15'", required=True),
+    Package("triton", "triton", "kernels on GPUs", "pip install 'triton>=3.6,<3.9'", required=True),
     Package("transformers", "transformers", "models in and out", "pip install 'transformers>=5.14,<5.25'", required=True),
     Package("tokenizers", "tokenizers", "text to tokens", "pip install tokenizers", required=True),
     Package("datasets", "datasets", "corpora", "pip install 'datasets>=4'", required=True),

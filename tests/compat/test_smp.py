@@ -77,6 +77,7 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
             "sync": "sync_module_states=True", "around": "in which 0 is transformed", "summon": "FULL_STATE_DICT",
             "strategy": "give ShardingStrategy.FULL_SHARD", "dtype": "float64) is not supported", "parts": "of which this rank",
             "position": "ignored_modules",
+            "routers": "in float32, and a sharded model has parameters of one dtype. Give",
         }.items():  # fmt: skip
             assert text in found[f"refusal {name}"], name
     mean = sum(found["hugging face"][0] for found in results) / 2

@@ -156,15 +156,18 @@ def cast(model: nn.Module, params_dtype: torch.dtype | None, buffer_dtype: torch
                 buffer.data = buffer.data.to(buffer_dtype)
 
 
-def refuse_float32_parameters(model: nn.Module, params_dtype: torch.dtype) -> None:
+def refuse_float32_parameters(
+    model: nn.Module,
+    params_dtype: torch.dtype,
+    way: str = 'Set model.params_dtype = "float32" (params_dtype=torch.float32 in Python).',
+) -> None:
     """Raise an InputError if a model that is to be sharded keeps parameters in float32 beside others of `params_dtype`."""
     kept = float32_names(model, params_dtype)
     names = [name for name, parameter in model.named_parameters() if name in kept and parameter.dtype != params_dtype]
     if names:
         raise InputError(
             f"params_dtype = {str(params_dtype).removeprefix('torch.')} over several ranks: {_kind(model)} keeps {some(names)} "
-            'in float32, and a sharded model has parameters of one dtype. Set model.params_dtype = "float32" '
-            "(params_dtype=torch.float32 in Python)."
+            f"in float32, and a sharded model has parameters of one dtype. {way}"
         )
 
 
