@@ -7,7 +7,7 @@ import tomllib
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from octavo.cli import main
 from octavo.config.run import RunConfig
@@ -63,8 +63,11 @@ def test_a_router_in_float32_beside_bf16_trains_on_one_rank_and_is_refused_on_se
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 320}
     experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
     config = AutoConfig.for_model("ernie4_5_moe", **shape, **experts, num_key_value_heads=2, moe_layer_end_index=1)
-    config.save_pretrained(tmp_path / "ernie")
-    change = [f"model.source={tmp_path / 'ernie'}", "model.config={}", "model.params_dtype=bfloat16", "train.global_batch=4"]
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].mlp.gate.weight.data.normal_()
+    model.save_pretrained(tmp_path / "ernie")
+    change = [f"model.source={tmp_path / 'ernie'}", "model.config={}", "model.load=true", "model.params_dtype=bfloat16"]
+    change.append("train.global_batch=4")
     run = tiny_run(steps=4, every=2)
     with pytest.raises(InputError, match=r"ernie4_5_moe keeps model\.layers\.1\.mlp\.gate\.weight.*params_dtype = \"float32\""):
         check(RunConfig.from_file(run.file, change), target=Target(2, lookup("h200")))
