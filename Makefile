@@ -1,10 +1,11 @@
 # One command for a newcomer (demo), one for tests (test); each builds .venv when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
+NEWEST := .venv-newest/bin
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes: without bytecode each compiles Octavo anew, and pytest rewrites every test.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo test models-table lint format clean
+.PHONY: help demo test test-newest models-table lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -20,6 +21,16 @@ demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on 
 test: .venv/ready  ## every test that needs no GPU
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
+.venv-newest/bin/python:
+	$(PYTHON) -m venv .venv-newest
+
+# The newest releases are asked for anew each time.
+test-newest: .venv-newest/bin/python  ## types and every test with the newest releases that pyproject.toml admits, in .venv-newest
+	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(NEWEST)/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers) '
+	$(NEWEST)/python -m mypy
+	$(NEWEST)/python -m pytest -q -n 2 --dist loadgroup
+
 models-table: .venv/ready  ## rewrite the table of docs/models.md by training steps of tiny models
 	$(BIN)/python tests/models
 
@@ -32,5 +43,5 @@ format: .venv/ready  ## mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove the environment and every run
-	rm -rf .venv runs
+clean:  ## remove the environments and every run
+	rm -rf .venv .venv-newest runs

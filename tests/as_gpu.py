@@ -8,6 +8,7 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from octavo.kernels import algorithms, gemm
@@ -45,6 +46,29 @@ def _scaled_mm(a, b, *, scale_a, scale_b, bias=None, out_dtype=None, use_fast_ac
     return (made if bias is None else made + bias.float()).to(out_dtype)
 
 
+def scaled_mm_of_blocks(a, b, a_scale_inv, a_recipe, b_scale_inv, b_recipe, *, output_dtype):
+    """`functional.scaled_mm` for blocks as PyTorch documents it: refuses other sizes and strides, multiplies in float32."""
+    m, k, n = *a.shape, b.shape[1]
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert (m % 16, n % 16, k % 128) == (0, 0, 0)
+    assert a_recipe == functional.ScalingType.BlockWise1x128
+    assert (a_scale_inv.shape, a_scale_inv.stride()) == ((m, k // 128), (1, m))
+    square = b_recipe == functional.ScalingType.BlockWise128x128
+    if square:
+        filled = -(-k // 512) * 4
+        assert n % 128 == 0
+        assert (b_scale_inv.shape, b_scale_inv.stride()) == ((filled, n // 128), (1, filled))
+        b_scales = b_scale_inv.t()[:, : k // 128]
+    else:
+        assert b_recipe == functional.ScalingType.BlockWise1x128
+        assert (b_scale_inv.shape, b_scale_inv.stride()) == ((n, k // 128), (1, n))
+        b_scales = b_scale_inv
+    wide_a = a.float() * a_scale_inv.repeat_interleave(128, 1)[:, :k]
+    wide_b = b.t().float() * b_scales.repeat_interleave(128 if square else 1, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    return (wide_a @ wide_b.t()).to(output_dtype)
+
+
 def _grouped_mm(a, b, *, offs):
     ends = offs.tolist()
     bounds = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -72,6 +96,8 @@ def as_gpu(monkeypatch):
     monkeypatch.setattr(algorithms, "mm", _mm)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
     monkeypatch.setattr(torch, "_grouped_mm", _grouped_mm)
+    monkeypatch.setattr(gemm, "_takes_blocks", lambda device: device.type == "cuda")  # with PyTorch's build for CPUs too
+    monkeypatch.setattr(functional, "scaled_mm", scaled_mm_of_blocks)
     gemm.capability.cache_clear()
     gemm.has_grouped_products.cache_clear()
     try:

@@ -3,10 +3,15 @@
 import json
 import re
 import statistics
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
+from octavo import doctor
 from octavo.bench import lengths, readme
 from octavo.bench.vision import page
 from octavo.cli import main
@@ -45,6 +50,24 @@ def test_every_key_is_documented_in_its_section_with_its_meaning():
 def test_the_keys_that_may_change_are_the_table_of_resume():
     part = RUN_FILES.split("## Continuing a run")[1].split("## The folder")[0]
     assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps", "train.extended"} == set(CHANGEABLE)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "transformers"])
+def test_tested_versions_are_the_range_of_the_package_the_pin_is_within_and_the_doctor_says_the_same(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    allowed = next(r.specifier for r in map(Requirement, project["dependencies"]) if r.name == name)
+    bounds = {part.operator: Version(part.version) for part in allowed}
+    assert bounds.keys() == {">=", "<"}
+    row = re.search(rf"^\| {name} \| (\S+) \| (\S+) \| (\S+) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    oldest, newest, pinned = map(Version, row.groups())
+    assert oldest.release[:2] == bounds[">="].release
+    following = (newest.major, newest.minor + 1)  # later patches of the newest are admitted, later minor versions are not
+    assert following == bounds["<"].release
+    assert f"\n{name}=={pinned}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert oldest <= pinned <= newest
+    assert version(name) in allowed
+    (install,) = (package.install for package in doctor.PACKAGES if package.name == name)
+    assert Requirement(install.removeprefix("pip install ").strip("'")).specifier == allowed
 
 
 def rows_of(name):

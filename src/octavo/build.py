@@ -45,6 +45,7 @@ from octavo.models.own_code import (
     params_dtype_of,
     recompute_own_code,
     refuse_block_settings,
+    refuse_float32_parameters,
     refuse_head_settings,
 )
 from octavo.models.published import keep_float32_buffers
@@ -261,6 +262,8 @@ def build_model(
         else:
             _keep_own_code(model, reason, recompute, mlp_chunks, offload=offload)
         cast(model, params_dtype, buffer_dtype)
+        if sharding is not None and params_dtype is not None:
+            refuse_float32_parameters(model, params_dtype)
         compute_in(model, dtype, device)
     # 2. Choose.
     choose_recipes(model, layers=layers, skip=skip, excluded=excluded)

@@ -52,9 +52,9 @@ class Package:
 
 
 PACKAGES = (
-    Package("torch", "torch", "everything", "pip install 'torch>=2.11'", required=True),
-    Package("triton", "triton", "kernels on GPUs", "pip install 'triton>=3.6'", required=True),
-    Package("transformers", "transformers", "models in and out", "pip install 'transformers>=5.14'", required=True),
+    Package("torch", "torch", "everything", "pip install 'torch>=2.11,<2.15'", required=True),
+    Package("triton", "triton", "kernels on GPUs", "pip install 'triton>=3.6,<3.9'", required=True),
+    Package("transformers", "transformers", "models in and out", "pip install 'transformers>=5.14,<5.25'", required=True),
     Package("tokenizers", "tokenizers", "text to tokens", "pip install tokenizers", required=True),
     Package("datasets", "datasets", "corpora", "pip install 'datasets>=4'", required=True),
     Package("safetensors", "safetensors.torch", "checkpoints", "pip install 'safetensors>=0.6'", required=True),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import octavo
 import octavo.compat.smp
@@ -359,6 +359,11 @@ def refusals(tsm):
     def filled():
         return AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
 
+    def routed():  # transformers keeps its router in float32
+        experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+        config = AutoConfig.for_model("ernie4_5_moe", **TINY, **experts, moe_layer_end_index=1)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
     model, found = sharded(tsm), {}
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         full = model.state_dict()
@@ -372,6 +377,7 @@ def refusals(tsm):
         ("strategy", lambda: FSDP(tsm.transform(empty()), sharding_strategy="FULL_SHARD")),
         ("dtype", lambda: FSDP(tsm.transform(empty()), mixed_precision=MixedPrecision(torch.float64))),
         ("parts", lambda: model.load_state_dict({name: value[:1] for name, value in full.items()})),
+        ("routers", lambda: FSDP(tsm.transform(routed()))),
         ("position", lambda: FSDP(tsm.transform(empty()), None, None, None, None, None, None, [nn.Linear(1, 1)])),
     ):
         try:

@@ -7,7 +7,8 @@ import accelerate
 import fsdp_ranks
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import octavo
 import ranks
@@ -76,6 +77,7 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
             "sync": "sync_module_states=True", "around": "in which 0 is transformed", "summon": "FULL_STATE_DICT",
             "strategy": "give ShardingStrategy.FULL_SHARD", "dtype": "float64) is not supported", "parts": "of which this rank",
             "position": "ignored_modules",
+            "routers": "in float32, and a sharded model has parameters of one dtype. Give",
         }.items():  # fmt: skip
             assert text in found[f"refusal {name}"], name
     mean = sum(found["hugging face"][0] for found in results) / 2
@@ -264,6 +266,31 @@ def test_attention_modules_are_softmax_by_hand(tsm):
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), written)
     twin = pickle.loads(pickle.dumps(model))  # noqa: S301
     assert torch.equal(twin(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache", None])
+def test_an_attention_layer_takes_its_cache_by_either_name_and_without(tsm, name):
+    """transformers 5.24 renamed past_key_values to cache."""
+    from torch.sagemaker.nn.huggingface.llama_flashattn import LlamaFlashAttention
+
+    config = LlamaConfig(**fsdp_ranks.TINY, attn_implementation="sdpa")
+    layers = [LlamaFlashAttention(config).eval() for _ in range(2)]
+    x = torch.randn(2, 6, config.hidden_size)
+    rotary = LlamaRotaryEmbedding(config)
+    whole = [layer(x, rotary(x, torch.arange(6)[None]))[0] for layer in layers]
+    cache = DynamicCache(config=config)
+    for first, last in ((0, 4), (4, 5), (5, 6)):
+        table = rotary(x, torch.arange(first, last)[None])
+        for layer, wanted in zip(layers, whole, strict=True):
+            given = (x[:, first:last], table, None)
+            found = layer(*given, cache)[0] if name is None else layer(*given, **{name: cache})[0]
+            torch.testing.assert_close(found, wanted[:, first:last])
+    assert [cache.get_seq_length(layer) for layer in range(2)] == [6, 6]
+    assert [layer.layer_idx for layer in layers] == [0, 1]
+    one = {"past_key_values": cache, "cache": cache}
+    layers[0](x[:, :1], rotary(x, torch.arange(6, 7)[None]), **one)
+    with pytest.raises(InputError, match="two names of one argument: give one"):
+        layers[0](x, rotary(x, torch.arange(6)[None]), **one | {"cache": DynamicCache(config=config)})
 
 
 def test_values_of_every_kind_are_read_back_and_other_state_dicts_refused(tsm, tmp_path):

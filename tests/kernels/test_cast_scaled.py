@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from as_gpu import scaled_mm_of_blocks
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import gemm, reference
 from octavo.kernels.quantize import cast_scaled
@@ -166,36 +167,14 @@ class TestElsewhere:
             assert torch.equal(cast_scaled.scale_from_amax(x.abs(), 448.0, power_of_two), wanted)
 
 
-def cublas(a, b, a_scale_inv, a_recipe, b_scale_inv, b_recipe, *, output_dtype):
-    """`scaled_mm` for blocks as PyTorch documents it: refuses other sizes and strides, multiplies in float32."""
-    m, k, n = *a.shape, b.shape[1]
-    assert a.is_contiguous()
-    assert b.t().is_contiguous()
-    assert (m % 16, n % 16, k % 128) == (0, 0, 0)
-    assert a_recipe == torch.nn.functional.ScalingType.BlockWise1x128
-    assert (a_scale_inv.shape, a_scale_inv.stride()) == ((m, k // 128), (1, m))
-    if b_recipe == torch.nn.functional.ScalingType.BlockWise128x128:
-        filled = -(-k // 512) * 4
-        assert n % 128 == 0
-        assert (b_scale_inv.shape, b_scale_inv.stride()) == ((filled, n // 128), (1, filled))
-        b_scales = b_scale_inv.t()[:, : k // 128]
-    else:
-        assert (b_scale_inv.shape, b_scale_inv.stride()) == ((n, k // 128), (1, n))
-        b_scales = b_scale_inv
-    rows = 128 if b_recipe == torch.nn.functional.ScalingType.BlockWise128x128 else 1
-    wide_a = a.float() * a_scale_inv.repeat_interleave(128, 1)[:, :k]
-    wide_b = b.t().float() * b_scales.repeat_interleave(rows, 0)[:n].repeat_interleave(128, 1)[:, :k]
-    return (wide_a @ wide_b.t()).to(output_dtype)
-
-
 class TestProductsOfBlocks:
-    """What is handed to cuBLAS on a Hopper GPU, played by `cublas`."""
+    """What is handed to cuBLAS on a Hopper GPU, played by its definition."""
 
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         monkeypatch.setattr(gemm, "is_native", lambda device: True)
         monkeypatch.setattr(gemm, "_takes_blocks", lambda device: True)
-        monkeypatch.setattr(torch.nn.functional, "scaled_mm", cublas)
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm_of_blocks)
 
     @pytest.mark.parametrize(("m", "k", "n"), [(256, 384, 128), (200, 336, 150), (16, 640, 256), (1, 130, 1)])
     @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from octavo.kernels import algorithms, cublaslt, gemm
+from octavo.fp8.formats import E4M3, E5M2
+from octavo.kernels import algorithms, cublaslt, gemm, reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,3 +61,35 @@ def test_digests_tell_places_and_bits_apart():
 def test_an_algorithm_is_the_size_that_cublaslt_says():
     """A struct of 64 bytes, a size, two words of 4 bytes and four reserved ones."""
     assert cublaslt.ctypes.sizeof(cublaslt._Algorithm) == 64 + 8 + 4 + 4 + 16
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["row", "pieces", "squares", "squares left"])
+def test_a_cpu_multiplies_without_pytorchs_scaled_products(monkeypatch, kind, out_dtype, bias):
+    """Versions of PyTorch differ in what their scaled products take on a CPU."""
+
+    def absent(*arguments, **named):
+        raise AssertionError("a scaled product of PyTorch")
+
+    for module, name in ((torch, "_scaled_mm"), (torch, "_scaled_grouped_mm"), (torch.nn.functional, "scaled_mm")):
+        monkeypatch.setattr(module, name, absent)
+    heights = {"row": None, "pieces": (1, 1), "squares": (1, 128), "squares left": (128, 1)}[kind]
+    operands = []
+    for number, (rows, fmt) in enumerate(((200, E4M3), (150, E5M2))):
+        x = torch.randn(rows, 336)
+        how = reference.cast_rows if heights is None else reference.cast_blocks
+        q, scale = how(x, fmt.dtype, fmt.max, *(() if heights is None else (heights[number],)))
+        operands.append((q, reference.divide(1.0, scale)))
+    (a, a_scale_inv), (b, b_scale_inv) = operands
+    offset = torch.randn(150) if bias else None
+    got = gemm.scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype=out_dtype, bias=offset)
+    if heights is None:
+        want = (a.float() @ b.float().t()) * a_scale_inv * b_scale_inv.t()
+    else:
+        want = reference.dequantize(a, a_scale_inv) @ reference.dequantize(b, b_scale_inv).t()
+    assert torch.equal(got, (want if offset is None else want + offset).to(out_dtype))
+    exact = reference.dequantize(a, a_scale_inv).double() @ reference.dequantize(b, b_scale_inv).double().t()
+    exact = exact if offset is None else exact + offset
+    near = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[out_dtype]
+    torch.testing.assert_close(got.double(), exact, rtol=near, atol=1e-3)

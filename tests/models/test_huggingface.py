@@ -240,7 +240,7 @@ def test_hidden_states_are_hugging_faces(recompute, shape):
 def test_results_as_a_tuple_and_logits_of_some_positions():
     reference, model = pair()
     ids = tokens(2, 9)
-    whole = model(input_ids=ids, use_cache=False, past_key_values=None, output_attentions=False).logits
+    whole = model(input_ids=ids, use_cache=False, past_key_values=None, cache=None, output_attentions=False).logits
     (logits,) = model(input_ids=ids, return_dict=False)
     assert torch.equal(logits, whole)
     (loss,) = model(input_ids=ids, labels=ids, return_dict=False)
@@ -254,7 +254,8 @@ def test_results_as_a_tuple_and_logits_of_some_positions():
     ("arguments", "words"),
     [
         ({"use_cache": True}, "use_cache = True: it keeps no keys and values: model.generate"),
-        ({"past_key_values": ()}, "past_key_values"),
+        ({"past_key_values": ()}, "past_key_values: it keeps no keys and values"),
+        ({"cache": ()}, "cache: it keeps no keys and values"),
         ({"cache_position": torch.arange(9)}, "cache_position: it keeps no keys and values"),
         ({"is_causal": False}, 'is_causal = False: its attention is causal; octavo.transform(model, blocks="own")'),
         ({"ignore_index": 0}, "ignore_index = 0: a label of -100 is not predicted"),
@@ -329,13 +330,14 @@ def test_parameters_are_counted_as_hugging_face_counts_them(shape, embeddings):
         ("prepare_inputs_for_generation", "get_peft_model"),
         ("add_adapter", "get_peft_model"),
         ("past_key_values", "model.generate"),
+        ("cache", "model.generate"),
         ("model", "octavo.to_huggingface"),
         ("lm_head", "model.head"),
     ],
 )
 def test_what_is_missing_names_the_way_and_hasattr_is_false(name, way):
     _, model = pair()
-    assert hasattr(llama(), name) or name in ("activation_checkpointing_enable", "past_key_values")
+    assert hasattr(llama(), name) or name in ("activation_checkpointing_enable", "past_key_values", "cache")
     assert not hasattr(model, name)
     refused((name, way), getattr, model, name)
     with pytest.raises(AttributeError):

@@ -49,6 +49,10 @@ FAMILIES = {
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
         "moe_intermediate_size": 16,
     },
+    "ernie4_5_moe": GROUPED  # a router in float32 in every version of transformers; DeepSeek-V3's from 5.24 on
+    | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1, "moe_layer_end_index": 1,
+    },
     "gpt_neox": WIDE,
     "gpt_neo": COMMON | {"intermediate_size": 48, "attention_types": [[["global", "local"], 1]]},
     "gpt2": COMMON,
@@ -124,6 +128,43 @@ def test_buffers_that_stay_in_float32_do_not_widen_an_export(tmp_path):
     octavo.export(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe"])
+def test_a_router_in_float32_stays_so_and_computes_as_in_transformers(tmp_path, kind):
+    source = fresh(kind)
+    source.save_pretrained(tmp_path / "in")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.bfloat16)
+    wide = {name for name, parameter in theirs.named_parameters() if parameter.dtype == torch.float32}
+    assert kind == "deepseek_v3" or "model.layers.1.mlp.gate.weight" in wide
+    made = (
+        transform(copy.deepcopy(theirs)),
+        transform(copy.deepcopy(source), params_dtype=torch.bfloat16),
+        transform(copy.deepcopy(source), params_dtype=torch.bfloat16, load_from=tmp_path / "in"),
+        build(theirs.config, tmp_path / "in", torch.bfloat16),
+    )
+    for number, model in enumerate(made):
+        assert {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32} == wide
+        assert torch.equal(model.eval()(TOKENS).logits, theirs(TOKENS).logits)  # without autocast
+        octavo.export(model, tmp_path / f"out{number}")
+        assert json.loads((tmp_path / f"out{number}" / "config.json").read_text())["dtype"] == "bfloat16"
+        same_bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path / f"out{number}").state_dict()), dict(model.state_dict()))
+    whole = transform(copy.deepcopy(theirs), params_dtype=torch.float32)
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+
+
+def test_a_router_in_float32_trains_beside_bf16(tmp_path):
+    """Parameters after a step are those of transformers' model; the router's have values between those of bf16."""
+    source = fresh("ernie4_5_moe").bfloat16()
+    source.model.layers[1].mlp.gate.float()
+    model = transform(copy.deepcopy(source)).train()
+    for one in (source.train(), model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-5)
+        one(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+    same_bits(dict(model.state_dict()), dict(source.state_dict()))
+    router = model.model.layers[1].mlp.gate.weight
+    assert (router != router.bfloat16().float()).any()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from llamas import llama_config
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -21,6 +22,7 @@ from transformers import (
 
 import ranks
 from octavo.build import build_model, transform
+from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.fp8.scaling import state_records
@@ -351,3 +353,33 @@ def test_a_block_that_is_called_by_itself(keep):
     for found in ranks.run(2, block_by_itself, keep):
         for name, gradient in one.items():
             assert (found[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+
+
+def ernie(dtype):
+    """A model whose router transformers keeps in float32."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 17}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+    config = AutoConfig.for_model("ernie4_5_moe", **shape, **experts, num_key_value_heads=2, moe_layer_end_index=1)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def message_and_loss_of_mixed_dtypes():
+    world.init({})
+    try:
+        transform(ernie(torch.bfloat16), device="cpu")
+    except InputError as error:
+        message = str(error)
+    whole = transform(ernie(torch.bfloat16), device="cpu", params_dtype=torch.float32)
+    mine = IDS[world.state.dp_rank :: world.state.dp_size]
+    whole(input_ids=mine, labels=mine).loss.backward()
+    return message, sharded.full(whole.model.layers[1].mlp.gate.weight.grad).norm().item()
+
+
+def test_a_router_in_float32_beside_bf16_is_refused_over_ranks_and_float32_trains():
+    for message, norm in ranks.run(2, message_and_loss_of_mixed_dtypes):
+        assert message.startswith(
+            "params_dtype = bfloat16 over several ranks: ernie4_5_moe keeps model.layers.1.mlp.gate.weight"
+        )
+        assert 'Set model.params_dtype = "float32" (params_dtype=torch.float32 in Python).' in message
+        assert norm > 0

@@ -5,13 +5,16 @@ import shutil
 import tomllib
 
 import pytest
-from transformers import AutoConfig, GPT2Config
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.hardware import lookup
 from octavo.models.sources import load_config
-from octavo.train.plan import check
+from octavo.train.plan import Target, check
 
 
 def plan(run, *overrides):
@@ -53,6 +56,34 @@ def test_gpt2_trains_in_fp8_and_its_resolved_file_takes_every_recipe(tiny_run, t
             assert again.fp8.recipe == other
         assert main(["train", str(output / "run.toml")]) == 0
         assert "already trained" in capsys.readouterr().out
+
+
+def test_a_router_in_float32_beside_bf16_trains_on_one_rank_and_is_refused_on_several(tiny_run, tmp_path, capsys):
+    """transformers keeps it in float32; a run that is interrupted continues with the same bits."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 320}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+    config = AutoConfig.for_model("ernie4_5_moe", **shape, **experts, num_key_value_heads=2, moe_layer_end_index=1)
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].mlp.gate.weight.data.normal_()
+    model.save_pretrained(tmp_path / "ernie")
+    change = [f"model.source={tmp_path / 'ernie'}", "model.config={}", "model.load=true", "model.params_dtype=bfloat16"]
+    change.append("train.global_batch=4")
+    run = tiny_run(steps=4, every=2)
+    with pytest.raises(InputError, match=r"ernie4_5_moe keeps model\.layers\.1\.mlp\.gate\.weight.*params_dtype = \"float32\""):
+        check(RunConfig.from_file(run.file, change), target=Target(2, lookup("h200")))
+    check(RunConfig.from_file(run.file, [*change, "model.params_dtype=float32"]), target=Target(2, lookup("h200")))
+    exported = {}
+    for name, steps in (("whole", [4]), ("parts", [2, 4])):
+        for count in steps:
+            output = ["optimizer.schedule=constant", f"train.steps={count}", f"train.output={tmp_path / name}"]
+            assert main(["train", str(run.file), *change, *output]) == 0
+        assert main(["export", str(tmp_path / name), "--to", str(tmp_path / f"{name}-out")]) == 0
+        exported[name] = load_file(tmp_path / f"{name}-out" / "model.safetensors")
+    capsys.readouterr()
+    assert {n: t.dtype for n, t in exported["whole"].items()} == {n: t.dtype for n, t in exported["parts"].items()}
+    assert all(torch.equal(tensor, exported["parts"][name]) for name, tensor in exported["whole"].items())
+    assert exported["whole"]["model.layers.1.mlp.gate.weight"].dtype == torch.float32
+    assert exported["whole"]["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_a_run_does_not_continue_with_another_config_of_the_source(tiny_run, tmp_path, capsys):

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
+from octavo.models.own_code import float32_names
 from octavo.models.spec import ModelSpec
 from octavo.models.structure import difference_from, warn_of_hooks
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
@@ -388,8 +389,10 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
     for key in QUANTIZED_KEYS:  # of the source
         vars(config).pop(key, None)
     buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
-    parameters = [tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name not in buffers]
-    config.dtype = functools.reduce(torch.promote_types, parameters)  # has every value of float16 beside bfloat16
+    dtypes = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and name not in buffers}
+    kept = float32_names(reference, min(dtypes.values(), key=lambda dtype: dtype.itemsize))
+    chosen = [dtype for name, dtype in dtypes.items() if name not in kept]
+    config.dtype = functools.reduce(torch.promote_types, chosen)  # has every value of float16 beside bfloat16
     config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     return config
 

@@ -71,12 +71,11 @@ INSTEAD = {
     "loss_function": "its loss is the cross entropy of its forward with labels; for another, give it the logits",
     "model": f"its blocks are model.layers, with the names of octavo.describe(model); {_COPY}",
     "lm_head": f"its output head is model.head; {_COPY}",
-    "past_key_values": _CACHE,
+    **dict.fromkeys(("past_key_values", "cache"), _CACHE),
 }
 """Names of Hugging Face's models that the decoder has not → the way to the same end; of the others `_DEFAULT` is the way."""
 _ARGUMENTS = {
-    "use_cache": _CACHE,
-    "past_key_values": _CACHE,
+    **dict.fromkeys(("use_cache", "past_key_values", "cache"), _CACHE),
     "inputs_embeds": f"it takes input_ids; {_OWN}, which takes both",
     "output_router_logits": f"moe={{'moe_load_balancing': 'aux_loss'}} of octavo.transform balances the experts, {_OWN}",
     "output_attentions": f"its attention never stores the probabilities; {_OWN}, which can",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from octavo.errors import InputError
+from octavo.errors import InputError, some
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import DECODER_FAMILIES
 from octavo.nn.derived import derive
@@ -124,26 +125,62 @@ def recompute_own_code(model: nn.Module) -> None:
     getattr(model, switch)({"use_reentrant": False})
 
 
+def float32_names(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
+    """Names of the parameters and buffers that `from_pretrained` keeps in float32 in a model of `dtype`.
+
+    They are routers' weights and corrections, by transformers' version more or fewer, and the code of the model computes with
+    them beside the others. Empty for modules of other libraries.
+    """
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        plan = getattr(module, "_get_dtype_plan", None)
+        patterns = [re.compile(pattern.replace("*", ".*")) for pattern in (plan(dtype) if plan else ())]
+        if patterns:
+            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            names = (name for name, _ in named if any(pattern.search(name) for pattern in patterns))
+            found.update(f"{prefix}.{name}" if prefix else name for name in names)
+    return frozenset(found)
+
+
 def cast(model: nn.Module, params_dtype: torch.dtype | None, buffer_dtype: torch.dtype) -> None:
-    """Cast parameters, unless `params_dtype` is None.
+    """Cast parameters, unless `params_dtype` is None; those of `float32_names` to float32.
 
     Buffers are cast only to a lower dtype than float32: rotary tables and running means keep their precision.
     """
+    kept = float32_names(model, params_dtype) if params_dtype is not None else frozenset()
     with torch.no_grad():
-        for parameter in model.parameters() if params_dtype is not None else ():
+        for name, parameter in model.named_parameters() if params_dtype is not None else ():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(params_dtype)
+                parameter.data = parameter.data.to(torch.float32 if name in kept else params_dtype)
         for buffer in model.buffers() if buffer_dtype != torch.float32 else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(buffer_dtype)
 
 
+def refuse_float32_parameters(
+    model: nn.Module,
+    params_dtype: torch.dtype,
+    way: str = 'Set model.params_dtype = "float32" (params_dtype=torch.float32 in Python).',
+) -> None:
+    """Raise an InputError if a model that is to be sharded keeps parameters in float32 beside others of `params_dtype`."""
+    kept = float32_names(model, params_dtype)
+    names = [name for name, parameter in model.named_parameters() if name in kept and parameter.dtype != params_dtype]
+    if names:
+        raise InputError(
+            f"params_dtype = {str(params_dtype).removeprefix('torch.')} over several ranks: {_kind(model)} keeps {some(names)} "
+            f"in float32, and a sharded model has parameters of one dtype. {way}"
+        )
+
+
 def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Let a model that keeps its own code compute in `dtype` with parameters of another, by PyTorch's autocast.
 
-    The class changes and not the instance, so that a deep copy computes with its own weights.
+    Parameters of `float32_names` ask for no autocast, which would lower the products that the model computes with them in
+    float32. The class changes and not the instance, so that a deep copy computes with its own weights.
     """
-    others = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {dtype}
+    kept = float32_names(model, dtype)
+    of = {parameter.dtype for name, parameter in model.named_parameters() if parameter.is_floating_point() and name not in kept}
+    others = of - {dtype}
     if not others or device.type == "meta":
         return
     if dtype == torch.float32:
@@ -162,11 +199,15 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 
 
 def params_dtype_of(model: nn.Module) -> torch.dtype | None:
-    """The dtype of a model's parameters; None if they have several."""
+    """The dtype of a model's parameters, but for those of `float32_names`; None if they have several."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if others := found.difference(FLOATS):
         raise InputError(
             f"{type(model).__name__} has parameters of {', '.join(sorted(map(str, others)))}: Octavo trains "
             f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
         )
+    for dtype in found - {torch.float32}:
+        kept = float32_names(model, dtype)
+        if all(p.dtype == dtype for name, p in model.named_parameters() if p.is_floating_point() and name not in kept):
+            return dtype
     return found.pop() if len(found) == 1 else None

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from octavo.errors import InputError, first_line, some
+from octavo.models.own_code import float32_names
 from octavo.models.weight_files import DEQUANTISE, LISTED, InMemoryWeights, WeightFiles, Weights
 
 _QUANTISED_NAME = re.compile(
@@ -50,10 +51,9 @@ def causal_lm_on_meta(config: Any) -> PreTrainedModel:
 
 def keep_float32_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast to float32 the buffers that `from_pretrained` keeps in float32 in a model of `dtype`: a router's correction."""
-    plan = model._get_dtype_plan(dtype)
-    persistent = model.state_dict().keys()
+    names = float32_names(model, dtype) & model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if name in persistent and buffer.is_floating_point() and any(re.search(pattern, name) for pattern in plan):
+        if name in names and buffer.is_floating_point():
             buffer.data = buffer.data.float()
 
 

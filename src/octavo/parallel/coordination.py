@@ -148,7 +148,8 @@ def _ranks(purpose: str, timeout: datetime.timedelta) -> Ranks:
     made_for, group = _groups.get(purpose, (None, world))
     if made_for is not world:  # the first call, or the first after a shutdown
         shared = purpose == "training" and "gloo" in dist.get_backend_config()
-        group = world if shared else dist.new_group(backend="gloo", timeout=timeout)
+        new: Any = dist.new_group  # whose annotated result differs from version to version
+        group = world if shared else new(backend="gloo", timeout=timeout)
         _groups[purpose] = (world, group)
     return Ranks(dist.get_rank(), dist.get_world_size(), group)
 

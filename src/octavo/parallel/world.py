@@ -321,7 +321,7 @@ def _own_group(groups: torch.Tensor) -> dist.ProcessGroup | None:
     """The process group of this rank's row of `groups` [groups, ranks]. Collective."""
     if groups.shape[0] == 1:
         return dist.group.WORLD  # the same ranks, without another communicator
-    own, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    own: Any = dist.new_subgroups_by_enumeration(groups.tolist())[0]  # annotated otherwise from version to version
     return own
 
 

@@ -34,7 +34,7 @@ from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
-from octavo.models.own_code import refuse_other_models
+from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
 from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.weight_loader import folder_weights
@@ -214,6 +214,8 @@ def check(
         **model_options(config),
     )
     _check_context(config, degrees, model)
+    if world > 1 and not isinstance(model, Decoder):
+        refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
     experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
     check_experts(experts, degrees.expert, degrees.hybrid_shard, hf_config.model_type)
     _check_dispatch(config, model, recipe)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -92,8 +93,9 @@ class Watchdog:
         if self.world > 1:
             self._page = SharedPage.own()
             self._advance(self.progress)
+            default: Any = _get_default_store()  # whose class has no `clone` in the annotations of earlier versions
             # The prefix separates the watchdogs of one job, one after another.
-            store = PrefixStore(f"octavo-watchdog-{next(self._count)}", _get_default_store().clone())  # type: ignore[attr-defined]
+            store = PrefixStore(f"octavo-watchdog-{next(self._count)}", default.clone())
             self._heartbeat = HeartbeatThread(
                 rank=self.rank,
                 world=self.world,

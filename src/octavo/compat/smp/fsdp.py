@@ -34,7 +34,7 @@ from octavo.compat.smp.transform import Transformed, transformed
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
-from octavo.models.own_code import compute_in
+from octavo.models.own_code import compute_in, refuse_float32_parameters
 from octavo.models.vision import Blocks
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Values
@@ -220,6 +220,8 @@ def _sharding(
     base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=own, strategy=noted.cp_comm_type)
     if base is None:
         return None
+    if not isinstance(model, Decoder):
+        refuse_float32_parameters(model, own, "Give torch.sagemaker.transform dtype=torch.float32.")
     mesh = _mesh(degree, base.mesh)
     return replace(
         base,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from typing import Any
@@ -19,6 +20,8 @@ from octavo.nn.block import TransformerLayer
 TETransformerLayer = TransformerLayer
 TransformerLMHead = Decoder
 LAYOUTS = ("b h s d", "b s h d")
+_CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaAttention.forward).parameters)
+"""The name of the cache among transformers' arguments: `past_key_values` up to transformers 5.23."""
 
 __all__ = [
     "FlashGroupedQueryAttention", "FlashSelfAttention", "LlamaFlashAttention", "TETransformerLayer", "TransformerLMHead",
@@ -93,10 +96,28 @@ class LlamaFlashAttention(LlamaAttention):
         super().__init__(config, layer_idx or 0)
         self._numbered = layer_idx is not None
 
-    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        """transformers' forward; a layer without `layer_idx` takes its own part of the cache first."""
-        if past_key_values is not None and not self._numbered:
-            parts = _parts.setdefault(past_key_values, weakref.WeakKeyDictionary())
-            empty = (index for index in itertools.count() if not past_key_values.get_seq_length(index))
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        *,
+        cache: Any = None,
+        **others: Any,
+    ) -> Any:
+        """transformers' forward; a layer without `layer_idx` takes its own part of the cache first.
+
+        hidden_states: [B, T, H]. past_key_values, cache: the same argument by its names in earlier and later versions of
+        transformers, of which any version takes either here.
+        """
+        if past_key_values is not None and cache is not None and past_key_values is not cache:
+            raise InputError(
+                "LlamaFlashAttention got two caches, past_key_values and cache, which are two names of one argument: give one."
+            )
+        cache = past_key_values if cache is None else cache
+        if cache is not None and not self._numbered:
+            parts = _parts.setdefault(cache, weakref.WeakKeyDictionary())
+            empty = (index for index in itertools.count() if not cache.get_seq_length(index))
             self.layer_idx = parts[self] if self in parts else parts.setdefault(self, next(empty))
-        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+        return super().forward(hidden_states, position_embeddings, attention_mask, **{_CACHE: cache}, **others)

@@ -13,6 +13,7 @@ from octavo.build import build_model
 from octavo.compat.smp.moe import moe_of
 from octavo.errors import InputError, unknown
 from octavo.models.decoder import Decoder
+from octavo.models.own_code import params_dtype_of
 from octavo.nn.norm import FLOATS
 from octavo.parallel.world import state
 
@@ -78,9 +79,9 @@ def transform(
     if transformed(model) is not None:
         raise InputError("transform: the model is transformed already. Call it once.")
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if dtype is None and len(dtypes) != 1:
+    params_dtype = dtype or (next(iter(dtypes)) if len(dtypes) == 1 else params_dtype_of(model))
+    if params_dtype is None:
         raise InputError(f"transform: the model has parameters of {sorted(map(str, dtypes))}: set dtype=torch.float32.")
-    params_dtype = dtype or dtypes.pop()
     if params_dtype not in FLOATS:
         raise InputError(f"transform: parameters of {params_dtype} are not supported: use {', '.join(map(str, FLOATS))}.")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
