@@ -139,6 +139,15 @@ def test_a_text_has_the_same_tokens_as_a_file_in_a_folder_and_by_a_pattern(tmp_p
     assert tokens[0] == tokens[1]
 
 
+def test_prepared_data_within_a_folder_is_no_text_of_it(tmp_path, config):
+    write_lines(tmp_path / "a.jsonl", [{"text": f"some words {n}"} for n in range(9)])
+    first = prepare(config(tmp_path))
+    assert (tmp_path / "prepared") in first.folder.parents
+    assert prepare(config(tmp_path), on_change="error") == first
+    with pytest.raises(InputError, match=r"is data\.folder too, which prepared data is written to\. Set data\.folder"):
+        prepare(config(tmp_path, folder=str(tmp_path)))
+
+
 def test_a_split_of_a_folder_is_read_where_it_is_asked_for_and_what_is_left_out_is_named(tmp_path, config):
     folder = tmp_path / "f"
     for name in ("train.jsonl", "validation-00000-of-00001.jsonl", "more.jsonl", "test/part.jsonl", "en-2020.jsonl"):
@@ -424,6 +433,7 @@ def test_too_long_paths_are_named_with_their_key(tmp_path, lines, config):
             ("data.validation_source", config(lines, validation_source=long)),
             ("data.tokenizer", config(lines, tokenizer=long)),
             ("data.folder", config(lines, folder=long)),
+            ("data.folder", config(lines.parent, folder=long)),
         ):
             with pytest.raises(InputError, match=rf"^{key} = '.*…' cannot be used: File name too long"):
                 prepare(section)

@@ -211,7 +211,12 @@ def _files(name: str, files: Sequence[Path], config: DataConfig, key: str) -> So
 
 def _folder(path: Path, config: DataConfig, key: str) -> Source:
     """A data set by its card or as it was saved; of any other folder all files of known kinds, or those of `data.split`."""
-    name, files = f"{key} = {str(path)!r}", folders.files_of(path)
+    name, prepared = f"{key} = {str(path)!r}", Path(config.folder).expanduser()
+    with path_of("data.folder", config.folder):
+        within = prepared.resolve() == path.resolve()
+    if within:
+        raise InputError(f"{name} is data.folder too, which prepared data is written to. Set data.folder to another folder.")
+    files = folders.files_of(path, prepared)
     if not files:
         raise InputError(f"{name} is an empty folder. Put files in it: {readers.KNOWN}.")
     notices: list[str] = []

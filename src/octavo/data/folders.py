@@ -25,25 +25,29 @@ _SPLITS = {
 _CARD_KEYS = re.compile(rb"""^["']?(configs|dataset_info)["']?\s*:""", re.MULTILINE)
 
 
-def files_of(folder: Path) -> list[Path]:
+def files_of(folder: Path, prepared: Path) -> list[Path]:
     """All files below a folder, sorted, links followed; without those whose name, or whose folder's, begins with a dot.
+
+    Args:
+        prepared: the folder of prepared data, which is left out if it lies within.
 
     Raises:
         InputError: a link to nothing, a file that is no regular one, or a folder that cannot be read.
     """
-    return sorted(_walk(folder, frozenset()))
+    return sorted(_walk(folder, frozenset({prepared.resolve()})))
 
 
-def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
-    above |= {folder.resolve()}
+def _walk(folder: Path, closed: frozenset[Path]) -> Iterator[Path]:
+    """The files below; `closed`: folders that are not entered."""
+    closed |= {folder.resolve()}
     with readers.readable(folder):
         entries = list(folder.iterdir())
     for entry in entries:
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if entry.resolve() not in above:  # else a link to a folder that it is in
-                yield from _walk(entry, above)
+            if entry.resolve() not in closed:  # such as a link to a folder that it is in
+                yield from _walk(entry, closed)
         else:
             check_regular(entry)
             yield entry
