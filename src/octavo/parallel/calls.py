@@ -68,7 +68,7 @@ class _Meetings:
         """
         number, self._number = self._number, self._number + 1
         with self._explaining(call):
-            first, _, rank = self._first(f"{number}/call", f"{call} {self.rank}").partition(" ")
+            first, _, rank = self._first(f"{number}/call", f"{call} {self.rank}").rpartition(" ")
             if first != call:
                 self._first(
                     f"{number}/verdict", f"rank {rank} calls {first}, and rank {self.rank} calls {call}. {_remedy(first)}"
