@@ -10,6 +10,7 @@ from octavo import job_ranks
 from octavo.cli import main
 from octavo.errors import InputError
 from octavo.parallel import world
+from octavo.watchdog.launcher import launch
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 
@@ -161,12 +162,23 @@ def test_contradictions_and_what_nothing_tells_are_refused_by_name(monkeypatch, 
     assert all(part in str(raised.value) for part in parts), str(raised.value)
 
 
+def test_what_only_tells_needs_no_host_of_rank_0(tiny_run, monkeypatch, capsys):
+    for name, value in slurm(0, nodes="no-such-node-[1-2]", per_node="1,1").items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(tiny_run().file), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["data_parallel"] == 2
+    assert main(["train", str(tiny_run("real").file)]) == 2
+    assert "MASTER_ADDR is not set, and Slurm's node 'no-such-node-1' has no address" in capsys.readouterr().err
+
+
 def test_starting_ranks_in_each_of_several_tasks_is_refused(tiny_run, monkeypatch, capsys):
     for name, value in slurm(0).items():
         monkeypatch.setenv(name, value)
     assert main(["train", str(tiny_run().file), "--ranks", "2"]) == 2
     message = capsys.readouterr().err
     assert "--ranks 2 starts ranks of one host, and srun has started 2 (SLURM_STEP_NUM_TASKS) already" in message
+    with pytest.raises(InputError, match="--ranks 2 starts ranks of one host"):
+        launch(["true"], 2, timeout=1, grace=1)
     assert main(["bench", "kernels"]) == 2
     assert "octavo bench starts its ranks itself, and srun has started 2" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ import typer
 from octavo import arguments as options
 from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
 from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
-from octavo.job_ranks import TORCHRUN, adopt_ranks, started_by
+from octavo.job_ranks import TORCHRUN, adopt_ranks, refuse_ranks_of_ranks, started_by
 from octavo.storage import local_path
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def train(
     from octavo.watchdog.processes import die_with_launcher
 
     if ranks is not None and ranks > 1 and not dry_run:
-        _refuse_ranks_of_ranks(ranks)
-    adopt_ranks()
+        refuse_ranks_of_ranks(ranks)
+    adopt_ranks(meet=not dry_run)
     die_with_launcher()
     config = _config(run_file, overrides)
     if dry_run:
@@ -160,15 +160,6 @@ def train(
         result = _train(run_file, config, console, stop)
         from octavo.run.summary import summary_lines
     _print_once(result.as_dict() if as_json else summary_lines(result))
-
-
-def _refuse_ranks_of_ranks(ranks: int) -> None:
-    """Refuse `--ranks` in each of the tasks that a launcher has started."""
-    if found := started_by():
-        raise InputError(
-            f"--ranks {ranks} starts ranks of one host, and {found} already, which train together: leave --ranks out, or start "
-            "one task."
-        )
 
 
 def _launch(config: RunConfig, ranks: int, run_file: str, overrides: list[str] | None, as_json: bool) -> int | None:
@@ -217,7 +208,7 @@ def _say_start(run_file: str, console: Console) -> None:
 @app.command(cls=WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
 def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Channels = None, as_json: AsJson = False) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
-    adopt_ranks()
+    adopt_ranks(meet=False)
     config, channels_folder = _config(run_file, overrides), options.path(channels, "--channels")
     from octavo.data.prepared import prepare as run
 
@@ -254,7 +245,7 @@ def describe(
     as_json: AsJson = False,
 ) -> None:
     """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
-    adopt_ranks()
+    adopt_ranks(meet=False)
     from octavo.train.dry_run import describe_run, target
 
     figures, text = describe_run(local_path(run, "RUN"), overrides or (), target(world_size, gpu))

@@ -82,8 +82,10 @@ class _Found:
     local_world: int | None
 
 
-def adopt_ranks() -> None:
+def adopt_ranks(*, meet: bool = True) -> None:
     """Set torchrun's variables of this process from those of Slurm or MPI; nothing without them, or under torchrun.
+
+    meet: the ranks join, and need the host and a port of rank 0; False for a command that only tells or prepares.
 
     Raises:
         InputError: variables that contradict each other, or a host or port that none of them tells.
@@ -94,10 +96,12 @@ def adopt_ranks() -> None:
     if _is_nested(environment, found):
         return
     _agree(environment, found)
-    host, port = environment.get("MASTER_ADDR") or _host(environment, found), environment.get("MASTER_PORT") or None
     values = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.local, "LOCAL_WORLD_SIZE": found.local_world}
-    ports = {"MASTER_ADDR": host, "MASTER_PORT": port or _port(environment, found)}
-    for name, value in (values | ports).items():
+    place: dict[str, object] = {}
+    if meet:
+        place["MASTER_ADDR"] = environment.get("MASTER_ADDR") or _host(environment, found)
+        place["MASTER_PORT"] = environment.get("MASTER_PORT") or _port(environment, found)
+    for name, value in (values | place).items():
         if value is not None:
             environment[name] = str(value)
     if found.local_world and (threads := _threads(environment, found.local_world)):
@@ -123,6 +127,15 @@ def started_by() -> str:
     if TORCHRUN in os.environ or (found := _found(os.environ)) is None or found.world == 1:
         return ""
     return f"{found.names.launcher} has started {found.world} ({found.world_name})"
+
+
+def refuse_ranks_of_ranks(ranks: int) -> None:
+    """Refuse to start ranks in each of the tasks that a launcher has started."""
+    if found := started_by():
+        raise InputError(
+            f"--ranks {ranks} starts ranks of one host, and {found} already, which train together: leave --ranks out, or start "
+            "one task."
+        )
 
 
 def may_bind_gpus() -> bool:

@@ -376,7 +376,7 @@ def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: b
 
 def _world() -> int:
     """Number of ranks, from the launcher's environment."""
-    adopt_ranks()
+    adopt_ranks(meet=False)
     world, rank = rank_variable("WORLD_SIZE", 1), rank_variable("RANK", 0)
     if not 0 <= rank < world:
         given = f"WORLD_SIZE = {world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"

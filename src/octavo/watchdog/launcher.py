@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, InputError, warn
+from octavo.job_ranks import refuse_ranks_of_ranks
 from octavo.watchdog.processes import die_with_parent
 from octavo.watchdog.stopping import stop_signals
 
@@ -47,6 +48,7 @@ def launch(
     Raises:
         InputError: this process is one of several ranks itself, or this is not its main thread.
     """
+    refuse_ranks_of_ranks(ranks)
     if "RANK" in os.environ:
         raise InputError(f"--ranks {ranks} starts the ranks, and RANK is set already: leave --ranks out, or unset RANK.")
     if threading.current_thread() is not threading.main_thread():
