@@ -237,6 +237,9 @@ def test_a_gpu_that_is_hidden_or_fails_is_told_by_its_reason_and_never_by_the_bu
     )
     assert item["command"] is None
     assert "without CUDA" not in rendered(found)
+    (item,) = machine(trials=lambda code, change: "True")["missing"]  # even without a change
+    assert item["why"].endswith("which has imported all packages above; one that imports torch alone sees it")
+    assert item["command"] is None
     assert machine(driver=None, cuda=None)["missing"] == []  # a CPU with a build for CUDA
 
 

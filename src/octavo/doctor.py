@@ -352,6 +352,9 @@ def _no_gpu(found: dict[str, Any]) -> dict[str, str | None] | None:
         needs = f"a driver of {cuda['least_driver']} or newer" if cuda["least_driver"] else "a newer driver"
         why = f"{there}: the driver runs programs of CUDA {cuda['driver']} at most, and torch is built for CUDA {cuda['torch']}"
         return {"what": needs, "why": why, "command": f"install {needs}, or a torch that is built for CUDA {cuda['driver']}"}
+    if libraries.trial(SEES_GPU, {}) == "True":
+        why = f"{there} in this process, which has imported all packages above; one that imports torch alone sees it"
+        return {"what": "a package that leaves torch its GPU", "why": why, "command": None}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and libraries.trial(SEES_GPU, {"CUDA_VISIBLE_DEVICES": None}) == "True":
         why = f"{there}: CUDA_VISIBLE_DEVICES={visible} hides it; without that a process sees it"
@@ -375,7 +378,8 @@ def _old_cudnn(found: dict[str, Any]) -> dict[str, str | None] | None:
         f"on disk: {others}; {works or 'attention by it fails: ' + _words(cudnn['computes'])}"
     )
     if cudnn["alone"]:
-        bringing = [package["name"] for package in found["packages"] if package.get("loads_cudnn")]
+        old = {one["path"] for one in cudnn["loaded"] if one["version"] == cudnn["runtime"]}
+        bringing = [package["name"] for package in found["packages"] if old & set(package.get("loads_cudnn", ()))]
         why += f". A process that imports torch alone runs {cudnn['alone']}"
         if bringing:
             why += f"; here {' and '.join(bringing)} loaded it"

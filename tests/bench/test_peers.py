@@ -324,6 +324,12 @@ def test_over_two_ranks_its_attention_is_compared_too(tmp_path, transformer_engi
     assert "flash-attn-4 was asked for, and Transformer Engine did not call it" in flash["error"]
 
 
+def test_a_layer_that_calls_attention_in_another_way_is_refused():
+    attention, linear = torch.nn.Identity(), torch.nn.Linear(4, 4)
+    with pytest.raises(InputError, match="its layer shows no q, k, v, out, d_out, dq, dk, dv: this version of Transformer"):
+        te_attention.check(attention, lambda: linear(torch.randn(2, 4)), causal=True)
+
+
 ANOTHER = """
 import pytest, torch
 from octavo.bench.cases import CASES

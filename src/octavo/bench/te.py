@@ -123,8 +123,7 @@ def _check_attention(
 ) -> dict[str, float]:
     """Errors of the attention in a layer when it is called with random input of this shape, B × T × D."""
     attention = next(module for module in layer.modules() if isinstance(module, te.DotProductAttention))
-    generator = torch.Generator(device).manual_seed(0)
-    x_BTD = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()  # as behind an embedding
+    x_BTD = te_attention.drawn(shape, device).bfloat16().requires_grad_()  # as behind an embedding
     mixed = next(layer.parameters()).dtype == torch.float32  # which trains in bfloat16 too
 
     def run() -> Tensor:
