@@ -167,7 +167,10 @@ CHANGED = {
         "rotates by other frequencies",
     ),
     "hook": (change(hooked), "has hooks"),
-    "checkpointing": (change(lambda m: m.activation_checkpointing_enable()), "gradient checkpointing is on"),
+    "checkpointing": (
+        change(lambda m: getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)()),
+        "gradient checkpointing is on",
+    ),
     "forward": (
         change(lambda m: setattr(m.lm_head, "forward", lambda x: nn.functional.linear(x, m.lm_head.weight) / 2)),
         "lm_head.forward is overridden",

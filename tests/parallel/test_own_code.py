@@ -217,7 +217,9 @@ def losses_and_scales(family, fp8, way):
     sharding = sharded.sharding(recipe, torch.bfloat16) if world.state.world_size > 1 else None
     model = build_model(config, sharding=sharding, recompute=way == "recompute", **options)
     if way == "reentrant":
-        model.activation_checkpointing_enable({"use_reentrant": True})
+        # By its name in later and in earlier versions of transformers.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": True})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = IDS[world.state.dp_rank :: world.state.dp_size]
     found = []
