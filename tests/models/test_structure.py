@@ -208,8 +208,11 @@ def test_a_subclass_is_saved_for_its_own_class(tmp_path):
 
 
 def test_recomputation_chunks_and_recipes_are_no_other_model(tmp_path):
-    for number, options in enumerate(({"recompute": True}, {"recompute": "mlp", "mlp_chunks": 2}, {"offload": True})):
+    for number, options in enumerate(
+        ({"recompute": True}, {"recompute": "mlp", "mlp_chunks": 2}, {"offload": True}, {"fp8_head": False})
+    ):
         model = transform(llama(), layers={"layers.0.*": None}, **options)
+        model.output_hidden_states = True
         octavo.export(model, tmp_path / str(number))
     own = transform(gpt2(), recompute=True)
     octavo.export(own, tmp_path / "own")

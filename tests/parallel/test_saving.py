@@ -83,6 +83,13 @@ def compare(ours, theirs):
             assert (ours / path).read_bytes() == (theirs / path).read_bytes()
 
 
+def plain():
+    """Adapters on a module that is no model of transformers."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    return peft.get_peft_model(layers, peft.LoraConfig(target_modules=["0"], modules_to_save=["2"]))
+
+
 def _quiet():
     warnings.simplefilter("ignore")  # of PEFT and torch, about models of this size
     octavo.init()
@@ -123,6 +130,7 @@ def _save_models(folder):
         model.save_pretrained(folder / kind)  # a backward is to come
         loss.backward()
         model.save_pretrained(folder / kind / "again", **({"max_shard_size": "20KB"} if kind == "own code" else {}))
+    octavo.transform(plain()).save_pretrained(folder / "plain")
     inner = octavo.transform(gpt2()).transformer
     inner.save_pretrained(folder / "inner")
     merged = octavo.transform(adapted("lora")).merge_and_unload()
@@ -135,6 +143,7 @@ def test_models_are_written_as_one_process_writes_them(tmp_path):
     for kind, (make, _) in MODELS.items():
         make().save_pretrained(theirs / kind)
         make().save_pretrained(theirs / kind / "again", **({"max_shard_size": "20KB"} if kind == "own code" else {}))
+    plain().save_pretrained(theirs / "plain")
     gpt2().transformer.save_pretrained(theirs / "inner")
     adapted("lora").merge_and_unload().save_pretrained(theirs / "merged")
     compare(tmp_path / "ours", theirs)

@@ -29,6 +29,7 @@ _LIBRARIES = ("torch", "transformers", "octavo", "accelerate", "peft", "trl", "d
 _STATES = (
     *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "checkpoint", "chunks", "inplace"),
     *("padding_idx", "pad_token_id"),
+    *("sharded", "output_hidden_states", "router_losses_apart", "fp8_head", "fp8_head_asked"),  # of Octavo's decoder
 )
 """Attributes without effect on a result; the vocabulary is in the shapes."""
 _TRAINING = ("drop", "jitter", "loss", "cache", "parallel_", "_parallel", "parallelizable", "checkpointing")
@@ -130,6 +131,8 @@ def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str
             continue
         plain = _is_plain(value)
         if key in says:
+            if not plain and says[key] is None:  # what a run adds, such as the group of ranks of a sharded model
+                continue
             if plain != _is_plain(says[key]) or (plain and value != says[key]):
                 yield f".{key} is {value!r}, where its config says {says[key]!r}"
             elif _is_function(value) and _origin(value) != _origin(says[key]) and not _origin(value).startswith("octavo."):

@@ -102,7 +102,8 @@ def _needed(model: Any, sharded: Mapping[int, nn.Parameter], given: Mapping[str,
             if any(tensor.is_meta and id(tensor) not in keys for tensor in found.values()):
                 return sharded  # computed of others
             needed |= {keys[id(tensor)] for tensor in found.values() if id(tensor) in keys}
-        ends = model.get_input_embeddings(), model.get_output_embeddings()  # it may write them too
+        finders = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+        ends = [find() for find in finders if callable(find)]  # it may write them too
         parameters = {id(parameter) for layer in ends if layer is not None for parameter in layer.parameters()}
         needed |= {keys[key] for key in parameters & keys.keys()}
     return needed
