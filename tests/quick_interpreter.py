@@ -5,6 +5,8 @@
 - Sums and products of integers are computed again in int64 for an assertion that the interpreter never makes: its `debug` is
   off. Here they are not.
 - A table of dtypes is built for each look-up. Here what it said is kept.
+
+Triton 3.6 also reads the bound of a loop from an array of one dimension, which NumPy 2.4 refuses; here as later versions do.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ from triton.runtime import interpreter
 
 _replaced = set()
 _replace, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_replace_tensor = interpreter._patch_lang_tensor
 _numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, {}
 
 
@@ -24,6 +27,11 @@ def _replace_once(function):
         return interpreter._LangPatchScope()
     _replaced.add(seen)
     return _replace(function)
+
+
+def _replace_tensor_and_index(tensor, scope):
+    _replace_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 @functools.wraps(_launch)
@@ -42,7 +50,7 @@ def _kept_numpy_dtype(dtype):
 
 
 interpreter._patch_lang, interpreter.GridExecutor.__call__ = _replace_once, _launch_anew
-interpreter._get_np_dtype = _kept_numpy_dtype
+interpreter._get_np_dtype, interpreter._patch_lang_tensor = _kept_numpy_dtype, _replace_tensor_and_index
 _options = interpreter.interpreter_builder.options
 assert not _options.debug
 interpreter.interpreter_builder.options = dataclasses.replace(_options, sanitize_overflow=False)

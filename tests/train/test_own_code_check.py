@@ -82,6 +82,13 @@ def test_what_trains_rightly_is_taken_and_left_as_it_was(family):
 @pytest.mark.parametrize("family", ["opt", "bloom", "mpt", "mamba"])
 def test_a_family_that_ignores_position_ids_trains_joined_sequences_only(family):
     model = model_of(family)
+    ids = torch.arange(1, 13)[None]
+    one, half = (model(input_ids=ids, labels=ids, num_items_in_batch=count).loss.item() for count in (8, 16))
+    if one == half:  # as Mamba's of transformers 5.14
+        assert family == "mamba"
+        with pytest.raises(InputError, match="it is not divided by the targets of the whole step"):
+            probe(model, documents=False)
+        return
     probe(model, documents=False)
     with pytest.raises(InputError, match=r'data\.packing = "documents": \w+ ignores position_ids.*data\.packing = "join"'):
         probe(model, documents=True)
