@@ -371,6 +371,74 @@ def test_what_was_frozen_stays_frozen():
     refused([frozen[2], "are one parameter"], transform, model, dtype=torch.float32)
 
 
+def tagged():
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    for name, parameter in model.named_parameters():
+        parameter.decay = "norm" not in name
+        parameter._seen = [name]
+    return model
+
+
+def test_attributes_of_parameters_are_carried_over():
+    decoder = transform(tagged(), dtype=torch.float32)
+    assert {name for name, parameter in decoder.named_parameters() if not parameter.decay} == {
+        "layers.0.self_attention.layernorm_qkv.layer_norm_weight",
+        "layers.0.layernorm_mlp.layer_norm_weight",
+        "norm.weight",
+    }
+    assert decoder.embedding.weight._seen == ["model.embed_tokens.weight"]
+    assert not hasattr(decoder.layers[0].layernorm_mlp.fc1_weight, "_seen")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (False, ["the attribute decay differs", "k_proj.weight: False", "after octavo.transform"]),
+        (torch.ones(3), ["has the attribute decay, a tensor", "after octavo.transform"]),
+    ],
+)
+def test_attributes_that_one_parameter_cannot_have_are_refused(value, words):
+    model = tagged()
+    model.get_parameter("model.layers.0.self_attn.k_proj.weight").decay = value
+    refused(words, transform, model, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+def test_hooks_of_parameters_that_are_replaced_are_refused(register, name):
+    model = tagged()
+    getattr(model.get_parameter(name), register)(lambda given: None)
+    refused([name, register, "after octavo.transform"], transform, model, dtype=torch.float32)
+
+
+def test_hooks_and_attributes_of_a_models_own_code_stay():
+    model, seen = linears(), []
+    model[0].weight.decay = False
+    model[0].weight.register_hook(lambda gradient: seen.append("gradient"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    model = transform(model, dtype=torch.float32)
+    with octavo.fp8_autocast(fp8_recipe=DELAYED):
+        model(torch.randn(4, 16)).sum().backward()
+    assert seen == ["gradient", "accumulated"]
+    assert model[0].weight.decay is False
+
+
+def test_a_hook_of_a_parameter_without_storage_is_refused():
+    with octavo.delayed_init():
+        model = linears()
+    model[0].weight.register_hook(lambda gradient: gradient)
+    refused(["0.weight", "register_hook"], transform, model, dtype=torch.float32)
+
+
 def linears():
     return nn.Sequential(nn.Linear(16, 16))
 

@@ -50,13 +50,17 @@ from octavo.models.own_code import (
 )
 from octavo.models.published import keep_float32_buffers
 from octavo.models.replace import (
+    attributes_of,
+    carry_attributes,
     choose_recipes,
     freeze,
     keep_frozen,
     recompute_mlps,
     refuse_dropout,
+    refuse_hooks,
     refuse_part_of_experts,
     replace_linears,
+    restore_attributes,
 )
 from octavo.models.spec import ModelSpec
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
@@ -246,6 +250,9 @@ def build_model(
         raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
     weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None, resize=resize)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
+    attributes = {} if original is None else attributes_of(original)
+    if original is not None:
+        _refuse_hooks(original, all_new=spec is not None or sharding is not None, vision=vision)
 
     # 1. Replace.
     model: nn.Module
@@ -253,12 +260,14 @@ def build_model(
         dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
         model = Decoder(config, spec, **dtypes, device="meta", fp8_head=fp8_head, objective=objective)
         keep_frozen(model, trains)
+        carry_attributes(model, attributes)
     else:
         model = _from_config(config, params_dtype or dtype) if original is None else original
         refuse_head_settings(model, fp8_head, objective)
         if vision:
             replace_blocks(model, params_dtype or dtype)
             keep_frozen(model, trains)
+            carry_attributes(model, attributes)
         else:
             _keep_own_code(model, reason, recompute, mlp_chunks, offload=offload)
         cast(model, params_dtype, buffer_dtype)
@@ -281,12 +290,15 @@ def place(
 ) -> nn.Module:
     """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded."""
     _, parts = parts_of(model)
+    attributes = attributes_of(model)
     # 4. Shard.
     if sharding is not None:
+        refuse_hooks(model)
         sharding = settle_gathering(model, parts, sharding)
         _shard(model, parts, sharding, averaged=averaged)
     # 5. and 6. Materialise, load.
     materialise(model, device, values())
+    restore_attributes(model, attributes)
     # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
@@ -306,6 +318,13 @@ def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, 
         shard(model, parts, sharding, summed=True, ends=model.ends())
     else:
         shard(model, parts, sharding, summed=not averaged)
+
+
+def _refuse_hooks(model: nn.Module, *, all_new: bool, vision: bool) -> None:
+    """Refuse hooks of parameters that are replaced: all of them, those of a vision transformer's blocks, or those on meta."""
+    refuse_hooks(model, meta=not all_new)
+    if vision:
+        refuse_hooks(model, "blocks.")
 
 
 def _share_sequences(model: nn.Module, sharding: Sharding) -> None:

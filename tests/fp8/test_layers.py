@@ -249,8 +249,35 @@ def test_a_compiled_linear_gives_the_numbers_of_an_eager_one(recipe, inside, row
 
 
 @torch_warns_of_itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of Inductor
+@pytest.mark.parametrize("recipe", ["block", "rowwise"])
+def test_code_generated_for_a_cpu_gives_the_numbers_of_an_eager_layer(recipe):
+    """Of changing sizes, which the compiler's second version takes as symbols, and of columns beside each other or not."""
+    torch.compiler.reset()
+    torch.manual_seed(10)
+    layer, twin = octavo.nn.Linear(64, 96), octavo.nn.Linear(64, 96)
+    twin.load_state_dict(layer.state_dict())
+    compiled = torch.compile(twin, fullgraph=True)
+    for rows in (289, 45, 16, 200, 128, 257):
+        x, g = torch.randn(rows, 64), torch.randn(rows, 96)
+        results = []
+        for module, forward in ((layer, layer), (twin, compiled)):
+            own_x = x.clone().requires_grad_()
+            module.zero_grad()
+            with octavo.fp8_autocast(fp8_recipe=RECIPES[recipe]()):
+                y = forward(own_x)
+            y.backward(g)
+            results.append([y, own_x.grad, *gradients(module).values()])
+        for name, eager, other in zip(("output", "dx", "dw", "db"), *results, strict=True):
+            torch.testing.assert_close(
+                other, eager, rtol=1e-6, atol=1e-5, msg=lambda text, at=f"{rows} {name}": f"{at}: {text}"
+            )
+
+
+@torch_warns_of_itself
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inspect_tells_of_a_compiled_layer_what_it_tells_of_an_eager_one(recipe):
+    torch.compiler.reset()
     torch.manual_seed(10)
     layer, twin = octavo.nn.Linear(20, 12), octavo.nn.Linear(20, 12)
     twin.load_state_dict(layer.state_dict())
@@ -268,6 +295,7 @@ def test_inspect_tells_of_a_compiled_layer_what_it_tells_of_an_eager_one(recipe)
 
 @torch_warns_of_itself
 def test_a_compiled_layer_keeps_the_weight_of_the_first_micro_batch():
+    torch.compiler.reset()
     torch.manual_seed(12)
     layer, twin = octavo.nn.Linear(20, 12), octavo.nn.Linear(20, 12)
     twin.load_state_dict(layer.state_dict())

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 import octavo.fp8.autocast
+from octavo.compat.te.recompute import checkpoint as te_checkpoint
 
 WIDTH = 16
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested reentrant checkpoints
@@ -192,36 +193,136 @@ def with_contexts(model, x, run):
 
 
 def a_context_of_its_own(model, x, run):
-    """The outermost autocast begins and ends within the checkpoint, twice."""
+    """The outermost autocast begins and ends within the checkpoint."""
+
+    def context(x):
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            return whole(model, x)
+
+    return run(context, x)
+
+
+def contexts_of_its_own(model, x, run):
+    """Several of them, some without a layer, and one layer in all others: its scales change between them."""
 
     def contexts(x):
         with octavo.fp8_autocast(fp8_recipe=delayed()):
-            x = model[0](x)
+            x = model[0](x) * 8
+        with octavo.fp8_autocast(enabled=False):
+            x = model[1](x)
         with octavo.fp8_autocast(fp8_recipe=delayed()):
-            return whole(model[1:], x)
+            pass
+        with octavo.fp8_autocast(fp8_recipe=delayed()), octavo.fp8_autocast(fp8_recipe=octavo.recipe.CurrentScaling()):
+            x = model[0](torch.tanh(x))
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            return whole(model, x * 3)
 
     return run(contexts, x)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("forward", [shared, with_contexts, a_context_of_its_own])
-def test_contexts_and_uses_within_a_checkpoint(forward, use_reentrant):
-    found = []
-    for run in (lambda function, x: function(x), functools.partial(checkpoint, use_reentrant=use_reentrant)):
-        model, results, states = layers(), [], []
-        for x, g in batches():
-            x.requires_grad_()
-            if forward is a_context_of_its_own:
-                y = forward(model, x, run)
-            else:
-                with octavo.fp8_autocast(fp8_recipe=delayed()):
-                    y = forward(model, x, run)
+def a_checkpoint_in_each_context(model, x, run):
+    """Nested: within a checkpoint, contexts, and in each of them checkpoints."""
+
+    def contexts(x):
+        for layer in (model[0], *model):
+            with octavo.fp8_autocast(fp8_recipe=delayed()):
+                x = run(layer, x * 2)
+        return x
+
+    return run(contexts, x)
+
+
+def contexts_in_nested_checkpoints(model, x, run):
+    """Nested: the inner checkpoints enter the contexts."""
+
+    def inner(layer, x):
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            x = layer(x * 2)
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            return layer(x / 3)
+
+    def outer(x):
+        for layer in model:  # twice each: gradients of more uses are summed in another order by nested reentrant checkpoints
+            x = run(functools.partial(inner, layer), x)
+        return x
+
+    return run(outer, x)
+
+
+def another_recipe_each_time(model, x, run):
+    """Each step's history is of another length: layers get other slots within the checkpoint."""
+    model.calls = getattr(model, "calls", 0) + 1
+    recipe = octavo.recipe.DelayedScaling(amax_history_len=model.calls + 1)
+
+    def context(x):
+        with octavo.fp8_autocast(fp8_recipe=recipe):
+            return whole(model, x)
+
+    return run(context, x)
+
+
+def another_recipe_around(model, x, run):
+    """The same by the context around the checkpoint."""
+    model.calls = getattr(model, "calls", 0) + 1
+    with octavo.fp8_autocast(fp8_recipe=octavo.recipe.DelayedScaling(amax_history_len=model.calls + 1)):
+        return run(functools.partial(whole, model), x)
+
+
+CHECKPOINTS = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "not reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "told": functools.partial(checkpoint, use_reentrant=False, context_fn=octavo.fp8.autocast.recomputing),
+    "not stopped": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
+    "Transformer Engine's": te_checkpoint,
+    "Transformer Engine's, reentrant": functools.partial(te_checkpoint, use_reentrant=True),
+    "by another library": Repeated.apply,
+}
+AROUND = [shared, with_contexts, another_recipe_around]
+"""Forwards within a context, if they do not enter one themselves."""
+
+
+def steps(forward, run, evaluated=False, later=False):
+    """Some steps, and what came out of them; later: each backward behind the next step's forward."""
+    model, results, states, waiting = layers(), [], [], []
+    if evaluated:
+        with torch.no_grad():
+            for recipe in (delayed(), octavo.recipe.DelayedScaling(amax_history_len=7)):
+                with octavo.fp8_autocast(fp8_recipe=recipe):
+                    model(batches()[0][0] * 50)
+    for x, g in batches():
+        x.requires_grad_()
+        with octavo.fp8_autocast(fp8_recipe=delayed()) if forward in AROUND else contextlib.nullcontext():
+            y = forward(model, x, run)
+        waiting.append((y, x, g))
+        while len(waiting) > later:
+            y, x, g = waiting.pop(0)
             y.backward(g)
             results += [y, x.grad, *gradients(model).values()]
             states.append(snapshot(model))
-        found.append((results, states))
-    assert found[1][1] == found[0][1]
-    assert all(itertools.starmap(same_bits, zip(found[1][0], found[0][0], strict=True)))
+    return results, states
+
+
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("state", ["", "evaluated", "later"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        shared,
+        with_contexts,
+        a_context_of_its_own,
+        contexts_of_its_own,
+        a_checkpoint_in_each_context,
+        contexts_in_nested_checkpoints,
+        another_recipe_each_time,
+        another_recipe_around,
+    ],
+)
+def test_contexts_and_uses_within_a_checkpoint(forward, state, way):
+    options = {state: True} if state else {}
+    results, states = steps(forward, lambda function, x: function(x), **options)
+    again, states_again = steps(forward, CHECKPOINTS[way], **options)
+    assert states_again == states
+    assert all(itertools.starmap(same_bits, zip(again, results, strict=True)))
 
 
 def test_a_backward_that_fails_loses_no_amax_of_the_next():

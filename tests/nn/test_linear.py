@@ -1,6 +1,7 @@
 """Linear layers and norms outside FP8 are PyTorch's: values, gradients, dtypes."""
 
 import copy
+import functools
 
 import plain
 import pytest
@@ -32,6 +33,70 @@ def test_layer_norm_linear(shape, kind, bias):
         return plain.linear(normed, p["weight"], p.get("bias"))
 
     plain.assert_equals_float64(layer, by_hand, plain.fresh(*shape) + 0.5)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(lambda x: f(x).sum(0))(x),
+}
+DIFFERENTIATED = {
+    "Linear": lambda: octavo.nn.Linear(16, 16),
+    "LayerNormLinear": lambda: octavo.nn.LayerNormLinear(16, 16),
+    "LayerNormMLP": lambda: octavo.nn.LayerNormMLP(16, 32),
+    "RMSNorm": lambda: octavo.nn.RMSNorm(16),
+    "GroupedLinear": lambda: octavo.nn.GroupedLinear(2, 16, 16),
+    "TransformerLayer": lambda: octavo.nn.TransformerLayer(16, 32, 2),
+}
+
+
+def called(kind):
+    layer, batched = DIFFERENTIATED[kind](), kind == "TransformerLayer"
+    function = functools.partial(layer, m_splits=[3, 5]) if kind == "GroupedLinear" else layer
+    return layer, function, torch.randn(*((2, 4) if batched else (8,)), 16)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kind", DIFFERENTIATED)
+def test_transforms_of_functions_are_right_or_refused(kind, transform, fp8):
+    layer, function, x = called(kind)
+    with octavo.fp8_autocast(enabled=fp8):
+        if fp8 or kind not in ("Linear", "GroupedLinear"):
+            with pytest.raises(InputError, match=r"are not transformed by torch\.func .* take gradients by backward\(\)"):
+                TRANSFORMS[transform](function, x)
+            return
+        found = TRANSFORMS[transform](function, x)
+    if kind == "GroupedLinear":
+        pairs = zip(layer.weights, layer.biases, strict=True)
+        parts = [(weight.double(), bias.double()) for weight, bias in pairs]
+        by_hand = lambda x: torch.cat([rows @ w.T + b for rows, (w, b) in zip(x.split([3, 5]), parts, strict=True)])  # noqa: E731
+    else:
+        by_hand = lambda x: x @ layer.weight.double().T + layer.bias.double()  # noqa: E731
+    wanted = TRANSFORMS[transform](by_hand, x.double())
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("kind", DIFFERENTIATED)
+def test_a_call_with_other_parameters(kind, fp8):
+    """By `torch.func.functional_call`, gradients included."""
+    layer, function, x = called(kind)
+    options = {"m_splits": [3, 5]} if kind == "GroupedLinear" else {}
+    recipe = octavo.recipe.CurrentScaling()
+    others = {name: (p.detach() * 2).requires_grad_() for name, p in layer.named_parameters()}
+    with octavo.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+        y = torch.func.functional_call(layer, others, (x,), options)
+    found = torch.autograd.grad(y.square().sum(), list(others.values()))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(2)
+    with octavo.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+        again = function(x)
+    assert torch.equal(again, y)
+    for one, other in zip(found, torch.autograd.grad(again.square().sum(), list(layer.parameters())), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_delta_of_another_shape_is_refused():

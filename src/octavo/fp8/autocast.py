@@ -2,7 +2,8 @@
 
 Scales change only at the edges of the outermost context, so that all uses inside one step see the same ones. Backward may run
 inside the context or after it. A forward that runs inside a backward is a recomputation: it records no amax and repeats the
-casts of its forward by the same scales, found by `octavo.fp8.checkpoints` or, cheaper, kept by `recomputing`.
+casts of its forward by the same scales, found by `octavo.fp8.checkpoints` or, cheaper, kept by `recomputing`. The outermost
+contexts that it enters itself are those of its forward in the same order, each with its scales.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _Active:
     outer: _Active | None
     task: int  # the backward in whose recomputation it was entered; -1 outside of one
     inside: frozenset[int]  # ids of the checkpoints around it
+    session: buffers.Session  # of its forward, if this is a recomputation
 
 
 @dataclass
@@ -39,9 +41,30 @@ class _Forward:
     """The context, the scales and the micro-batch of a forward, for its recomputation."""
 
     active: _Active | None
-    scales: list[tuple[buffers.ScaleBuffer, torch.Tensor]]
     first: bool | None = None
     session: buffers.Session = field(default_factory=buffers.session)
+    captured: buffers.Scales | None = field(default_factory=buffers.captured)
+
+    @property
+    def scales(self) -> buffers.Scales:
+        """The scales of this forward."""
+        return self.session.scales() if self.captured is None else self.captured
+
+
+@dataclass
+class _Entered:
+    """The outermost autocasts that a checkpoint's function has entered itself, in order."""
+
+    sessions: list[buffers.Session] = field(default_factory=list)
+    repeated: int = 0  # by the recomputation within `task`
+    task: int = -1
+
+    def next(self, task: int) -> buffers.Session | None:
+        """The session of the next one that a recomputation enters; None for more than the forward has entered."""
+        if task != self.task:
+            self.task, self.repeated = task, 0
+        self.repeated += 1
+        return self.sessions[self.repeated - 1] if self.repeated <= len(self.sessions) else None
 
 
 @dataclass
@@ -49,11 +72,13 @@ class _State:
     """The current contexts of the process: global, since backward runs on threads of its own."""
 
     active: _Active | None = None
-    last: _Forward = field(default_factory=lambda: _Forward(None, []))
+    last: _Forward = field(default_factory=lambda: _Forward(None))
     checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = field(default_factory=weakref.WeakKeyDictionary)
+    entered: weakref.WeakKeyDictionary[Any, _Entered] = field(default_factory=weakref.WeakKeyDictionary)
+    told: tuple[_Recomputing, ...] = ()  # whose forwards are running
     first_microbatch: bool | None = None
     warned: set[torch.device] = field(default_factory=set)
-    recomputed: _Forward | None = None  # inside `recomputing`
+    recomputed: _Recomputing | None = None  # inside `recomputing`
     dropping: bool = False  # inside `dropping`
 
 
@@ -83,24 +108,46 @@ def fp8_autocast(
     if fp8_group is not None and not isinstance(fp8_group, dist.ProcessGroup):
         raise InputError(f"fp8_autocast: fp8_group = {fp8_group!r} is not a process group of torch.distributed.")
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
-    before, task = _state.active, checkpoints.graph_task()
-    inside = frozenset(map(id, checkpoints.enclosing()))
-    active = _Active(recipe, emulate, _in_force(), task, inside)
+    before, task, outer, around = _state.active, checkpoints.graph_task(), _in_force(), checkpoints.enclosing()
     outermost = before is None and task == -1  # in a backward it is part of a recomputation
     if outermost:
         buffers.begin(fp8_group, getattr(recipe, "reduce_amax", True))
+    session = _enter(around) if outer is None else outer.session
+    active = _Active(recipe, emulate, outer, task, frozenset(map(id, around)), session)
     try:
         if recipe is not None:
             scaling.prepare_all(recipe)
         _state.active = active
-        yield
+        # `recomputing` has the scales in place all the while; elsewhere `scales_of_forward` puts them there for each layer.
+        with buffers.replay(session.scales()) if outer is None and _state.recomputed is not None else contextlib.nullcontext():
+            yield
         if outermost and (torch.is_grad_enabled() or buffers.has_recorded()):
-            _state.last = _Forward(active, buffers.snapshot(), _state.first_microbatch)
+            buffers.keep_scales()
+            _state.last = _Forward(active, _state.first_microbatch)
             buffers.end_forward(unseen=recipe is not None)
     finally:
         _state.active = before
         if outermost:
             buffers.leave()
+
+
+def _enter(around: list[Any]) -> buffers.Session:
+    """The session of an outermost autocast that is about to begin: in a recomputation that of its forward."""
+    task, recomputed = checkpoints.graph_task(), checkpoints.recomputed()
+    session = None
+    if _state.recomputed is not None:
+        session = _state.recomputed.entered.next(task)
+    elif task != -1:
+        found = next((one for one in around if one in recomputed), None)
+        session = _state.entered[found].next(task) if found in _state.entered else None
+    if session is None:
+        session = buffers.session() if task == -1 else _repeated().session
+    for one in around:
+        if one not in recomputed:
+            _state.entered.setdefault(one, _Entered()).sessions.append(session)
+    for told in _state.told:
+        told.entered.sessions.append(session)
+    return session
 
 
 def current_recipe(device: torch.device) -> Recipe | None:
@@ -144,12 +191,13 @@ def _remember(active: _Active | None) -> None:
     new = [found for found in checkpoints.enclosing() if found not in _state.checkpoints]
     if not new:
         return
-    forward = _repeated() if _is_in_checkpoint() else _Forward(None, buffers.snapshot(), _state.first_microbatch)
+    forward = _repeated() if _is_in_checkpoint() else _Forward(None, _state.first_microbatch)
     for found in new:
         around = active
         while around is not None and id(found) in around.inside:
             around = around.outer
-        _state.checkpoints[found] = _Forward(around, forward.scales, forward.first, forward.session)
+        session = forward.session if around is None else around.session
+        _state.checkpoints[found] = _Forward(around, forward.first, session, forward.captured)
 
 
 @torch.compiler.disable
@@ -182,33 +230,53 @@ def first_microbatch() -> bool | None:
 
 def session() -> buffers.Session:
     """The outermost autocast of this forward; in a recomputation that of its forward."""
+    active = _in_force()
+    if active is not None:
+        return active.session
     if _state.recomputed is not None:
-        return _state.recomputed.session
+        return _state.recomputed.forward.session
     return _repeated().session if _is_in_checkpoint() else buffers.session()
 
 
-class _Recomputing:
+class _Told(contextlib.AbstractContextManager[None]):
+    """The forward of a checkpoint with `recomputing`: it collects the autocasts that it enters."""
+
+    def __init__(self, again: _Recomputing) -> None:
+        self._again = again
+
+    def __enter__(self) -> None:
+        self._before = _state.told
+        _state.told = (*self._before, self._again)
+
+    def __exit__(self, *exc: object) -> None:
+        _state.told = self._before
+
+
+class _Recomputing(contextlib.AbstractContextManager[None]):
     """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
-        scales = _repeated().scales if _is_in_checkpoint() else buffers.snapshot()
-        self._forward = _Forward(_in_force(), scales, first_microbatch(), session())
+        captured = _repeated().captured if _is_in_checkpoint() else buffers.captured()
+        self.forward = _Forward(_in_force(), first_microbatch(), session(), captured)
+        self.entered = _Entered()
 
     def __enter__(self) -> None:
-        self._before = (_state.active, _state.first_microbatch, _state.recomputed, _state.dropping)
-        self._replay = buffers.replay(self._forward.scales)
+        self._before = (_state.active, _state.first_microbatch, _state.recomputed, _state.dropping, _state.told)
+        self.entered.task = -1
+        self._replay = buffers.replay(self.forward.scales)
         self._replay.__enter__()
-        _state.active, _state.first_microbatch = self._forward.active, self._forward.first
-        _state.recomputed, _state.dropping = self._forward, False
+        _state.active, _state.first_microbatch = self.forward.active, self.forward.first
+        _state.recomputed, _state.dropping, _state.told = self, False, ()
 
     def __exit__(self, *exc: object) -> None:
         self._replay.__exit__(None, None, None)
-        _state.active, _state.first_microbatch, _state.recomputed, _state.dropping = self._before
+        _state.active, _state.first_microbatch, _state.recomputed, _state.dropping, _state.told = self._before
 
 
 def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: recompute with the forward's scales."""
-    return contextlib.nullcontext(), _Recomputing()
+    again = _Recomputing()
+    return _Told(again), again
 
 
 @contextlib.contextmanager
@@ -230,7 +298,9 @@ def scales_of_forward() -> contextlib.AbstractContextManager[None]:
     """Around the casts of a forward: the scales of the first forward, if this is a recomputation without `recomputing`."""
     if torch.compiler.is_compiling() or not _is_in_checkpoint():
         return contextlib.nullcontext()
-    return buffers.replay(_repeated().scales)
+    active = _in_force()
+    mine = active is not None and active.task == checkpoints.graph_task()  # entered by this recomputation
+    return buffers.replay(active.session.scales() if active is not None and mine else _repeated().scales)
 
 
 def _repeated() -> _Forward:
@@ -238,4 +308,4 @@ def _repeated() -> _Forward:
     for found in checkpoints.enclosing():
         if found in _state.checkpoints:
             return _state.checkpoints[found]
-    return _state.last if _state.active is None else _Forward(_state.active, [], _state.first_microbatch)
+    return _state.last if _state.active is None else _Forward(_state.active, _state.first_microbatch, _state.active.session)

@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,10 @@ _sets: weakref.WeakValueDictionary[int, BufferSet] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 _LONG = 100
 """Backward passes inside one outermost autocast, more than micro-batches of a step: the training stands inside of it."""
+
+
+Scales: TypeAlias = "list[tuple[ScaleBuffer, Tensor]]"
+"""Copies of the scales of some buffers."""
 
 
 class Slot:
@@ -185,11 +189,16 @@ class Joint:
         return set(dist.get_process_group_ranks(self.group)).issuperset(dist.get_process_group_ranks(group))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Session:
     """An outermost autocast; its layers refer to it until their backward."""
 
     joint: Joint
+    kept: Scales | None = None  # once it has ended
+
+    def scales(self) -> Scales:
+        """The forward scales of all its casts, which change at its end alone."""
+        return snapshot() if self.kept is None else self.kept
 
 
 class BufferSet:
@@ -352,6 +361,8 @@ def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
 
 def leave() -> None:
     """An outermost autocast is left, by an exception too: amaxes recorded until then wait for the next forward."""
+    if _state.recorded and _state.session.kept is None:
+        keep_scales()
     _state.is_open = False
     for buffers in list(_sets.values()):
         if buffers.recorded == "evaluation":
@@ -372,6 +383,11 @@ def by_number(number: int) -> ScaleBuffer:
 def see() -> None:
     """A layer is about to run in FP8 from Python."""
     _state.seen = True
+
+
+def keep_scales() -> None:
+    """The outermost autocast is about to end: recomputations of its forwards need the scales as they are."""
+    _state.session.kept = snapshot()
 
 
 def has_recorded() -> bool:
@@ -418,14 +434,19 @@ def _end_backward() -> None:
         buffers.update_backward()
 
 
-def snapshot() -> list[tuple[ScaleBuffer, Tensor]]:
+def snapshot() -> Scales:
     """The forward scales as they are, for a recomputation to use."""
     forward = (buffer for buffers in list(_sets.values()) for buffer in buffers.forward.values())
     return [(buffer, buffer.kept()) for buffer in forward]
 
 
+def captured() -> Scales | None:
+    """While a CUDA graph is captured a snapshot in it, since its replays are of other sessions; else None."""
+    return snapshot() if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() else None
+
+
 @contextlib.contextmanager
-def replay(scales: list[tuple[ScaleBuffer, Tensor]]) -> Iterator[None]:
+def replay(scales: Scales) -> Iterator[None]:
     """Around the recomputation of a forward: use its scales; restore scales and recorded amaxes at the end."""
     before = [(buffer, scale, buffer.history[0].clone()) for buffer, scale in snapshot()]
     for buffer, scale in scales:

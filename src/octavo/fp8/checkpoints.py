@@ -57,27 +57,43 @@ def has_hooks() -> bool:
 
 def innermost() -> Any:
     """The object shared by a forward and its recomputation, of the innermost checkpoint with `use_reentrant=False`."""
+    return _innermost()[0]
+
+
+def _innermost() -> tuple[Any, bool]:
+    """`innermost`, and True in its recomputation."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
     names = pack.__code__.co_freevars if hasattr(pack, "__code__") else ()
     cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=False))
     if "target_frame_ref" in cells:
-        return cells["target_frame_ref"].cell_contents()
-    return cells["frame"].cell_contents if "frame" in cells else None
+        return cells["target_frame_ref"].cell_contents(), True
+    return (cells["frame"].cell_contents if "frame" in cells else None), False
 
 
 def enclosing() -> list[Any]:
-    """The objects shared by this forward and its recomputation, of all checkpoints around it."""
-    found = [innermost()]
+    """The objects shared by this forward and its recomputation, of all checkpoints around it, the innermost first."""
+    return list(_enclosing())
+
+
+def recomputed() -> list[Any]:
+    """Those of `enclosing` whose recomputation this is; in the others it is the first forward."""
+    return [one for one, again in _enclosing().items() if again]
+
+
+def _enclosing() -> dict[Any, bool]:
+    found = dict([_innermost()])
     for frame in _stack():
         if frame.f_code is _CHECKPOINT:
             generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
-            found.append(generator.f_locals.get("new_frame") if generator is not None else None)
+            found.setdefault(generator.f_locals.get("new_frame") if generator is not None else None, False)
         elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
-            found.append(frame.f_locals["frame"])
+            found.setdefault(frame.f_locals["frame"], True)
         else:
-            found.append(_context(frame, "forward") or _context(frame, "backward"))
-    return list(dict.fromkeys(one for one in found if one is not None))
+            again = _context(frame, "backward")
+            found.setdefault(again or _context(frame, "forward"), again is not None)
+    found.pop(None, None)
+    return found
 
 
 def _stack() -> Iterator[FrameType]:

@@ -20,9 +20,10 @@ from octavo.fp8 import autocast, buffers, checkpoints, compiled
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
+from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.column_sum import add_up, column_sums
 from octavo.kernels.quantize.cast import cast, cast_scaled, row_tiles
-from octavo.kernels.quantize.cast_scaled import amax, blocks, rows, scale_from_amax
+from octavo.kernels.quantize.cast_scaled import amax, blocks, current_scale, rows, scale_from_amax
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 
 Producer = Callable[[Quantizer], QuantizedTensor]
@@ -56,8 +57,11 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
 
     Raises:
         RuntimeError: the sharded weight was gathered in a form that this forward cannot read.
+        InputError: a transform of `torch.func` around an FP8 layer.
     """
     recipe = state.under(autocast.current_recipe(device))
+    if recipe is not None:
+        refuse_transforms("FP8 layers")
     if state.gathered is not None and not has_one_scale(recipe):
         raise RuntimeError(
             "weights that were gathered in FP8 for a forward are still there, and this one needs them in another form: run it "
@@ -284,7 +288,10 @@ class LinearQuantizer:
                 if slot_index is None:
                     slot_index = self.state.slot(operand, self.recipe, self.device, trains=record).position
                 return compiled.cast_delayed(matrix, slot_index, kind.dtype, kind.max, record, columnwise), None
-            slot = self.state.slot(operand, self.recipe, self.device, trains=record)
+            if self.trains and not record:
+                slot = self.state.slot_of_forward(operand, self.recipe, self.device)
+            else:
+                slot = self.state.slot(operand, self.recipe, self.device, trains=record)
             if record and operand is Operand.GRAD_OUTPUT:
                 slot.buffer.owner.record_gradient(self.session)
             elif record:
@@ -306,7 +313,7 @@ class LinearQuantizer:
             if self.state.context_group is not None and operand is not Operand.WEIGHT:
                 self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)
-            self.state.observed[operand] = scale
+            self._observe(operand, scale)
             made = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
             return made, scale if keep else None
         if compiling and how.granularity is Granularity.TENSOR and self.state.context_group is not None:
@@ -321,15 +328,20 @@ class LinearQuantizer:
             matrix = producer(Quantizer(torch.float32)).high_precision
         out, chosen = self._quantize(operand, matrix, how, rowwise=rowwise, columnwise=columnwise)
         if chosen is not None and not compiling:
-            self.state.observed[operand] = chosen
+            self._observe(operand, chosen)
         return out, None
+
+    def _observe(self, operand: Operand, scale: Tensor) -> None:
+        """Keep the scale of the last cast for `inspect`; a recomputation, of an earlier forward perhaps, leaves it."""
+        if operand is Operand.GRAD_OUTPUT or self.records or not self.trains:
+            self.state.observed[operand] = scale
 
 
 def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True) -> tuple[QuantizedTensor, Tensor | None]:
     """Cast a matrix [R, C] with scales chosen from its own values; also the scales (None: neither layout is asked for)."""
     dtype, fp8_max = how.format.dtype, how.format.max
     if how.granularity is Granularity.TENSOR:
-        scale = scale_from_amax(amax(x), fp8_max, how.power_of_two)
+        scale = current_scale(x, fp8_max, how.power_of_two)
         if not torch.compiler.is_compiling():
             return cast(x, Quantizer(dtype, fp8_max, scale, columnwise=columnwise)), scale
         q, q_t, scale_inv = cast_scaled(x, scale, dtype, fp8_max, columnwise)

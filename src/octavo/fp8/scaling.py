@@ -120,6 +120,14 @@ class ModuleState:
             slot = self.slots[operand]
         return slot
 
+    def slot_of_forward(self, operand: Operand, recipe: Recipe, device: torch.device) -> Slot:
+        """The slot that the forward of this recomputation used; since then the layer may have moved to another recipe's."""
+        slot = self.slots.get(operand)
+        if slot is None or recipe.history is None or not self.training or slot.buffer.policy == recipe.history:
+            return self.slot(operand, recipe, device, trains=False)
+        buffer = self.buffers.buffer(operand, device, recipe.history)
+        return Slot(buffer, self.indices[operand], recipe.casts[operand].format.max, self.experts)
+
     def begin(self, operand: Operand, recipe: Recipe, matrix: Tensor, group: dist.ProcessGroup | None) -> None:
         """Take an operand's first delayed scale from its own amax, in place of 1; without effect once there is a history.
 

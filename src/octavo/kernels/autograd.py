@@ -9,13 +9,28 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from octavo.errors import InputError
+
 _listeners: list[Callable[[], None]] = []
 
 
 def refuse_second_derivative(of: str) -> None:
     """Call first in a backward: a RuntimeError under create_graph=True. of: subject of the message, in the plural."""
+    refuse_transforms(of)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"{of} have no second derivative: call backward without create_graph=True.")
+
+
+def refuse_transforms(of: str) -> None:
+    """Call first in a forward or a backward: an InputError inside a transform of `torch.func`. of: subject, in the plural.
+
+    Kernels read a tensor's memory, scales are recorded in place, and there is no rule for a batch or a tangent.
+    """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise InputError(
+            f"{of} are not transformed by torch.func (grad, vjp, vmap, jvp, jacrev, hessian): take "
+            "gradients by backward() or torch.autograd.grad, one batch at a time. torch.func.functional_call works."
+        )
 
 
 def has_hooks(module: nn.Module) -> bool:

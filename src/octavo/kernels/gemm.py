@@ -39,6 +39,14 @@ def is_native(device: torch.device) -> bool:
     return capability(device) >= FP8_CAPABILITY
 
 
+def is_opaque(x: Tensor) -> bool:
+    """True in compiled code for a CPU, where FP8 casts and products are operators of their own.
+
+    So they run the code of an eager layer, and give its bits: what Inductor makes of block scaling on CPUs is wrong.
+    """
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
 @functools.cache
 def cpu_has_bf16() -> bool:
     """True if oneDNN multiplies bf16 on this CPU (AVX-512, or Arm with bf16).
@@ -82,7 +90,8 @@ def scaled_mm(
         empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return empty if bias is None else empty + bias.to(out_dtype)
     if not is_native(a.device):
-        return _emulated(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
+        product = _emulated_operator if is_opaque(a) else _emulated
+        return product(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
     rowwise = _by_row(a, a_scale_inv) and _by_row(b, b_scale_inv)
     if not rowwise and a_scale_inv.dim() > 0:
         return _blockwise(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
@@ -333,6 +342,19 @@ def _emulated(
         else:
             out = reference.dequantize(a, a_scale_inv) @ reference.dequantize(b, b_scale_inv).t()
     return _to(out if bias is None else out + bias.float(), out_dtype)
+
+
+@torch.library.custom_op("octavo::emulated_mm", mutates_args=())
+def _emulated_operator(
+    a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """`_emulated` as one operator to a compiler."""
+    return _emulated(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
+
+
+@_emulated_operator.register_fake
+def _(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 @functools.cache

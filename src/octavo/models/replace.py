@@ -6,8 +6,9 @@ import fnmatch
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
 from octavo.errors import InputError, nearest
@@ -20,6 +21,8 @@ from octavo.nn.attention import DotProductAttention
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import LayerNormMoE
+
+_ABSENT = object()
 
 
 def replace_linears(model: nn.Module) -> None:
@@ -55,6 +58,72 @@ def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
                 "set requires_grad of all of them to the same."
             )
         parameter.requires_grad_(all(parts.values()))
+
+
+def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes that somebody has given the parameters of a model, by their names; a tied one under each."""
+    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the parameters of a model with Octavo's blocks the attributes of its source's parameters, `given`.
+
+    Attributes that begin with an underscore are libraries' notes: one that not all matrices of a parameter have alike is left.
+
+    Raises:
+        InputError: of matrices that become one parameter one has an attribute that another has not, or with another value; or
+            an attribute is a tensor, which would have to be laid out anew.
+    """
+    way = conversion_of(model)
+    assert way is not None
+    for name, parameter in model.named_parameters():
+        parts = [part for part in way.names(name) if part in given]
+        for key in dict.fromkeys(key for part in parts for key in given[part]):
+            values = [given[part].get(key, _ABSENT) for part in parts]
+            private = key.startswith("_")
+            if any(isinstance(value, Tensor) for value in values):
+                if private:
+                    continue
+                raise InputError(
+                    f"{parts[0]} has the attribute {key}, a tensor, but becomes a part of another parameter ({name}): set it "
+                    "after octavo.transform."
+                )
+            if all(value is values[0] or bool(value == values[0]) for value in values):
+                vars(parameter).setdefault(key, values[0])
+            elif not private:
+                shown = ", ".join(
+                    f"{part}: {'none' if value is _ABSENT else repr(value)}" for part, value in zip(parts, values, strict=True)
+                )
+                raise InputError(
+                    f"the attribute {key} differs ({shown}), but in Octavo's blocks these are one parameter ({name}): give all "
+                    "of them the same, or set it after octavo.transform."
+                )
+
+
+def restore_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give parameters that sharding has replaced the attributes that those of the same names had."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for key, value in given.get(name, {}).items():
+            vars(parameter).setdefault(key, value)
+
+
+def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> None:
+    """Raise an InputError for a hook of a parameter that will be another tensor, which the hook would never see.
+
+    prefix: of the names of these parameters. meta: of those on the meta device alone.
+    """
+    for name, parameter in model.named_parameters():
+        if not name.startswith(prefix) or (meta and not parameter.is_meta):
+            continue
+        for kind in ("backward_hooks", "post_accumulate_grad_hooks"):
+            if found := getattr(parameter, f"_{kind}", None):
+                method = "register_hook" if kind == "backward_hooks" else "register_post_accumulate_grad_hook"
+                hook = next(iter(found.values()))
+                raise InputError(
+                    f"{name} has a hook ({getattr(hook, '__qualname__', hook)}, by {method}), and its gradient will be that of "
+                    "another tensor, which the hook would never see. Register it on the parameters of the model that is "
+                    "trained: after octavo.transform, or after sharding."
+                )
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.embedding.backward import embedding_backward
 from octavo.kernels.embedding.forward import embedding
 
@@ -62,6 +62,7 @@ class Embedding(nn.Embedding):
         """
         if torch.compiler.is_compiling() or self.sparse or self.scale_grad_by_freq or self.max_norm is not None:
             return super().forward(input).to(self.dtype)
+        refuse_transforms("embeddings of Octavo's decoder")
         weight = self.weight
         embedded, value = _EmbeddingFunction.apply(input, weight, self.padding_idx, self.dtype, shared is not None)
         if shared is not None and value.requires_grad:  # not of a forward without gradients inside one with them

@@ -21,7 +21,7 @@ from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
@@ -312,6 +312,7 @@ class NormedLayer(ResidualLayer):
     ) -> Any:
         """`forward`; bias: of the last product, which is not added with `return_bias`."""
         check_input(self, x, delta, size=self.layer_norm_weight.shape[0])
+        refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)

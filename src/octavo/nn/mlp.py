@@ -19,7 +19,7 @@ from octavo.fp8.quantizer import DenseOperand, active_recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
 from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, check_input, flat, unflat
@@ -223,6 +223,7 @@ class LayerNormMLP(NormedLayer):
         if self.chunks == 1 or self.return_layernorm_output:
             return self._run(input, delta, is_first_microbatch, return_residual, self.fc2_bias)
         check_input(self, input, delta, size=self.hidden_size)
+        refuse_transforms("layers that begin with a norm")
         rows, more = flat(input), None if delta is None else flat(delta)
         size = max(1, math.ceil(rows.shape[0] / self.chunks / CHUNK_ROWS)) * CHUNK_ROWS
         deltas = itertools.repeat(None) if more is None else more.split(size)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
+from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.experts import router
 from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import compute_dtype, init_linear_
@@ -109,6 +110,7 @@ class LayerNormMoE(ResidualLayer):
         gradient goes through the first and the third.
         """
         check_input(self, input, delta, size=self.hidden_size)
+        refuse_transforms("layers that begin with a norm")
         dtype = compute_dtype(input)
         norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         h, normed = residual_norm(input, delta, norm, dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.kernels import reference
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.norm import norm, norm_backward
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.te_arguments import check
@@ -219,6 +219,7 @@ class _Norm(nn.Module):
     def forward(self, input: Tensor, delta: Tensor | None = None) -> Tensor:
         """input [..., hidden_size] → the same shape and dtype; with `delta` the norm of the sum."""
         check_input(self, input, delta, size=self.weight.shape[0])
+        refuse_transforms("norms of octavo.nn")
         of = NormParameters(self.normalization, self.weight, self.bias, self.eps)
         if torch.compiler.is_compiling():
             h = input if delta is None else input + delta

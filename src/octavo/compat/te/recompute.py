@@ -29,22 +29,17 @@ class CudaRNGStatesTracker(RngStateTracker):
 
 
 class _Restored(contextlib.AbstractContextManager[None]):
-    """A recomputation: the scales of its forward, and the tracker's states of then."""
+    """A recomputation: the tracker's states of its forward."""
 
-    def __init__(self, tracker: Callable[[], Any] | None) -> None:
-        self._tracker, self._states = tracker, tracker().get_states() if tracker is not None else None
-        self._replay = recomputing()[1]
+    def __init__(self, tracker: Callable[[], Any]) -> None:
+        self._tracker, self._states = tracker, tracker().get_states()
 
     def __enter__(self) -> None:
-        self._replay.__enter__()
-        if self._tracker is not None:
-            self._now = self._tracker().get_states()
-            self._tracker().set_states(self._states)
+        self._now = self._tracker().get_states()
+        self._tracker().set_states(self._states)
 
     def __exit__(self, *exception: Any) -> None:
-        if self._tracker is not None:
-            self._tracker().set_states(self._now)
-        self._replay.__exit__(*exception)
+        self._tracker().set_states(self._now)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,26 +67,31 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         )
 
     def contexts() -> tuple[Any, Any]:
-        ours = _Restored(tracker)
-        if user_context is None:
-            return contextlib.nullcontext(), ours
-        forward, again = user_context()
-        both = contextlib.ExitStack()
-        return forward, _Nested(both, (ours, again))
+        pairs = [recomputing()]
+        if tracker is not None:
+            pairs.append((contextlib.nullcontext(), _Restored(tracker)))
+        if user_context is not None:
+            pairs.append(user_context())
+        forward, again = zip(*pairs, strict=True)
+        return _Nested(forward), _Nested(again)
 
     return _checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **options, **kwargs)
 
 
 class _Nested(contextlib.AbstractContextManager[None]):
-    def __init__(self, stack: contextlib.ExitStack, contexts: tuple[Any, ...]) -> None:
-        self._stack, self._contexts = stack, contexts
+    """Contexts that are entered together, as often as there are recomputations."""
+
+    def __init__(self, contexts: tuple[Any, ...]) -> None:
+        self._contexts = contexts
 
     def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
 
     def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
+        self._stack.__exit__(*exception)
 
 
 def _is_group(value: Any) -> bool:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import gemm, reference
+from octavo.kernels.gemm import is_opaque
 from octavo.kernels.quantize.cast import larger, raise_to, store_layouts
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
 from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, next_power_of_2, tile_of
@@ -388,8 +389,59 @@ def scale_from_amax(largest: Tensor, fp8_max: float, power_of_two: bool = False)
 
 
 def _in_kernels(x: Tensor) -> bool:
-    # A compiler fuses the reference's own passes.
+    # A GPU's compiler fuses the reference's own passes.
     return not torch.compiler.is_compiling() and x.numel() > 0 and gemm.is_native(x.device)
+
+
+Operators = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Data, inverses and scales of `Layouts`, rowwise and columnwise; empty tensors for a layout that is not asked for."""
+
+
+# Inductor's code for CPUs (torch 2.13) reads beside the blocks of a padded matrix: scales of 1e31 out of 289 rows.
+@torch.library.custom_op("octavo::cast_parts", mutates_args=())
+def _cast_parts(x: Tensor, dtype: torch.dtype, fp8_max: float, block: int, rowwise: bool, columnwise: bool) -> Operators:
+    """`rows` (block 0) or `blocks` of so many rows, as one operator to a compiler."""
+    if block:
+        made = blocks(x, dtype, fp8_max, block, rowwise=rowwise, columnwise=columnwise)
+    else:
+        made = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+    # An operator may not return views: of its argument, or of another result.
+    parts = [x.new_empty(0) if part is None else part.clone(memory_format=torch.contiguous_format)
+             for layout in made for part in (layout or (None, None, None))]  # fmt: skip
+    return parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]
+
+
+@_cast_parts.register_fake
+def _(x: Tensor, dtype: torch.dtype, fp8_max: float, block: int, rowwise: bool, columnwise: bool) -> Operators:
+    parts = []
+    for asked, (height, width) in ((rowwise, x.shape), (columnwise, reversed(x.shape))):
+        scales = (-(-height // block), -(-width // _BLOCK)) if block else (height, 1)
+        for shape, kind in (((height, width), dtype), (scales, torch.float32), (scales, torch.float32)):
+            parts.append(x.new_empty(shape, dtype=kind) if asked else x.new_empty(0))
+    return parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]
+
+
+def _by_operator(x: Tensor, dtype: torch.dtype, fp8_max: float, block: int, rowwise: bool, columnwise: bool) -> Layouts:
+    """`rows` or `blocks` in compiled code for a CPU."""
+    parts = _cast_parts(x, dtype, fp8_max, block, rowwise, columnwise)
+    return Scaled(*parts[:3]) if rowwise else None, Scaled(*parts[3:]) if columnwise else None
+
+
+@torch.library.custom_op("octavo::current_scale", mutates_args=())
+def _current_scale(x: Tensor, fp8_max: float, power_of_two: bool) -> Tensor:
+    return scale_from_amax(amax(x), fp8_max, power_of_two)
+
+
+@_current_scale.register_fake
+def _(x: Tensor, fp8_max: float, power_of_two: bool) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def current_scale(x: Tensor, fp8_max: float, power_of_two: bool) -> Tensor:
+    """The scale of x from its own amax, float32 []: in compiled code for a CPU one operator."""
+    if is_opaque(x):
+        return _current_scale(x, fp8_max, power_of_two)
+    return scale_from_amax(amax(x), fp8_max, power_of_two)
 
 
 def _scaled(made: tuple[Tensor, Tensor]) -> Scaled:
@@ -404,6 +456,8 @@ def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, column
     """
     if _in_kernels(x):
         return launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+    if is_opaque(x):
+        return _by_operator(x, dtype, fp8_max, 0, rowwise, columnwise)
     out = _scaled(reference.cast_rows(x, dtype, fp8_max)) if rowwise else None
     return out, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if columnwise else None
 
@@ -415,6 +469,8 @@ def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise:
     """
     if _in_kernels(x):
         return launch_blocks(x, dtype, fp8_max, rows, rowwise=rowwise, columnwise=columnwise)
+    if is_opaque(x):
+        return _by_operator(x, dtype, fp8_max, rows, rowwise, columnwise)
     out = _scaled(reference.cast_blocks(x, dtype, fp8_max, rows)) if rowwise or (columnwise and rows > 1) else None
     if rows == 1:
         return out, _scaled(reference.cast_blocks(x.t(), dtype, fp8_max, rows)) if columnwise else None
