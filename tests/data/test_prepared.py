@@ -208,13 +208,21 @@ def test_another_runs_tokenizer_gives_the_same_tokens(lines, config):
     assert again.manifest.fingerprint == first.manifest.fingerprint
 
 
-def test_check_vocabulary_names_the_id_the_limit_and_the_keys(lines, config):
+@pytest.mark.parametrize(
+    ("load", "way", "other"),
+    [
+        (False, "model.config.vocab_size to at least 350", "model.resize"),
+        (True, "model.resize = true, which adds 1 rows", "model.config"),
+    ],
+)
+def test_check_vocabulary_names_the_id_the_limit_and_the_keys(lines, config, load, way, other):
     data = prepare(config(lines))
-    check_vocabulary(data, 350)
+    check_vocabulary(data, 350, load=load)
     with pytest.raises(InputError) as caught:
-        check_vocabulary(data, 349)
-    for part in ("up to 349", "ends at 348", "model.config.vocab_size to at least 350", "data.tokenizer"):
+        check_vocabulary(data, 349, load=load)
+    for part in ("up to 349", "ends at 348", way, "data.tokenizer"):
         assert part in str(caught.value)
+    assert other not in str(caught.value)
 
 
 def _edit(path):
