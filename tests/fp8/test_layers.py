@@ -11,6 +11,7 @@ import pytest
 import torch
 from driving import RECIPES, array, bits, delayed, gradients, snapshot, step
 from restatement import E4M3, amax, normalised, round_trip, swiglu
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.fp8.columnwise import keep_columnwise
@@ -291,6 +292,26 @@ def test_inspect_tells_of_a_compiled_layer_what_it_tells_of_an_eager_one(recipe)
         else:  # compiled code keeps no scales of recipes that have no state
             told = octavo.fp8.inspect(layer)
             assert octavo.fp8.inspect(twin) == {name: entry | {"scale": None} for name, entry in told.items()}
+
+
+@torch_warns_of_itself
+def test_a_compiled_layer_in_a_checkpoint_repeats_its_casts_or_is_refused():
+    torch.compiler.reset()
+    torch.manual_seed(12)
+    layer, twin = octavo.nn.Linear(20, 12), octavo.nn.Linear(20, 12)
+    twin.load_state_dict(layer.state_dict())
+    compiled = torch.compile(twin, backend="aot_eager")
+    for number in range(3):
+        x, g = torch.randn(5, 20) * 3**number, torch.randn(5, 12)
+        own_x = x.clone().requires_grad_()
+        with octavo.fp8_autocast(fp8_recipe=delayed()):
+            y = checkpoint(compiled, own_x, use_reentrant=False, context_fn=octavo.fp8.autocast.recomputing)
+        y.backward(g)
+        _, dx = step(layer, x, g, delayed())[:2]
+        torch.testing.assert_close(own_x.grad, dx, rtol=1e-6, atol=1e-6)
+        assert snapshot(twin) == snapshot(layer)
+    with octavo.fp8_autocast(fp8_recipe=delayed()), pytest.raises(octavo.errors.InputError, match="reentrant checkpoint"):
+        checkpoint(compiled, own_x, use_reentrant=True)
 
 
 @torch_warns_of_itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.errors import InputError
 from octavo.fp8 import buffers, checkpoints
 from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
@@ -25,6 +26,12 @@ def cast_delayed(
 def _cast_delayed(
     x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
 ) -> CastResults:
+    if not record and not torch.is_grad_enabled() and checkpoints.graph_task() == -1 and checkpoints.trains():
+        # Compiled without gradients it records no amax, and its recomputation would run outside of the autocast.
+        raise InputError(
+            "a compiled layer inside a reentrant checkpoint, under delayed scaling: use use_reentrant=False with "
+            "context_fn=octavo.fp8.autocast.recomputing, or compile nothing there."
+        )
     number, index = position.tolist()
     buffer = buffers.by_number(number)
     buffers.see()
