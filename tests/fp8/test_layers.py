@@ -310,8 +310,21 @@ def test_a_compiled_layer_in_a_checkpoint_repeats_its_casts_or_is_refused():
         _, dx = step(layer, x, g, delayed())[:2]
         torch.testing.assert_close(own_x.grad, dx, rtol=1e-6, atol=1e-6)
         assert snapshot(twin) == snapshot(layer)
-    with octavo.fp8_autocast(fp8_recipe=delayed()), pytest.raises(octavo.errors.InputError, match="reentrant checkpoint"):
-        checkpoint(compiled, own_x, use_reentrant=True)
+
+
+@torch_warns_of_itself
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_compiled_layer_in_a_reentrant_checkpoint_is_refused(recipe, evaluated):
+    torch.compiler.reset()
+    compiled = torch.compile(octavo.nn.Linear(32, 32), backend="aot_eager")
+    x = torch.randn(16, 32, requires_grad=True)
+    with octavo.fp8_autocast(fp8_recipe=RECIPES[recipe]()):
+        if evaluated:  # by the very code that the checkpoint's forward runs
+            with torch.no_grad():
+                compiled(x)
+        with pytest.raises(octavo.errors.InputError, match="reentrant checkpoint"):
+            checkpoint(compiled, x, use_reentrant=True)
 
 
 @torch_warns_of_itself

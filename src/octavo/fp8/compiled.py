@@ -1,4 +1,4 @@
-"""Casts by delayed scaling in code that PyTorch compiles."""
+"""Casts in code that PyTorch compiles: by delayed scaling, and what is refused of the others."""
 
 from __future__ import annotations
 
@@ -26,12 +26,8 @@ def cast_delayed(
 def _cast_delayed(
     x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
 ) -> CastResults:
-    if not record and not torch.is_grad_enabled() and checkpoints.graph_task() == -1 and checkpoints.trains():
-        # Compiled without gradients it records no amax, and its recomputation would run outside of the autocast.
-        raise InputError(
-            "a compiled layer inside a reentrant checkpoint, under delayed scaling: use use_reentrant=False with "
-            "context_fn=octavo.fp8.autocast.recomputing, or compile nothing there."
-        )
+    if not record:
+        _refuse_reentrant_checkpoints()
     number, index = position.tolist()
     buffer = buffers.by_number(number)
     buffers.see()
@@ -46,3 +42,30 @@ def _cast_delayed(
 @_cast_delayed.register_fake
 def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
     return fake_results(x, dtype, columnwise)
+
+
+def outside_of_checkpoints(found: QuantizedTensor) -> QuantizedTensor:
+    """A cast in code compiled without gradients, which is refused when that runs inside a reentrant checkpoint."""
+    if found.rowwise_scale_inv is None:
+        return found
+    return found._replace(rowwise_scale_inv=_outside_of_checkpoints(found.rowwise_scale_inv))
+
+
+@torch.library.custom_op("octavo::outside_of_checkpoints", mutates_args=())
+def _outside_of_checkpoints(scale_inv: Tensor) -> Tensor:
+    _refuse_reentrant_checkpoints()
+    return scale_inv.clone()
+
+
+@_outside_of_checkpoints.register_fake
+def _(scale_inv: Tensor) -> Tensor:
+    return torch.empty_like(scale_inv)
+
+
+def _refuse_reentrant_checkpoints() -> None:
+    """Compiled without gradients a layer records no amax, and its recomputation would run outside of the autocast."""
+    if not torch.is_grad_enabled() and checkpoints.graph_task() == -1 and checkpoints.trains():
+        raise InputError(
+            "a compiled layer inside a reentrant checkpoint: use use_reentrant=False with "
+            "context_fn=octavo.fp8.autocast.recomputing, or compile nothing there."
+        )

@@ -329,6 +329,8 @@ class LinearQuantizer:
         out, chosen = self._quantize(operand, matrix, how, rowwise=rowwise, columnwise=columnwise)
         if chosen is not None and not compiling:
             self._observe(operand, chosen)
+        if compiling and not self.trains and operand is Operand.INPUT:
+            out = compiled.outside_of_checkpoints(out)
         return out, None
 
     def _observe(self, operand: Operand, scale: Tensor) -> None:
