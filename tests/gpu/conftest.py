@@ -12,7 +12,10 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
+
+from octavo.bench import te_attention
 
 for folder in ("", "collectives", "parallel", "models", "nn", "train"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
@@ -26,4 +29,12 @@ if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") 
     # It warns of a Jax without its own part. Where it cannot be imported, the tests that need it say so.
     with warnings.catch_warnings(), contextlib.suppress(ImportError, OSError):
         warnings.simplefilter("ignore")
+        te_attention.choose(te_attention.CUDNN)  # as its entries in tests of one process
         import transformer_engine.pytorch  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def any_algorithm():
+    """A run with `train.deterministic` leaves its process deterministic, and the next test's attention would be another."""
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -84,11 +84,13 @@ def test_transformer_engine_by_flash_attn_4_is_measured_only_where_it_is_right(t
         suite, cases=[case], entries=["te-delayed", "te-delayed-flash-attention"], steps=2, warmup=2, output=tmp_path,
         gpus=1, command="octavo bench",
     )["rows"]  # fmt: skip
+    assert "error" not in cudnn, cudnn["error"]
     assert cudnn["attention"].startswith("Transformer Engine, cuDNN")
     assert max(cudnn["attention_errors"].values()) < te_attention.TOLERANCE
     if suite == "vision":
         assert "its attention is wrong" in flash["error"]
         return
+    assert "error" not in flash, flash["error"]
     assert flash["attention"].startswith("Transformer Engine, flash-attn 4.")
     assert max(flash["attention_errors"].values()) < te_attention.TOLERANCE
     assert flash["loss"] == pytest.approx(cudnn["loss"], rel=2e-3)
