@@ -183,6 +183,21 @@ def ratio_of(ours, theirs):
     return f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}"
 
 
+@pytest.mark.parametrize("name", ["starts-llama-8b-8layers-b1", "starts-llama-1b"])
+def test_figures_of_fresh_starts_are_in_benchmarks(name):
+    rows = rows_of(name)
+    steps, hosts = ([row[key] for row in rows] for key in ("step_ms", "host_ms"))
+    chosen: dict[str, set[str]] = {}
+    for row in rows:
+        for choices in row["products"]:
+            for product, algorithm in choices.items():
+                chosen.setdefault(product.split(", ", 1)[1], set()).add(algorithm)
+    several = sum(len(algorithms) > 1 for algorithms in chosen.values())
+    figures = f"{len(rows)} | {min(steps):.1f} to {max(steps):.1f} | {max(steps) / min(steps) - 1:.1%} | "
+    figures += f"{several} of {len(chosen)} | {min(hosts):.0f} to {max(hosts):.0f}"
+    assert f" | {figures} |" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+
+
 def test_figures_of_the_defaults_are_in_benchmarks():
     """Octavo's default beside the peer with its usual head and with an FP8 head."""
     results = results_page()
