@@ -314,9 +314,15 @@ def test_a_changed_file_of_a_data_set_is_read_again(tmp_path, config, monkeypatc
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n---\n")
-    for text in ("first", "second"):
-        (folder / "a.csv").write_text(f"id;text\n1;{text}\n")
-        assert _texts(config(folder)) == [text]
+    for texts in (["first"], ["second"], ["a", "b"], ["other"]):
+        (folder / "a.csv").write_text("id;text\n" + "".join(f"1;{text}\n" for text in texts))
+        assert _texts(config(folder)) == texts
+    other = tmp_path / "elsewhere" / "set"  # a folder of the same name
+    other.mkdir(parents=True)
+    (other / "README.md").write_text((folder / "README.md").read_text())
+    (other / "a.csv").write_text("text;kind\nx;1\ny;2\nz;3\n")
+    assert _texts(config(other)) == ["x", "y", "z"]
+    assert not [each for each in (tmp_path / "cache").iterdir() if each.is_dir()]
 
 
 def test_a_data_set_of_several_configurations(tmp_path, config):

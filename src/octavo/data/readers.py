@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -268,9 +269,21 @@ def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], s
     """
     import datasets
 
+    # A cache of its own: what `datasets` keeps of a folder, such as its number of rows, is that of every folder of its name.
+    root = Path(datasets.config.HF_DATASETS_CACHE)
+    with readable(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="octavo-", dir=root) as cache:
+        yield from _from_card(path, config, key, files, say, cache)
+
+
+def _from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], say: Say, cache: str) -> Iterator[Document]:
+    """`from_card`, with a folder for the files of `datasets`."""
+    import datasets
+
     split, name = config.split or DEFAULT_SPLIT, f"{key} = {str(path)!r}"
     try:
-        builder = datasets.load_dataset_builder(str(path), config.subset)
+        builder = datasets.load_dataset_builder(str(path), config.subset, cache_dir=cache)
         of_split = {str(each): list(names) for each, names in (builder.config.data_files or {}).items()}
         chosen = [Path(each) for each in of_split.get(split, ())]
         if of_split and split not in of_split and _SPLIT_NAME.fullmatch(split):
@@ -278,9 +291,7 @@ def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], s
         own = bool(chosen) and _is_plain(builder.config) and all(each.is_file() and _reads_as_lines(each) for each in chosen)
         # Otherwise pandas takes 007 for a number; NA stays nothing, which is refused by its row.
         options = {"converters": {config.text_field: str}} if type(builder.config).__name__ == "CsvConfig" else {}
-        # Its cache of a folder with a card does not see that a file has changed.
-        options["download_mode"] = datasets.DownloadMode.FORCE_REDOWNLOAD
-        data = None if own else datasets.load_dataset(str(path), config.subset, split=split, **options)
+        data = None if own else datasets.load_dataset(str(path), config.subset, split=split, cache_dir=cache, **options)
     except InputError:
         raise
     except Exception as error:
