@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import gzip
 import json
 import os
 
@@ -242,6 +243,18 @@ def test_a_folder_with_a_card_is_a_data_set_whose_files_are_read_as_any_others(t
     (folder / "s.csv").write_text("id;text\n1;a\n2;NA\n")
     with pytest.raises(InputError, match=r"set, row 2: 'text' is null, not a string"):
         _texts(config(folder))
+
+
+def test_files_of_one_name_in_two_forms_are_said(tmp_path, config):
+    folder = tmp_path / "set"
+    (folder / "b").mkdir(parents=True)
+    for name in ("a.jsonl", "b/a.jsonl", "a.1.jsonl", "c.txt"):
+        write_lines(folder / name, [{"text": "x"}])
+    assert _notices(config(folder)) == []
+    (folder / "a.JSONL.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
+    (folder / "c.csv").write_text("text\ny\n")
+    (notice,) = _notices(config(folder))
+    assert "trained twice: a.JSONL.gz and a.jsonl, c.csv and c.txt. Name those that are meant" in notice
 
 
 def test_a_data_set_saved_to_disk(tmp_path, config):

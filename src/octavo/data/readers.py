@@ -124,6 +124,11 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
         except csv.Error as error:
             if not names:
                 _check_delimiter(path, text_field, origin)
+            if "new-line character" in str(error):
+                raise InputError(
+                    f"{origin} has a carriage return (CR) without a line feed. Save the file with LF or CRLF as line ends, or "
+                    "quote the value."
+                ) from None
             raise InputError(f"{origin} is not CSV: {error}. Correct or remove the row.") from None
         if row is None:
             return
@@ -161,6 +166,11 @@ def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
 def _csv_columns(names: list[str], text_field: str, origin: str) -> dict[str, int]:
     """The columns that are read, by name: no token ids."""
     text = [name for name in names if name != INPUT_IDS]
+    if INPUT_IDS in names and text_field not in text:
+        raise InputError(
+            f"{origin}: there is no {text_field!r}, and {INPUT_IDS!r} of CSV would be text. Write token ids as JSON lines or "
+            "Parquet, or set data.text_field to a column of text."
+        )
     _check_column(text, text_field, origin)
     columns = wanted(text, text_field, ())
     _check_once(columns, names, origin)
