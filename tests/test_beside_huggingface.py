@@ -191,7 +191,7 @@ def test_a_trained_embedding_that_peft_ties_is_exported_merged(tmp_path):
         dtype=torch.float32,
     )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
     ids = tokens(2, 16)

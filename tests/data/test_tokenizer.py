@@ -171,6 +171,13 @@ def test_a_tokenizer_that_cannot_be_loaded_is_explained(tmp_path, name, parts):
         assert part.format(tmp_path) in str(caught.value)
 
 
+def test_a_pointer_of_git_lfs_is_no_tokenizer(tmp_path):
+    folder = Path(_saved(_byte_level(TEXTS), tmp_path / "t"))
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
+    with pytest.raises(InputError, match=r"tokenizer\.json of it is a pointer of Git LFS.*Run git lfs pull"):
+        tokenizer.load(str(folder))
+
+
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "runs/tokenizer.json", "there/none", "./x", "../x", "~/x/y", "a b", "x/y/z"]
 )

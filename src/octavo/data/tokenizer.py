@@ -27,7 +27,7 @@ from octavo import hub
 from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
 from octavo.errors import InputError, first_line, is_unreachable, nearest, some, unreachable
-from octavo.storage import names_a_path, path_of, taken_for_a_path
+from octavo.storage import is_lfs_pointer, names_a_path, path_of, taken_for_a_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
@@ -270,6 +270,11 @@ def check(name: str) -> Path | None:
                 raise InputError(
                     f"data.tokenizer = {name!r}: the folder holds no tokenizer.json. Give the folder that a tokenizer was "
                     "saved in."
+                )
+            if pointers := [file.name for file in tokenizer_files(name) if is_lfs_pointer(file)]:
+                raise InputError(
+                    f"data.tokenizer = {name!r}: {some(pointers)} of it is a pointer of Git LFS, and the file is elsewhere. "
+                    "Run git lfs pull in its repository."
                 )
             return path
         if not path.exists() and not names_a_path(name):
