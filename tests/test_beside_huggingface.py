@@ -182,6 +182,26 @@ def test_adapters_before_transform_are_peft_s_with_fp8_products_and_a_head_outsi
         torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
 
 
+def test_a_trained_embedding_that_peft_ties_is_exported_merged(tmp_path):
+    """PEFT gives the tied head the embedding's sizes the other way around; its weight has the right shape."""
+    peft = needs("peft")
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    model = transform(
+        peft.get_peft_model(llama(tie_word_embeddings=True), peft.LoraConfig(task_type="CAUSAL_LM", **options)),
+        dtype=torch.float32,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    ids = tokens(2, 16)
+    wanted = model.eval()(input_ids=ids).logits
+    octavo.export(model.merge_and_unload(), tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    torch.testing.assert_close(found(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"target_modules": "all-linear", "task_type": "CAUSAL_LM"}, {"target_modules": ["head"]}])
 def test_adapters_after_transform_are_refused_with_the_way(options):
     peft = needs("peft")

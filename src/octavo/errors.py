@@ -84,8 +84,12 @@ def some(names: Iterable[str], shown: int = 4) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an exception and the first line of its message, without the full stop."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    """The type of an exception and the first line of its message, without the full stop.
+
+    If the line ends in a colon, the next belongs to it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {line.rstrip('.')}"
 
 

@@ -30,6 +30,8 @@ from filelock import FileLock, Timeout
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, InputError
 
 _POLL_SECONDS = 0.1
+_LFS_POINTER, _LFS_SIZE = b"version https://git-lfs", 1024
+"""The beginning of a pointer of Git LFS, and the size that it stays below."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk."""
 
@@ -223,6 +225,15 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """True if Git LFS has left a pointer in the place of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_LFS_SIZE + 1).startswith(_LFS_POINTER) and file.tell() < _LFS_SIZE
+    except OSError:  # whoever reads the file says so
+        return False
 
 
 def sha256_file(path: Path) -> str:

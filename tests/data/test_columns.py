@@ -82,6 +82,11 @@ def test_one_document_is_split_with_its_labels(tmp_path, config):
     assert data.manifest.max_token_id == 1039
 
 
+def test_the_length_of_a_prompt_says_nothing_beside_labels():
+    row = {"input_ids": [1, 2, 3], "labels": [IGNORED, IGNORED, 3], "prompt_length": 2}
+    assert tokens_of(row, "row 1")[1].tolist() == row["labels"]
+
+
 def test_labels_that_are_the_ids_and_masks_of_ones_store_nothing(tmp_path, config):
     rows = [{"input_ids": [i, i + 1, i + 2]} for i in range(20)]
     plain = prepare(config(write_lines(tmp_path / "a.jsonl", rows)))
@@ -140,6 +145,7 @@ REFUSED = {
     "mask of another name": ({"completion_mask": [0, 0, 1, 1]}, r"'completion_mask' beside .* name it loss_mask"),
     "shifted": ({"shift_labels": [2, 3, 4, -100]}, r"'shift_labels' beside .* labels\[i\] is the token at i"),
     "lengths": ({"cu_seqlens": [0, 2, 4]}, r"'cu_seqlens' beside"),
+    "prompt": ({"prompt_length": 2}, r"'prompt_length' beside .* give a loss_mask that is 0 in the prompt"),
     "pixels": ({"pixel_values": [[0.5]]}, r"'pixel_values' beside .* token ids alone"),
     "case of a weight": ({"Sample-Weight": 0.5}, r"'Sample-Weight' beside .* weighs all targets alike"),
     "case of labels": ({"Labels": [1, 2, 3, 4]}, r"'Labels' beside 'input_ids' cannot be used: name it labels"),
@@ -171,6 +177,27 @@ def test_labels_that_are_shifted_already_are_recognised():
     tokens_of({"input_ids": [7] * 20, "labels": [7] * 20}, "row 1")
 
 
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet", ""])
+@pytest.mark.parametrize("targets", [1, 3])
+def test_labels_that_are_shifted_already_are_recognised_over_short_rows(tmp_path, config, kind, targets):
+    """Answers of a token or a few behind a prompt: too few in one row."""
+
+    def rows(shift):
+        for i in range(40):
+            ids = [i * 7 + k * k for k in range(6)]
+            after = [*ids[shift:], *[IGNORED] * shift]
+            yield {"input_ids": ids, "labels": [IGNORED] * (5 - targets) + after[5 - targets : 5] + [IGNORED]}
+
+    with pytest.raises(
+        InputError, match=r"row, and of rows before it, are the tokens that follow.*labels\[i\] is the token at i"
+    ):
+        prepare(config(_write(tmp_path / f"a{kind}", list(rows(1)))))
+    assert prepare(config(_write(tmp_path / f"b{kind}", list(rows(0))))).labels("train") is not None
+    other = [{"input_ids": row["input_ids"], "labels": [i % 300] * 6} for i, row in enumerate(rows(0))]
+    few = list(rows(1))[:15]  # most rows have labels of their own, which follow here and there by chance
+    assert prepare(config(_write(tmp_path / f"c{kind}", [*other, *few]))).labels("train") is not None
+
+
 @pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet"])
 def test_weights_and_masks_beside_text_are_refused(tmp_path, config, kind):
     def read(**columns):
@@ -187,6 +214,11 @@ def test_weights_and_masks_beside_text_are_refused(tmp_path, config, kind):
         read(weight=[1.0, 2.5])
     with pytest.raises(InputError, match=r"(line 2|line 1|row 1): 'loss_mask' beside text cannot be used"):
         read(loss_mask=[1, 1])
+    assert read(labels=[3, 4]) == ["a b", "a b"]
+    if kind != ".csv":
+        assert read(labels=[[0, 1], [2]]) == read(labels=["a", "b"]) == ["a b", "a b"]
+        with pytest.raises(InputError, match=r"2: 'labels' beside text cannot be used: -100 in it marks tokens"):
+            read(labels=[[0, 1], [IGNORED, 2]])
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".parquet"])

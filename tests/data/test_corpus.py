@@ -2,8 +2,10 @@
 
 import ast
 import csv
+import gzip
 import json
 import os
+import re
 
 import datasets
 import numpy as np
@@ -240,8 +242,115 @@ def test_a_folder_with_a_card_is_a_data_set_whose_files_are_read_as_any_others(t
     assert _texts(config(folder)) == ["007", "2020-01-01"]
     assert _notices(config(folder))[0].endswith("is 1 file; 3 files left out: stray.jsonl, t.csv, u.csv.")
     (folder / "s.csv").write_text("id;text\n1;a\n2;NA\n")
+    assert _texts(config(folder)) == ["a", "NA"]
+    settings = "  sep: ';'\n  na_values: ['x']\n"  # for which `datasets` reads them
+    (folder / "README.md").write_text(card.format("  - split: train\n    path: s.csv\n" + settings))
     with pytest.raises(InputError, match=r"set, row 2: 'text' is null, not a string"):
         _texts(config(folder))
+
+
+CARDS = {
+    "array": ("a.json", '[\n{"text": "2020-01-01 10:00:00"},\n{"text": "NA", "n": 1%s}]\n' % ("0" * 40), ""),
+    "array behind a mark": ("a.json", '\ufeff \n[{"text": "2020-01-01 10:00:00"},{"text": "NA"}]', ""),
+    "tabs": ("a.tsv", "id\ttext\n007\t2020-01-01 10:00:00\n1\tNA\n", ""),
+    "bars": ("a.csv", "text|id\n2020-01-01 10:00:00|007\nNA|1\n", "  delimiter: '|'\n"),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_arrays_and_delimiters_of_a_card_are_read_to_the_letter(tmp_path, config, case):
+    """`datasets` takes such dates for dates, NA for nothing, and half of a surrogate pair for another character."""
+    file, content, settings = CARDS[case]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {file}\n{settings}---\n")
+    (tmp_path / "set" / file).write_text(content, encoding="utf-8")
+    assert _texts(config(tmp_path / "set")) == ["2020-01-01 10:00:00", "NA"]
+
+
+BAD_CARDS = {
+    "half of a pair": ("a.json", r'[{"text": "a \ud83d b"}]', "", r"a\.json, row 1: character 2 is half of a surrogate pair"),
+    "key twice": ("a.json", '[{"text": "a"},\n{"text": "b", "text": "c"}]', "", r"row 2: the key 'text' stands there twice"),
+    "two arrays": ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "", r"a\.json is not JSON: Extra data at column 1 of line 2"),
+    "no objects": ("a.json", '["a", "b"]', "", r"a\.json, row 1 is a string, not an object"),
+    "cut": ("a.json", '[{"text": "a"},\n{"text":', "", r"a\.json is not JSON: Expecting value .* of line 2"),
+    "long row": ("a.csv", "id;text\n1;a;x\n2;b;x\n", "  sep: ';'\n", r"a\.csv, line 2: the row has 3 values, and there are 2"),
+    "names twice": ("a.csv", "text;text\na;b\n", "  sep: ';'\n", r"a\.csv, line 1: 2 columns are named 'text'"),
+    "open quote": ("a.tsv", 'id\ttext\n1\t"a\n2\t"b\n', "", r"a\.tsv, line 2 is not CSV"),
+    "long rows of datasets": (
+        "a.csv",
+        "id,text\n1,a,x\n2,b,x\n",
+        "  na_values: [q]\n",
+        r"Length of header or names does not match",
+    ),
+    "names twice of datasets": (
+        "a.csv",
+        "text,text\na,b\n",
+        "  na_values: [q]\n",
+        r"two columns are named 'text', or one 'text\.1'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CARDS)
+def test_faults_of_files_that_a_card_names_are_named(tmp_path, config, case):
+    file, content, settings, message = BAD_CARDS[case]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {file}\n{settings}---\n")
+    (tmp_path / "set" / file).write_text(content)
+    with pytest.raises(InputError, match=message):
+        prepare(config(tmp_path / "set"))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.txt.zst"])
+def test_a_pointer_of_git_lfs_is_no_text(tmp_path, config, name):
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(InputError, match=rf"{re.escape(name)} is a pointer of Git LFS.*Run git lfs pull"):
+        prepare(config(tmp_path / name))
+    page = POINTER + "is the text of a pointer. " * 99
+    (tmp_path / "b.txt").write_text(page)
+    assert _texts(config(tmp_path / "b.txt")) == [page]
+
+
+def test_another_number_of_rows_than_a_card_says_is_said(tmp_path, config):
+    infos = "dataset_info:\n  features:\n  - name: text\n    dtype: string\n"
+    splits = "  splits:\n  - name: train\n    num_examples: {}\n    num_bytes: 9\n"
+    card = f"---\n{infos}{splits}configs:\n- config_name: default\n  data_files: {{}}\n{{}}---\n"
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [{"text": "x"}] * 3)
+    for rows, said in ((3, 0), (99, 1)):
+        (folder / "README.md").write_text(card.format(rows, "a.jsonl", ""))
+        notices = _notices(config(folder))
+        assert len(notices) == said
+    assert "by its card (dataset_info) the split 'train' has 99 rows, and its files have 3." in notices[0]
+    (folder / "a.csv").write_text("text\nx\n")
+    (folder / "README.md").write_text(card.format(99, "a.csv", "  na_values: [q]\n"))
+    with pytest.raises(InputError, match="its files have another number of rows or bytes than the card says"):
+        _texts(config(folder))
+    other = "  na_values: [q]\n"
+    (folder / "a.csv").write_text("text,kind\nx,1\n")
+    (folder / "README.md").write_text(card.replace(splits, "").format("a.csv", other))
+    with pytest.raises(InputError, match=r"its columns differ from those of the card, .* 1 new columns \(\{'kind'\}\)"):
+        _texts(config(folder))
+    (folder / "b.csv").write_text("text\nx\n")
+    (folder / "README.md").write_text(card.replace(infos + splits, "").format("'*.csv'", other))
+    with pytest.raises(InputError, match=r"Schema at index 1 was different: .*kind"):
+        _texts(config(folder))
+
+
+def test_files_of_one_name_in_two_forms_are_said(tmp_path, config):
+    folder = tmp_path / "set"
+    (folder / "b").mkdir(parents=True)
+    for name in ("a.jsonl", "b/a.jsonl", "a.1.jsonl", "c.txt"):
+        write_lines(folder / name, [{"text": "x"}])
+    assert _notices(config(folder)) == []
+    (folder / "a.JSONL.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
+    (folder / "c.csv").write_text("text\ny\n")
+    (notice,) = _notices(config(folder))
+    assert "trained twice: a.JSONL.gz and a.jsonl, c.csv and c.txt. Name those that are meant" in notice
 
 
 def test_a_data_set_saved_to_disk(tmp_path, config):
@@ -314,9 +423,15 @@ def test_a_changed_file_of_a_data_set_is_read_again(tmp_path, config, monkeypatc
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n---\n")
-    for text in ("first", "second"):
-        (folder / "a.csv").write_text(f"id;text\n1;{text}\n")
-        assert _texts(config(folder)) == [text]
+    for texts in (["first"], ["second"], ["a", "b"], ["other"]):
+        (folder / "a.csv").write_text("id;text\n" + "".join(f"1;{text}\n" for text in texts))
+        assert _texts(config(folder)) == texts
+    other = tmp_path / "elsewhere" / "set"  # a folder of the same name
+    other.mkdir(parents=True)
+    (other / "README.md").write_text((folder / "README.md").read_text())
+    (other / "a.csv").write_text("text;kind\nx;1\ny;2\nz;3\n")
+    assert _texts(config(other)) == ["x", "y", "z"]
+    assert not [each for each in (tmp_path / "cache").iterdir() if each.is_dir()]
 
 
 def test_a_data_set_of_several_configurations(tmp_path, config):

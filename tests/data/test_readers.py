@@ -146,6 +146,10 @@ BAD = {
     "column": ("id,body\n1,a\n", r"line 1: there is no 'text', only 'id', 'body'"),
     "semicolons": ("id;text\n1;a\n", r"line 1: the delimiter seems to be ';', with the columns 'id', 'text'\. Save .* commas"),
     "quoted names": ('"id";"text"\n1;a\n', r"line 1: the delimiter seems to be ';', with the columns 'id', 'text'\. Save"),
+    "token ids": (
+        'input_ids\n"[1, 2]"\n',
+        r"no 'text', and 'input_ids' of CSV would be text\. Write token ids as JSON lines or",
+    ),
     "tabs": ("id\tbody, all\t\n1\ta\t\n", r"delimiter seems to be '\\t', .*'id', 'body, all', ''.*, and set data\.text_field"),
     "bar in a name": ("a|b,body\n1,a\n", r"line 1: there is no 'text', only 'a|b', 'body'\. Change data\.text_field"),
     "ids": ("input_ids\n1 2 3\n", r"line 1: there is no 'text'"),
@@ -154,7 +158,7 @@ BAD = {
     "long": ('id,text\n1,"a\nb"\n2,a, b\n', r"line 4: the row has 3 values, and there are 2 columns. Quote values"),
     "open quote": ('id,text\n1,"a"\n2,"b\n3,c\n', r"line 3 is not CSV: unexpected end of data"),
     "quote": ('id,text\n1,"a"b\n', r"line 2 is not CSV: ',' expected after '\"'"),
-    "returns": ("id,text\r1,a\r", r"line 1 is not CSV: new-line character"),
+    "returns": ("id,text\r1,a\r", r"line 1 has a carriage return \(CR\) without a line feed\. Save the file with LF or CRLF"),
     "nothing": ("", r"holds no text"),
     "names alone": ("id,text\n", r"holds no text"),
 }

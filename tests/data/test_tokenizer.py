@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, TokenizersBackend
 from transformers.models.auto import tokenization_auto
 
 from octavo.data import pieces, tokenizer
+from octavo.data.prepared import prepare
 from octavo.errors import InputError
 
 TEXTS = ["the cat sat on the mat, the cat\n", "def f(x):\n    return x + 1\n", "naïve 漢字 😀 the end"] * 20
@@ -168,6 +169,13 @@ def test_a_tokenizer_that_cannot_be_loaded_is_explained(tmp_path, name, parts):
         tokenizer.load(name.format(tmp_path))
     for part in parts:
         assert part.format(tmp_path) in str(caught.value)
+
+
+def test_a_pointer_of_git_lfs_is_no_tokenizer(tmp_path):
+    folder = Path(_saved(_byte_level(TEXTS), tmp_path / "t"))
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
+    with pytest.raises(InputError, match=r"tokenizer\.json of it is a pointer of Git LFS.*Run git lfs pull"):
+        tokenizer.load(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +339,63 @@ def test_a_post_processor_that_repeats_the_text_is_refused(tmp_path):
         tokenizer.load(str(folder))
 
 
+_STALE = {
+    "id beyond the vocabulary": (
+        lambda: processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99999)]),
+        r"token id 99999 as '<s>' around a text .*, which its vocabulary does not have \(0 … 5\)",
+    ),
+    "within a sequence": (
+        lambda: processors.Sequence(
+            [
+                processors.ByteLevel(),
+                processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 70000)]),
+            ]
+        ),
+        r"token id 70000 as '</s>' around",
+    ),
+    "another word": (
+        lambda: processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)]),
+        r"token id 3 as '<s>' around a text .*, 'C' in its vocabulary, where '<s>' is 0",
+    ),
+    "another special token": (
+        lambda: processors.RobertaProcessing(("</s>", 0), ("<s>", 1)),
+        r"token id 1 as '<s>' around a text .*, '</s>' in its vocabulary, where '<s>' is 0",
+    ),
+    "a word for an unknown name": (
+        lambda: processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 4)]),
+        r"token id 4 as '\[CLS\]' around a text .*, 'G' in its vocabulary, where '\[CLS\]' is no token",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _STALE)
+def test_a_post_processor_of_another_vocabulary_is_refused(tmp_path, config, case):
+    """Ids that `train_new_from_iterator` leaves there: 99999 was stored as 34463 in files of 16 bits."""
+    make, message = _STALE[case]
+    folder = _dna(tmp_path / "dna", make())
+    (tmp_path / "a.jsonl").write_text('{"text": "ACGT"}\n' * 20)
+    with pytest.raises(InputError, match=message + r".*Correct the post_processor"):
+        prepare(config(tmp_path / "a.jsonl", tokenizer=str(folder)))
+    assert not (tmp_path / "prepared").exists()
+
+
+def test_a_renamed_special_token_may_keep_its_old_name_in_the_post_processor(tmp_path):
+    folder = _dna(tmp_path / "dna", processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 0)]))
+    assert tokenizer.load(str(folder)).prefix == (0,)
+
+
+def test_a_tokenizer_that_draws_its_ids_is_refused(tmp_path):
+    folder = Path(_saved(_byte_level(TEXTS), tmp_path / "t"))
+    values = json.loads((folder / "tokenizer.json").read_text())
+    for dropout in (0.1, 0.0):
+        values["model"]["dropout"] = dropout
+        (folder / "tokenizer.json").write_text(json.dumps(values))
+        if dropout:
+            with pytest.raises(InputError, match=r'other ids with each call \(its model has dropout = 0.1\).*"dropout": null'):
+                tokenizer.load(str(folder))
+    assert tokenizer.load(str(folder)).vocab_size
+
+
 OTHER = {"content": "<|im_end|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 TOKENS = ("<s>", "</s>", "<|im_end|>")
 
@@ -390,6 +455,27 @@ def test_python_code_that_changes_ids_is_found_and_called(tmp_path, monkeypatch)
     assert _ids(encoder, ["ACG"]) == [[0, 4, 3, 2, 1]]
     assert len(said) == 1
     assert "slower" in said[0]
+
+
+class BeyondVocabulary(TokenizersBackend):
+    """Python code that gives ids its vocabulary does not have."""
+
+    def _encode_plus(self, text, *others, **options):
+        found = super()._encode_plus(text, *others, **options)
+        rows = found["input_ids"]
+        found["input_ids"] = (
+            [[one + 70000 for one in row] for row in rows] if isinstance(text, list) else [i + 70000 for i in rows]
+        )
+        return found
+
+
+def test_ids_beyond_the_vocabulary_are_refused_before_they_are_stored(tmp_path, config, monkeypatch):
+    monkeypatch.setitem(tokenization_auto.REGISTERED_TOKENIZER_CLASSES, "BeyondVocabulary", BeyondVocabulary)
+    folder = _dna(tmp_path / "dna", None, {"tokenizer_class": "BeyondVocabulary", "unk_token": "<unk>"}, unknown=True)
+    (tmp_path / "a.jsonl").write_text('{"text": "ACGT"}\n' * 20)
+    with pytest.raises(InputError, match=r"gives token id 70005, and its vocabulary has ids 0 … 6\."):
+        prepare(config(tmp_path / "a.jsonl", tokenizer=str(folder)))
+    assert not list((tmp_path / "prepared").glob("*/manifest.json"))
 
 
 def test_characters_that_no_token_stands_for_are_said(tmp_path):

@@ -149,6 +149,42 @@ def test_models_are_written_as_one_process_writes_them(tmp_path):
     compare(tmp_path / "ours", theirs)
 
 
+READERS = {
+    "dora": lambda: peft.LoraConfig(target_modules=["q_proj", "down_proj"], use_dora=True, **TASK),
+    "hra": lambda: peft.HRAConfig(target_modules=["q_proj"], **TASK),
+    "boft": lambda: peft.BOFTConfig(target_modules=["q_proj"], boft_block_size=4, **TASK),
+}
+
+
+def _train_readers():
+    """Loss and largest gradient of adapters that read the weight of their base layer, in FP8."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for kind, make in READERS.items():
+        torch.manual_seed(0)
+        model = octavo.transform(peft.get_peft_model(llama(), make()), dtype=torch.float32)
+        with octavo.fp8_autocast():
+            loss = model(input_ids=tokens(2, 16), labels=tokens(2, 16)).loss
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        whole = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+        found[kind] = [loss.item(), max(grad.abs().max().item() for grad in whole)]
+    return found
+
+
+def _train_readers_sharded():
+    _quiet()
+    return _train_readers()
+
+
+def test_adapters_that_read_the_weight_of_their_layer_train_sharded():
+    with warnings.catch_warnings():
+        wanted = _train_readers()
+    for found in ranks.run(2, _train_readers_sharded):
+        for kind, values in wanted.items():
+            assert found[kind] == pytest.approx(values, rel=0.02), kind
+
+
 def _message(call, *arguments):
     with pytest.raises(InputError) as raised:
         call(*arguments)

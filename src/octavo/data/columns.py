@@ -28,6 +28,7 @@ _EVIDENCE = 8
 """Targets of a row that show that its labels are shifted: fewer may agree by chance."""
 
 _AS_LOSS_MASK = "name it loss_mask if its ones are the tokens to predict, else remove it"
+_AS_PROMPT = "give a loss_mask that is 0 in the prompt and 1 behind it, or remove it to predict every token"
 _AS_LABELS = 'give the targets as "labels", where labels[i] is the token at i: Octavo shifts them'
 _AS_ROWS = 'give each document as a row of its own and set data.packing = "documents", or remove it'
 _AS_TOKENS = "Octavo trains on token ids alone: remove it"
@@ -47,6 +48,13 @@ _SEGMENTS = (
 )
 
 
+_PROMPTS = (
+    *("prompt_length", "prompt_lengths", "prompt_len", "prompt_lens", "prompt_ids_len", "prompt_ids_lens"),
+    *("num_prompt_tokens", "answer_start_idx", "response_start", "response_start_idx"),
+)
+"""Columns that say where the tokens to predict begin; beside `labels` or `loss_mask` they say nothing new."""
+
+
 def _is_one(value: _Array) -> bool:
     return value.dtype.kind in "biuf" and bool((value == 1).all())
 
@@ -57,6 +65,10 @@ def _is_constant(value: _Array) -> bool:
 
 def _counts_up(value: _Array) -> bool:
     return value.ndim == 1 and value.dtype.kind in "iu" and np.array_equal(value, np.arange(len(value)))
+
+
+def _marks_nothing(value: _Array) -> bool:
+    return value.dtype.kind not in "iu" or value.ndim == 0 or not bool((value == IGNORED).any())
 
 
 def _never(value: _Array) -> bool:
@@ -75,6 +87,7 @@ _REFUSED: dict[str, tuple[Callable[[_Array], bool], str]] = {
         ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_lens", "seqlens", "seq_lengths"),
         (_never, _AS_ROWS),
     ),
+    **dict.fromkeys(_PROMPTS, (_never, _AS_PROMPT)),
     **dict.fromkeys(
         ("inputs_embeds", "pixel_values", "image", "images", "audio", "video", "input_features", "encoder_outputs"),
         (_never, _AS_TOKENS),
@@ -85,6 +98,7 @@ _SAY_NOTHING = frozenset({"special_tokens_mask", "offset_mapping", "length", "ov
 """Columns of Hugging Face's tokenizers that no causal language model reads."""
 _BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
     **dict.fromkeys(_WEIGHTS, (_is_one, _AS_WEIGHTS)),
+    LABELS: (_marks_nothing, f"{IGNORED} in it marks tokens: tokenise the text and give input_ids, or remove it"),
     **dict.fromkeys(
         (LOSS_MASK, "loss_masks", "completion_mask", "assistant_mask", "assistant_masks", "assistant_tokens_mask"),
         (_never, "a mask of tokens goes with token ids: tokenise the text and give input_ids, or remove it"),
@@ -131,6 +145,8 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
             f"ids, or remove {INPUT_IDS!r} to train on the text."
         )
     for name in _beside_text(tuple(row)):
+        if name == LABELS and INPUT_IDS in row:  # those of the token ids, which the user has chosen not to read
+            continue
         nothing, remedy = _BESIDE_TEXT[_key(name)]
         if name != text_field and not nothing(_array(_number(row[name]))):
             raise InputError(f"{origin}: {name!r} beside text cannot be used: {remedy}.")
@@ -182,21 +198,58 @@ def _labels(row: Mapping[str, Any], ids: Int64, origin: str) -> Int64:
                 f"{origin}: {wrong[0]} in 'labels' is no token id (0 … {_MOST_ID}) and not {IGNORED}, which marks a position "
                 "without a target. Correct the row."
             )
-        following = (labels != IGNORED)[:-1]
-        shifted = labels[:-1][following] == ids[1:][following]
-        if len(shifted) >= _EVIDENCE and shifted.all() and not np.array_equal(labels[:-1][following], ids[:-1][following]):
-            raise InputError(
-                f"{origin}: 'labels' are the tokens that follow, so they are shifted already, and Octavo shifts them: "
-                "labels[i] is the token at i. Shift them back, or remove the column to predict every token."
-            )
+        if (shifted_targets(labels, ids) or 0) >= _EVIDENCE:
+            raise _shifted(f"{origin}: 'labels'")
     if LOSS_MASK in row:
         labels = np.where(_mask(row, LOSS_MASK, len(ids), origin), labels, IGNORED)
     return labels
 
 
+def shifted_targets(labels: Int64, ids: Int64) -> int | None:
+    """Number of targets, if each is the token that follows its position; 0 if one is not, None if they are the tokens there."""
+    following = (labels != IGNORED)[:-1]
+    targets = labels[:-1][following]
+    if np.array_equal(targets, ids[:-1][following]):
+        return None
+    return len(targets) if np.array_equal(targets, ids[1:][following]) else 0
+
+
+class ShiftedLabels:
+    """Finds labels that are shifted already in rows with few targets: of one they may agree by chance, of many they do not."""
+
+    def __init__(self) -> None:
+        self._targets = self._rows = self._others = 0
+
+    def check(self, labels: Int64 | None, ids: npt.NDArray[np.uint32], origin: str) -> None:
+        """Take the next row of a source.
+
+        Raises:
+            InputError: the labels of this row and of most before it, where they differ from the tokens, are those that follow.
+        """
+        found = None if labels is None else shifted_targets(labels, ids.astype(np.int64))
+        if found is None:
+            return
+        if not found:
+            self._others += 1
+            return
+        self._targets += found
+        self._rows += 1
+        if self._targets >= _EVIDENCE and self._rows > self._others:
+            raise _shifted(f"{origin}: 'labels' of this row, and of rows before it,")
+
+
+def _shifted(what: str) -> InputError:
+    return InputError(
+        f"{what} are the tokens that follow, so they are shifted already, and Octavo shifts them: labels[i] is the token at i. "
+        "Shift them back, or remove the column to predict every token."
+    )
+
+
 def _refuse_others(row: Mapping[str, Any], tokens: int, origin: str) -> None:
     for name, value in row.items():
         if name in (INPUT_IDS, LABELS, LOSS_MASK, ATTENTION_MASK) or name in _SAY_NOTHING:
+            continue
+        if _key(name) in _PROMPTS and (LABELS in row or LOSS_MASK in row):
             continue
         if (key := _key(name)) in _REFUSED or key in (LABELS, LOSS_MASK, ATTENTION_MASK, INPUT_IDS):
             nothing, remedy = _REFUSED.get(key, (_never, f"name it {key}"))

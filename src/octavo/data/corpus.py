@@ -16,6 +16,7 @@ from pathlib import Path
 
 from octavo.config.data import DataConfig, kind_of
 from octavo.data import folders, python_source, readers
+from octavo.data.columns import ShiftedLabels
 from octavo.data.readers import Document
 from octavo.errors import InputError, nearest, some, unknown
 from octavo.storage import names_a_path, path_of, taken_for_a_path
@@ -166,8 +167,18 @@ def _found(names: Sequence[str], config: DataConfig, key: str, in_splits: Collec
     for name in names:
         own = config.model_copy(update={"split": readers.DEFAULT_SPLIT}) if name in in_splits else config
         with path_of(key, name):
-            sources.append(_find(name, own, key))
+            source = _find(name, own, key)
+            sources.append(replace(source, documents=partial(_unshifted, source.documents)))
     return sources
+
+
+def _unshifted(documents: Callable[[], Iterator[Document]]) -> Iterator[Document]:
+    """The documents of a source; an InputError if their labels are shifted already."""
+    labels = ShiftedLabels()
+    for document in documents():
+        if document.input_ids is not None:
+            labels.check(document.labels, document.input_ids, document.origin)
+        yield document
 
 
 def _find(name: str, config: DataConfig, key: str) -> Source:

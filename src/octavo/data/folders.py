@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from octavo.config.data import counted
+from octavo.config.data import counted, kind_of
 from octavo.data import readers
 from octavo.errors import InputError, first_line, some
 
@@ -131,9 +131,23 @@ def left_out(name: str, folder: Path, files: Sequence[Path], chosen: Sequence[Pa
             f"{name}: {counted(len(chosen), 'file')}{what} {'is' if len(chosen) == 1 else 'are'} read; "
             f"{counted(len(others), 'file')} left out: {some(others)}."
         )
+    twins = _twins([path.relative_to(folder) for path in chosen])
+    if twins:
+        messages.append(
+            f"{name}: files of one name are all read, and a copy in another form would be trained twice: {some(twins)}. Name "
+            "those that are meant, such as 'folder/*.jsonl'."
+        )
     if split is None and len(splits := splits_in(chosen, folder)) > 1:
         messages.append(
             f"{name}: all {counted(len(chosen), 'file')} are read, though some are named as splits ({', '.join(splits)}). Set "
             f"data.split to read one of them."
         )
     return messages
+
+
+def _twins(paths: Sequence[Path]) -> list[str]:
+    """Names that several files have, but for their suffixes: a.jsonl and a.jsonl.gz, or a.csv and a.parquet."""
+    names: dict[Path, list[str]] = {}
+    for path in paths:
+        names.setdefault(path.parent / path.name[: path.name.lower().rindex(kind_of(path.name))], []).append(str(path))
+    return [" and ".join(group) for group in names.values() if len(group) > 1]

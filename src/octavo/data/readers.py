@@ -7,15 +7,19 @@ delimiters and encodings, archives of several files.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
 import re
+import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +31,7 @@ from octavo import hub
 from octavo.config.data import COMPRESSED, DataConfig, counted, kind_of
 from octavo.data.columns import INPUT_IDS, check_text, column_of, tokens_of, wanted
 from octavo.errors import InputError, OctavoError, first_line, is_unreachable, nearest, some, unreachable
+from octavo.storage import is_lfs_pointer
 
 _ROWS = 1024
 _BUFFER = 2**16
@@ -71,11 +76,7 @@ def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
         origin = f"{path}, line {number}"
         # Files with a byte order mark each may have been joined.
         row = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
-        if not isinstance(row, dict):
-            raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
-        if isinstance(row, _Repeating):
-            raise InputError(f"{origin}: the key {row.key!r} stands there twice. Remove one of the two.")
-        yield _from_row(row, text_field, origin)
+        yield _from_object(row, text_field, origin)
 
 
 class _Repeating(dict[str, Any]):
@@ -101,7 +102,8 @@ def _parsed(text: str, origin: str) -> Any:
     try:
         return _JSON.decode(text)
     except json.JSONDecodeError as error:
-        fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        line = f" of line {error.lineno}" if error.lineno > 1 else ""
+        fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{line}"
     except RecursionError:
         fault = "has lists or objects within one another, deeper than Python reads"
     except ValueError as error:  # digits beyond sys.get_int_max_str_digits
@@ -109,11 +111,31 @@ def _parsed(text: str, origin: str) -> Any:
     raise InputError(f"{origin} {fault}. Correct or remove it.")
 
 
-def read_csv(path: Path, text_field: str) -> Iterator[Document]:
-    """The column `text_field` of comma-separated rows under a line of names; quoted values may have several lines."""
+def read_json_array(path: Path, text_field: str) -> Iterator[Document]:
+    """The objects of one JSON array, which is read whole: each as a line of JSON lines."""
+    data = bytearray()
+    for line in _lines(path):
+        data += line
+    values = _parsed(decoded(data, str(path)), str(path))
+    if not isinstance(values, list):
+        raise InputError(f"{path} is {_kind(values)}, not a list of objects. Correct or remove it.")
+    for number, row in enumerate(values, start=1):
+        yield _from_object(row, text_field, f"{path}, row {number}")
+
+
+def _from_object(row: Any, text_field: str, origin: str) -> Document:
+    if not isinstance(row, dict):
+        raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
+    if isinstance(row, _Repeating):
+        raise InputError(f"{origin}: the key {row.key!r} stands there twice. Remove one of the two.")
+    return _from_row(row, text_field, origin)
+
+
+def read_csv(path: Path, text_field: str, delimiter: str = ",") -> Iterator[Document]:
+    """The column `text_field` of rows under a line of names; quoted values may have several lines."""
     csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default, and documents are longer
     lines = (decoded(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
-    rows = csv.reader(lines, strict=True)
+    rows = csv.reader(lines, strict=True, delimiter=delimiter)
     names: list[str] = []
     columns: dict[str, int] = {}
     while True:
@@ -122,7 +144,12 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
             row = next(rows, None)
         except csv.Error as error:
             if not names:
-                _check_delimiter(path, text_field, origin)
+                _check_delimiter(path, text_field, origin, delimiter)
+            if "new-line character" in str(error):
+                raise InputError(
+                    f"{origin} has a carriage return (CR) without a line feed. Save the file with LF or CRLF as line ends, or "
+                    "quote the value."
+                ) from None
             raise InputError(f"{origin} is not CSV: {error}. Correct or remove the row.") from None
         if row is None:
             return
@@ -130,7 +157,7 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
             continue
         if not names:
             if text_field not in row:
-                _check_delimiter(path, text_field, origin)
+                _check_delimiter(path, text_field, origin, delimiter)
             names, columns = row, _csv_columns(row, text_field, origin)
         elif len(row) != len(names):
             raise InputError(
@@ -141,8 +168,10 @@ def read_csv(path: Path, text_field: str) -> Iterator[Document]:
             yield _from_row({name: row[column] for name, column in columns.items()}, text_field, origin)
 
 
-def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
-    """Refuse a file whose line of names is divided by another delimiter than the comma."""
+def _check_delimiter(path: Path, text_field: str, origin: str, expected: str) -> None:
+    """Refuse a file whose line of names is divided by another delimiter than the expected one, the comma without a card."""
+    if expected != ",":
+        return
     line = next((text for each in _lines(path) if (text := decoded(each, str(path)).strip("\r\n"))), "")
     for delimiter in _DELIMITERS:
         if line.count(delimiter) > line.count(","):
@@ -160,6 +189,11 @@ def _check_delimiter(path: Path, text_field: str, origin: str) -> None:
 def _csv_columns(names: list[str], text_field: str, origin: str) -> dict[str, int]:
     """The columns that are read, by name: no token ids."""
     text = [name for name in names if name != INPUT_IDS]
+    if INPUT_IDS in names and text_field not in text:
+        raise InputError(
+            f"{origin}: there is no {text_field!r}, and {INPUT_IDS!r} of CSV would be text. Write token ids as JSON lines or "
+            "Parquet, or set data.text_field to a column of text."
+        )
     _check_column(text, text_field, origin)
     columns = wanted(text, text_field, ())
     _check_once(columns, names, origin)
@@ -268,23 +302,43 @@ def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], s
     """
     import datasets
 
+    # A cache of its own: what `datasets` keeps of a folder, such as its number of rows, is that of every folder of its name.
+    root = Path(datasets.config.HF_DATASETS_CACHE)
+    with readable(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="octavo-", dir=root) as cache:
+        yield from _from_card(path, config, key, files, say, cache)
+
+
+def _from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], say: Say, cache: str) -> Iterator[Document]:
+    """`from_card`, with a folder for the files of `datasets`."""
+    import datasets
+
     split, name = config.split or DEFAULT_SPLIT, f"{key} = {str(path)!r}"
     try:
-        builder = datasets.load_dataset_builder(str(path), config.subset)
+        builder = datasets.load_dataset_builder(str(path), config.subset, cache_dir=cache)
         of_split = {str(each): list(names) for each, names in (builder.config.data_files or {}).items()}
         chosen = [Path(each) for each in of_split.get(split, ())]
         if of_split and split not in of_split and _SPLIT_NAME.fullmatch(split):
             raise InputError(f"{name} has no split {split!r}, only {', '.join(of_split)}. Change data.split.")
-        own = bool(chosen) and _is_plain(builder.config) and all(each.is_file() and _reads_as_lines(each) for each in chosen)
-        # Otherwise pandas takes 007 for a number; NA stays nothing, which is refused by its row.
-        options = {"converters": {config.text_field: str}} if type(builder.config).__name__ == "CsvConfig" else {}
-        # Its cache of a folder with a card does not see that a file has changed.
-        options["download_mode"] = datasets.DownloadMode.FORCE_REDOWNLOAD
-        data = None if own else datasets.load_dataset(str(path), config.subset, split=split, **options)
+        find = partial(_reader_of_card, config=builder.config)
+        own = bool(chosen) and all(each.is_file() and find(each) for each in chosen)
+        if own:
+            data, expected = None, _rows_of_splits(builder).get(split)
+        else:
+            data, expected = _loaded(path, config, split, builder.config, cache), None
     except InputError:
         raise
     except Exception as error:
         fault = first_line(error.__cause__ or error)  # what `datasets` says itself is that it failed
+        cast_error = next((each for each in (error, error.__cause__) if isinstance(each, datasets.table.CastError)), None)
+        if cast_error is not None:
+            details = cast_error.details().rstrip(".")
+            fault = f"its columns differ from those of the card, or of other files of the split: {details}"
+        elif "Schema at index" in fault:  # what differs comes in the lines behind
+            fault = " ".join(str(error.__cause__ or error).split())
+        if isinstance(error, datasets.exceptions.NonMatchingSplitsSizesError):
+            fault = "its files have another number of rows or bytes than the card says (dataset_info)"
         if (mark := getattr(error, "problem_mark", None)) is not None:  # of YAML, behind the first line of the card
             fault += f" in README.md, line {mark.line + 2}"
         raise InputError(
@@ -299,32 +353,65 @@ def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], s
             f"out: {some(others)}."
         )
     if data is None:
-        yield from read_files(chosen, config.text_field)
+        found = 0
+        for found, document in enumerate(read_files(chosen, config.text_field, find), start=1):  # noqa: B007
+            yield document
+        if expected not in (None, found) and all(kind_of(each.name) != ".txt" for each in chosen):
+            say(f"{name}: by its card (dataset_info) the split {split!r} has {expected:,} rows, and its files have {found:,}.")
         return
     if not chosen:
         _say_other_splits(name, split, _rows_of_splits(data), say)
     yield from _from_data_set(data, config.text_field, str(path))
 
 
-def _is_plain(config: Any) -> bool:
-    """True if a card says of files no more than their split."""
-    said = {"name", "version", "data_dir", "data_files", "description", "features"}
-    if type(config).__name__ not in ("CsvConfig", "JsonConfig", "TextConfig", "ParquetConfig"):
-        return False
-    return all(
-        each.name in said or each.default is MISSING or getattr(config, each.name) == each.default for each in fields(config)
-    )
+def _loaded(path: Path, config: DataConfig, split: str, card: Any, cache: str) -> Any:
+    """A split of a folder with a card, by `datasets`."""
+    import datasets
+
+    options: dict[str, Any] = {}
+    csv_file = type(card).__name__ == "CsvConfig"
+    if csv_file:  # otherwise pandas takes 007 for a number; NA stays nothing, which is refused by its row
+        options["converters"] = {config.text_field: str}
+        if card.index_col is None:  # otherwise it takes the first values of rows with too many for names, and shifts the others
+            options["index_col"] = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Length of header or names does not match")
+        data = datasets.load_dataset(str(path), config.subset, split=split, cache_dir=cache, **options)
+    if csv_file and f"{config.text_field}.1" in data.column_names:
+        raise InputError(
+            f"{path}: two columns are named {config.text_field!r}, or one {config.text_field + '.1'!r}. Rename or remove one."
+        )
+    return data
 
 
-def _reads_as_lines(path: Path) -> bool:
-    """True if a reader of this module takes the file; `datasets` takes one JSON value of several lines too."""
-    if reader_of(path) is not read_json_lines:
-        return reader_of(path) is not None
-    first = next((line for line in _lines(path) if line.strip()), b"{}")
+def _reader_of_card(path: Path, config: Any) -> Reader | None:
+    """The reader of this module for a file of a card, if it says of it no more than the split and the delimiter."""
+    kind, said = type(config).__name__, {"name", "version", "data_dir", "data_files", "description", "features"}
+    if kind == "CsvConfig" and len(config.sep or "") == 1:
+        said |= {"sep", "delimiter"}
+    if kind not in ("CsvConfig", "JsonConfig", "TextConfig", "ParquetConfig"):
+        return None
+    if any(
+        each.name not in said and each.default is not MISSING and getattr(config, each.name) != each.default
+        for each in fields(config)
+    ):
+        return None
+    if kind == "CsvConfig":
+        return partial(read_csv, delimiter=config.sep) if kind_of(path.name) in (".csv", ".tsv") else None
+    reader = reader_of(path)
+    return _json_reader(path) if reader is read_json_lines else reader
+
+
+def _json_reader(path: Path) -> Reader | None:
+    """That of JSON lines or of one array; None for one object of several lines, which `datasets` takes."""
+    stripped = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(path))
+    first = next(filter(None, stripped), b"{}")
+    if first.startswith(b"["):
+        return read_json_array
     try:
-        return isinstance(json.loads(first), dict)
+        return read_json_lines if isinstance(json.loads(first), dict) else None
     except (ValueError, RecursionError):
-        return first.lstrip().startswith(b"{") and len(first.strip()) > 1
+        return read_json_lines if first.startswith(b"{") and len(first) > 1 else None
 
 
 def _rows_of_splits(data: Any) -> dict[str, int | None]:
@@ -338,16 +425,23 @@ def _say_other_splits(name: str, split: str, rows: Mapping[str, int | None], say
         say(f"{name}: the split {split!r} is read; left out: {', '.join(others)}.")
 
 
-def read_files(files: Sequence[Path], text_field: str) -> Iterator[Document]:
+def read_files(
+    files: Sequence[Path], text_field: str, find: Callable[[Path], Reader | None] | None = None
+) -> Iterator[Document]:
     """The documents of files of known kinds, one file after another.
+
+    Args:
+        find: the reader of a file, by default by its name.
 
     Raises:
         InputError: any fault of a file, with its name and the line or row.
     """
     for path in files:
-        reader = reader_of(path)
+        reader = (find or reader_of)(path)
         assert reader is not None
         origin = ""
+        if is_lfs_pointer(path):
+            raise InputError(f"{path} is a pointer of Git LFS, and the file is elsewhere. Run git lfs pull in its repository.")
         try:
             for document in reader(path, text_field):
                 origin = document.origin

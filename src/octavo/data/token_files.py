@@ -101,6 +101,11 @@ def write_tokens(
         for ids, labels, ends in found:
             progress.advance(task, int(ends))
             written += len(ids)
+            if encoder is not None and len(ids) and ids.max() >= vocabulary:
+                raise InputError(
+                    f"data.tokenizer = {config.tokenizer!r} gives token id {ids.max()}, and its vocabulary has ids 0 … "
+                    f"{vocabulary - 1}. Correct it, or name another tokenizer."
+                )
             if encoder is not None and encoder.unknown is not None:
                 unknown += int((ids == encoder.unknown).sum())
             yield ids, labels, ends

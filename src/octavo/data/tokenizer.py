@@ -27,7 +27,7 @@ from octavo import hub
 from octavo.data.pieces import bounded_words, encodable
 from octavo.data.special_tokens import for_texts
 from octavo.errors import InputError, first_line, is_unreachable, nearest, some, unreachable
-from octavo.storage import names_a_path, path_of, taken_for_a_path
+from octavo.storage import is_lfs_pointer, names_a_path, path_of, taken_for_a_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
@@ -136,6 +136,7 @@ def load(name: str) -> Encoder:
     if not hasattr(theirs, "is_fast"):
         raise InputError(f"data.tokenizer = {name!r} is no tokenizer of one text, but {type(theirs).__name__}. Name another.")
     found = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
+    _check_around(found, theirs)
     return replace(found, save=partial(_save, theirs, name, folder))
 
 
@@ -188,6 +189,11 @@ def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: 
     ways = [_by_call(theirs, encoder.name, around) for around in _prefixes_and_suffixes(expected[0], inner, encoder.end)]
     slower = next(filter(fits, ways), None)
     if slower is None:
+        if any(
+            _call(theirs, encoder.name, text, split_special_tokens=True)["input_ids"] != ids
+            for text, ids in zip(sample, expected, strict=True)
+        ):
+            raise _random(encoder.name, "its model samples them")
         raise InputError(
             f"data.tokenizer = {encoder.name!r} changes the ids of a text when it puts its special tokens around it: no "
             "document can be encoded as transformers does. Give token ids (input_ids) in data.source."
@@ -264,6 +270,11 @@ def check(name: str) -> Path | None:
                 raise InputError(
                     f"data.tokenizer = {name!r}: the folder holds no tokenizer.json. Give the folder that a tokenizer was "
                     "saved in."
+                )
+            if pointers := [file.name for file in tokenizer_files(name) if is_lfs_pointer(file)]:
+                raise InputError(
+                    f"data.tokenizer = {name!r}: {some(pointers)} of it is a pointer of Git LFS, and the file is elsewhere. "
+                    "Run git lfs pull in its repository."
                 )
             return path
         if not path.exists() and not names_a_path(name):
@@ -411,6 +422,8 @@ def _of_backend(theirs: Any, name: str) -> Encoder:
     backend = theirs.backend_tokenizer
     if not backend.get_vocab(with_added_tokens=True):
         raise InputError(f"data.tokenizer = {name!r}: the tokenizer has no tokens. Give the folder of a trained one.")
+    if dropout := getattr(backend.model, "dropout", None):
+        raise _random(name, f"its model has dropout = {dropout:g}")
     unknown = theirs.unk_token_id if theirs.unk_token_id != theirs.eos_token_id else None
     return _from_backend(backend, name, theirs.eos_token_id, unknown, theirs.all_special_tokens, theirs.save_pretrained)
 
@@ -453,6 +466,50 @@ def _prefixes_and_suffixes(
             if end is not None and suffix[-1:] != (end,):
                 suffix = (*suffix, end)
             yield tuple(whole[:start]), suffix
+
+
+def _check_around(encoder: Encoder, theirs: Any) -> None:
+    """Refuse tokens around a text that the vocabulary does not have, or that are other tokens than the post-processor names.
+
+    A post-processor has ids of its own: `train_new_from_iterator` may leave those of the old vocabulary there.
+    """
+    ids = theirs.get_vocab()
+    tokens = {number: token for token, number in ids.items()}
+    special = set(_special(theirs).values())
+    processor = theirs.backend_tokenizer.post_processor if theirs.is_fast else None
+    named = dict(_named(json.loads(processor.__getstate__()))) if processor is not None else {}
+    for one in (*encoder.prefix, *encoder.suffix):
+        name = named.get(one)
+        if one not in tokens:
+            fault = f"which its vocabulary does not have (0 … {encoder.vocab_size - 1})"
+        elif name is not None and name != tokens[one] and (name in ids or one not in special):
+            fault = f"{tokens[one]!r} in its vocabulary, where {name!r} {f'is {ids[name]}' if name in ids else 'is no token'}"
+        else:
+            continue
+        as_name = "" if name is None else f" as {name!r}"
+        raise InputError(
+            f"data.tokenizer = {encoder.name!r} puts token id {one}{as_name} around a text (its post_processor), {fault}. "
+            "Correct the post_processor in its tokenizer.json: one of another vocabulary may have been left there."
+        )
+
+
+def _named(processor: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    """The special tokens that a post-processor may put around a text: id and name."""
+    for inner in processor.get("processors", ()):
+        yield from _named(inner)
+    for token in (processor.get("special_tokens") or {}).values():
+        yield from zip(token["ids"], token["tokens"], strict=True)
+    for role in ("cls", "sep"):
+        if role in processor:
+            name, one = processor[role]
+            yield one, name
+
+
+def _random(name: str, why: str) -> InputError:
+    return InputError(
+        f"data.tokenizer = {name!r} gives other ids with each call ({why}), so that a run could not be repeated. Set "
+        '"dropout": null in the model of its tokenizer.json, or switch its sampling off.'
+    )
 
 
 def _explained(encode: Callable[[list[str]], list[list[int]]], name: str) -> Callable[[list[str]], list[list[int]]]:

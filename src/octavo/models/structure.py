@@ -55,12 +55,11 @@ def tensor_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]:
         elif own[name][0] != known[name][0]:
             yield f"{name} has the shape {own[name][0]}, where its config says {known[name][0]}"
         elif own[name] != known[name]:
-            tied = own[name][1] != name
-            yield (
-                f"{name} shares the tensor of {own[name][1]}, a tie that the config does not say"
-                if tied
-                else f"{name} is a tensor of its own, where the config ties it to {known[name][1]}"
-            )
+            if own[name][1] != name:
+                yield f"{name} shares the tensor of {own[name][1]}, a tie that the config does not say"
+            else:
+                way = "unless its tie_word_embeddings is False"
+                yield f"{name} is a tensor of its own, where the config ties it to {known[name][1]} ({way})"
 
 
 def scalars_of(module: nn.Module) -> dict[str, Any]:
@@ -126,6 +125,8 @@ def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str
     drops, scaled = isinstance(module, nn.modules.dropout._DropoutNd), _scales_rotation(module)
     for key, value in has.items():
         if key == "original_max_seq_len" and not scaled:
+            continue
+        if type(module) is nn.Linear and key in ("in_features", "out_features"):  # its forward knows its weight alone
             continue
         if key.startswith("_") or key in _STATES or drops or any(part in key for part in _TRAINING):
             continue

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.errors import InputError, first_line, some
+from octavo.storage import is_lfs_pointer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,7 +32,6 @@ QUANTIZED_KEYS = ("quantization_config", "compression_config")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files beside the weights that give it (ModelOpt, AutoGPTQ, AutoAWQ)."""
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_LFS_POINTER = b"version https://git-lfs"
 DEQUANTISE = (
     "Octavo reads no scales of quantised weights. Dequantise them with transformers: from_pretrained(folder,"
     " quantization_config=FineGrainedFP8Config(dequantize=True)) for FP8, from_pretrained(folder).dequantize() for"
@@ -173,9 +173,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _copy_again(path: Path) -> str:
-    with path.open("rb") as file:
-        pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
-    return "it is a pointer of git LFS, run git lfs pull" if pointer else "copy it again"
+    return "it is a pointer of git LFS, run git lfs pull" if is_lfs_pointer(path) else "copy it again"
 
 
 def _refuse_other_formats(folder: Path, config: Mapping[str, Any]) -> None:

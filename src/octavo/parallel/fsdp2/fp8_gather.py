@@ -38,6 +38,8 @@ from octavo.kernels.quantize.cast_scaled import amax
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.scales import inverse_
 
+_BESIDE_THEIR_BASE = ("lora", "ia3", "vera")
+"""Adapters of PEFT that use the output of their base layer, and not its weight."""
 _placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
@@ -85,13 +87,29 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     for block in blocks:
         group = _group(block)
-        weights = [_shared(parameter, group, forward) for parameter in group.fsdp_params]
+        read = _read_by_others(block)
+        weights = [_shared(each, group, forward) for each in group.fsdp_params if each._module_info.module not in read]
         if found := [weight for weight in weights if weight is not None]:
             block.register_forward_pre_hook(_gather_again(block, found, forward), prepend=True)
             _complete_in_backward(group, found)
             shared += found
     root.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     root.register_forward_hook(forget, always_call=True)
+
+
+def _read_by_others(block: nn.Module) -> set[nn.Module]:
+    """Layers whose weights PEFT's adapters read in their forward: DoRA takes the norms of rows, HRA and BOFT rotate them.
+
+    They are gathered in their own dtype, since of a weight in FP8 nothing else is there to be read.
+    """
+    return {each.get_submodule("base_layer") for each in block.modules() if _reads_its_base(each)}
+
+
+def _reads_its_base(module: nn.Module) -> bool:
+    package = type(module).__module__.split(".")
+    if package[:2] != ["peft", "tuners"] or not isinstance(getattr(module, "base_layer", None), nn.Module):
+        return False
+    return package[2] not in _BESIDE_THEIR_BASE or len(getattr(module, "lora_magnitude_vector", ())) > 0
 
 
 def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
