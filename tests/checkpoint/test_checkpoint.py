@@ -381,9 +381,54 @@ def test_saving_over_a_checkpoint_replaces_it_and_over_anything_else_is_refused(
         save(tmp_path / "mine", model)
     with pytest.raises(InputError, match="there is no checkpoint"):
         load(tmp_path / "absent", model)
-    with pytest.raises(InputError, match="extra 'thing' cannot be written as JSON"):
+    with pytest.raises(InputError, match=r"extra 'thing' cannot be stored \(it is of type builtins\.object\)"):
         save(tmp_path / "d", model, thing=object())
     assert not (tmp_path / "d").exists()
+
+
+SCHEDULERS = {
+    "milestones": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),  # numbers as keys
+    "plateau": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),  # infinities
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_continues_from_its_state_in_the_extras(tmp_path, kind):
+    def one(scheduler, optimizer):
+        step(model, optimizer)
+        scheduler.step(*([1.0] if kind == "plateau" else []))
+        return optimizer.param_groups[0]["lr"]
+
+    model, optimizer = trained()
+    scheduler = SCHEDULERS[kind](optimizer)
+    one(scheduler, optimizer)
+    save(tmp_path / "c", model, optimizer, scheduler=scheduler.state_dict(), turn=1)
+    wanted = [one(scheduler, optimizer) for _ in range(4)]
+    assert len(set(wanted)) > 1
+
+    model, optimizer = trained(1, steps=1)
+    scheduler = SCHEDULERS[kind](optimizer)
+    found = load(tmp_path / "c", model, optimizer)
+    assert found["turn"] == 1
+    scheduler.load_state_dict(found["scheduler"])
+    assert [one(scheduler, optimizer) for _ in range(4)] == wanted
+
+
+def test_extras_come_back_with_their_keys(tmp_path):
+    model, _ = trained()
+    given = {"of": {1: 2, None: (3, math.inf)}, "text": {"a": [1.5, None, True]}}
+    save(tmp_path / "c", model, **given)
+    assert load(tmp_path / "c", model) == given
+    inside: list[object] = []
+    inside.append(inside)
+    for wrong, why in (
+        (torch.ones(2), "it has a tensor"),
+        ({1: {2}}, r"\[1\] is of type builtins.set"),
+        (inside, "contains itself"),
+    ):
+        with pytest.raises(InputError, match=f"extra 'thing' cannot be stored .*{why}"):
+            save(tmp_path / "d", model, thing=wrong)
 
 
 def test_a_replacement_killed_between_its_renames_is_found_again(tmp_path):

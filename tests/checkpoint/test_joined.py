@@ -67,12 +67,27 @@ def test_other_optimizers_are_refused_and_nothing_changes(tmp_path):
         (first, r"another optimizer: AdamW \+ SGD, and this is AdamW"),
         ([second, first], r"another optimizer: AdamW \+ SGD, and this is SGD \+ AdamW"),
         ({"a": first, "b": second}, r"AdamW \+ SGD, and this is a: AdamW \+ b: SGD"),
-        ([first, second, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])], r"and this is AdamW \+ SGD \+ SGD"),
+        (
+            [first, second, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])],
+            r"optimizer\[2\] \(SGD\) holds no parameter of this",
+        ),
     ):
         with pytest.raises(InputError, match=said):
             octavo.load(tmp_path / "x", model, given)
         assert not model[0].weight.any()
     assert torch.equal(first.state[model[0].weight]["exp_avg"], before)
+
+
+@pytest.mark.parametrize("call", [octavo.save, octavo.load])
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path, call):
+    """It has stepped nothing, so it keeps no state that would tell."""
+    layer = octavo.nn.Linear(16, 16)
+    source = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(source.parameters())
+    for given, name in ((optimizer, "optimizer"), ([torch.optim.SGD(layer.parameters()), optimizer], r"optimizer\[1\]")):
+        with pytest.raises(InputError, match=rf"octavo\.{call.__name__}: {name} \(AdamW\) holds no parameter of this model"):
+            call(tmp_path / "x", layer, given)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", [octavo.save, octavo.load])

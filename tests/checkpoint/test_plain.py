@@ -1,7 +1,8 @@
 """A state survives as bytes, to the bit and with its types; what would not is refused by name."""
 
+import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.checkpoint.plain import pack, unpack
+from octavo.checkpoint.plain import from_json, pack, to_json, unpack
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
@@ -24,6 +25,18 @@ def test_values_come_back_with_their_types(value):
     found = unpack(pack(value))
     assert repr(found) == repr(value)
     assert found == value
+
+
+@given(VALUES)
+def test_values_come_back_from_json_with_their_types(value):
+    given = {1: value, "counted": Counter({3: 2})}
+    assert repr(from_json(json.loads(json.dumps(to_json(given), allow_nan=False)))) == repr(given)
+
+
+@pytest.mark.parametrize("stored", [{"unknown": []}, {"float": "x"}, {"dict": [1]}, {"a": 1, "b": 2}])
+def test_json_that_is_no_stored_value_is_refused(stored):
+    with pytest.raises(ValueError, match="no stored value"):
+        from_json(stored)
 
 
 def test_tensors_come_back_to_the_bit():

@@ -167,6 +167,13 @@ CHANGED = {
         "rotates by other frequencies",
     ),
     "hook": (change(hooked), "has hooks"),
+    **{
+        method: (change(lambda m, method=method: getattr(m.model.norm, method)(lambda *given: None)), "norm has hooks")
+        for method in (
+            *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
+            *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+        )
+    },
     "checkpointing": (
         change(lambda m: getattr(m, "activation_checkpointing_enable", m.gradient_checkpointing_enable)()),
         "gradient checkpointing is on",

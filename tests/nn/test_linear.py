@@ -78,6 +78,21 @@ def test_transforms_of_functions_are_right_or_refused(kind, transform, fp8):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_refused_transform_leaves_no_scales(transform):
+    """With the autocast inside of the transform, around a layer that has not run yet: it and others run afterwards."""
+    layer, function, x = called("Linear")
+
+    def in_fp8(x):
+        with octavo.fp8_autocast():
+            return function(x)
+
+    with pytest.raises(InputError, match=r"are not transformed by torch\.func"):
+        TRANSFORMS[transform](in_fp8, x)
+    in_fp8(x).sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("kind", DIFFERENTIATED)
 def test_a_call_with_other_parameters(kind, fp8):

@@ -101,6 +101,23 @@ def test_a_rank_alone_is_told_that_the_others_wait_for_it_elsewhere(tmp_path, ca
     assert f"octavo.{call} is called by every rank: take it out of an `if rank == 0`." in said
 
 
+def alone_while_one_gathers_a_weight(folder):
+    quick(_BLOCKED_SECONDS=0.5)
+    model, path = model_and_path(folder)
+    said = raised(octavo.save, path, model) if dist.get_rank() == 0 else None
+    with torch.no_grad():
+        model.weight.full_tensor()
+    return said
+
+
+def test_a_gathered_weight_is_a_collective_too(tmp_path):
+    """PyTorch waits for it in a custom operator, some frames further in."""
+    kind, said = ranks.run(2, alone_while_one_gathers_a_weight, str(tmp_path))[0]
+    assert kind == "InputError"
+    assert "rank 1 is at test_calls.py:" in said
+    assert "in alone_while_one_gathers_a_weight, blocked for" in said
+
+
 def slow(folder):
     quick(_BLOCKED_SECONDS=0.3, _WARN_SECONDS=0.5)
     model, path = model_and_path(folder)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.checkpoint import manifest
+from octavo.checkpoint import manifest, plain
 from octavo.checkpoint.joined import Optimizers, as_one
 from octavo.checkpoint.manifest import OpenCheckpoint
 from octavo.checkpoint.opened import Damaged
@@ -157,7 +157,10 @@ class Checkpointer:
 
 
 def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **extra: Any) -> None:
-    """Write weights, optimizer state, FP8 scales and histories, random states and JSON-able extras to the folder `path`.
+    """Write weights, optimizer state, FP8 scales and histories, random states and extras to the folder `path`.
+
+    Extras are numbers, text, None, and lists, tuples (which may come back as lists) and dicts of them, such as the
+    `state_dict()` of a scheduler.
 
     Several optimizers of different parameters go as a list, tuple or dict; `load` takes them in the same form.
 
@@ -165,8 +168,8 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **ext
     existing checkpoint is replaced once the new one is whole.
 
     Raises:
-        InputError: an extra is not JSON, the optimizer has a state that is neither tensor nor number, or `path` exists and is
-            not a checkpoint; some rank does not call it.
+        InputError: an extra is of another type, the optimizer is of another model or has a state that is neither tensor nor
+            number, or `path` exists and is not a checkpoint; some rank does not call it.
         OctavoError: the disk is full, or another rank failed.
     """
     path = local_path(path, "octavo.save: path").resolve()
@@ -179,15 +182,38 @@ def _save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], ranks: Ranks
 ) -> None:
     with ranks.sharing_errors():
-        for key, value in extra.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise InputError(
-                    f"octavo.save: extra {key!r} cannot be written as JSON ({error}); pass numbers, text, lists or dicts."
-                ) from None
+        state = _stored(extra)
     ranks.on_rank_0(lambda: _prepare_target(path))
-    write_snapshot(path, take_snapshot(model, optimizer, {"extra": extra}, ranks), ranks)
+    write_snapshot(path, take_snapshot(model, optimizer, state, ranks), ranks)
+
+
+def _stored(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Extras as JSON: as they are, or marked by type if JSON would change them or has no form for them.
+
+    A scheduler's state has keys that are numbers (the milestones of MultiStepLR) and infinities (ReduceLROnPlateau).
+    """
+    as_is: dict[str, Any] = {}
+    marked: dict[str, Any] = {}
+    for key, value in extra.items():
+        try:
+            json.dumps(value, allow_nan=False)
+            plainly = _keys_are_text(value)
+        except (TypeError, ValueError, RecursionError):
+            plainly = False
+        try:
+            (as_is if plainly else marked)[key] = value if plainly else plain.to_json(value)
+        except TypeError as error:
+            raise InputError(
+                f"octavo.save: extra {key!r} cannot be stored ({error}): give numbers, text, None, and lists, tuples and dicts "
+                "of them; of a scheduler its state_dict()."
+            ) from None
+    return {"extra": as_is, **({"marked_extra": marked} if marked else {})}
+
+
+def _keys_are_text(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _keys_are_text(item) for key, item in value.items())
+    return all(map(_keys_are_text, value)) if isinstance(value, list | tuple) else True
 
 
 def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
@@ -205,8 +231,11 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> di
     one = as_one(optimizer, model, "octavo.load")
     with together("octavo.load"):
         state = restore(path, model, one, writing_ranks(), _open_saved)
-    extra: dict[str, Any] = state.get("extra", {})
-    return extra
+    try:
+        marked = {key: plain.from_json(stored) for key, stored in state.get("marked_extra", {}).items()}
+    except ValueError as error:
+        raise Damaged(f"the extras in {path} are none of octavo.save: {error}") from None
+    return {**state.get("extra", {}), **marked}
 
 
 def _open_saved(path: Path) -> OpenCheckpoint:

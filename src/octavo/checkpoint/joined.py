@@ -76,7 +76,8 @@ def as_one(optimizer: Any, model: Any, call: str) -> torch.optim.Optimizer | Non
     """The optimizer of a model, or several as one; a list of one is that one. call: for messages.
 
     Raises:
-        InputError: something else than a module or optimizers, an empty list, or a parameter in two optimizers.
+        InputError: something else than a module or optimizers, an empty list, an optimizer of another model, or a parameter in
+            two optimizers.
     """
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -87,12 +88,14 @@ def as_one(optimizer: Any, model: Any, call: str) -> torch.optim.Optimizer | Non
     keyed = isinstance(optimizer, Mapping)
     if not keyed and not isinstance(optimizer, list | tuple):
         _check(optimizer, "optimizer", call)
+        _check_held(optimizer, "optimizer", model, call)
         return cast(torch.optim.Optimizer, optimizer)
     found = dict(sorted(optimizer.items(), key=lambda item: str(item[0]))) if keyed else dict(enumerate(optimizer))
     if not found:
         raise InputError(f"{call}: optimizer = {optimizer!r} names none: give optimizers, or leave it out.")
     for key, each in found.items():
         _check(each, f"optimizer[{key!r}]", call)
+        _check_held(each, f"optimizer[{key!r}]", model, call)
     names = {parameter: name for name, parameter in model.named_parameters()}
     holder: dict[Any, Any] = {}
     for key, each in found.items():
@@ -113,4 +116,14 @@ def _check(optimizer: Any, name: str, call: str) -> None:
             f"{call}: {name} is of type {type(optimizer).__name__}, which is no optimizer: give one of torch.optim's kind, or "
             "several in a list or dict. The state of a scheduler is numbers: give it by a name of its own, which octavo.load "
             "returns."
+        )
+
+
+def _check_held(optimizer: torch.optim.Optimizer, name: str, model: nn.Module, call: str) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = set(model.parameters())
+    if held and own.isdisjoint(held):
+        raise InputError(
+            f"{call}: {name} ({type(optimizer).__name__}) holds no parameter of this model: it trains another one, or was made "
+            "before octavo.transform or before sharding, which make new parameters. Make it of model.parameters() afterwards."
         )

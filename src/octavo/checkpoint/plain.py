@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import safetensors.torch
 import torch
 
+_DICTS: dict[type[dict[Any, Any]], str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 KINDS = "tensors, numbers, text, None, and lists, tuples and dicts of them"
 
 
@@ -47,6 +48,34 @@ def unpack(content: bytes) -> Any:
         raise ValueError(f"no packed value ({error})") from None
 
 
+def to_json(value: Any) -> Any:
+    """A value without tensors as JSON: keys that are no text, tuples, infinities and NaN are marked by their type.
+
+    Raises:
+        TypeError: something in it is of another type, or a tensor; the message names type and place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        stored = _to_json(value, "", tensors)
+    except RecursionError:
+        raise TypeError("it contains itself") from None
+    if tensors:
+        raise TypeError("it has a tensor: take its numbers by .item() or .tolist()")
+    return stored
+
+
+def from_json(stored: Any) -> Any:
+    """The value of `to_json`.
+
+    Raises:
+        ValueError: another value.
+    """
+    try:
+        return _from_json(stored, {})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no stored value ({error})") from None
+
+
 def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -60,9 +89,9 @@ def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind in (list, tuple):
         items = [_to_json(item, f"{place}[{number}]", tensors) for number, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
-    if kind in (dict, OrderedDict):
+    if kind in _DICTS:
         pairs = [[_to_json(key, place, tensors), _to_json(item, f"{place}[{key!r}]", tensors)] for key, item in value.items()]
-        return {"dict" if kind is dict else "ordered": pairs}
+        return {_DICTS[kind]: pairs}
     raise TypeError(f"{place or 'it'} is of type {kind.__module__}.{kind.__qualname__}")
 
 
@@ -77,4 +106,6 @@ def _from_json(stored: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "tensor":
         return tensors[content]
     items = [_from_json(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else (OrderedDict if kind == "ordered" else dict)(items)
+    if kind == "tuple":
+        return tuple(items)
+    return {name: of for of, name in _DICTS.items()}[kind](dict(items))

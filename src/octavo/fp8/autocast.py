@@ -22,6 +22,7 @@ from octavo.errors import InputError, check_flags
 from octavo.fp8 import buffers, checkpoints, scaling
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.kernels import gemm
+from octavo.kernels.autograd import refuse_transforms
 
 
 @dataclass
@@ -160,6 +161,7 @@ def current_recipe(device: torch.device) -> Recipe | None:
             buffers.update_after_backward()
     if active is None or active.recipe is None:
         return None
+    refuse_transforms("FP8 layers")  # before the layer touches its scales
     if device.type == "cpu" or active.emulate or gemm.is_native(device):
         return active.recipe
     _warn_without_fp8(device)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octavo.fp8 import checkpoints
 from octavo.fp8.recipe import History, Operand
+from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.scales import update_scales_
 
 _FIRST_CAPACITY = 64
@@ -106,6 +107,7 @@ class ScaleBuffer:
 
     @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
     def __init__(self, owner: BufferSet, device: torch.device, policy: History) -> None:
+        refuse_transforms("FP8 layers")  # tensors that are made in a transform of torch.func end with it
         self.owner = owner
         self.policy = policy
         self.device = device
@@ -120,7 +122,12 @@ class ScaleBuffer:
 
     @torch.inference_mode(False)
     def allocate(self, fp8_max: float, index: int, count: int | None = None) -> Slot:
-        """A fresh slot at a free index, with `count` entries: scale 1, history of zeros."""
+        """A fresh slot at a free index, with `count` entries: scale 1, history of zeros.
+
+        Raises:
+            InputError: inside a transform of `torch.func`.
+        """
+        refuse_transforms("FP8 layers")
         slot = Slot(self, index, fp8_max, count)
         while index + (count or 1) > len(self.scale):
             self._grow()

@@ -16,7 +16,11 @@ from octavo.models.decoder import RotaryAngles
 from octavo.models.spec import ModelSpec
 from octavo.models.structure import is_of_transformers, kind_of, scalars_of, tensor_differences
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Of a module's calls, and of its state dict, whose names would be others."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Kernels of one function; a registered one may be another, such as context parallelism or a mask of its own."""
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
@@ -57,7 +61,7 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
             yield f"{name} is {kind_of(own.get(name), known.get(name))}, not {kind_of(known.get(name), own.get(name))}"
     yield from tensor_differences(model, reference)
     for name, module in own.items():
-        if any(not is_of_transformers(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()):
+        if any(not is_of_transformers(hook) for hooks in HOOKS for hook in getattr(module, hooks).values()):
             yield f"{name or 'the model'} has hooks"
         if getattr(module, "gradient_checkpointing", False):
             yield "gradient checkpointing is on: octavo.transform(recompute=True) does that for Octavo's blocks"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.models.convert import Conversion, attach
+from octavo.models.exact import HOOKS
 from octavo.models.families import Join, Joined, NameTable
 from octavo.models.structure import difference_from
 from octavo.nn.block import RunBlock, TransformerLayer
@@ -110,7 +111,7 @@ def _faults(block: nn.Module) -> Iterator[str]:
         elif getattr(part, "p", None) != 0.0:
             yield f".{path} drops with probability {getattr(part, 'p', '?')}"
     for name, module in block.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if any(getattr(module, hooks) for hooks in HOOKS):
             yield f"{'.' if name else ''}{name} has hooks"
         if "forward" in vars(module):
             yield f"{'.' if name else ''}{name} has a forward of its own"

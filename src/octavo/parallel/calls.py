@@ -41,6 +41,8 @@ _BLOCKED_SECONDS = 20.0
 _WARN_SECONDS = 60.0
 _GO = "go"
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+_DISPATCH = ("torch._ops", "torch._library", "torch.autograd.function", "torch.utils._contextlib")
+"""Between a collective as a custom operator, such as the wait in `DTensor.full_tensor`, and the frame that blocks."""
 _WAITING = ("torch.distributed.", "octavo.parallel.", "octavo.collectives.")
 
 _numbers = itertools.count()
@@ -285,7 +287,8 @@ def _module(frame: FrameType) -> str:
 
 def _is_blocked(frame: FrameType) -> bool:
     """True if a thread is in a collective, or waits for the end of one, by its innermost frames."""
-    if any(_module(each) in _COLLECTIVES for each in _outer(frame, 4)):
+    frames = (each for each in _outer(frame, 20) if not _module(each).startswith(_DISPATCH))
+    if any(_module(each) in _COLLECTIVES for each in itertools.islice(frames, 4)):
         return True
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return _module(frame).startswith(_WAITING) and ".wait(" in line
