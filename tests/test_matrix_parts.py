@@ -163,6 +163,21 @@ def test_a_joined_bias_is_refused_and_single_matrices_are_not():
     torch.optim.Adafactor(own.parameters()).step()
 
 
+def test_an_optimizer_that_is_not_attached_is_refused_at_its_first_step():
+    """It holds copies without gradients: a step would do nothing."""
+    model = transformed()
+    matrices = octavo.matrices(model, "model.layers.*")
+    optimizer = Muon(matrices.values())
+    with pytest.raises(InputError, match=r"Muon holds copies of octavo\.matrices without being attached"):
+        optimizer.step()
+    matrices.attach(optimizer)
+    ids = tokens(2, 16)
+    model(ids, labels=ids).loss.backward()
+    before = model.layers[0].self_attention.layernorm_qkv.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.layers[0].self_attention.layernorm_qkv.weight, before)
+
+
 def test_faults_of_a_loop_are_refused(tmp_path):
     model = transformed()
     for patterns, message in (

@@ -32,6 +32,7 @@ from octavo.models.families import Join
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import local_shard
 
+_COPY = "octavo_copy_of_a_matrix"
 OF_MATRICES = frozenset(
     {
         *("Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam", "AdaMuon", "Dion", "Scion"),
@@ -71,9 +72,8 @@ class Matrices(Mapping[str, nn.Parameter]):
                 if self._is_own(name):
                     itself = not self._spread and len(joined.names) == 1 and part.shape == joined.parameter.shape
                     itself = itself and self._order_is_kept(joined)
-                    self._own[name] = (
-                        joined.parameter if itself else nn.Parameter(part.clone(memory_format=torch.contiguous_format))
-                    )
+                    self._own[name] = joined.parameter if itself else _copy(part)
+        _register()
 
     def __getitem__(self, name: str) -> nn.Parameter:
         return self._own[name]
@@ -298,9 +298,26 @@ def _register() -> None:
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _checked:
+        refuse_unattached(optimizer)
         for model in _watched:
             refuse(model, optimizer)
         _checked.add(optimizer)
+
+
+def _copy(part: Tensor) -> nn.Parameter:
+    copy = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
+    vars(copy)[_COPY] = True
+    return copy
+
+
+def refuse_unattached(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an InputError for an optimizer of copies of matrices, whose steps would change no weight of the model."""
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if "octavo_matrices" not in vars(optimizer) and any(hasattr(parameter, _COPY) for parameter in held):
+        raise InputError(
+            f"{type(optimizer).__name__} holds copies of octavo.matrices without being attached: its steps would change no "
+            "weight of the model. Call attach(optimizer) of the same matrices before the first step."
+        )
 
 
 def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -381,6 +381,8 @@ def test_saving_over_a_checkpoint_replaces_it_and_over_anything_else_is_refused(
         save(tmp_path / "mine", model)
     with pytest.raises(InputError, match="there is no checkpoint"):
         load(tmp_path / "absent", model)
+    with pytest.raises(InputError, match=r"octavo\.save: path = .* cannot be used: File name too long\. Give a shorter path\."):
+        save(tmp_path / ("x" * 300), model)
     with pytest.raises(InputError, match=r"extra 'thing' cannot be stored \(it is of type builtins\.object\)"):
         save(tmp_path / "d", model, thing=object())
     assert not (tmp_path / "d").exists()

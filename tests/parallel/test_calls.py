@@ -118,6 +118,22 @@ def test_a_gathered_weight_is_a_collective_too(tmp_path):
     assert "in alone_while_one_gathers_a_weight, blocked for" in said
 
 
+def another_path_on_each_rank(folder):
+    quick()
+    model, path = model_and_path(folder)
+    refused = raised(octavo.save, f"{path}{dist.get_rank()}", model)
+    octavo.save(path, model)
+    return refused, raised(octavo.load, f"{path}{dist.get_rank() or ''}", model)
+
+
+def test_another_path_on_each_rank_is_refused(tmp_path):
+    for refusals in ranks.run(2, another_path_on_each_rank, str(tmp_path)):
+        for call, (kind, said) in zip(("save", "load"), refusals, strict=True):
+            assert kind == "InputError"
+            assert re.search(rf"octavo\.{call}: path is '.*/x1' on rank 1 and '.*/x0?' on rank 0: .* the same path", said)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def slow(folder):
     quick(_BLOCKED_SECONDS=0.3, _WARN_SECONDS=0.5)
     model, path = model_and_path(folder)

@@ -273,6 +273,11 @@ async def waiting(self, trainer, record):
     """Nothing would wait for it."""
 
 
+def yielding(self, trainer, record):
+    """A call of it runs nothing."""
+    yield
+
+
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
@@ -283,10 +288,12 @@ async def waiting(self, trainer, record):
         ({"on_step_end": lambda self, trainer, record: None}, r"Did you mean on_step\?"),
         ({"on_validate": lambda self, trainer, record: None}, r"Did you mean on_validation\?"),
         ({"onCheckpoint": lambda self, trainer, path: None}, r"Did you mean on_checkpoint\?"),
+        ({"onstep": lambda self, trainer, record: None}, r"Did you mean on_step\?"),
         ({"on_save": lambda self, trainer, path: None}, r"There are on_step, on_validation, on_checkpoint, on_end;"),
         ({"on_step": lambda self, record: None}, r"Mine\.on_step\(record\) cannot be called as on_step\(trainer, record\)"),
         ({"on_end": None}, r"Mine\.on_end is None, which cannot be called: define on_end\(trainer, result\)"),
         ({"on_step": waiting}, r"Mine\.on_step is async"),
+        ({"on_step": yielding}, r"Mine\.on_step has a yield"),
         ({"state_dict": lambda self: {}}, r"Mine has state_dict without load_state_dict"),
         ({"load_state_dict": lambda self, state: None}, r"Mine has load_state_dict without state_dict"),
         (

@@ -36,7 +36,7 @@ from octavo.checkpoint.writer import aside, remove_checkpoint, remove_tree, take
 from octavo.errors import InputError, OctavoError
 from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
-from octavo.storage import folder_fault, fsync_folder, local_path
+from octavo.storage import folder_fault, fsync_folder, local_path, path_of, shortened
 
 _ATTEMPTS = 3  # to open a checkpoint that is being replaced
 
@@ -172,10 +172,11 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **ext
             number, or `path` exists and is not a checkpoint; some rank does not call it.
         OctavoError: the disk is full, or another rank failed.
     """
-    path = local_path(path, "octavo.save: path").resolve()
+    given = local_path(path, "octavo.save: path")
     one = as_one(optimizer, model, "octavo.save")
     with together("octavo.save"):
-        _save(path, model, one, extra, writing_ranks())
+        ranks = writing_ranks()
+        _save(_same_path(given, "octavo.save", ranks), model, one, extra, ranks)
 
 
 def _save(
@@ -227,15 +228,32 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> di
             nothing was changed.
         OctavoError: the checkpoint is damaged, or is being replaced; nothing was changed.
     """
-    path = local_path(path, "octavo.load: path").resolve()
+    given = local_path(path, "octavo.load: path")
     one = as_one(optimizer, model, "octavo.load")
     with together("octavo.load"):
-        state = restore(path, model, one, writing_ranks(), _open_saved)
+        ranks = writing_ranks()
+        path = _same_path(given, "octavo.load", ranks)
+        state = restore(path, model, one, ranks, _open_saved)
     try:
         marked = {key: plain.from_json(stored) for key, stored in state.get("marked_extra", {}).items()}
     except ValueError as error:
         raise Damaged(f"the extras in {path} are none of octavo.save: {error}") from None
     return {**state.get("extra", {}), **marked}
+
+
+def _same_path(given: Path, call: str, ranks: Ranks) -> Path:
+    """The path without links, which has to be rank 0's: all ranks write to one folder, and another would never be there."""
+    with path_of(f"{call}: path", str(given)):
+        path = given.resolve()
+    own = str(given.absolute())
+    first = ranks.on_rank_0(lambda: own)
+    with ranks.sharing_errors():
+        if own != first:
+            raise InputError(
+                f"{call}: path is {shortened(own)!r} on rank {ranks.rank} and {shortened(first)!r} on rank 0: a checkpoint is "
+                "one folder of all ranks. Give the same path on every rank."
+            )
+    return path
 
 
 def _open_saved(path: Path) -> OpenCheckpoint:
@@ -254,7 +272,9 @@ def _open_saved(path: Path) -> OpenCheckpoint:
 
 def _prepare_target(path: Path) -> None:
     """Refuse to replace a path that is not a checkpoint, and remove leftovers of earlier saves to it."""
-    if path.exists() and not (path / manifest.MANIFEST).is_file():
+    with path_of("octavo.save: path", str(path)):
+        there = path.exists()
+    if there and not (path / manifest.MANIFEST).is_file():
         raise InputError(f"octavo.save: {path} exists and is not a checkpoint; give a folder that does not exist yet.")
     if fault := folder_fault(path):
         raise InputError(f"octavo.save: path = {str(path)!r} cannot be used: {fault}")

@@ -66,7 +66,8 @@ def check_callbacks(callbacks: Any) -> None:
             raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: {way}.")
         kind = type(callback).__name__
         for name in dir(callback):
-            if _LOOKS_LIKE_AN_EVENT.match(name) and name not in EVENTS:
+            joined = name.lower() in {event.replace("_", "") for event in EVENTS}
+            if (joined or _LOOKS_LIKE_AN_EVENT.match(name)) and name not in EVENTS:
                 guess = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(), EVENTS)
                 hint = f" Did you mean {guess}?" if guess else ""
                 raise InputError(
@@ -87,8 +88,12 @@ def check_callbacks(callbacks: Any) -> None:
 def _check_method(callback: Callback, name: str, *arguments: str) -> None:
     """Refuse a method that cannot be called with these arguments."""
     method, call = getattr(callback, name), f"{name}({', '.join(arguments)})"
-    if not callable(method) or inspect.iscoroutinefunction(method):
-        what = "is async, and nothing would wait for it" if callable(method) else f"is {method!r}, which cannot be called"
+    what = "" if callable(method) else f"is {method!r}, which cannot be called"
+    if inspect.iscoroutinefunction(method):
+        what = "is async, and nothing would wait for it"
+    elif inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        what = "has a yield, and nothing would run it"
+    if what:
         raise InputError(f"Trainer(callbacks=…): {type(callback).__name__}.{name} {what}: define {call} as a plain method.")
     try:
         found = inspect.signature(method)
