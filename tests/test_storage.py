@@ -166,6 +166,7 @@ def test_a_file_where_a_folder_is_meant(tmp_path, monkeypatch):
     assert Path("file").read_text() == "x"
 
 
+@pytest.mark.filterwarnings("ignore:fsync not supported:UserWarning")  # of files in memory
 def test_addresses_of_smp_checkpoints_go_through_fsspec(tmp_path, monkeypatch):
     from octavo.compat.smp import checkpoint
 

@@ -9,6 +9,8 @@ from llamas import VOCABULARY, llama, tokens
 from safetensors.torch import load_file, save_file, save_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.peft_utils import check_peft_version
 
 import octavo
 import ranks
@@ -60,11 +62,20 @@ def own_adapter():
     return model
 
 
+def takes_adapters():
+    """transformers takes this PEFT; 5.24 asks for one newer than PyPI's."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        return False
+    return True
+
+
 MODELS = {
     "own code": (gpt2, {}),
     "tied": (lambda: llama(tie_word_embeddings=True), {"blocks": "own"}),
     "joined experts": (lambda: llama(model_type="mixtral", num_local_experts=4, intermediate_size=48), {"blocks": "own"}),
-    "adapter of transformers": (own_adapter, {}),
+    **({"adapter of transformers": (own_adapter, {})} if takes_adapters() else {}),
     "decoder": (llama, {}),
 }
 

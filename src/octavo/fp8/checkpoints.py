@@ -15,10 +15,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
-from torch.utils.checkpoint import checkpoint
 
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+# The function that holds the generator of a checkpoint with `use_reentrant=False`; from torch 2.14 on `checkpoint` calls it.
+_CHECKPOINT = inspect.unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
+assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkpoints in another way than Octavo reads"
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 

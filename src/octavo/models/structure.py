@@ -29,7 +29,14 @@ _LIBRARIES = ("torch", "transformers", "octavo", "accelerate", "peft", "trl", "d
 _STATES = (
     *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "checkpoint", "chunks", "inplace"),
     *("padding_idx", "pad_token_id"),
-    *("sharded", "output_hidden_states", "router_losses_apart", "fp8_head", "fp8_head_asked"),  # of Octavo's decoder
+    *(
+        "sharded",
+        "objective",
+        "output_hidden_states",
+        "router_losses_apart",
+        "fp8_head",
+        "fp8_head_asked",
+    ),  # of Octavo's decoder
 )
 """Attributes without effect on a result; the vocabulary is in the shapes."""
 _TRAINING = ("drop", "jitter", "loss", "cache", "parallel_", "_parallel", "parallelizable", "checkpointing")
