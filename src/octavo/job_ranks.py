@@ -3,7 +3,7 @@
 torchrun and `--ranks` tell each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun and mpirun have other
 names, and know no port. `adopt_ranks` sets torchrun's variables from theirs, so that all else reads these alone. The host
 is that of rank 0 by Slurm's list of nodes; the port follows from the numbers of the job and of the step, the same on all ranks.
-What no variable tells is asked for, and never guessed. Without torch: a command adopts its ranks before slow imports.
+A missing variable is asked for, and never guessed. Without torch: a command adopts its ranks before slow imports.
 
     a task of srun                 SLURM_PROCID of SLURM_STEP_NUM_TASKS
     a shell of salloc, or sbatch   one rank: SLURM_NTASKS are those that srun would start

@@ -1,7 +1,7 @@
 """What a model computes beyond its weights, beside a model that is built from its config: an export holds the config alone.
 
 A replaced module, a shared parameter, another eps or activation, a `forward` of a caller's own: a folder with such weights
-would load as another model. What a training changes and inference does not see (dropout, recomputation, losses) is left out.
+would load as another model. Settings of training alone (dropout, recomputation, losses) are left out.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class _Meetings:
 
     def __init__(self, world: Any) -> None:
         self.world, self.rank, self.size = world, dist.get_rank(), dist.get_world_size()
-        self.store: Store = PrefixStore(f"octavo-calls-{next(_numbers)}", _get_default_store().clone())  # type: ignore[attr-defined]
+        default: Any = _get_default_store()  # whose `clone` has annotations in some versions of torch only
+        self.store: Store = PrefixStore(f"octavo-calls-{next(_numbers)}", default.clone())
         self.inside: tuple[str, float] | None = None  # the call of the main thread, and its begin
         self._number = 0
         self._ended = threading.Event()
