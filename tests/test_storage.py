@@ -124,6 +124,22 @@ def test_an_address_is_no_path(text, said):
         storage.local_path(text, "octavo.save: path")
 
 
+def test_a_variable_that_no_shell_has_replaced_is_no_path(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.delenv("ELSEWHERE", raising=False)
+    for text in ("$SCRATCH/run", "${SCRATCH}/run"):
+        with pytest.raises(
+            InputError, match=re.escape("is a variable, which a shell replaces and Octavo does not: write '/scratch/me/run'")
+        ):
+            storage.local_path(text, "train.output")
+    with pytest.raises(
+        InputError, match=re.escape("$ELSEWHERE is a variable, which a shell replaces and Octavo does not: it is not set")
+    ):
+        storage.local_path("$ELSEWHERE", "--to")
+    for text in ("./$SCRATCH/run", "costs-$5/run", "$5", "a$b"):
+        assert storage.local_path(text, "--to") == Path(text)
+
+
 def test_addresses_of_the_hub_are_ids_where_ids_are_taken():
     for address in (
         "hf://owner/name",

@@ -49,6 +49,8 @@ _PATHS = {
 """Faults of a path that the user gave, each with its remedy."""
 
 
+_VARIABLE = re.compile(r"^\$([A-Za-z_]\w*|\{\w+\})(?=/|$)")
+"""A variable of the environment at the beginning of a path."""
 _ADDRESS = re.compile(r"([A-Za-z][\w+.-]*):(?=$|[/\\:])")
 """The beginning of an address: `s3://`, `file:/` (a pathlib.Path takes a slash), `host:/`, `C:\\`, `simplecache::`."""
 _OF_THE_HUB = re.compile(
@@ -103,6 +105,11 @@ def path_fault(text: str, *, hub: bool = False) -> str:
         return "it is empty: give a path, or . for the current folder."
     if "\0" in text:
         return "it has a null byte, which no path has: give another."
+    if variable := _VARIABLE.search(text):
+        value = os.path.expandvars(text)
+        way = f"write {value!r}" if value != text else "it is not set here, so write the path itself"
+        told = f"{variable[0]} is a variable, which a shell replaces and Octavo does not"
+        return f"{told}: {way}. A folder of that name is './{text}'."
     found = _ADDRESS.match(text.strip())
     if found is None:
         return ""
