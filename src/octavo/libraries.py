@@ -83,7 +83,7 @@ def version_text(number: int) -> str:
 
 
 def trial(code: str, change: Mapping[str, str | None]) -> str | None:
-    """What a Python program prints, in this environment with changes (None removes a variable); None if it fails."""
+    """Output of a Python program in this environment with changes (None removes a variable); None if it fails."""
     environment = {key: value for key, value in os.environ.items() if key not in change}
     return _run([sys.executable, "-c", code], environment | {key: value for key, value in change.items() if value is not None})
 

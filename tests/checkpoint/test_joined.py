@@ -55,7 +55,10 @@ def test_a_list_of_one_is_that_one(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer)
     octavo.save(tmp_path / "x", model, [optimizer])
-    octavo.load(tmp_path / "x", model, optimizer)
+    fresh = torch.optim.AdamW(model.parameters())
+    octavo.load(tmp_path / "x", model, fresh)
+    for parameter in model.parameters():
+        assert torch.equal(fresh.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
 
 
 def test_other_optimizers_are_refused_and_nothing_changes(tmp_path):

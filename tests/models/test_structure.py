@@ -214,5 +214,7 @@ def test_recomputation_chunks_and_recipes_are_no_other_model(tmp_path):
         model = transform(llama(), layers={"layers.0.*": None}, **options)
         model.output_hidden_states = True
         octavo.export(model, tmp_path / str(number))
+        assert (tmp_path / str(number) / "model.safetensors").is_file()
     own = transform(gpt2(), recompute=True)
     octavo.export(own, tmp_path / "own")
+    assert (tmp_path / "own" / "model.safetensors").is_file()

@@ -116,7 +116,7 @@ def generated(part: str, lines: Sequence[Line], folder: Path) -> str:
 
 
 def rewrite(text: str, page: Path, paths: Sequence[Path], root: Path) -> str:
-    """The text of a page with its parts made anew.
+    """The text of a page with its parts regenerated.
 
     Args:
         page, paths: the page and the results, relative to `root`, as the command of the markers names them.

@@ -403,7 +403,7 @@ def _reader_of_card(path: Path, config: Any) -> Reader | None:
 
 
 def _json_reader(path: Path) -> Reader | None:
-    """That of JSON lines or of one array; None for one object of several lines, which `datasets` takes."""
+    """The reader of JSON lines or of one array; None for one object of several lines, which `datasets` takes."""
     stripped = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(path))
     first = next(filter(None, stripped), b"{}")
     if first.startswith(b"["):

@@ -360,7 +360,7 @@ def _identity(theirs: Any, name: str) -> tuple[Any, ...]:
 
 
 def _call(theirs: Any, name: str, text: str, **options: bool) -> Any:
-    """What a tokenizer of transformers makes of a text; an InputError if it takes no plain text, or refuses this one."""
+    """Ids of a text by a tokenizer of transformers; an InputError if it takes no plain text, or refuses this one."""
     try:
         return theirs(text, verbose=False, **options)
     except Exception as error:  # tokenizers raises plain Exception, and transformers of many kinds
