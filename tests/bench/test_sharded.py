@@ -172,9 +172,13 @@ def test_lengths_of_one_gpu_and_of_two():
 
 def test_entries_that_differ_by_their_exchange_train_shared_sequences():
     whole = [name for name, entry in CONTEXT.items() if entry.trains(CONTEXT_CASES["llama-8b-16k"])]
-    assert whole == ["octavo-bf16", "octavo-delayed", "te-delayed", "te-delayed-flash-attention"]
+    heads = [f"te-delayed{kernel}{head}" for kernel in ("", "-flash-attention") for head in ("", "-fp8-head")]
+    assert whole == ["octavo-bf16", "octavo-delayed", *heads]
     assert all(entry.trains(CONTEXT_CASES["llama-8b-16k-cp2"]) for entry in CONTEXT.values())
-    assert len(CONTEXT) == 10
+    assert len(CONTEXT) == 16
+    assert {name for name, entry in CONTEXT.items() if "-fp8-head" in name} == {
+        name for name, entry in CONTEXT.items() if name.startswith("te-") and entry.head == "fp8"
+    }
 
 
 def plain_gradients(case):

@@ -170,6 +170,7 @@ CASES: dict[str, Case] = {
         Case("mixtral-8x7b-5layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096),
         Case("mixtral-8x7b-5layers-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096, expert=2),
         Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),
+        Case("neox-20b-10layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 10}, 8, 2048),  # for 80 GB
         # The whole model. 16,384 tokens a GPU in both: enough arithmetic to hide the gathering of weights.
         Case("llama-8b-8k", SHAPES["llama-8b"], 2, 8192),
         Case("llama-8b-16k", SHAPES["llama-8b"], 1, 16_384),
@@ -206,6 +207,17 @@ CONTEXT_CASES: dict[str, Case] = {
         Case("llama-8b-128k-cp2", SHAPES["llama-8b"], 1, 131_072, context=2, recompute="selective"),
         Case("llama-8b-256k", SHAPES["llama-8b"], 1, 262_144, recompute=True, offload=True),
         Case("llama-8b-256k-cp2", SHAPES["llama-8b"], 1, 262_144, context=2, recompute="selective", offload=True),
+        # For 80 GB: a quarter of the layers.
+        Case("llama-8b-8layers-16k", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 16_384),
+        Case("llama-8b-8layers-16k-cp2", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 16_384, context=2),
+        Case(
+            "llama-8b-8layers-128k-cp2",
+            SHAPES["llama-8b"] | {"num_hidden_layers": 8},
+            1,
+            131_072,
+            context=2,
+            recompute="selective",
+        ),
         CASES["tiny"],
         Case("tiny-cp2", _TINY, 2, 32, context=2, recompute="selective"),
     )

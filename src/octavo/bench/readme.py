@@ -43,6 +43,7 @@ TITLES = {
     "mixtral-8x7b-2layers": "two layers of Mixtral-8x7B",
     "mixtral-8x7b-5layers": "five layers of Mixtral-8x7B",
     "neox-20b-layers": "twelve layers of GPT-NeoX-20B",
+    "neox-20b-10layers": "ten layers of GPT-NeoX-20B",
     "llama-8b": "Llama-3.1-8B",
     "vit-huge-patch16": "timm's ViT-Huge, patches of 16",
     "vit-huge": "timm's ViT-Huge",

@@ -172,13 +172,15 @@ CONTEXT: dict[str, Entry] = {
         ),
         *(
             te_entry(
-                f"te-delayed{kernel}{suffix}",
+                f"te-delayed{kernel}{head}{suffix}",
                 partial(build_te_sharded, strategy=strategy),
                 "delayed",
+                head=bool(head),
                 flash=bool(kernel),
                 exchanges=bool(suffix),
             )
             for kernel in ("", "-flash-attention")
+            for head in ("", "-fp8-head")
             for suffix, strategy in _EXCHANGES
         ),
     )
