@@ -26,7 +26,7 @@ from octavo.nn.experts import StackedExperts
 from octavo.nn.mlp import LayerNormMLP
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
-from octavo.parallel.fsdp2 import bf16_reduce, copy_engine, direct_gather, direct_reduce, single_rank
+from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, single_rank
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.fsdp2.groups import group_of, make_trainable
 from octavo.parallel.fsdp2.reduction import drop_gradients, holds_gradients
@@ -127,8 +127,6 @@ def shard(
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
     direct_gather.use([_fsdp(part) for part in (*front, *last, model)])
     _prefetch([[part] for part in front], units, [[part] for part in last])
-    if copy_engine.is_asked():
-        copy_engine.use([_fsdp(unit[-1]) for unit in units], mesh)
     for part in [*front, *itertools.chain(*units), *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)
     model.register_forward_pre_hook(lambda root, _: settle(root), prepend=True)
@@ -165,7 +163,7 @@ def _mlp_apart(first: nn.Module) -> list[nn.Module]:
     the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention. Code of a caller's
     own, which may read the MLP's weights, has the block in one.
     """
-    if type(first) is not TransformerLayer or first.parallel or first.experts is not None or copy_engine.is_asked():
+    if type(first) is not TransformerLayer or first.parallel or first.experts is not None:
         return []
     mlp = first.layernorm_mlp
     if type(mlp) is not LayerNormMLP or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
@@ -190,8 +188,7 @@ def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, who
     """Reduce gradients without what FSDP2 copies for nothing; whole: a rank shares its experts with no other."""
     experts = [_fsdp(part) for part in itertools.chain(*units) if isinstance(part, StackedExperts)] if whole else []
     single_rank.use(experts)
-    apart = [*experts, *(_fsdp(unit[-1]) for unit in units if copy_engine.is_asked())]
-    rest = [module for module in sharded_modules(model) if module not in apart]
+    rest = [module for module in sharded_modules(model) if module not in experts]
     if how.reduce_dtype == torch.float32 and on_one_host():
         bf16_reduce.use(rest)
     direct_reduce.use(rest, how.reduce_dtype, one_host=on_one_host())
