@@ -94,30 +94,37 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
     )
 
 
-def norm(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def gain(weight: Tensor, *, zero_centered: bool) -> Tensor:
+    """The factors of a norm, float32: weight, or 1 + weight."""
+    return 1 + weight.float() if zero_centered else weight.float()
+
+
+def norm(
+    kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
     """The norm of h [..., C] over C, float32, and its statistics for backward, float32.
 
     kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
-    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...].
+    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...]. zero_centered: 1 + weight in place of weight.
     """
-    h = h.float()
+    h, w = h.float(), gain(weight, zero_centered=zero_centered)
     b = None if bias is None else bias.float()
     if kind == "LayerNorm":
-        normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), weight.float(), b, eps)
+        normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), w, b, eps)
         return normed, torch.stack((mean[..., 0], rstd[..., 0]))
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    normed = h * rstd * weight.float()
+    normed = h * rstd * w
     return normed if b is None else normed + b, rstd[..., 0]
 
 
 def norm_backward(
-    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
+    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of `norm`'s h, [R, C], weight and bias, [C] (None: an RMSNorm's bias), in float32.
 
     dy: [R, C], of the normed result. stats: those of `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
-    centred, grad, h = kind == "LayerNorm", dy.float() * weight.float(), h.float()
+    centred, grad, h = kind == "LayerNorm", dy.float() * gain(weight, zero_centered=zero_centered), h.float()
     rstd = (stats[1] if centred else stats)[:, None]
     normed = (h - stats[0, :, None]) * rstd if centred else h * rstd
     dh = grad - normed * (grad * normed).mean(-1, keepdim=True)

@@ -188,6 +188,7 @@ class MultiheadAttention(ResidualLayer):
         qkv_bias: bool | None = None,
         proj_bias: bool | None = None,
         normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
         qkv_format: str = "bshd",
         return_bias: bool = False,
         qk_norm_type: str | None = None,
@@ -220,6 +221,7 @@ class MultiheadAttention(ResidualLayer):
             layernorm_epsilon,
             bias=bias if qkv_bias is None else qkv_bias,
             normalization=normalization,
+            zero_centered_gamma=zero_centered_gamma,
             init_method=init_method,
             **make,
         )

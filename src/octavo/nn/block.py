@@ -55,6 +55,7 @@ class TransformerLayer(ResidualLayer):
         window_size: tuple[int, int] | None = None,
         *,
         normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
         bias: bool = True,
         qkv_bias: bool | None = None,
         mlp_bias: bool | None = None,
@@ -76,7 +77,8 @@ class TransformerLayer(ResidualLayer):
         check_format("attn_input_format", attn_input_format)
         self.hidden_dropout, self.parallel, self.layer_number = hidden_dropout, parallel_attention_mlp, layer_number
         make: dict[str, Any] = {
-            "normalization": normalization, "init_method": init_method, "output_layer_init_method": output_layer_init_method,
+            "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
+            "init_method": init_method, "output_layer_init_method": output_layer_init_method,
             "get_rng_state_tracker": get_rng_state_tracker, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(

@@ -18,7 +18,7 @@ from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.experts import router
 from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import compute_dtype, init_linear_
-from octavo.nn.norm import NormParameters, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
+from octavo.nn.norm import NormForm, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of
 
 
@@ -57,6 +57,7 @@ class LayerNormMoE(ResidualLayer):
         experts: Experts,
         *,
         normalization: str = "RMSNorm",
+        zero_centered_gamma: bool = False,
         activation: str = "swiglu",
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
@@ -78,7 +79,7 @@ class LayerNormMoE(ResidualLayer):
                 f"router_jitter_noise = {experts.jitter} (jitter of a layer): use 0 for none, or a number below 1."
             )
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        self.hidden_size, self.eps, self.mixture, self.normalization = hidden_size, eps, experts, normalization
+        self.hidden_size, self.mixture, self.norm = hidden_size, experts, NormForm(normalization, eps, zero_centered_gamma)
         self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
@@ -91,7 +92,7 @@ class LayerNormMoE(ResidualLayer):
 
     def reset_parameters(self) -> None:
         """Initial values of norm and router: a norm that changes nothing, and those of `init_linear_`."""
-        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
+        reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.norm.zero_centered)
         with self.draws():
             init_linear_(self.router_weight, None, self.init_method)
 
@@ -112,8 +113,7 @@ class LayerNormMoE(ResidualLayer):
         check_input(self, input, delta, size=self.hidden_size)
         refuse_transforms("layers that begin with a norm")
         dtype = compute_dtype(input)
-        norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        h, normed = residual_norm(input, delta, norm, dtype)
+        h, normed = residual_norm(input, delta, self.norm.of(self.layer_norm_weight, self.layer_norm_bias), dtype)
         x = flat(normed)
         if self.training and self.mixture.jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)

@@ -49,7 +49,6 @@ _PARALLEL = {
 _ROLES = {"set_parallel_mode": Only((False,), _TP)}
 _UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 _UB = {flag: Only((False,), _OVERLAP) for flag in _UB_FLAGS}
-_GAMMA = {"zero_centered_gamma": Only((False,), "Norm weights are around 1: add 1 to those of a checkpoint.")}
 _GATHERED = {"return_layernorm_output_gathered": Only((False,), _TP)}
 _PARTS = {"parameters_split": Only((None,), _SPLIT)}
 _WARM_UP = {"seq_length": FREE, "micro_batch_size": FREE}
@@ -87,7 +86,7 @@ _FP8_ATTENTION = {name: Only((False, None), "Attention runs in the compute dtype
 _CROSS = dict.fromkeys(("enc_dec_attn_mask_type", "enc_dec_window_size", "enc_dec_bottom_right_diagonal"), FREE)
 _ENCODER = {name: Only((None,), _DECODER) for name in ("encoder_output", "enc_dec_attn_mask")} | _CROSS
 _LINEAR = _PARALLEL | _UB | {"parallel_mode": Only((None,), _TP), "ub_name": FREE}
-_NORM = _GAMMA | {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
+_NORM = {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
 
 ARGUMENTS: dict[str, dict[str, Only]] = {
     "Linear": _LINEAR | _PARTS | {"save_original_input": Only((False,), "Backward saves FP8.")},
@@ -99,8 +98,8 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "use_grouped_tensor": FREE,
     },
     "GroupedLinear.forward": {name: Only((None,), "Results are new tensors.") for name in ("out", "dgrad_out")},
-    "LayerNormLinear": _LINEAR | _PARTS | _GAMMA | _GATHERED,
-    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION,
+    "LayerNormLinear": _LINEAR | _PARTS | _GATHERED,
+    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GATHERED | _WARM_UP | _ACTIVATION,
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
     "DotProductAttention": _SCORES | _SINK | _SELF | _CP
@@ -114,13 +113,13 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "kv_layer": Only((None,), _SPLIT),
         "qkv_interleave_dim": FREE,
     },
-    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP
+    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP
     | {
         "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
         "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
     },
     "MultiheadAttention.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
-    "TransformerLayer": _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP | _ACTIVATION
+    "TransformerLayer": _PARALLEL | _ROLES | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP | _ACTIVATION
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
     | _CROSS
     | {
