@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class TransformerLayer(ResidualLayer):
         qkv_bias: bool | None = None,
         mlp_bias: bool | None = None,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         attn_input_format: str = "bshd",
         parallel_attention_mlp: bool = False,
         qk_norm_type: str | None = None,
@@ -101,14 +102,15 @@ class TransformerLayer(ResidualLayer):
         )
         self.experts = experts
         sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
+        curve: dict[str, Any] = {"activation": activation, "activation_params": activation_params}
         if experts is not None:
             if parallel_attention_mlp or mlp_bias:
                 asked = "parallel_attention_mlp" if parallel_attention_mlp else "mlp_bias"
                 raise InputError(f"TransformerLayer({asked}=True) with experts: they have no such form. Set {asked}=False.")
-            self.layernorm_moe = LayerNormMoE(*sizes, experts, activation=activation, **make)
+            self.layernorm_moe = LayerNormMoE(*sizes, experts, **curve, **make)
             return
         mlp_bias = bias if mlp_bias is None else mlp_bias
-        self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, activation=activation, **make)
+        self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **curve, **make)
 
     def set_context_parallel_group(
         self,

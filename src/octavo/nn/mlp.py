@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -180,6 +181,7 @@ class LayerNormMLP(NormedLayer):
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         checkpoint: bool = False,
@@ -196,7 +198,7 @@ class LayerNormMLP(NormedLayer):
                 "LayerNormMLP(checkpoint=True, return_layernorm_output=True): the parts of the layer run one by one then. "
                 "Leave one out, or wrap the layer in torch.utils.checkpoint."
             )
-        activation = activation_of(activation)
+        activation = activation_of(activation, activation_params)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         super().__init__(hidden_size, eps, normalization, zero_centered_gamma, make)
         self.return_bias, self.return_layernorm_output, self.checkpoint = return_bias, return_layernorm_output, checkpoint

@@ -7,6 +7,7 @@ Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class LayerNormMoE(ResidualLayer):
         normalization: str = "RMSNorm",
         zero_centered_gamma: bool = False,
         activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         get_rng_state_tracker: Tracker | None = None,
@@ -85,7 +87,7 @@ class LayerNormMoE(ResidualLayer):
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
         self.router_weight = nn.Parameter(torch.empty(experts.count, hidden_size, **make))
         self.experts = StackedExperts(
-            hidden_size, ffn_hidden_size, experts.count, activation_of(activation),
+            hidden_size, ffn_hidden_size, experts.count, activation_of(activation, activation_params),
             (init_method, output_layer_init_method), self.draws, **make,
         )  # fmt: skip
         self.reset_parameters()

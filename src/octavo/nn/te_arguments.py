@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,10 +50,9 @@ _PARALLEL = {
 _ROLES = {"set_parallel_mode": Only((False,), _TP)}
 _UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 _UB = {flag: Only((False,), _OVERLAP) for flag in _UB_FLAGS}
-_GATHERED = {"return_layernorm_output_gathered": Only((False,), _TP)}
+_GATHERED = {"return_layernorm_output_gathered": Only((False, True))}  # of one tensor-parallel rank the same
 _PARTS = {"parameters_split": Only((None,), _SPLIT)}
 _WARM_UP = {"seq_length": FREE, "micro_batch_size": FREE}
-_ACTIVATION = {"activation_params": Only((None, {}), "No activation here takes parameters.")}
 _WINDOW = {"window_size": Only((None, (-1, -1), (-1, 0)), "It is an argument of the constructor.")}
 _SCORES = {
     "bottom_right_diagonal": Only((None, False), "Causal masks are aligned top left."),
@@ -99,7 +99,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
     },
     "GroupedLinear.forward": {name: Only((None,), "Results are new tensors.") for name in ("out", "dgrad_out")},
     "LayerNormLinear": _LINEAR | _PARTS | _GATHERED,
-    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GATHERED | _WARM_UP | _ACTIVATION,
+    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GATHERED | _WARM_UP,
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
     "DotProductAttention": _SCORES | _SINK | _SELF | _CP
@@ -119,7 +119,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
     },
     "MultiheadAttention.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
-    "TransformerLayer": _PARALLEL | _ROLES | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP | _ACTIVATION
+    "TransformerLayer": _PARALLEL | _ROLES | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
     | _CROSS
     | {
@@ -167,11 +167,35 @@ same numbers. PyTorch's `nn.GELU()`, timm's and Hugging Face's "gelu" have the e
 """
 
 
-def activation_of(name: str) -> str:
-    """The kernels' name of an activation; an InputError if there is none."""
-    if name not in ACTIVATIONS:
-        raise unknown("activation", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
+_CLAMPED = "clamped_swiglu"
+_CLAMP = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+"""The `activation_params` of "clamped_swiglu" with their defaults."""
+
+
+def activation_of(name: str, params: Mapping[str, float] | None = None) -> str:
+    """The kernels' name of an activation with its `activation_params`.
+
+    Raises:
+        InputError: there is no such activation, or it has no such parameter.
+    """
+    if name != _CLAMPED:
+        if name not in ACTIVATIONS:
+            raise unknown("activation", name, [*ACTIVATIONS, _CLAMPED])
+        if params:
+            raise InputError(
+                f"activation_params={dict(params)!r} with activation={name!r}: only {_CLAMPED!r} has parameters, which are "
+                f"{', '.join(_CLAMP)}. Leave them out."
+            )
+        return ACTIVATIONS[name]
+    for key in params or {}:
+        if key not in _CLAMP:
+            raise unknown(f"parameter of {_CLAMPED}", key, _CLAMP)
+    numbers = _CLAMP | dict(params or {})
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers.values()) or not (
+        0 < numbers["limit"] < math.inf and all(map(math.isfinite, numbers.values()))
+    ):
+        raise InputError(f"activation_params={dict(params or {})!r}: give finite numbers, and a limit above 0, as in {_CLAMP}.")
+    return reference.clamped_swiglu(numbers["limit"], numbers["alpha"], numbers["glu_linear_offset"])
 
 
 MASKS = ("causal", "no_mask")
