@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError, unknown
-from octavo.fp8 import autocast
+from octavo.fp8 import autocast, calibration
 from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
+from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
@@ -37,6 +38,7 @@ from octavo.nn.norm import (
     normalize,
     promoted,
     reset_norm_,
+    residual_norm,
     unflat,
 )
 from octavo.nn.rotary import Rotation
@@ -86,8 +88,10 @@ def product(
     """
     recipe = active_recipe(state, x.device)
     if recipe is None:
-        bias = None if bias is None else bias.to(out_dtype)
-        return high_precision(x.to(out_dtype), weight.to(out_dtype), bias)
+        bias, x = None if bias is None else bias.to(out_dtype), x.to(out_dtype)
+        calibration.observe(state, Operand.INPUT, x)
+        calibration.observe(state, Operand.WEIGHT, weight)
+        return high_precision(x, weight.to(out_dtype), bias)
     if x.dtype == torch.float64:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     gemms = LinearGemms(state, weight, recipe, out_dtype, first)
@@ -292,6 +296,9 @@ class NormedLayer(ResidualLayer):
     return_bias: bool
     return_layernorm_output: bool
     draws: Draws
+    zero_centered_gamma = False
+    streams_norm = False
+    """The residual stream that `forward_residual` hands on is the norm's output, in the compute dtype, instead of its input."""
 
     def __init__(self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, make: dict[str, Any]) -> None:
         super().__init__()
@@ -318,9 +325,12 @@ class NormedLayer(ResidualLayer):
         how = (compute_dtype(x), first, added)
         parameters = self.layer_norm_weight, self.layer_norm_bias
         norm = NormForm(self.normalization, self.eps, self.zero_centered_gamma).of(*parameters)
-        if self.return_layernorm_output and not return_residual:
-            normed = normalize(norm, x if delta is None else x + delta).to(compute_dtype(x))
-            return results(self._products(normed, *how, **options)[0], bias, normed, return_bias=self.return_bias)
+        if self.streams_norm if return_residual else self.return_layernorm_output:
+            normed = residual_norm(x, delta, norm, compute_dtype(x))[1]
+            outputs = self._products(normed, *how, **options)
+            if return_residual:
+                return normed, *outputs
+            return results(outputs[0], bias, normed, return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta
             outputs = h, *self._products(normalize(norm, h), *how, **options)

@@ -113,11 +113,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "kv_layer": Only((None,), _SPLIT),
         "qkv_interleave_dim": FREE,
     },
-    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP
-    | {
-        "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
-        "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
-    },
+    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP,
     "MultiheadAttention.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
     "TransformerLayer": _PARALLEL | _ROLES | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
@@ -125,9 +121,6 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
     | {
         "ub_tp_comm_overlap": Only((False,), _OVERLAP),
         "layer_type": Only(("encoder",), _DECODER),
-        "apply_residual_connection_post_layernorm": Only((False,), "The residual is the input of the norm."),
-        "output_layernorm": Only((False,), "Norms stand in front of attention and MLP: put a norm behind the layer."),
-        "drop_path_rate": Only((0.0,), "There is hidden_dropout and attention_dropout."),
     },
     "TransformerLayer.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | _ENCODER,
 }  # fmt: skip

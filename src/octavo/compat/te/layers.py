@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from octavo.compat.te import parts
 from octavo.compat.te.signatures import SIGNATURES, bound
+from octavo.compat.te.split import SplitLinear, split
 from octavo.compat.te.state import Stateful, Stateless
 from octavo.errors import InputError
 from octavo.nn import grouped as _grouped
@@ -35,11 +36,15 @@ def refuse_fp8_output(fp8_output: bool) -> None:
 class Linear(Stateful, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
-    octavo = (_linear.Linear, parts.Linear)
+    octavo = (_linear.Linear, parts.Linear, SplitLinear)
     __signature__ = SIGNATURES["Linear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound("Linear", args, kwargs))
+        values = bound("Linear", args, kwargs)
+        names = values.pop("parameters_split")
+        super().__init__(**values)
+        if names is not None:
+            split(self, names)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
         """inp [..., in_features] → [..., out_features]."""
@@ -54,7 +59,11 @@ class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
     __signature__ = SIGNATURES["LayerNormLinear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound("LayerNormLinear", args, kwargs))
+        values = bound("LayerNormLinear", args, kwargs)
+        names = values.pop("parameters_split")
+        super().__init__(**values)
+        if names is not None:
+            split(self, names)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, **residual: Any) -> Any:
         """inp [..., in_features] → [..., out_features]."""

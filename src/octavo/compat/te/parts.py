@@ -19,26 +19,23 @@ from octavo.nn.norm import reset_norm_
 from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
-WAYS = {
-    kind: f"The layer has {', '.join(f'{part}_{kind}' for part in PARTS)}; with fuse_qkv_params=True it has {kind}."
-    for kind in ("weight", "bias")
-}
-"""Parameter of a layer of one that a layer of three does not have → the way."""
+_WAYS = {PARTS: "with fuse_qkv_params=True"}
 
 
-class _State(ModuleState):
+class State(ModuleState):
     """FP8 state of the joint matrix, on the device of its parts."""
 
     @property
     def weight(self) -> Tensor | None:
-        """The query's weight."""
+        """The weight of the first part."""
         module = self._module()
-        return None if module is None else getattr(module, "query_weight", None)
+        return None if module is None else getattr(module, f"{module.names[0]}_weight", None)
 
 
 class Parts(nn.Module):
     """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are there in a forward."""
 
+    names: tuple[str, ...] = PARTS
     groups: int
     init_method: Init | None
     joined: tuple[Tensor, Tensor | None] | None
@@ -46,7 +43,7 @@ class Parts(nn.Module):
 
     def parts(self, kind: str) -> list[Any]:
         """Query, key and value of a kind, "weight" or "bias": parameters, under FSDP1 tensors, None for absent biases."""
-        return [getattr(self, f"{part}_{kind}") for part in PARTS]
+        return [getattr(self, f"{part}_{kind}") for part in self.names]
 
     def _join(self, kind: str) -> Tensor | None:
         query, key, value = self.parts(kind)
@@ -56,7 +53,9 @@ class Parts(nn.Module):
         if name in ("weight", "bias"):
             joined = vars(self).get("joined")
             if joined is None:  # what a script wrote there would be lost
-                raise MissingName(way_of(f"{type(self).__name__}.{name}", WAYS))
+                there = ", ".join(f"{part}_{name}" for part in self.names)
+                way = f"The layer has {there}; {_WAYS.get(self.names, 'without parameters_split')} it has {name}."
+                raise MissingName(way_of(f"{type(self).__name__}.{name}", {name: way}))
             return joined[name == "bias"]
         return super().__getattr__(name)
 
@@ -77,7 +76,9 @@ class Parts(nn.Module):
                 init_linear_(weight, bias, self.init_method)
 
 
-class _Product(nn.Module):
+class Product(nn.Module):
+    """The forward of `octavo.nn.Linear`, without being an `nn.Linear`."""
+
     forward, unread = _linear.Linear.forward, _linear.Linear.unread
 
     def extra_repr(self) -> str:
@@ -85,7 +86,7 @@ class _Product(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-class Linear(Parts, _Product):
+class Linear(Parts, Product):
     """`octavo.nn.Linear` of three parameters; no `nn.Linear`, whose weight code for all of these would fill."""
 
 
@@ -102,7 +103,7 @@ def separate(layer: Any, heads: int, groups: int, init_method: Init | None = Non
         parts = [None] * 3 if parameter is None else split_qkv(parameter.detach(), heads, groups)
         for name, part in zip(PARTS, parts, strict=True):
             layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
-    layer.fp8_state = _State(layer)
+    layer.fp8_state = State(layer)
     if init_method is not None:
         layer.reset_parameters()
 
