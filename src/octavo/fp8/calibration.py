@@ -2,7 +2,8 @@
 
 The rule is Transformer Engine's: the amax of each operand replaces the newest entry of its history, and no scale changes. The
 next forward of training in FP8 takes it into the scales as if a cast had measured it; an FP8 evaluation before that uses the
-scales as they are. Recipes without a history have nothing to calibrate. Compiled code is not calibrated.
+scales as they are. (There it has to be a forward of the layer itself, here it may be one of another layer beside it.) Recipes
+without a history have nothing to calibrate. Compiled code is not calibrated.
 """
 
 from __future__ import annotations
