@@ -1,4 +1,4 @@
-"""Transformer Engine's layers in float64 by hand, with its parameters: gate above up, query, key and value apart, T before B."""
+"""Transformer Engine's layers in float64 by hand, with its parameters: gate above up; query, key and value; T before B."""
 
 import plain
 import torch

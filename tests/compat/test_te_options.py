@@ -63,7 +63,7 @@ def randomised(module, zero=False):
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             part, last = name.rpartition(".")[::2]
-            if last == "layer_norm_weight" or part == "layernorm" and last == "weight":
+            if last == "layer_norm_weight" or (part == "layernorm" and last == "weight"):
                 parameter.copy_(plain.fresh(*parameter.shape, seed=len(name)) * 0.3 + (not zero))
             if last in ("query_weight", "key_weight"):
                 parameter.mul_(0.3)
@@ -127,7 +127,11 @@ def test_activations(te, activation, name):
 def test_parameters_of_activations(te):
     clamped = te.TransformerLayer(HIDDEN, FFN, HEADS, activation="clamped_swiglu", **QUIET)
     assert clamped.layernorm_mlp.activation == "clamped_swiglu(7.0, 1.702, 1.0)"
-    for params, said in [({"limt": 7.0}, "Did you mean 'limit'"), ({"limit": 0}, "a limit above 0"), ({"alpha": "1"}, "finite")]:
+    for params, said in [
+        ({"limt": 7.0}, "Did you mean 'limit'"),
+        ({"limit": 0}, "a limit above 0"),
+        ({"alpha": "1"}, "finite"),
+    ]:
         with pytest.raises(InputError, match=said):
             te.LayerNormMLP(HIDDEN, FFN, activation="clamped_swiglu", activation_params=params)
     with pytest.raises(InputError, match="only 'clamped_swiglu' has parameters"):
@@ -142,7 +146,8 @@ def test_parameters_of_activations(te):
 def test_attention(te, kind, norm, name):
     module = te.MultiheadAttention(
         HIDDEN, HEADS, attention_dropout=0.0, layernorm_epsilon=by_hand.EPS, normalization=kind, input_layernorm=norm,
-        zero_centered_gamma=True, return_bias=True, return_layernorm_output=True, qk_norm_type="RMSNorm", qk_norm_eps=by_hand.EPS,
+        zero_centered_gamma=True, return_bias=True, return_layernorm_output=True,
+        qk_norm_type="RMSNorm", qk_norm_eps=by_hand.EPS,
     )  # fmt: skip
 
     def wanted(p, x):
@@ -184,7 +189,7 @@ def test_layers(te, which, kind, name):
 
 
 def test_layers_that_there_are_not(te):
-    with pytest.raises(InputError, match="apply_residual_connection_post_layernorm=True.*with parallel_attention_mlp=True"):
+    with pytest.raises(InputError, match=r"apply_residual_connection_post_layernorm=True.*with parallel_attention_mlp=True"):
         te.TransformerLayer(
             HIDDEN, FFN, HEADS, apply_residual_connection_post_layernorm=True, parallel_attention_mlp=True
         )  # fmt: skip
@@ -233,9 +238,11 @@ def test_rows_of_several_parameters(te, layer, parameters_split, name):
     assert y.shape == (4, FFN)
 
 
-@pytest.mark.parametrize("parameters_split", [(), ("a", "a_"), ("a", "b", "c", "d", "e"), {"a": 40}, {"a": 47.0}, (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "parameters_split", [(), ("a", "a_"), ("a", "b", "c", "d", "e"), {"a": 40}, {"a": 47.0}, (1, 2)], ids=str
+)
 def test_splits_that_there_are_not(te, parameters_split):
-    with pytest.raises(InputError, match="parameters_split=.*48 rows"):
+    with pytest.raises(InputError, match=r"parameters_split=.*48 rows"):
         te.Linear(HIDDEN, FFN, parameters_split=parameters_split)
     with pytest.raises(InputError, match="another layer_norm_weight"):
         te.LayerNormLinear(HIDDEN, FFN, parameters_split={"layer_norm": FFN})
@@ -320,8 +327,8 @@ def test_calibration_of_recipes_without_a_history(te):
 
 
 REFUSED = {
-    "sequence_parallel": True, "tp_size": 2, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "ub_overlap_ag": True,
-    "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True, "ub_tp_comm_overlap": True,
+    "tp_size": 2, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "ub_overlap_ag": True, "ub_overlap_rs": True,
+    "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True, "ub_tp_comm_overlap": True,
     "symmetric_ar_type": "multimem_all_reduce", "save_original_input": True, "single_grouped_weight": True,
     "single_grouped_bias": True,
 }  # fmt: skip
@@ -333,6 +340,6 @@ def test_refused_by_name(te, layer):
     size = {"GroupedLinear": (2, HIDDEN, FFN), "MultiheadAttention": (HIDDEN, HEADS)}.get(layer, (HIDDEN, FFN))
     make = getattr(te, layer)
     for name in inspect.signature(make).parameters:
-        if name in REFUSED and name != "sequence_parallel":  # of one tensor-parallel rank no parallelism at all
+        if name in REFUSED:
             with pytest.raises(InputError, match=rf"\({name}="):
                 make(*size, **{name: REFUSED[name]})

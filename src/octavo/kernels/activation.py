@@ -439,8 +439,8 @@ def launch_backward(
 def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> QuantizedTensor:
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
-    name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block` columns
-    (a power of two, or F for all gates before all ups), gate first.
+    name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
+    columns (a power of two, or F for all gates before all ups), gate first.
     """
     if gemm.is_native(x.device):
         return launch(name, x, block, quantizer)

@@ -246,8 +246,9 @@ def norm_backward(
     dy: [R, C], of the normed result. h, stats: from `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
     if h.device.type == "cuda":
-        how = {"want_weight": want_weight, "dtype": dtype, "zero_centered": zero_centered}
-        return launch_backward(kind, dy, h, weight, stats, d_residual, **how)
+        return launch_backward(
+            kind, dy, h, weight, stats, d_residual, want_weight=want_weight, dtype=dtype, zero_centered=zero_centered
+        )
     dh, d_weight, d_bias = reference.norm_backward(kind, dy, h, weight, stats, d_residual, zero_centered=zero_centered)
     if not want_weight:
         return dh.to(h.dtype), None, None

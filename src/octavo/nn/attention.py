@@ -221,11 +221,11 @@ class MultiheadAttention(ResidualLayer):
         )
         self.heads, self.groups, self.head_dim = num_attention_heads, self.core_attention.groups, head_dim
         sizes = hidden_size, (self.heads + 2 * self.groups) * head_dim
-        first: dict[str, Any] = {"bias": bias if qkv_bias is None else qkv_bias, "init_method": init_method} | make
+        first = make | {"bias": bias if qkv_bias is None else qkv_bias, "init_method": init_method}
         self.input_layernorm, self.return_layernorm_output = input_layernorm, input_layernorm and return_layernorm_output
         if input_layernorm:
-            norm: dict[str, Any] = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
-            self.layernorm_qkv = LayerNormLinear(*sizes, layernorm_epsilon, **norm, **first)
+            first |= {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+            self.layernorm_qkv = LayerNormLinear(*sizes, layernorm_epsilon, **first)
             self.layernorm_qkv.streams_norm = return_layernorm_output
         else:
             self.qkv = Linear(*sizes, **first)
@@ -303,9 +303,7 @@ class MultiheadAttention(ResidualLayer):
             return *(attended if isinstance(attended, tuple) else (attended,)), h
         return attended
 
-    def _qkv(
-        self, x: Tensor, delta: Tensor | None, first: bool | None, rotation: Rotation | None = None
-    ) -> tuple[Tensor, ...]:
+    def _qkv(self, x: Tensor, delta: Tensor | None, first: bool | None, rotation: Rotation | None = None) -> tuple[Tensor, ...]:
         """The residual stream, and the joint product or with a rotation its parts."""
         if self.input_layernorm:
             made: tuple[Tensor, ...] = self.layernorm_qkv.forward_residual(x, delta, first, rotation=rotation)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError
@@ -32,10 +32,10 @@ class TransformerLayer(ResidualLayer):
     "sbhd" for [T, B, hidden]. `bias` is that of all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method`
     fills the weights of the first product of attention and MLP, `output_layer_init_method` those of the second. `qk_norm_type`,
     `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`. With `experts` the MLP is a `LayerNormMoE`, and
-    `ffn_hidden_size` that of one expert; experts have no biases. `apply_residual_connection_post_layernorm`: the residual is the
-    output of the norm, not its input. `output_layernorm`: a norm behind the MLP (`layernorm`) in place of that in front of
-    attention. `drop_path_rate`: in training the results of attention and MLP are dropped whole for this share of the entries of
-    the first dimension (of the samples, or with "sbhd" of the positions), and the others divided by what is left.
+    `ffn_hidden_size` that of one expert; experts have no biases. `apply_residual_connection_post_layernorm`: the residual is
+    the output of the norm, not its input. `output_layernorm`: a norm behind the MLP (`layernorm`) in place of that in front of
+    attention. `drop_path_rate`: in training the results of attention and MLP are zero for this share of the first dimension (of
+    the samples, or with "sbhd" of the positions), and the others are divided by the share that remains.
     """
 
     drops_apart = False
@@ -117,21 +117,20 @@ class TransformerLayer(ResidualLayer):
                 "one out."
             )
         sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
-        curve: dict[str, Any] = {"activation": activation, "activation_params": activation_params}
+        make |= {"activation": activation, "activation_params": activation_params}
         if experts is not None:
             if parallel_attention_mlp or mlp_bias:
                 asked = "parallel_attention_mlp" if parallel_attention_mlp else "mlp_bias"
                 raise InputError(f"TransformerLayer({asked}=True) with experts: they have no such form. Set {asked}=False.")
-            self.layernorm_moe = LayerNormMoE(*sizes, experts, **curve, **make)
+            self.layernorm_moe = LayerNormMoE(*sizes, experts, **make)
         else:
             mlp_bias = bias if mlp_bias is None else mlp_bias
-            self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **curve, **make)
+            self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **make)
             self.layernorm_mlp.streams_norm = apply_residual_connection_post_layernorm
+        self.layernorm: nn.Module | None = None
         if output_layernorm:
             how: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
             self.layernorm = NORM_LAYERS[normalization](hidden_size, layernorm_epsilon, **how)
-        else:
-            self.layernorm = None
 
     def set_context_parallel_group(
         self,

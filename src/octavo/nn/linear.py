@@ -412,9 +412,7 @@ class LayerNormLinear(NormedLayer):
         rotation: Rotation | None,
     ) -> tuple[Tensor, ...]:
         gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
-        return _NormLinearFunction.apply(
-            residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation
-        )
+        return _NormLinearFunction.apply(residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation)
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""

@@ -164,7 +164,13 @@ class _NormFunction(torch.autograd.Function):
 class _ResidualNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, form: NormForm, dtype: torch.dtype
+        ctx: Any,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: NormForm,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         producer = NormProducer(residual, delta, form.of(weight, bias))
         normed = producer(Quantizer(dtype)).high_precision

@@ -19,7 +19,7 @@ from octavo.nn.norm import reset_norm_
 from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
-_WAYS = {PARTS: "with fuse_qkv_params=True"}
+_WAYS: dict[tuple[str, ...], str] = {PARTS: "with fuse_qkv_params=True"}
 
 
 class State(ModuleState):
@@ -29,7 +29,7 @@ class State(ModuleState):
     def weight(self) -> Tensor | None:
         """The weight of the first part."""
         module = self._module()
-        return None if module is None else getattr(module, f"{module.names[0]}_weight", None)
+        return getattr(module, f"{module.names[0]}_weight", None) if isinstance(module, Parts) else None
 
 
 class Parts(nn.Module):

@@ -31,8 +31,8 @@ def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
     sizes = {name.rstrip("_"): size for name, size in given if isinstance(name, str) and isinstance(size, int) and size > 0}
     if not given or len(sizes) < len(given) or sum(sizes.values()) != rows:
         raise InputError(
-            f"parameters_split={parameters_split!r}: give distinct names, whose number divides the {rows} rows, or a dictionary "
-            f"of names and whole numbers of rows that add up to {rows}."
+            f"parameters_split={parameters_split!r}: give distinct names, whose number divides the {rows} rows, or a "
+            f"dictionary of names and whole numbers of rows that add up to {rows}."
         )
     return sizes
 

@@ -67,8 +67,8 @@ def launch_backward(
 def expert_activation(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     """An activation [R, F] times the weight of each row, computed in float32 and stored as `quantizer` says.
 
-    name: of `reference.activation_named`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R]. quantizer: with a
-    scale and an amax an expert, float32 [E].
+    name: of `reference.activation_named`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R]. quantizer:
+    with a scale and an amax an expert, float32 [E].
     """
     if routes.tile == TILE:
         return launch(name, x, weights, routes, quantizer)
