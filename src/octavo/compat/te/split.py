@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compat.te.parts import Parts, Product, State
+from octavo.compat.te.signatures import refuse_fp8
 from octavo.compat.te.state import Stateful
 from octavo.errors import InputError
 from octavo.nn import linear as _linear
@@ -41,6 +42,18 @@ class Split(Parts, Stateful):
     """Base: parameters NAME_weight and NAME_bias."""
 
     names: tuple[str, ...]
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        **residual: Any,
+    ) -> Any:
+        """inp [..., in_features] → [..., out_features]."""
+        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        return super().forward(inp, is_first_microbatch, **residual)
 
     def _join(self, kind: str) -> Tensor | None:
         parts = self.parts(kind)
