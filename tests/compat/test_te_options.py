@@ -282,6 +282,38 @@ def test_calibration(te):
         assert found["weight"] == (pytest.approx(448 / of_weight, rel=1e-6), 0, of_weight)
 
 
+def test_a_model_trained_without_fp8_is_calibrated_saved_and_evaluated_in_fp8(te, tmp_path):
+    """As Transformer Engine's example of digits does with `--use-fp8-infer`."""
+
+    def fresh_model():
+        return torch.nn.Sequential(te.Linear(HIDDEN, 64), torch.nn.ReLU(), te.Linear(64, 16))
+
+    model, x = fresh_model(), plain.fresh(256, HIDDEN)
+    target = (x[:, :4] > 0).long() @ torch.tensor([8, 4, 2, 1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(60):
+        with te.fp8_autocast(enabled=False):
+            loss = torch.nn.functional.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def accuracy(of, **context):
+        of.eval()
+        with torch.no_grad(), te.fp8_autocast(**context):
+            return (of(x).argmax(-1) == target).float().mean().item()
+
+    exact = accuracy(model, enabled=False)
+    assert accuracy(model, enabled=False, calibrating=True) == exact > 0.9
+    torch.save(model.state_dict(), tmp_path / "digits.pt")
+    again = fresh_model()
+    again.load_state_dict(torch.load(tmp_path / "digits.pt"))
+    assert accuracy(again, enabled=True) > exact - 0.05
+    records = octavo.fp8.scaling.state_records(again)
+    assert records["0.input.amax_history"][0] == x.abs().max()
+    assert records["2.weight.amax_history"][0] == again[2].weight.abs().max()
+
+
 @pytest.mark.parametrize("layer", ["LayerNormLinear", "LayerNormMLP", "GroupedLinear", "TransformerLayer"])
 def test_calibration_of_every_product(te, layer):
     size = {"GroupedLinear": (2, HIDDEN, FFN), "TransformerLayer": (HIDDEN, FFN, HEADS), "LayerNormMLP": (HIDDEN, FFN)}
