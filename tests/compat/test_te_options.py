@@ -375,3 +375,38 @@ def test_refused_by_name(te, layer):
         if name in REFUSED:
             with pytest.raises(InputError, match=rf"\({name}="):
                 make(*size, **{name: REFUSED[name]})
+
+
+DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "under autocast"])
+@pytest.mark.parametrize(("of_parameters", "of_input"), DTYPES)
+@pytest.mark.parametrize("which", ["LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_dtypes_of_parameters_and_inputs(te, which, of_parameters, of_input, autocast):
+    """Gradients have the dtypes of what they belong to; results that of the input, or of the autocast."""
+    how = {"zero_centered_gamma": True, "params_dtype": of_parameters}
+    if which == "TransformerLayer":
+        module = te.TransformerLayer(
+            HIDDEN, FFN, HEADS, layernorm_epsilon=by_hand.EPS, activation="qgeglu", output_layernorm=True, **how, **QUIET
+        )
+    elif which == "LayerNormMLP":
+        module = te.LayerNormMLP(HIDDEN, FFN, by_hand.EPS, activation="clamped_swiglu", **how)
+    else:
+        module = te.LayerNormLinear(HIDDEN, FFN, by_hand.EPS, **how)
+    randomised(module, zero=True)
+    p = {name: parameter.detach().double() for name, parameter in module.named_parameters()}
+    x = plain.fresh(6, 3, HIDDEN).to(of_input).requires_grad_()
+    exactly = {
+        "LayerNormLinear": lambda x: by_hand.linear(p, by_hand.normed(p, x, "layer_norm_", zero=True)),
+        "LayerNormMLP": lambda x: by_hand.mlp(p, x, zero=True, activation="clamped_swiglu")[1],
+        "TransformerLayer": lambda x: by_hand.layer(p, x, heads=HEADS, zero=True, activation="qgeglu", output=True),
+    }[which](x.detach().double())
+    for recipe, tolerance in ((None, 0.03), (recipe_of("current"), 0.2)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), te.fp8_autocast(recipe is not None, fp8_recipe=recipe):
+            y = module(x)
+        assert y.dtype == (torch.bfloat16 if autocast else of_input)
+        assert (y.double() - exactly).norm() < tolerance * exactly.norm()
+        y.sum().backward()
+        assert x.grad.dtype == of_input
+        assert {parameter.grad.dtype for parameter in module.parameters()} == {of_parameters}
