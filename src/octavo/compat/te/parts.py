@@ -29,7 +29,13 @@ class State(ModuleState):
     def weight(self) -> Tensor | None:
         """The weight of the first part."""
         module = self._module()
-        return getattr(module, f"{module.names[0]}_weight", None) if isinstance(module, Parts) else None
+        return getattr(module, self.parts[0], None) if isinstance(module, Parts) else None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the weights."""
+        module = self._module()
+        return tuple(f"{name}_weight" for name in module.names) if isinstance(module, Parts) else ()
 
 
 class Parts(nn.Module):
