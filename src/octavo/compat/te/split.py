@@ -60,11 +60,11 @@ class Split(Parts, Stateful):
         return None if parts[0] is None else torch.cat(parts)
 
 
-class SplitLinear(Split, Product):
+class SplitLinear(Split, Product):  # type: ignore[misc]
     """`Linear` of several parameters."""
 
 
-class SplitLayerNormLinear(Split, _linear.LayerNormLinear):
+class SplitLayerNormLinear(Split, _linear.LayerNormLinear):  # type: ignore[misc]
     """`LayerNormLinear` of several parameters."""
 
 
