@@ -410,3 +410,17 @@ def test_dtypes_of_parameters_and_inputs(te, which, of_parameters, of_input, aut
         y.sum().backward()
         assert x.grad.dtype == of_input
         assert {parameter.grad.dtype for parameter in module.parameters()} == {of_parameters}
+
+
+def test_calibration_of_compiled_code_and_of_experts(te):
+    layer, x = te.Linear(HIDDEN, FFN), plain.fresh(8, HIDDEN)
+    compiled = torch.compile(layer, backend="eager")
+    with te.fp8_autocast(enabled=False, calibrating=True):
+        compiled(x)
+    assert history(layer)["input"] == (1, x.abs().max().item(), 0)
+    experts = octavo.nn.TransformerLayer(HIDDEN, FFN, HEADS, experts=octavo.nn.Experts(4, 2), bias=False)
+    with (
+        te.fp8_autocast(enabled=False, calibrating=True),
+        pytest.raises(InputError, match="experts of LayerNormMoE cannot be calibrated"),
+    ):
+        experts(plain.fresh(2, 3, HIDDEN))

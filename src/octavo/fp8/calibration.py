@@ -3,7 +3,7 @@
 The rule is Transformer Engine's: the amax of each operand replaces the newest entry of its history, and no scale changes. The
 next forward of training in FP8 takes it into the scales as if a cast had measured it; an FP8 evaluation before that uses the
 scales as they are. (There it has to be a forward of the layer itself, here it may be one of another layer beside it.) Recipes
-without a history have nothing to calibrate. Compiled code is not calibrated.
+without a history have nothing to calibrate. In compiled code each record is a break between two graphs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ def calibrating(recipe: Recipe | None) -> Iterator[None]:
         _recipes[:] = before
 
 
-@torch.no_grad()
 def observe(state: ModuleState, operand: Operand, matrix: Tensor) -> None:
     """Record the amax of an operand [..., K] of a product in high precision, inside of `calibrating`.
 
     Raises:
-        InputError: a stack of experts, or compiled code.
+        InputError: a stack of experts.
     """
-    if not _recipes:
-        return
-    if torch.compiler.is_compiling() or state.experts:
-        where = "experts of LayerNormMoE" if state.experts else "compiled code"
-        raise InputError(f"calibrating: {where} cannot be calibrated. Leave calibrating out, and train in FP8 for a step.")
-    recipe = state.under(_recipes[0])
+    if _recipes:
+        _record(state, operand, matrix.detach(), _recipes[0])
+
+
+@torch.compiler.disable
+def _record(state: ModuleState, operand: Operand, matrix: Tensor, around: Recipe) -> None:
+    if state.experts:
+        raise InputError(
+            "calibrating: experts of LayerNormMoE cannot be calibrated. Leave calibrating out, and train in FP8 for a step."
+        )
+    recipe = state.under(around)
     if recipe is not None and recipe.history is not None and recipe.casts[operand].delayed:
         if not state.trained:
             state.recipe = recipe  # for `inspect`
