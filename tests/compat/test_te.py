@@ -161,8 +161,6 @@ def test_fp8_is_that_of_transformer_engines_recipe(te):
     assert torch.equal(layer.weight.grad, own.weight.grad)
     with te.autocast(enabled=False):
         torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
-    with pytest.raises(InputError, match="calibrating"), te.fp8_autocast(False, True):
-        pass
 
 
 def test_recipes_compare_and_print_as_there(te):

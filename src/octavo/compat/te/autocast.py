@@ -12,6 +12,7 @@ from octavo.compat.notices import say_once
 from octavo.compat.te.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from octavo.errors import InputError
 from octavo.fp8 import autocast as fp8
+from octavo.fp8 import calibration
 from octavo.fp8.recipe import coerce
 from octavo.kernels import gemm
 
@@ -26,23 +27,20 @@ def autocast(
 ) -> Iterator[None]:
     """Run the products of layers inside in FP8 by `recipe`, delayed scaling when absent.
 
-    amax_reduction_group: ranks that join their amaxes; None: all.
+    amax_reduction_group: ranks that join their amaxes; None: all. calibrating: without FP8, record the amaxes of inputs and
+    weights for it (`octavo.fp8.calibration`).
 
     Raises:
-        InputError: `calibrating` without FP8, or a recipe that Octavo does not have.
+        InputError: a recipe that Octavo does not have.
     """
-    if calibrating and not enabled:
-        raise InputError(
-            "autocast(enabled=False, calibrating=True): amaxes are measured by casts to FP8 here. Use enabled=True, or leave "
-            "calibrating out."
-        )
-    if enabled and isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
+    if (enabled or calibrating) and isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
         raise InputError(
             f"{type(recipe).__name__} is of Blackwell's units, which Octavo does not use. Use Float8BlockScaling or "
             "Float8CurrentScaling."
         )
-    chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled else None
-    with fp8.fp8_autocast(bool(enabled), chosen, amax_reduction_group):
+    chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled or calibrating else None
+    measured = chosen if calibrating and not enabled else None
+    with calibration.calibrating(measured), fp8.fp8_autocast(bool(enabled), chosen if enabled else None, amax_reduction_group):
         yield
 
 

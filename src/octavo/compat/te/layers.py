@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.compat.te import parts
-from octavo.compat.te.signatures import SIGNATURES, bound
+from octavo.compat.te.signatures import SIGNATURES, bound, refuse_fp8
+from octavo.compat.te.split import SplitLinear, split
 from octavo.compat.te.state import Stateful, Stateless
-from octavo.errors import InputError
 from octavo.nn import grouped as _grouped
 from octavo.nn import linear as _linear
 from octavo.nn import mlp as _mlp
@@ -26,24 +26,24 @@ class Kind(type):
         return super().__instancecheck__(instance) or (own is not None and isinstance(instance, own))
 
 
-def refuse_fp8_output(fp8_output: bool) -> None:
-    """Raise an InputError for a result in FP8."""
-    if fp8_output:
-        raise InputError("fp8_output=True is not supported: results are in the compute dtype. Leave it out.")
-
-
 class Linear(Stateful, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
-    octavo = (_linear.Linear, parts.Linear)
+    octavo = (_linear.Linear, parts.Linear, SplitLinear)
     __signature__ = SIGNATURES["Linear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound("Linear", args, kwargs))
+        values = bound("Linear", args, kwargs)
+        names = values.pop("parameters_split")
+        super().__init__(**values)
+        if names is not None:
+            split(self, names)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Any:
         """inp [..., in_features] → [..., out_features]."""
-        refuse_fp8_output(fp8_output)
+        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
         return super().forward(inp, is_first_microbatch)
 
 
@@ -54,11 +54,22 @@ class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
     __signature__ = SIGNATURES["LayerNormLinear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound("LayerNormLinear", args, kwargs))
+        values = bound("LayerNormLinear", args, kwargs)
+        names = values.pop("parameters_split")
+        super().__init__(**values)
+        if names is not None:
+            split(self, names)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, **residual: Any) -> Any:
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        **residual: Any,
+    ) -> Any:
         """inp [..., in_features] → [..., out_features]."""
-        refuse_fp8_output(fp8_output)
+        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
         return super().forward(inp, is_first_microbatch, **residual)
 
 
