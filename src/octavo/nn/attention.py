@@ -22,7 +22,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
+from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input, forward_residual
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
@@ -274,12 +274,12 @@ class MultiheadAttention(ResidualLayer):
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
         angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
         if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
-            h, qkv = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch)
+            h, qkv = forward_residual(self.layernorm_qkv, x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
             rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
             rotation = rotation._replace(handover=self._handover())
-            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
+            h, *parts = forward_residual(self.layernorm_qkv, x, delta, is_first_microbatch, rotation=rotation)
             q, k, v = parts
             if self.q_norm is not None and self.k_norm is not None:
                 after = angles if self.norm_first else None
