@@ -22,7 +22,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
+from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input, forward_residual
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
@@ -306,7 +306,7 @@ class MultiheadAttention(ResidualLayer):
     def _qkv(self, x: Tensor, delta: Tensor | None, first: bool | None, rotation: Rotation | None = None) -> tuple[Tensor, ...]:
         """The residual stream, and the joint product or with a rotation its parts."""
         if self.input_layernorm:
-            made: tuple[Tensor, ...] = self.layernorm_qkv.forward_residual(x, delta, first, rotation=rotation)
+            made: tuple[Tensor, ...] = forward_residual(self.layernorm_qkv, x, delta, first, rotation=rotation)
             return made
         h = x if delta is None else x + delta
         y = self.qkv(h, first)

@@ -15,7 +15,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import Experts, LayerNormMoE
-from octavo.nn.norm import NORM_LAYERS, ResidualLayer
+from octavo.nn.norm import NORM_LAYERS, ResidualLayer, forward_residual
 from octavo.nn.rotary import Angles
 from octavo.nn.te_arguments import Init, Tracker, check, check_dropout, check_format
 
@@ -163,11 +163,17 @@ class TransformerLayer(ResidualLayer):
         """
         if te_arguments:
             check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
-        h, attended = self.self_attention.forward_residual(
-            hidden_states, delta, attention_mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=self_attn_mask_type
+        h, attended = forward_residual(
+            self.self_attention,
+            hidden_states,
+            delta,
+            attention_mask,
+            rotary_pos_emb,
+            is_first_microbatch,
+            attn_mask_type=self_attn_mask_type,
         )
         if self.parallel:
-            h, out = self.layernorm_mlp.forward_residual(h, None, is_first_microbatch)
+            h, out = forward_residual(self.layernorm_mlp, h, None, is_first_microbatch)
             apart = self.drops_apart
             out = self._dropped(attended) + self._dropped(out) if apart else self._dropped(attended + out)
             # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
@@ -177,7 +183,7 @@ class TransformerLayer(ResidualLayer):
             h, out, routing = self.layernorm_moe(h, is_first_microbatch, delta=self._dropped(attended), counted=counted)
             h, out = self._normed(h, self._dropped(out))
             return (h, out, routing) if return_residual else (h if out is None else h + out, routing)
-        h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
+        h, out = forward_residual(self.layernorm_mlp, h, self._dropped(attended), is_first_microbatch)
         h, out = self._normed(h, self._dropped(out))
         if return_residual:
             return h, out

@@ -207,6 +207,13 @@ class ResidualLayer(nn.Module):
         return self(residual, *args, delta=delta, return_residual=True, **options)
 
 
+def forward_residual(
+    layer: nn.Module, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """`ResidualLayer.forward_residual` of a layer, or of a wrapper around one: FSDP1 has its weights in its own call alone."""
+    return layer(residual, *args, delta=delta, return_residual=True, **options)
+
+
 class _Norm(nn.Module):
     """One of `NORMS`; LayerNorm alone has a bias. The size may also be given as `hidden_size`, the dtype as `dtype`."""
 

@@ -82,6 +82,7 @@ def _given(values: dict[str, Any]) -> Any:
 class DotProductAttention(_Masked, Stateless, _attention.DotProductAttention, metaclass=Kind):
     """softmax(q · kᵀ · scale) · v, without parameters."""
 
+    __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients tell it
     octavo = _attention.DotProductAttention
     __signature__ = SIGNATURES["DotProductAttention"]
 
@@ -132,6 +133,7 @@ class DotProductAttention(_Masked, Stateless, _attention.DotProductAttention, me
 class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metaclass=Kind):
     """Joint query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first."""
 
+    __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients tell it
     octavo = _attention.MultiheadAttention
     __signature__ = SIGNATURES["MultiheadAttention"]
 
@@ -175,6 +177,7 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
 class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kind):
     """x + attention(norm(x)), then h + mlp(norm(h)); a block of timm's or Hugging Face's may be a subclass."""
 
+    __module__ = "transformer_engine.pytorch.transformer"  # by which clients tell it
     octavo = _block.TransformerLayer
     __signature__ = SIGNATURES["TransformerLayer"]
 

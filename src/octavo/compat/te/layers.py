@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.compat.te import parts
@@ -26,9 +27,16 @@ class Kind(type):
         return super().__instancecheck__(instance) or (own is not None and isinstance(instance, own))
 
 
+def in_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype of `torch.autocast` where that is on: Transformer Engine's norms run in it, PyTorch's in float32."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
 class Linear(Stateful, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
+    __module__ = "transformer_engine.pytorch.module.linear"  # by which clients tell it
     octavo = (_linear.Linear, parts.Linear, SplitLinear)
     __signature__ = SIGNATURES["Linear"]
 
@@ -50,6 +58,7 @@ class Linear(Stateful, _linear.Linear, metaclass=Kind):
 class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
     """y = norm(x) · weightᵀ + bias."""
 
+    __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients tell it
     octavo = _linear.LayerNormLinear
     __signature__ = SIGNATURES["LayerNormLinear"]
 
@@ -76,6 +85,7 @@ class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
 class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias."""
 
+    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # by which clients tell it
     octavo = _mlp.LayerNormMLP
     __signature__ = SIGNATURES["LayerNormMLP"]
 
@@ -91,6 +101,7 @@ class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
 class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
     """The linear layers of several experts."""
 
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"  # by which clients tell it
     octavo = _grouped.GroupedLinear
     __signature__ = SIGNATURES["GroupedLinear"]
 
@@ -101,18 +112,28 @@ class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
 class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):
     """(x − mean) / √(variance + eps) · weight + bias."""
 
+    __module__ = "transformer_engine.pytorch.module.layernorm"  # by which clients tell it
     octavo = _norm.LayerNorm
     __signature__ = SIGNATURES["LayerNorm"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**bound("LayerNorm", args, kwargs))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of `x` [..., features], under `torch.autocast` in and of its dtype."""
+        return super().forward(in_autocast(x))
+
 
 class RMSNorm(Stateless, _norm.RMSNorm, metaclass=Kind):
     """x / √(mean(x²) + eps) · weight."""
 
+    __module__ = "transformer_engine.pytorch.module.rmsnorm"  # by which clients tell it
     octavo = _norm.RMSNorm
     __signature__ = SIGNATURES["RMSNorm"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**bound("RMSNorm", args, kwargs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of `x` [..., features], under `torch.autocast` in and of its dtype."""
+        return super().forward(in_autocast(x))
