@@ -32,7 +32,11 @@ def test_chunks_are_the_joined_tokens_and_come_back_as_they_were(config, tmp_pat
     prepared = prepare(config)
     counts = write_channels(prepared, config, tmp_path / "channels")
     for split, name in (("train", "train/training.json"), ("validation", "test/validation.json")):
-        chunks = [json.loads(line)["input_ids"] for line in (tmp_path / "channels" / name).read_text().splitlines()]
+        rows = [json.loads(line) for line in (tmp_path / "channels" / name).read_text().splitlines()]
+        chunks = [row["input_ids"] for row in rows]
+        assert all(
+            row == {"input_ids": ids, "attention_mask": [1] * 64, "labels": ids} for row, ids in zip(rows, chunks, strict=True)
+        )
         tokens = prepared.tokens(split).tolist()
         assert chunks == [tokens[at : at + 64] for at in range(0, len(tokens) - 63, 64)]
         assert counts[name] == len(chunks) > 0

@@ -11,12 +11,12 @@ import errno
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest, warn
-from octavo.launch import code, environment, inputs, job
+from octavo.launch import code, container_paths, environment, inputs, job
 from octavo.launch.distribution import Layout, layout_of
 from octavo.launch.environment import check_variables
 from octavo.launch.job import JOBS, Job
@@ -210,6 +210,7 @@ class PyTorch:
                 inputs.check_address(address, f"inputs[{name!r}] = {address!r}")
         files = code.files_of(folder_of_code, jobs) if self.source_dir is not None else [script]
         code.check_dependencies(self.dependencies)
+        self._mapped(Path(), channels)  # refused before there is a folder
         folder = job.make_folder(jobs, job_name or job.new_name(self.base_job_name or script.stem)).absolute()
         try:
             for part in ("code", "input/config", "input/data", "model", "output/data"):
@@ -217,7 +218,13 @@ class PyTorch:
             code.copy(files, folder_of_code, folder / "code")
             code.copy_dependencies(self.dependencies, folder / "code")
             laid = {name: str(inputs.lay(name, address, folder / "input" / "data")) for name, address in channels.items()}
-            command, variables = self._command(layout, folder, script.relative_to(folder_of_code).as_posix(), laid)
+            hyperparameters, variables_of_script = self._mapped(folder, channels)
+            if (hyperparameters, variables_of_script) != (self._hyperparameters, self.environment):
+                (folder / "checkpoints").mkdir()
+                warn(f"estimator: paths below /opt/ml are those of the job: {folder}")
+            command, variables = self._command(
+                layout, folder, script.relative_to(folder_of_code).as_posix(), laid, hyperparameters
+            )
             record = {
                 "estimator": self._record(),
                 "command": command,
@@ -231,7 +238,7 @@ class PyTorch:
                 "created": job.now(),
             }
             job.write(folder / "job.json", record)
-            started = _supervise(folder, environment.inherited() | variables | self.environment, waits=waits)
+            started = _supervise(folder, environment.inherited() | variables | variables_of_script, waits=waits)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
             if isinstance(error, OSError) and error.errno == errno.E2BIG:
@@ -251,17 +258,27 @@ class PyTorch:
         self.jobs.append(started)
         return started
 
+    def _mapped(self, folder: Path, channels: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Hyperparameters and variables with SageMaker's paths in the job's folder."""
+        given = {"hyperparameters": self._hyperparameters, "environment": self.environment}
+        found = (
+            {name: container_paths.mapped(value, folder, channels, f"{what}[{name!r}]") for name, value in values.items()}
+            for what, values in given.items()
+        )
+        hyperparameters, variables = found
+        return hyperparameters, variables
+
     def _command(
-        self, layout: Layout, folder: Path, script: str, channels: Mapping[str, str]
+        self, layout: Layout, folder: Path, script: str, channels: Mapping[str, str], hyperparameters: Mapping[str, Any]
     ) -> tuple[list[str], dict[str, str]]:
         """The job's command, and its variables."""
-        handed = dict(self._hyperparameters)
+        handed = dict(hyperparameters)
         if layout.parameters is not None and "--mp_parameters" in (folder / "code" / script).read_text(errors="replace"):
             handed["mp_parameters"] = layout.parameters
         arguments = environment.arguments_of(handed)
         variables = environment.variables_of(
             layout,
-            self._hyperparameters,
+            hyperparameters,
             channels,
             folder,
             script=script,
@@ -269,7 +286,7 @@ class PyTorch:
             arguments=arguments,
         )
         config = folder / "input" / "config"
-        job.write(config / "hyperparameters.json", self._hyperparameters)
+        job.write(config / "hyperparameters.json", dict(hyperparameters))
         job.write(config / "resourceconfig.json", environment.resources_of(str(self.instance_type)))
         job.write(config / "inputdataconfig.json", environment.input_config(channels))
         if layout.gpus == 0:

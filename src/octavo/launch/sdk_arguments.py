@@ -10,11 +10,14 @@ MEANINGLESS = (
     "keep_alive_period_in_seconds", "max_retry_attempts", "max_wait", "metric_definitions", "output_kms_key", "profiler_config",
     "py_version", "role", "rules", "sagemaker_session", "security_group_ids", "subnets", "tags", "tensorboard_output_config",
     "training_repository_access_mode", "training_repository_credentials_provider_arn", "use_spot_instances", "volume_kms_key",
-    "volume_size",
+    "volume_size", "wait",
 )  # fmt: skip
-"""Accepted: a job runs here, under this user, in this Python."""
+"""Accepted: a job runs here, under this user, in this Python. `wait` is of `fit`; the SDK takes and forgets it."""
 
+_RECIPE = "HyperPod's recipes are not here: give a script as entry_point, or train a run file (octavo train presets/…)."
 REFUSED = {
+    "training_recipe": _RECIPE,
+    "recipe_overrides": _RECIPE,
     "git_config": "clone the repository, and give its folder as source_dir.",
     "instance_groups": "give instance_type and instance_count: the ranks of a job are alike.",
     "model_uri": "give the model as a channel of inputs.",

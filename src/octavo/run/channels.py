@@ -1,6 +1,6 @@
-"""Prepared data as the files of a job's channels: chunks of token ids, one JSON object with `input_ids` a line.
+"""Prepared data as the files of a job's channels: chunks of tokens, one JSON object a line.
 
-Where not every token is a target the objects have `labels` too.
+An object has `input_ids`, an `attention_mask` of ones, and `labels`, which are the ids, or -100 for a token that is no target.
 
     FOLDER/train/training.json      FOLDER/test/validation.json
 
@@ -65,9 +65,9 @@ def _write(prepared: PreparedData, config: DataConfig, split: Split, path: Path)
     with path.open("w", encoding="utf-8") as file:
         for start, length in zip(packing.start_P.tolist(), packing.length_P.tolist(), strict=True):
             if length == config.sequence_length:
-                row = {"input_ids": sequences.tokens[start : start + length].tolist()}
-                if sequences.labels is not None:
-                    row["labels"] = sequences.labels[start : start + length].tolist()
+                ids = sequences.tokens[start : start + length].tolist()
+                labels = ids if sequences.labels is None else sequences.labels[start : start + length].tolist()
+                row = {"input_ids": ids, "attention_mask": [1] * length, "labels": labels}
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
                 written += 1
     if not written:

@@ -1,0 +1,42 @@
+"""SageMaker's folders below /opt/ml, in hyperparameters and variables, as the folders of a job on this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InputError
+
+_ROOT = "/opt/ml"
+_PATH = re.compile(r"(?<![\w./-])/opt/ml(?P<inside>/[^\s,;:'\"]*|(?![\w-]))")
+_FOLDERS = ("checkpoints", "code", "input", "model", "output")
+"""Below /opt/ml, and below a job's folder."""
+
+
+def mapped(value: Any, folder: Path, channels: Iterable[str], key: str) -> Any:
+    """`value` with every path below /opt/ml in the job's `folder`; lists and dictionaries too.
+
+    channels: names of the job's channels. key: for messages.
+
+    Raises:
+        InputError: a folder of /opt/ml that no job has, or a channel that the job does not have.
+    """
+    if isinstance(value, Mapping):
+        return {name: mapped(inside, folder, channels, key) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(inside, folder, channels, key) for inside in value]
+    if not isinstance(value, str) or _ROOT not in value:
+        return value
+
+    def replaced(found: re.Match[str]) -> str:
+        parts = [part for part in found["inside"].split("/") if part]
+        if parts and (parts[0] not in _FOLDERS or ".." in parts):
+            raise InputError(f"{key} = {value!r}: a job has the folders {', '.join(f'{_ROOT}/{name}' for name in _FOLDERS)}.")
+        if parts[:2] == ["input", "data"] and len(parts) > 2 and parts[2] not in (known := sorted(channels)):
+            there = f"Channels of fit(inputs=…): {', '.join(known)}." if known else "Give it in fit(inputs={…})."
+            raise InputError(f"{key} = {value!r}: this job has no channel {parts[2]!r}. {there}")
+        return str(folder.joinpath(*parts))
+
+    return _PATH.sub(replaced, value)
