@@ -17,7 +17,7 @@ from typing import Any
 
 from octavo.errors import InputError
 from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, is_below_absent, library_of, names_of
-from octavo.migrate.values import UNKNOWN, Values, entries
+from octavo.migrate.values import REST, UNKNOWN, Values
 
 _CUDA = ("torch.cuda.",)
 _COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
@@ -137,13 +137,27 @@ def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
                 continue
             lines[0] = ""
         if not _parses("\n".join(lines)):
-            lines = [_COMMAND.sub(r"\1pass", line) for line in lines]
-        found += lines
+            lines = [_COMMAND.sub(_in_python, line) for line in lines]
         try:
             ast.parse("\n".join(lines))
         except SyntaxError as error:
-            raise _no_python(f"{path}, code cell {number}", error) from None
+            notes.append(
+                f"code cell {number} is not read, line {error.lineno}: {error.msg}: {(error.text or '').strip()[:80]!r}"
+            )
+            lines = [""] * len(lines)
+        found += lines
     return "\n".join(found)
+
+
+def _in_python(command: re.Match[str]) -> str:
+    """A statement in place of a line of the notebook's own: names that it sets are known only at run time."""
+    names, _, rest = command[0].strip().partition("=")
+    if rest.strip()[:1] in ("%", "!") and rest:
+        return f"{command[1]}{names.strip()} = __command__()"
+    stored = names.split()
+    if stored[:2] == ["%store", "-r"] and len(stored) > 2 and all(name.isidentifier() for name in stored[2:]):
+        return f"{command[1]}{' = '.join(stored[2:])} = __command__()"
+    return f"{command[1]}pass"
 
 
 def _no_python(place: str, error: SyntaxError) -> InputError:
@@ -164,9 +178,7 @@ class _Reader:
 
     def __init__(self, path: Path, tree: ast.AST) -> None:
         self.script = Script(path)
-        self._values = Values(tree)
         self._meaning: dict[str, str] = {}  # a name of the script → dotted
-        self._instances: dict[str, dict[str, Any]] = {}
         self._seen: set[tuple[int, str]] = set()
         self._parts: set[int] = set()  # attributes that belong to a longer one
         self._spared: set[str] = set()  # absent names that the script's own `except` does without
@@ -180,6 +192,8 @@ class _Reader:
                 self._assign(node)
         for node in nodes:
             self._visit(node)
+        self._values = Values(tree, self._positional, self._dotted)
+        self.script.estimators = self._values.jobs
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # PyTorch(…) before its .fit(…)
             self._call(call)
@@ -215,8 +229,6 @@ class _Reader:
         for target in node.targets:
             if isinstance(target, ast.Name) and followed and target.id not in self._meaning:
                 self._meaning[target.id] = canonical(dotted) if isinstance(node.value, ast.Call) else dotted
-                if isinstance(node.value, ast.Call) and canonical(dotted) in _ESTIMATORS:
-                    self._instances[target.id] = {}
 
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
@@ -233,9 +245,10 @@ class _Reader:
     def _call(self, node: ast.Call) -> None:
         dotted = self._dotted(node.func)
         if dotted is not None and library_of(dotted) is not None:
+            given = self._values.arguments(node)[1]
             for word in node.keywords:
                 name = f"{canonical(dotted)}({word.arg}=)"
-                exact = f"{canonical(dotted)}({word.arg}={json.dumps(self._values.of(word.value), default=str)})"
+                exact = f"{canonical(dotted)}({word.arg}={json.dumps(given.get(word.arg or ''), default=str)})"
                 unset = isinstance(word.value, ast.Constant) and word.value.value is None
                 for each in (name, exact):
                     if each in NAMES and not unset:
@@ -243,41 +256,32 @@ class _Reader:
             self._default(node, canonical(dotted))
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
-        if dotted is not None and canonical(dotted) in _ESTIMATORS:
-            given = self._values.keywords(node)
-            for name, value in zip(_ESTIMATORS[canonical(dotted)], node.args, strict=False):
-                given[name] = self._values.of(value)
-            self.script.estimators.append(given)
         for value in (*node.args, *(word.value for word in node.keywords)):
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
                 self._gpu(node.lineno, f'"{text}"')
 
+    def _positional(self, function: ast.AST) -> tuple[str, ...] | None:
+        """The positional arguments of an estimator that an expression names; None for another."""
+        dotted = self._dotted(function)
+        return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
+
     def _default(self, node: ast.Call, name: str) -> None:
         """A row of the table that an argument left out stands for."""
         argument, value, switch = _DEFAULTS.get(name, ("", "", ""))
-        given = {word.arg: self._values.of(word.value) for word in node.keywords}
-        if argument and not node.args and not {argument, None} & set(given) and given.get(switch, True) is not False:
+        given = self._values.arguments(node)[1]
+        if argument and not node.args and not {argument, REST} & set(given) and given.get(switch, True) is not False:
             self._use(node.lineno, f"{name}({argument}={json.dumps(value)})")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
             self._gpu(node.lineno, ".cuda()")
-        elif function.attr == "fit" and self.script.estimators:
-            given = {word.arg: self._values.of(word.value) for word in node.keywords if word.arg}
-            inputs = given.get("inputs", self._values.of(node.args[0]) if node.args else None)
-            self.script.estimators[-1]["fit"] = {"inputs": inputs}
-        elif function.attr == "set_hyperparameters" and self.script.estimators:
-            given = self.script.estimators[-1]
-            before, values = given.get("hyperparameters"), self._values.keywords(node)
-            if self._values.is_unsure(node):
-                values = dict.fromkeys(values, UNKNOWN)
-            given["hyperparameters"] = ({} if before is None else entries(before)) | values
         elif function.attr == "add_argument":
             names = [value.value for value in node.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-            words = {word.arg: word.value for word in node.keywords}
-            switched = {"store_true": False, "store_false": True}.get(self._values.of(words.get("action")))
-            default = self._values.of(words["default"]) if "default" in words else switched
+            words = self._values.arguments(node)[1]
+            action = words.get("action")
+            switched = {"store_true": False, "store_false": True}.get(action) if isinstance(action, str) else None
+            default = words.get("default", switched)
             for name in names:
                 if name.startswith("--"):
                     self.script.arguments[name[2:].replace("-", "_")] = default
