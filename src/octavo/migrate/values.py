@@ -79,7 +79,7 @@ class Values:
 
     Args:
         tree: of the script.
-        positional: names of the positional arguments of a call of an estimator, by the called expression; None for another call.
+        positional: called expression → names of the positional arguments of an estimator; None for another call.
         called: the full dotted name of an expression, or None.
     """
 
@@ -110,6 +110,10 @@ class Values:
         last = self._frames[0]
         found = [self._fitted.get(number, last.get(f"<{number}>")) for number in self._order]
         return [job for job in found if isinstance(job, dict)]
+
+    def last(self, name: str) -> Any:
+        """The value of a name of the module after its last line."""
+        return self._frames[0].get(name, UNKNOWN)
 
     def arguments(self, call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
         """The positional and keyword arguments of a call, those of `**table` too, as the call gets them."""
@@ -161,14 +165,14 @@ class Values:
         if isinstance(node, ast.Compare):
             return self._compared(node)
         if isinstance(node, ast.BoolOp):
-            value: Any = UNKNOWN
+            last: Any = UNKNOWN
             for each in node.values:
-                value = self.of(each)
-                if (truth := _truth(value)) is None:
+                last = self.of(each)
+                if (truth := _truth(last)) is None:
                     return UNKNOWN
                 if truth == isinstance(node.op, ast.Or):
                     break
-            return value
+            return last
         if isinstance(node, ast.IfExp):
             truth = _truth(self.of(node.test))
             if truth is not None:
@@ -238,7 +242,7 @@ class Values:
         names = self._positional(function)
         if names is not None:
             return self._job(node, dict(zip(names, args, strict=False)) | keywords)
-        if isinstance(function, ast.Attribute) and (isinstance(owner, Job) or isinstance(owner, dict)):
+        if isinstance(function, ast.Attribute) and isinstance(owner, Job | dict):
             return self._method(owner, function.attr, args, keywords)
         dotted, name = self._called(function), getattr(function, "attr", getattr(function, "id", ""))
         if dotted in ("copy.copy", "copy.deepcopy") and len(args) == 1:
