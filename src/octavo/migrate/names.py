@@ -375,7 +375,7 @@ def find(dotted: str) -> Name | None:
 
 
 def unknown_argument(dotted: str, argument: str) -> Name | None:
-    """A row for an argument that a function or class of the compatibility layer does not have; None for one that it may have."""
+    """A row for an argument that a name of the compatibility layer does not have; None for one that it may have."""
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     module, _, last = dotted.rpartition(".")
     if shim is None or shim is SDK:

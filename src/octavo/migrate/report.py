@@ -87,7 +87,8 @@ def _end(script: Script) -> list[str]:
     if not script.uses:
         return ["Its estimator is Octavo's already."]
     if script.is_module:
-        return ["Every name is there. It is a module: run the script that imports it."]
+        told = "As far as it is read, every name is there" if script.notes else "Every name is there"
+        return [f"{told}. It is a module: run the script that imports it."]
     runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
     return [

@@ -238,9 +238,9 @@ class _Reader:
                 dotted = node.module
                 self._meaning |= {name: f"{dotted}.{name}" for name in names_of(dotted)}
                 if library_of(dotted) is not None:
-                    self.script.notes.append(f"line {node.lineno}: of import *, only names that Octavo has are seen")
+                    self._note(node, "of import *, only names that Octavo has are seen")
                 else:
-                    self.script.notes.append(f"line {node.lineno}: names that import * takes from {dotted} are not seen")
+                    self._note(node, f"names that import * takes from {dotted} are not seen")
             else:
                 dotted = f"{node.module}.{alias.name}"
                 self._meaning[alias.asname or alias.name] = dotted
@@ -259,7 +259,7 @@ class _Reader:
         own = module.startswith(".") or any(file.is_file() for file in files)
         if own and not {file.resolve() for file in files} & self._others and module not in self._modules:
             self._modules.add(module)
-            self.script.notes.append(f"line {line}: {module} is a module of its own: give its file too")
+            self.script.notes.append(f"line {self.script.place(line)}: {module} is a module of its own: give its file too")
 
     def _assign(self, node: ast.Assign) -> None:
         """Follow an instance of a known class, and another name for a known one."""

@@ -1,8 +1,8 @@
 """Values of a script that are known without running it: constants, and dictionaries, sums and texts of them.
 
-Statements are followed in their order, functions where the script calls them. A test that is known takes its branch; after one
-that is not, a value is known only if both branches leave the same. A loop over a known list is followed item by item; of any other
-loop, what its body changes is unknown. Omitted: comprehensions, closures, attributes of objects.
+Statements are followed in their order, functions where the script calls them. A known test takes its branch; after an unknown
+one, a value is known only if both branches leave the same. A loop over a known list is followed item by item; values that the
+body of another loop changes are unknown. Omitted: comprehensions, closures, attributes of objects.
 """
 
 from __future__ import annotations
