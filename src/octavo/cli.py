@@ -397,7 +397,8 @@ def migrate(
     from octavo.migrate.script import read
 
     new_run_file = options.path(run_file, "--run-file")
-    found = [read(local_path(script, "SCRIPT")) for script in scripts]
+    paths = [local_path(script, "SCRIPT") for script in scripts]
+    found = [read(path, paths) for path in paths]
     if new_run_file is not None:
         from octavo.migrate.run_file import write_run_file
 

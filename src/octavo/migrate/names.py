@@ -15,6 +15,8 @@ from octavo.compat.missing import TABLE, way_of
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
+from octavo.errors import nearest
+from octavo.migrate.sources import arguments_of, has_name
 
 Status = Literal["same", "accepted", "differs", "absent"]
 """same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
@@ -156,6 +158,15 @@ _TE = (
         )
         for name in ("fp8_autocast", "autocast")
     ),
+    *(
+        Name(
+            f"transformer_engine.pytorch.{name}(calibrating=)",
+            "differs",
+            "True is refused while enabled is False: amaxes are measured by casts to FP8",
+            "enabled=True, or leave calibrating out",
+        )
+        for name in ("fp8_autocast", "autocast")
+    ),
     Name("transformer_engine.pytorch.fp8_model_init", "differs", "weights stay in high precision, and are cast once a step"),
     Name(
         "transformer_engine.pytorch.checkpoint",
@@ -193,6 +204,9 @@ _TE = (
 _FSDP = "torch.distributed.fsdp.FullyShardedDataParallel"
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP1 = (
+    Name(_WRAPPER, "same", "PyTorch's own"),
+    Name(f"{_WRAPPER}.OffloadWrapper", "same", "activations in host memory", "octavo.transform(model, offload=True)"),
+    Name(f"{_WRAPPER}.CheckpointWrapper", "same", "recomputed in backward", "octavo.transform(model, recompute=True)"),
     Name("torch.distributed.fsdp", "same", "PyTorch's own, around a model that was never transformed"),
     Name(
         _FSDP,
@@ -315,6 +329,7 @@ _WHOLE = (
     "torch.sagemaker.state",
     "torch.distributed.fsdp",
     "torch.distributed.fsdp.wrap",
+    _WRAPPER,
     "accelerate",
     "smdistributed",
 )
@@ -338,6 +353,10 @@ def find(dotted: str) -> Name | None:
     """
     if dotted in NAMES:
         return NAMES[dotted]
+    if LIBRARIES["torch.distributed.fsdp"] == library_of(dotted) or dotted.startswith("accelerate."):
+        module, _, last = dotted.partition("(")[0].rpartition(".")
+        if has_name(module, last) is False:
+            return Name(dotted, "absent", f"not in the installed {module}")
     if dotted.startswith(_STATE) and dotted.removeprefix(_STATE).partition(".")[0] not in STATE:
         return Name(
             dotted, "absent", _NOT_THERE, way_of(dotted, SMP.ways, STATE).partition("layer.")[2].removesuffix(TABLE).strip()
@@ -355,12 +374,33 @@ def find(dotted: str) -> Name | None:
     return _absent(dotted, shim.ways, names)
 
 
+def unknown_argument(dotted: str, argument: str) -> Name | None:
+    """A row for an argument that a name of the compatibility layer does not have; None for one that it may have."""
+    shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
+    module, _, last = dotted.rpartition(".")
+    if shim is None or shim is SDK:
+        return None
+    for source, names in shim.modules.get(module, {}).items():
+        if last in names.split():
+            known = arguments_of(source, last)
+            if known is not None and argument not in known:
+                guess = nearest(argument, known)
+                way = f"Did you mean {guess}?" if guess else ""
+                return Name(f"{dotted}({argument}=)", "absent", f"no argument of it here: {', '.join(known)}", way)
+    return None
+
+
 def is_below_absent(dotted: str) -> bool:
     """True for a name of a module that the compatibility layer does not have, and says so."""
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     return shim is not None and any(
         name in shim.ways and name not in shim.modules and name.rpartition(".")[2].islower() for name in _around(dotted)
     )
+
+
+def is_module(dotted: str) -> bool:
+    """True for a module of SMP, Transformer Engine or the SDK."""
+    return any(dotted in shim.modules for shim in _ROOTS.values())
 
 
 def names_of(module: str) -> list[str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from octavo.errors import InputError
 from octavo.launch.distribution import layout_of
+from octavo.launch.estimator import PyTorch
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 from octavo.migrate.script import Script, Use
 from octavo.migrate.values import REST, UNKNOWN
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}
+_FIT = tuple(inspect.signature(PyTorch.fit).parameters)[1:]
+_CALL = (*ARGUMENTS, *inspect.signature(PyTorch.__init__).parameters, *_FIT)
 _NOT_THERE = "not in Octavo's compatibility layer"
 
 
@@ -21,6 +25,7 @@ def figures(script: Script) -> dict[str, Any]:
     return {
         "script": str(script.path),
         "runs_unchanged": runs_unchanged(script),
+        "read_whole": not script.notes,
         "uses": [_row(use) for use in script.uses],
         "needs_gpu": [{"line": line, "what": text} for line, text in script.needs_gpu],
         "estimators": [_estimator(given) for given in script.estimators],
@@ -81,6 +86,9 @@ def _end(script: Script) -> list[str]:
         return [f"To change first: {', '.join(change)}."]
     if not script.uses:
         return ["Its estimator is Octavo's already."]
+    if script.is_module:
+        told = "As far as it is read, every name is there" if script.notes else "Every name is there"
+        return [f"{told}. It is a module: run the script that imports it."]
     runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
     return [
@@ -119,7 +127,8 @@ def _row(use: Use) -> dict[str, Any]:
 def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     """A call of an estimator: its ranks, and arguments without meaning or refused."""
     refused = [f"{name}: {REFUSED[name]}" for name in given if name in REFUSED]
-    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*ARGUMENTS, *REFUSED, "fit", REST)]
+    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*_CALL, *REFUSED, "fit", REST)]
+    refused += [f"{name}: an argument of fit" for name in given if name in _FIT]
     meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
     kind, count = given.get("instance_type"), given.get("instance_count", 1)
     hyperparameters = given.get("hyperparameters")

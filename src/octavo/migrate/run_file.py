@@ -55,7 +55,9 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     draft = _Draft()
     calls = sum(len(script.estimators) for script in scripts)
     if calls > 1:
-        draft.notes.append(f"from the last of {calls} calls of an estimator, with its values at the end of the script")
+        draft.notes.append(f"from the last of {calls} calls of an estimator{_differences(scripts)}")
+    for script in scripts:
+        draft.notes += [f"{script.path.name}: {note}" for note in script.notes if note.startswith("code cell")]
     _unknown_arguments(values, origins, draft)
     given = DEFAULTS | dict.fromkeys(OPTIONAL) | values
     for name in ("train_batch_size", "gradient_accumulation_steps", "lr"):
@@ -73,6 +75,18 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     _optimizer(given, of, draft)
     _train(given, of, max(1, ranks // degrees), draft)
     return _text(scripts, draft, ranks)
+
+
+def _differences(scripts: Sequence[Script]) -> str:
+    """Names of hyperparameters and SMP's parameters in which the calls of an estimator differ, as the end of a sentence."""
+    calls = [
+        {name: value for table in _tables(call).values() for name, value in table.items()}
+        for script in scripts
+        for call in script.estimators
+    ]
+    last = calls[-1]
+    names = sorted({str(name) for call in calls for name in {**call, **last} if call.get(name) != last.get(name)})
+    return f", which differ in {', '.join(names)}" if names else ""
 
 
 def write_run_file(path: Path, scripts: Sequence[Script], *, world_size: int | None = None) -> None:
@@ -113,12 +127,13 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
             f"{paths}: no arguments of SMP's example scripts (--max_context_width …) and no estimator with its parameters, so "
             "there is nothing to write a run file from. Give the script that has them."
         )
-    wanted = [name for name in unsure if name in DEFAULTS or name in OPTIONAL]
+    wanted = [name for name in unsure if (name in DEFAULTS or name in OPTIONAL) and name not in _PATHS]
     if wanted:
         raise InputError(f"not known without running the script: {', '.join(wanted)}. Write their values as constants.")
+    values |= dict.fromkeys(name for name in unsure if name in _PATHS)
     single = {name: value[0] for name, value in values.items() if isinstance(value, list) and len(value) == 1}
     values = {name: _number(name, value) for name, value in (values | single).items()}
-    return values, set(values), estimator
+    return values, {name for name, value in values.items() if value is not None}, estimator
 
 
 def _tables(call: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
@@ -334,6 +349,8 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
             draft.notes.append(f"{name} = {_shown(given[name])}: {_FOLDERS[name]}")
 
 
+_PATHS = ("checkpoint_dir", "resume_from_checkpoint", "model_dir", "training_dir", "test_dir", "tensorboard_dir")
+"""Arguments that are folders of the cloud's machines: a run file does without them."""
 _FOLDERS = {
     "checkpoint_dir": "checkpoints are in the run's folder, train.output",
     "resume_from_checkpoint": "the same command continues from the newest checkpoint",

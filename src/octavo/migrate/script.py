@@ -10,16 +10,33 @@ import ast
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError
-from octavo.migrate.names import LIBRARIES, METHODS, NAMES, Name, find, is_below_absent, library_of, names_of
-from octavo.migrate.values import UNKNOWN, Values, entries
+from octavo.migrate.names import (
+    LIBRARIES,
+    METHODS,
+    NAMES,
+    Name,
+    find,
+    is_below_absent,
+    is_module,
+    library_of,
+    names_of,
+    unknown_argument,
+)
+from octavo.migrate.values import REST, UNKNOWN, Values
 
-_CUDA = ("torch.cuda.",)
+_CUDA = "torch.cuda."
+WITHOUT_GPU = (
+    "Event", "amp", "device_count", "empty_cache", "get_arch_list", "get_rng_state_all", "is_available", "is_bf16_supported",
+    "is_initialized", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+    "memory_reserved", "memory_stats", "nvtx", "seed_all",
+)  # fmt: skip
+"""Names of `torch.cuda` that a machine without a GPU has too."""
 _COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
 """A line of a notebook that is no Python."""
 _PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
@@ -35,6 +52,8 @@ _ESTIMATORS = {
 }  # fmt: skip
 """Estimators, with their positional arguments."""
 
+_SAME = {"torch.sagemaker.state_handler.state": "torch.sagemaker.state"}
+"""Other names of an object → the one in the table."""
 _DEFAULTS = {"torch.sagemaker.moe.moe_config.MoEConfig": ("moe_load_balancing", "sinkhorn", "smp_moe")}
 """Call → an argument with a default that is refused, the default, and the argument that switches it off by False."""
 
@@ -67,6 +86,7 @@ class Script:
         estimators: keyword → value of each call of an estimator; its `fit` too, under "fit".
         notes: what was not read.
         cells: of a notebook, the first line of each code cell.
+        is_module: it defines names and calls nothing.
     """
 
     path: Path
@@ -76,6 +96,7 @@ class Script:
     estimators: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
+    is_module: bool = False
 
     def place(self, line: int) -> str:
         """A line number as text; in a notebook the code cell and its line, "cell:line"."""
@@ -83,8 +104,12 @@ class Script:
         return f"{cell}:{line - self.cells[cell - 1] + 1}" if cell else str(line)
 
 
-def read(path: Path) -> Script:
+def read(path: Path, others: Sequence[Path] = ()) -> Script:
     """Read a script, .py or .ipynb; it is not run.
+
+    Args:
+        path: of the script.
+        others: scripts that are read beside it.
 
     Raises:
         InputError: it cannot be read, or is no Python.
@@ -101,11 +126,10 @@ def read(path: Path) -> Script:
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is no Python: {error}.") from None
     try:
-        script = _Reader(path, tree).script
+        script = _Reader(path, tree, others, cells).script
     except RecursionError:
         raise InputError(f"{path} is nested too deeply to be read.") from None
     script.notes += notes
-    script.cells = cells
     return script
 
 
@@ -137,13 +161,27 @@ def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
                 continue
             lines[0] = ""
         if not _parses("\n".join(lines)):
-            lines = [_COMMAND.sub(r"\1pass", line) for line in lines]
-        found += lines
+            lines = [_COMMAND.sub(_in_python, line) for line in lines]
         try:
             ast.parse("\n".join(lines))
         except SyntaxError as error:
-            raise _no_python(f"{path}, code cell {number}", error) from None
+            notes.append(
+                f"code cell {number} is not read, line {error.lineno}: {error.msg}: {(error.text or '').strip()[:80]!r}"
+            )
+            lines = [""] * len(lines)
+        found += lines
     return "\n".join(found)
+
+
+def _in_python(command: re.Match[str]) -> str:
+    """A statement in place of a line of the notebook's own: names that it sets are known only at run time."""
+    names, _, rest = command[0].strip().partition("=")
+    if rest.strip()[:1] in ("%", "!") and rest:
+        return f"{command[1]}{names.strip()} = __command__()"
+    stored = names.split()
+    if stored[:2] == ["%store", "-r"] and len(stored) > 2 and all(name.isidentifier() for name in stored[2:]):
+        return f"{command[1]}{' = '.join(stored[2:])} = __command__()"
+    return f"{command[1]}pass"
 
 
 def _no_python(place: str, error: SyntaxError) -> InputError:
@@ -162,11 +200,11 @@ def _parses(text: str) -> bool:
 class _Reader:
     """One pass over a tree, with the meaning of its names."""
 
-    def __init__(self, path: Path, tree: ast.AST) -> None:
-        self.script = Script(path)
-        self._values = Values(tree)
+    def __init__(self, path: Path, tree: ast.AST, others: Sequence[Path], cells: list[int]) -> None:
+        self.script = Script(path, cells=cells, is_module=not cells and _is_module(tree))
+        self._others = {other.resolve() for other in others}
+        self._modules: set[str] = set()
         self._meaning: dict[str, str] = {}  # a name of the script → dotted
-        self._instances: dict[str, dict[str, Any]] = {}
         self._seen: set[tuple[int, str]] = set()
         self._parts: set[int] = set()  # attributes that belong to a longer one
         self._spared: set[str] = set()  # absent names that the script's own `except` does without
@@ -180,6 +218,8 @@ class _Reader:
                 self._assign(node)
         for node in nodes:
             self._visit(node)
+        self._values = Values(tree, self._positional, self._dotted)
+        self.script.estimators = self._values.jobs
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # PyTorch(…) before its .fit(…)
             self._call(call)
@@ -192,18 +232,34 @@ class _Reader:
                 first, dotted = alias.name.partition(".")[0], alias.name
                 self._meaning[alias.asname or first] = alias.name if alias.asname else first
             elif node.level or node.module is None:
+                self._beside("." * node.level + (node.module or alias.name), node.lineno)
                 continue
             elif alias.name == "*":
                 dotted = node.module
                 self._meaning |= {name: f"{dotted}.{name}" for name in names_of(dotted)}
                 if library_of(dotted) is not None:
-                    self.script.notes.append(f"line {node.lineno}: of import *, only names that Octavo has are seen")
+                    self._note(node, "of import *, only names that Octavo has are seen")
+                else:
+                    self._note(node, f"names that import * takes from {dotted} are not seen")
             else:
                 dotted = f"{node.module}.{alias.name}"
                 self._meaning[alias.asname or alias.name] = dotted
+            self._beside(alias.name if isinstance(node, ast.Import) else node.module or "", node.lineno)
             if spared:
                 self._spared.add(canonical(dotted))
             self._use(node.lineno, dotted)
+
+    def _beside(self, module: str, line: int) -> None:
+        """Note a module of the script's own, which is read only if it is given too."""
+        folder = self.script.path.parent
+        parts = module.lstrip(".").split(".")
+        for _ in range(len(module) - len(module.lstrip(".")) - 1):
+            folder = folder.parent
+        files = [folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")]
+        own = module.startswith(".") or any(file.is_file() for file in files)
+        if own and not {file.resolve() for file in files} & self._others and module not in self._modules:
+            self._modules.add(module)
+            self.script.notes.append(f"line {self.script.place(line)}: {module} is a module of its own: give its file too")
 
     def _assign(self, node: ast.Assign) -> None:
         """Follow an instance of a known class, and another name for a known one."""
@@ -215,8 +271,6 @@ class _Reader:
         for target in node.targets:
             if isinstance(target, ast.Name) and followed and target.id not in self._meaning:
                 self._meaning[target.id] = canonical(dotted) if isinstance(node.value, ast.Call) else dotted
-                if isinstance(node.value, ast.Call) and canonical(dotted) in _ESTIMATORS:
-                    self._instances[target.id] = {}
 
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
@@ -227,57 +281,100 @@ class _Reader:
                 self._parts.add(id(inner))
             if dotted is not None:
                 self._use(node.lineno, dotted)
-                if dotted.startswith(_CUDA) and dotted != "torch.cuda.is_available":
+                if dotted.startswith(_CUDA) and dotted.removeprefix(_CUDA).partition(".")[0] not in WITHOUT_GPU:
                     self._gpu(node.lineno, dotted)
 
     def _call(self, node: ast.Call) -> None:
         dotted = self._dotted(node.func)
         if dotted is not None and library_of(dotted) is not None:
+            given = self._values.arguments(node)[1]
             for word in node.keywords:
                 name = f"{canonical(dotted)}({word.arg}=)"
-                exact = f"{canonical(dotted)}({word.arg}={json.dumps(self._values.of(word.value), default=str)})"
+                exact = f"{canonical(dotted)}({word.arg}={json.dumps(given.get(word.arg or ''), default=str)})"
                 unset = isinstance(word.value, ast.Constant) and word.value.value is None
                 for each in (name, exact):
                     if each in NAMES and not unset:
                         self._use(word.value.lineno, each)
+                row = find(name)
+                if name in NAMES and row is not None and row.status == "differs" and given.get(word.arg or "") is UNKNOWN:
+                    self._note(word.value, f"the value of {word.arg} is known only at run time: {row.here}")
+                absent = unknown_argument(canonical(dotted), word.arg) if word.arg else None
+                if absent is not None:
+                    self._put(word.value.lineno, absent)
+            if REST in given or any(isinstance(each, ast.Starred) for each in node.args):
+                self._note(node, f"arguments of {canonical(dotted)} are made at run time")
             self._default(node, canonical(dotted))
+            self._calibration(node, canonical(dotted))
+        self._indirect(node, dotted)
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
-        if dotted is not None and canonical(dotted) in _ESTIMATORS:
-            given = self._values.keywords(node)
-            for name, value in zip(_ESTIMATORS[canonical(dotted)], node.args, strict=False):
-                given[name] = self._values.of(value)
-            self.script.estimators.append(given)
         for value in (*node.args, *(word.value for word in node.keywords)):
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
                 self._gpu(node.lineno, f'"{text}"')
 
+    def _calibration(self, node: ast.Call, name: str) -> None:
+        """An autocast that calibrates without FP8, which is refused."""
+        row = NAMES.get(f"{name}(calibrating=)")
+        if row is None:
+            return
+        args, keywords = self._values.arguments(node)
+        given = dict(zip(("enabled", "calibrating"), args, strict=False)) | keywords
+        enabled = given.get("enabled", True)
+        if given.get("calibrating", False) is True and enabled is UNKNOWN:
+            self._note(node, f"the value of enabled is known only at run time: calibrating = {row.here}")
+        elif given.get("calibrating", False) is True and not enabled:
+            self._put(node.lineno, Name(f"{name}(enabled=false, calibrating=true)", "absent", row.here, row.change))
+
+    def _indirect(self, node: ast.Call, dotted: str | None) -> None:
+        """Uses of a library by a name that is text, and a library that is given to a function."""
+        function = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        text = self._values.arguments(node)[0][:2]
+        if function in ("getattr", "hasattr") and len(node.args) > 1:
+            owner = self._dotted(node.args[0])
+            if owner is not None and library_of(owner) is not None and not (function == "hasattr" and isinstance(text[1], str)):
+                if isinstance(text[1], str) and len(node.args) == 2:
+                    self._use(node.lineno, f"{owner}.{text[1]}")
+                elif not isinstance(text[1], str):
+                    self._note(node, f"{function} on {owner} asks for a name that is known only at run time")
+        elif function in ("import_module", "__import__") and text:
+            if not isinstance(text[0], str):
+                self._note(node, f"{function} imports a module that is known only at run time")
+            elif library_of(text[0]) is not None:
+                self._use(node.lineno, text[0])
+                self._note(node, f"{function} imports {text[0]}: its uses are not seen")
+        elif dotted is None or library_of(dotted) is None:
+            for each in (*node.args, *(word.value for word in node.keywords)):
+                given = self._dotted(each)
+                if given is not None and is_module(given):
+                    self._note(node, f"{given} is given to {function or 'a call'}: its uses there are not seen")
+
+    def _note(self, node: ast.AST, text: str) -> None:
+        note = f"line {self.script.place(getattr(node, 'lineno', 0))}: {text}"
+        if note not in self.script.notes:
+            self.script.notes.append(note)
+
+    def _positional(self, function: ast.AST) -> tuple[str, ...] | None:
+        """The positional arguments of an estimator that an expression names; None for another."""
+        dotted = self._dotted(function)
+        return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
+
     def _default(self, node: ast.Call, name: str) -> None:
         """A row of the table that an argument left out stands for."""
         argument, value, switch = _DEFAULTS.get(name, ("", "", ""))
-        given = {word.arg: self._values.of(word.value) for word in node.keywords}
-        if argument and not node.args and not {argument, None} & set(given) and given.get(switch, True) is not False:
+        given = self._values.arguments(node)[1]
+        if argument and not node.args and not {argument, REST} & set(given) and given.get(switch, True) is not False:
             self._use(node.lineno, f"{name}({argument}={json.dumps(value)})")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
             self._gpu(node.lineno, ".cuda()")
-        elif function.attr == "fit" and self.script.estimators:
-            given = {word.arg: self._values.of(word.value) for word in node.keywords if word.arg}
-            inputs = given.get("inputs", self._values.of(node.args[0]) if node.args else None)
-            self.script.estimators[-1]["fit"] = {"inputs": inputs}
-        elif function.attr == "set_hyperparameters" and self.script.estimators:
-            given = self.script.estimators[-1]
-            before, values = given.get("hyperparameters"), self._values.keywords(node)
-            if self._values.is_unsure(node):
-                values = dict.fromkeys(values, UNKNOWN)
-            given["hyperparameters"] = ({} if before is None else entries(before)) | values
         elif function.attr == "add_argument":
             names = [value.value for value in node.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-            words = {word.arg: word.value for word in node.keywords}
-            switched = {"store_true": False, "store_false": True}.get(self._values.of(words.get("action")))
-            default = self._values.of(words["default"]) if "default" in words else switched
+            words = self._values.arguments(node)[1]
+            action = words.get("action")
+            switched = {"store_true": False, "store_false": True}.get(action) if isinstance(action, str) else None
+            default = words.get("default", switched)
             for name in names:
                 if name.startswith("--"):
                     self.script.arguments[name[2:].replace("-", "_")] = default
@@ -306,9 +403,43 @@ class _Reader:
             )
         self.script.uses.append(Use(line, name, library, row))
 
+    def _put(self, line: int, row: Name) -> None:
+        """Add a row of its own."""
+        library = library_of(row.name)
+        if library is not None and (line, row.name) not in self._seen:
+            self._seen.add((line, row.name))
+            self.script.uses.append(Use(line, row.name, library, row))
+
     def _gpu(self, line: int, text: str) -> None:
         if (line, text) not in self.script.needs_gpu:
             self.script.needs_gpu.append((line, text))
+
+
+def _is_module(tree: ast.AST) -> bool:
+    """True for code that defines functions or classes, and of which a run by itself does nothing."""
+    body = getattr(tree, "body", [])
+    defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    quiet = (
+        ast.Import,
+        ast.ImportFrom,
+        ast.FunctionDef,
+        ast.AsyncFunctionDef,
+        ast.ClassDef,
+        ast.Assign,
+        ast.AnnAssign,
+        ast.Try,
+    )
+    texts = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    mains = any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in body)
+    return (
+        not mains
+        and any(isinstance(node, defined) for node in body)
+        and all(
+            isinstance(node, quiet)
+            or (isinstance(node, ast.If) and not any(isinstance(each, ast.For) for each in ast.walk(node)))
+            for node in texts
+        )
+    )
 
 
 def _spared_imports(tree: ast.AST) -> set[int]:
@@ -360,6 +491,9 @@ def _ends(handler: ast.ExceptHandler) -> bool:
 
 def canonical(dotted: str) -> str:
     """The name of the table for a name that a library has in several modules, such as the private ones."""
+    for other, name in _SAME.items():
+        if dotted == other or dotted.startswith(f"{other}."):
+            return name + dotted.removeprefix(other)
     if dotted in NAMES or is_below_absent(dotted):
         return dotted
     last = dotted.rpartition(".")[2]

@@ -1,21 +1,39 @@
-"""Values of a script that are known without running it: constants, and dictionaries and sums of them.
+"""Values of a script that are known without running it: constants, and dictionaries, sums and texts of them.
 
-Assignments are read from top to bottom. A value that a condition or a loop may change is not known.
+Statements are followed in their order, functions where the script calls them. A known test takes its branch; after an unknown
+one, a value is known only if both branches leave the same. A loop over a known list is followed item by item; values that the
+body of another loop changes are unknown. Omitted: comprehensions, closures, attributes of objects.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-UNKNOWN = object()
+
+class _Unknown:
+    """The type of `UNKNOWN`, which copies share."""
+
+    def __deepcopy__(self, memo: Any) -> _Unknown:
+        return self
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN = _Unknown()
 """A value known only at run time."""
 REST = "**"
 """Key of a dictionary, with the value UNKNOWN, for further entries known only at run time."""
 _LARGEST = 10**12
 _LONGEST = 10_000
+_MOST_STEPS = 100_000
+_MOST_ITEMS = 64
+_DEEPEST = 8
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -25,129 +43,525 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.In: lambda left, right: left in right, ast.NotIn: lambda left, right: left not in right,
+    ast.Is: lambda left, right: left == right and (left is None) == (right is None),
+    ast.IsNot: lambda left, right: left != right or (left is None) != (right is None),
+}  # fmt: skip
+_CONVERSIONS: dict[str, Callable[..., Any]] = {
+    "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "round": round, "abs": abs,
+    "list": list, "tuple": list,
+}  # fmt: skip
+_READERS = ("print", "pprint", "dumps", "dump", "info", "debug", "warning", "error", "isinstance", "type", "sorted", "repr",
+            "display", "items", "keys", "values", "get", "join", "append", "fit", "train", "len")  # fmt: skip
+"""Functions that leave the dictionaries they are given as they are."""
+_EXITS = ("exit", "_exit", "quit")
+
+
+@dataclass(frozen=True)
+class Job:
+    """An estimator as a value; `number` is that of its call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Function:
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+
+    def __deepcopy__(self, memo: Any) -> _Function:
+        return self
 
 
 class Values:
-    """Values of the names of a script, as they are after its last line."""
+    """Values at each call of a script.
 
-    def __init__(self, tree: ast.AST) -> None:
-        self.names: dict[str, Any] = {}
-        self._unsure = _maybe_run(tree)
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr))
-        for node in sorted(nodes, key=lambda node: node.lineno):
-            self._read(node)
+    Args:
+        tree: of the script.
+        positional: called expression → names of the positional arguments of an estimator; None for another call.
+        called: the full dotted name of an expression, or None.
+    """
+
+    def __init__(
+        self,
+        tree: ast.AST,
+        positional: Callable[[ast.AST], Sequence[str] | None] = lambda function: None,
+        called: Callable[[ast.AST], str | None] = lambda function: None,
+    ) -> None:
+        self._positional, self._called = positional, called
+        self._frames: list[dict[str, Any]] = [{"__name__": "__main__"}]
+        self._shared: list[set[str]] = [set()]  # names of each frame that are the module's
+        self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
+        self._fitted: dict[int, dict[str, Any]] = {}
+        self._order: list[int] = []
+        self._returns: list[list[Any]] = []
+        self._running: list[ast.AST] = []
+        self._followed: set[int] = set()
+        self._steps = 0
+        self._block(getattr(tree, "body", []))
+        for node in ast.walk(tree):  # functions that nothing calls here
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and id(node) not in self._followed:
+                self._run(node, {})
+
+    @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """Keyword → value of each call of an estimator, as they are when it starts; the inputs of its `fit` under "fit"."""
+        last = self._frames[0]
+        found = [self._fitted.get(number, last.get(f"<{number}>")) for number in self._order]
+        return [job for job in found if isinstance(job, dict)]
+
+    def last(self, name: str) -> Any:
+        """The value of a name of the module after its last line."""
+        return self._frames[0].get(name, UNKNOWN)
+
+    def arguments(self, call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+        """The positional and keyword arguments of a call, those of `**table` too, as the call gets them."""
+        if id(call) not in self._given:  # of code that is not followed
+            self._frames.append({})
+            self._shared.append(set())
+            whole, self._frames[0] = self._frames[0], {}
+            found = [self.of(each) for each in call.args], self._keywords(call)
+            self._frames[0] = whole
+            self._frames.pop()
+            self._shared.pop()
+            return found
+        return self._given[id(call)]
 
     def of(self, node: ast.AST | None) -> Any:
-        """The value of an expression, or UNKNOWN."""
+        """The value of an expression, or UNKNOWN; its calls are followed."""
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
-            return self.names.get(node.id, UNKNOWN)
+            return self._name(node.id)
         if isinstance(node, ast.Dict):
             return self._dictionary(node)
         if isinstance(node, ast.List | ast.Tuple):
             return [self.of(each) for each in node.elts]
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.Subscript):
+            return _item(self.of(node.value), self.of(node.slice), UNKNOWN)
+        if isinstance(node, ast.NamedExpr):
+            value = self.of(node.value)
+            self._set(node.target.id, value)
+            return value
+        if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            return UNKNOWN
+        return self._computed(node)
+
+    def _computed(self, node: ast.AST | None) -> Any:
+        """The value of an expression of operators."""
+        if isinstance(node, ast.UnaryOp):
             value = self.of(node.operand)
-            return -value if isinstance(value, int | float) else UNKNOWN
+            if isinstance(node.op, ast.Not):
+                return UNKNOWN if (truth := _truth(value)) is None else not truth
+            return -value if isinstance(node.op, ast.USub) and isinstance(value, int | float) else UNKNOWN
         if isinstance(node, ast.BinOp):
             return _calculate(node.op, self.of(node.left), self.of(node.right))
-        if isinstance(node, ast.Subscript):
-            table, key = self.of(node.value), self.of(node.slice)
-            return table.get(key, UNKNOWN) if isinstance(table, dict) and isinstance(key, str | int) else UNKNOWN
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("dict", "int", "float", "str"):
-            return self._converted(node, node.func.id)
+        if isinstance(node, ast.Compare):
+            return self._compared(node)
+        if isinstance(node, ast.BoolOp):
+            last: Any = UNKNOWN
+            for each in node.values:
+                last = self.of(each)
+                if (truth := _truth(last)) is None:
+                    return UNKNOWN
+                if truth == isinstance(node.op, ast.Or):
+                    break
+            return last
+        if isinstance(node, ast.IfExp):
+            truth = _truth(self.of(node.test))
+            if truth is not None:
+                return self.of(node.body if truth else node.orelse)
+            left, right = self.of(node.body), self.of(node.orelse)
+            return left if _same(left, right) else UNKNOWN
+        if isinstance(node, ast.JoinedStr):
+            return self._text(node)
+        for child in ast.iter_child_nodes(node) if node is not None else ():
+            if isinstance(child, ast.expr):
+                self.of(child)
         return UNKNOWN
+
+    def _text(self, node: ast.JoinedStr) -> Any:
+        parts: list[str] = []
+        for each in node.values:
+            value = self.of(each.value) if isinstance(each, ast.FormattedValue) else self.of(each)
+            form = self.of(each.format_spec) if isinstance(each, ast.FormattedValue) and each.format_spec else ""
+            if not isinstance(value, str | int | float) or not isinstance(form, str) or len(form) > 8:
+                return UNKNOWN
+            if isinstance(each, ast.FormattedValue) and each.conversion != -1:
+                return UNKNOWN
+            try:
+                parts.append(format(value, form))
+            except ValueError:
+                return UNKNOWN
+        return "".join(parts)[:_LONGEST]
+
+    def _compared(self, node: ast.Compare) -> Any:
+        left = self.of(node.left)
+        for kind, other in zip(node.ops, node.comparators, strict=True):
+            right = self.of(other)
+            if not (_is_known(left) and _is_known(right)):
+                return UNKNOWN
+            try:
+                if not _COMPARISONS[type(kind)](left, right):
+                    return False
+            except TypeError:
+                return UNKNOWN
+            left = right
+        return True
 
     def _dictionary(self, node: ast.Dict) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
             inner = self.of(value)
             if key is None:
-                found |= entries(inner)
-            elif isinstance(name := self.of(key), str | int):
-                found[name] = inner
+                _put(found, entries(inner))
+            else:
+                name = self.of(key)
+                _put(found, {name if isinstance(name, str | int) else REST: inner})
         return found
 
-    def _converted(self, node: ast.Call, kind: str) -> Any:
-        if kind == "dict":
-            return (entries(self.of(node.args[0])) if node.args else {}) | self.keywords(node)
-        value = self.of(node.args[0]) if len(node.args) == 1 else UNKNOWN
-        if not isinstance(value, str | int | float):
-            return UNKNOWN
-        try:
-            return {"int": int, "float": float, "str": str}[kind](value)
-        except (ArithmeticError, ValueError):  # int of infinity
-            return UNKNOWN
-
-    def is_unsure(self, node: ast.AST) -> bool:
-        """True for a statement that depends on a condition, a loop or an exception."""
-        return id(node) in self._unsure
-
-    def keywords(self, call: ast.Call) -> dict[str, Any]:
-        """The keyword arguments of a call, those of `**table` too."""
+    def _keywords(self, call: ast.Call) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for word in call.keywords:
             found |= entries(self.of(word.value)) if word.arg is None else {word.arg: self.of(word.value)}
         return found
 
-    def _read(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr) -> None:
-        if isinstance(node, ast.Expr):
-            self._read_update(node)
-            return
-        if isinstance(node, ast.AnnAssign) and node.value is None:
-            return
-        unsure = self.is_unsure(node)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            value = self.of(node.value)
-            if isinstance(node, ast.AugAssign):
-                value = _calculate(node.op, self.of(target), value)
-            if isinstance(target, ast.Name):
-                changed = unsure and self.names.get(target.id, value) != value
-                self.names[target.id] = UNKNOWN if changed else dict(value) if isinstance(value, dict) else value
-            elif isinstance(target, ast.Subscript):
-                key = self.of(target.slice)
-                self._put(self.of(target.value), {key if isinstance(key, str | int) else REST: value}, unsure=unsure)
+    def _call(self, node: ast.Call) -> Any:
+        function = node.func
+        owner = self.of(function.value) if isinstance(function, ast.Attribute) else None
+        args, keywords = [self.of(each) for each in node.args], self._keywords(node)
+        if any(isinstance(each, ast.Starred) for each in node.args):
+            args = [UNKNOWN]
+        self._remember(node, args, keywords)
+        names = self._positional(function)
+        if names is not None:
+            return self._job(node, dict(zip(names, args, strict=False)) | keywords)
+        if isinstance(function, ast.Attribute) and isinstance(owner, Job | dict):
+            return self._method(owner, function.attr, args, keywords)
+        dotted, name = self._called(function), getattr(function, "attr", getattr(function, "id", ""))
+        if dotted in ("copy.copy", "copy.deepcopy") and len(args) == 1:
+            value = args[0]
+            return copy.deepcopy(value) if dotted == "copy.deepcopy" or not isinstance(value, dict | list) else copy.copy(value)
+        if isinstance(function, ast.Name):
+            known = self._name(function.id)
+            if isinstance(known, _Function):
+                return self._inline(known.node, args, keywords)
+            if function.id == "dict" and len(args) < 2:
+                found = dict(entries(args[0])) if args else {}
+                _put(found, keywords)
+                return found
+            if function.id in _CONVERSIONS and known is UNKNOWN and not keywords:
+                return _converted(function.id, args)
+        if name not in _READERS:
+            for value in (*args, *keywords.values()):
+                _forget(value)
+        return UNKNOWN
 
-    def _read_update(self, node: ast.Expr) -> None:
-        """`table.update(…)`."""
-        call = node.value
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "update"):
-            return
-        given = (entries(self.of(call.args[0])) if call.args else {}) | self.keywords(call)
-        self._put(self.of(call.func.value), given, unsure=self.is_unsure(node))
+    def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None:
+        """Keep the arguments of a call; those that differ between two runs of it are unknown."""
+        now = copy.deepcopy((args, keywords))
+        if id(node) in self._given:
+            _merge(now[1], self._given[id(node)][1], {})
+        self._given[id(node)] = now
 
-    def _put(self, table: Any, given: dict[Any, Any], *, unsure: bool) -> None:
-        """Set entries of a known dictionary; `unsure`: a run may or may not set them."""
-        if not isinstance(table, dict):
-            return
-        for key, value in given.items():
-            changed = unsure and (key not in table or table[key] != value)
-            table[key] = UNKNOWN if changed or key == REST else value
+    def _job(self, node: ast.Call, given: dict[str, Any]) -> Job:
+        number = id(node)
+        if number not in self._order:
+            self._order.append(number)
+        self._fitted.pop(number, None)
+        self._frames[0][f"<{number}>"] = given
+        return Job(number)
+
+    def _method(self, owner: Any, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
+        """A method of an estimator or of a dictionary."""
+        if isinstance(owner, Job):
+            job = self._frames[0].get(f"<{owner.number}>")
+            if isinstance(job, dict) and name == "fit":
+                self._fitted[owner.number] = copy.deepcopy(job) | {
+                    "fit": {"inputs": keywords.get("inputs", args[0] if args else None)}
+                }
+                return None
+            if isinstance(job, dict) and name == "set_hyperparameters":
+                before = job.get("hyperparameters")
+                job["hyperparameters"] = {} if before is None else before if isinstance(before, dict) else entries(before)
+                _put(job["hyperparameters"], keywords)
+                return None
+            return UNKNOWN
+        if name == "update":
+            for value in (*args, keywords):
+                _put(owner, entries(value))
+            return None
+        if name == "get" and args:
+            return _item(owner, args[0], args[1] if len(args) > 1 else None)
+        if name == "copy":
+            return dict(owner)
+        if name in ("pop", "setdefault") and args:
+            value = _item(owner, args[0], args[1] if len(args) > 1 else None)
+            if not isinstance(args[0], str | int) or value is UNKNOWN:
+                _forget(owner)
+            elif name == "pop":
+                owner.pop(args[0], None)
+            else:
+                owner.setdefault(args[0], value)
+            return value
+        if name == "clear":
+            owner.clear()
+        return UNKNOWN
+
+    def _inline(self, node: ast.FunctionDef | ast.AsyncFunctionDef, args: list[Any], keywords: dict[str, Any]) -> Any:
+        """The result of a function of the script, followed with its arguments."""
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+        defaults = dict(zip(reversed(names), (self.of(each) for each in reversed(node.args.defaults)), strict=False))
+        for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+            if default is not None:
+                defaults[each.arg] = self.of(default)
+        return self._run(node, defaults | dict(zip(names, args, strict=False)) | keywords)
+
+    def _run(self, node: ast.FunctionDef | ast.AsyncFunctionDef, values: dict[str, Any]) -> Any:
+        if node in self._running or len(self._running) >= _DEEPEST or self._steps > _MOST_STEPS:
+            for value in values.values():
+                _forget(value)
+            return UNKNOWN
+        self._followed.add(id(node))
+        inside = [each for each in ast.walk(node) if isinstance(each, ast.Global)]
+        bound = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        self._frames.append(dict.fromkeys(bound, UNKNOWN) | values)
+        for each in ast.walk(node.args):
+            if isinstance(each, ast.arg):
+                self._frames[-1].setdefault(each.arg, UNKNOWN)
+        self._shared.append({name for each in inside for name in each.names})
+        self._returns.append([])
+        self._running.append(node)
+        ended = self._block(node.body)
+        self._running.pop()
+        found = self._returns.pop() + ([] if ended else [None])
+        self._shared.pop()
+        self._frames.pop()
+        known = found and all(_same(found[0], each) for each in found[1:])
+        return found[0] if known and not isinstance(node, ast.AsyncFunctionDef) else UNKNOWN
+
+    def _name(self, name: str) -> Any:
+        frame = self._frames[-1]
+        if name in frame and name not in self._shared[-1]:
+            return frame[name]
+        return self._frames[0].get(name, UNKNOWN)
+
+    def _set(self, name: str, value: Any) -> None:
+        frame = self._frames[0] if name in self._shared[-1] else self._frames[-1]
+        frame[name] = value
+
+    def _block(self, body: Sequence[ast.stmt]) -> str:
+        """Follow statements. Returns "raise" if they end the script, "leave" if the block, "" otherwise."""
+        for node in body:
+            ended = self._statement(node)
+            if ended:
+                return ended
+        return ""
+
+    def _statement(self, node: ast.stmt) -> str:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            if node.value is not None:
+                value = self.of(node.value)
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, value)
+        elif isinstance(node, ast.AugAssign):
+            self._change(node)
+        elif isinstance(node, ast.Expr):
+            self.of(node.value)
+            function = node.value.func if isinstance(node.value, ast.Call) else None
+            return "raise" if getattr(function, "attr", getattr(function, "id", "")) in _EXITS else ""
+        elif isinstance(node, ast.If):
+            return self._either(_truth(self.of(node.test)), node.body, node.orelse)
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            self._loop(node)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                value = self.of(item.context_expr)
+                if item.optional_vars is not None:
+                    self._assign(item.optional_vars, UNKNOWN if value is UNKNOWN else value)
+            return self._block(node.body)
+        elif isinstance(node, ast.Try):
+            return self._try(node)
+        elif isinstance(node, ast.Match):
+            self.of(node.subject)
+            for case in node.cases:
+                for name in (each.name for each in ast.walk(case.pattern) if isinstance(each, ast.MatchAs) and each.name):
+                    self._set(name, UNKNOWN)
+                self._either(None, case.body, [])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self._set(node.name, UNKNOWN if node.decorator_list else _Function(node))
+        elif isinstance(node, ast.ClassDef):
+            self._set(node.name, UNKNOWN)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                self._set((alias.asname or alias.name).partition(".")[0], UNKNOWN)
+        elif isinstance(node, ast.Delete):
+            for target in node.targets:
+                self._delete(target)
+        elif isinstance(node, ast.Return):
+            value = self.of(node.value) if node.value is not None else None
+            if self._returns:
+                self._returns[-1].append(value)
+            return "leave"
+        elif isinstance(node, ast.Raise):
+            return "raise"
+        elif isinstance(node, ast.Break | ast.Continue):
+            return "leave"
+        return ""
+
+    def _assign(self, target: ast.AST, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self._set(target.id, value)
+        elif isinstance(target, ast.Subscript):
+            table, key = self.of(target.value), self.of(target.slice)
+            if isinstance(table, dict):
+                _put(table, {key if isinstance(key, str | int) else REST: value})
+            else:
+                _forget(table)
+        elif isinstance(target, ast.Tuple | ast.List):
+            whole = isinstance(value, list) and len(value) == len(target.elts)
+            whole = whole and not any(isinstance(each, ast.Starred) for each in target.elts)
+            for each, part in zip(target.elts, value if whole else [UNKNOWN] * len(target.elts), strict=True):
+                self._assign(each.value if isinstance(each, ast.Starred) else each, part)
+
+    def _change(self, node: ast.AugAssign) -> None:
+        before, value = self.of(node.target), self.of(node.value)
+        if isinstance(node.op, ast.BitOr) and isinstance(before, dict):
+            _put(before, entries(value))
+        else:
+            self._assign(node.target, _calculate(node.op, before, value))
+
+    def _delete(self, target: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            self._set(target.id, UNKNOWN)
+        elif isinstance(target, ast.Subscript):
+            table, key = self.of(target.value), self.of(target.slice)
+            if isinstance(table, dict) and isinstance(key, str | int):
+                table.pop(key, None)
+            else:
+                _forget(table)
+
+    def _either(self, truth: bool | None, body: Sequence[ast.stmt], other: Sequence[ast.stmt]) -> str:
+        """Follow one branch, or both of them where the test is unknown."""
+        if truth is not None:
+            return self._block(body if truth else other)
+        before = copy.deepcopy(self._frames)
+        first = self._block(body)
+        after, self._frames = self._frames, before
+        second = self._block(other)
+        if first == "raise":
+            for frame, left in zip(after, self._frames, strict=True):
+                frame.clear()
+                frame.update(left)
+        elif second != "raise":
+            memo: dict[int, Any] = {}
+            for frame, left in zip(after, self._frames, strict=True):
+                _merge(frame, left, memo)
+        self._frames = after
+        return "" if not (first and second) else "raise" if first == second == "raise" else "leave"
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        items = self.of(node.iter) if not isinstance(node, ast.While) else UNKNOWN
+        breaks = any(isinstance(each, ast.Break | ast.Continue | ast.Return) for each in ast.walk(node))
+        if isinstance(node, ast.For) and isinstance(items, list) and len(items) <= _MOST_ITEMS and not breaks:
+            for item in items:
+                self._assign(node.target, item)
+                self._block(node.body)
+        else:
+            for _ in range(2):  # the second time with what the first has changed unknown
+                if isinstance(node, ast.While):
+                    self.of(node.test)
+                else:
+                    self._assign(node.target, UNKNOWN)
+                self._either(None, node.body, [])
+        self._either(None if breaks else True, node.orelse, [])
+
+    def _try(self, node: ast.Try) -> str:
+        ended = self._either(None, node.body, []) if node.handlers else self._block(node.body)
+        # Merged with the state before it: an exception may come after any statement, unless no handler goes on.
+        for handler in node.handlers:
+            if handler.name:
+                self._set(handler.name, UNKNOWN)
+            self._either(None, handler.body, [])
+        last = self._block(node.orelse) or self._block(node.finalbody)
+        return ended or last
+
+
+def _put(table: dict[Any, Any], given: dict[Any, Any]) -> None:
+    """Set entries of a dictionary in place; further ones that only a run knows may replace any."""
+    if REST in given:
+        for key in table:
+            table[key] = UNKNOWN
+    table.update(given)
+    if REST in table:
+        table[REST] = UNKNOWN
+
+
+def _item(table: Any, key: Any, default: Any) -> Any:
+    if isinstance(table, dict) and isinstance(key, str | int):
+        return table.get(key, UNKNOWN if REST in table else default)
+    if isinstance(table, list) and isinstance(key, int) and -len(table) <= key < len(table):
+        return table[key]
+    return UNKNOWN
+
+
+def _forget(value: Any) -> None:
+    """Make the entries of a dictionary unknown that something unseen may have changed."""
+    if isinstance(value, dict) and REST not in value:
+        _put(value, {REST: UNKNOWN})
+
+
+def _merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[int, Any]) -> None:
+    """Leave in `left` what both have; the rest is unknown."""
+    if id(left) in memo:
+        return
+    memo[id(left)] = left
+    for key in [*left, *(key for key in right if key not in left)]:
+        if isinstance(key, str) and key.startswith("<") and (key not in left or key not in right):
+            left[key] = left.get(key, right.get(key))  # an estimator of one branch
+        elif key in left and key in right and isinstance(left[key], dict) and isinstance(right[key], dict):
+            _merge(left[key], right[key], memo)
+        elif key not in left or key not in right or not _same(left[key], right[key]):
+            left[key] = UNKNOWN
+
+
+def _same(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and bool(left == right)
+
+
+def _truth(value: Any) -> bool | None:
+    """Whether a value counts as true; None if that is not known."""
+    if isinstance(value, dict):
+        return True if set(value) - {REST} else None if REST in value else False
+    return None if value is UNKNOWN or isinstance(value, _Function) else bool(value)
+
+
+def _is_known(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_known, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_known, value))
+    return value is not UNKNOWN
+
+
+def _converted(kind: str, args: list[Any]) -> Any:
+    if not all(_is_known(each) and isinstance(each, str | int | float | list | dict) for each in args):
+        return UNKNOWN
+    try:
+        return _CONVERSIONS[kind](*args)
+    except (ArithmeticError, ValueError, TypeError):  # int of infinity, len of a number
+        return UNKNOWN
 
 
 def entries(value: Any) -> dict[Any, Any]:
     """The entries of a dictionary; for an unknown value `REST`."""
     return value if isinstance(value, dict) else {REST: UNKNOWN}
-
-
-def _maybe_run(tree: ast.AST) -> set[int]:
-    """The nodes (`id`) that depend on a condition, a loop or an exception."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and not _is_main(node.test):
-            inside: list[ast.AST] = [*node.body, *node.orelse]
-        elif isinstance(node, ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case):
-            inside = [*node.body, *getattr(node, "orelse", [])]
-        else:
-            continue
-        found.update(id(each) for statement in inside for each in ast.walk(statement))
-    return found
-
-
-def _is_main(test: ast.AST) -> bool:
-    """True for the condition of `if __name__ == "__main__":`."""
-    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
 def _calculate(kind: ast.operator, left: Any, right: Any) -> Any:

@@ -61,6 +61,10 @@ WAYS = {
     "DistributedModel": "It is of SMP version 1: use torch.sagemaker.transform, and FullyShardedDataParallel around it.",
     "step": "It is of SMP version 1: write the loop without it.",
     "smdistributed": 'For collectives of SageMaker\'s own use the backend "nccl"; SMP version 1 became torch.sagemaker.',
+    "setup_transformer_engine_cp_groups": "Leave it out: the attention of a transformed model knows its ranks after init.",
+    "torch.sagemaker.checkpoint.constants": "Leave its keys out: load of state_dict_loader tells sharded folders by itself.",
+    "torch.sagemaker.distributed.checkpoint.s3_filesystem": "Give s3:// URLs to save and load, which open them with fsspec.",
+    "path_to_file_system": "Give a folder, or a URL for fsspec: DistributedFileSystemReader and -Writer open it.",
     "dp_rank": "Data-parallel ranks are state.rank // (cp_size * tp_size).",
 }
 

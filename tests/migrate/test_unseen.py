@@ -1,0 +1,101 @@
+"""`octavo migrate` says "runs unchanged" only of what it has resolved, and lists the rest."""
+
+import pytest
+import torch
+
+from octavo.compat.sdk import SHIM as SDK
+from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.shim import SHIM as TE
+from octavo.compat.te.signatures import SIGNATURES
+from octavo.migrate.names import find, unknown_argument
+from octavo.migrate.report import lines, runs_unchanged
+from octavo.migrate.script import WITHOUT_GPU, canonical, read
+from octavo.migrate.sources import arguments_of
+
+
+def _read(tmp_path, text):
+    (tmp_path / "s.py").write_text(text)
+    return read(tmp_path / "s.py", [tmp_path / "s.py"])
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("name = input()\ngetattr(te, name)(1, 2)", "getattr on transformer_engine.pytorch asks for a name"),
+        ("te.Linear(**given())", "arguments of transformer_engine.pytorch.Linear are made at run time"),
+        ("build(te)", "transformer_engine.pytorch is given to build: its uses there are not seen"),
+        ("import importlib\nimportlib.import_module(input())", "import_module imports a module that is known only at run time"),
+        ("from elsewhere import *", "names that import * takes from elsewhere are not seen"),
+        ("from .part import thing", ".part is a module of its own"),
+        ("import beside", "beside is a module of its own"),
+        ("with te.autocast(enabled=ask(), calibrating=True): pass", "the value of enabled is known only at run time"),
+        ("with te.autocast(enabled=False, calibrating=ask()): pass", "the value of calibrating is known only at run time"),
+    ],
+)
+def test_what_is_not_seen_is_listed(tmp_path, text, note):
+    (tmp_path / "beside.py").write_text("import transformer_engine.pytorch.ops\n")
+    script = _read(tmp_path, f"import transformer_engine.pytorch as te\nte.Linear(16, 16)\n{text}\n")
+    assert [each for each in script.notes if note in each], script.notes
+    assert not any(line.startswith("It runs unchanged") for line in lines(script))
+
+
+def test_modules_that_are_given_too_need_no_note(tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "s.py").write_text("import beside\nimport torch.sagemaker as tsm\ntsm.init()\n")
+    assert read(tmp_path / "s.py", [tmp_path / "s.py", tmp_path / "beside.py"]).notes == []
+
+
+def test_a_module_is_not_said_to_run(tmp_path):
+    script = _read(tmp_path, "import torch.sagemaker as tsm\ndef start():\n    tsm.init()\n")
+    assert lines(script)[-1] == "Every name is there. It is a module: run the script that imports it."
+
+
+@pytest.mark.parametrize(
+    ("text", "unchanged"),
+    [
+        ("import torch.sagemaker.state_handler as s\ns.state.cp_size", True),
+        ("from torch.sagemaker.state_handler import state\nstate.nothing", False),
+        ("from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper", True),
+        ("from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import NoWrapper", False),
+        ("from torch.distributed.fsdp import StateDictType", True),
+        ("from torch.distributed.fsdp import NoType", False),
+        ("import transformer_engine.pytorch as te\nte.Linear(1, 2, bias=False)", True),
+        ("import transformer_engine.pytorch as te\nte.Linear(1, 2, bais=False)", False),
+        ("import transformer_engine.pytorch as te\nte.autocast(enabled=True, calibration_config=3)", False),
+        ("import transformer_engine.pytorch as te\nte.autocast(enabled=False, calibrating=True)", False),
+        ("import transformer_engine.pytorch as te\nte.fp8_autocast(False, True)", False),
+        ("import transformer_engine.pytorch as te\nte.fp8_autocast(True, True)", True),
+        ("import transformer_engine.pytorch as te\ngetattr(te, 'nothing')", False),
+        ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local').fit(wait=True)", True),
+    ],
+)
+def test_names_and_arguments_are_those_of_the_compatibility_layer(tmp_path, text, unchanged):
+    assert runs_unchanged(_read(tmp_path, f"{text}\n")) == unchanged
+
+
+def test_calls_of_cuda_without_a_gpu_are_not_said_to_need_one(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("of a machine without a GPU")
+    script = _read(tmp_path, "import torch\nimport transformer_engine\n" + "".join(f"torch.cuda.{n}\n" for n in WITHOUT_GPU))
+    assert script.needs_gpu == []
+    for name in set(WITHOUT_GPU) - {"amp", "nvtx", "Event"}:
+        getattr(torch.cuda, name)(*([0] if name.startswith("manual") else []))
+    assert _read(tmp_path, "import torch\ntorch.cuda.set_device(0)\n").needs_gpu == [(2, "torch.cuda.set_device")]
+
+
+def test_arguments_read_from_the_sources_are_those_of_the_signatures():
+    for layer, signature in SIGNATURES.items():
+        source = next(m for m, names in TE.modules["transformer_engine.pytorch"].items() if layer in names.split())
+        assert arguments_of(source, layer) == tuple(signature.parameters), layer
+
+
+def test_every_name_of_the_layer_resolves_with_each_of_its_arguments():
+    for shim in (SMP, TE, SDK):
+        for module, parts in shim.modules.items():
+            assert find(canonical(module)).status != "absent", module
+            for source, names in parts.items():
+                for name in names.split():
+                    dotted = canonical(f"{module}.{name}")
+                    assert find(dotted).status != "absent", dotted
+                    for argument in arguments_of(source, name) or ():
+                        assert unknown_argument(f"{module}.{name}", argument) is None
