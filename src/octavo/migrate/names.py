@@ -158,15 +158,6 @@ _TE = (
         )
         for name in ("fp8_autocast", "autocast")
     ),
-    *(
-        Name(
-            f"transformer_engine.pytorch.{name}(calibrating=)",
-            "differs",
-            "True is refused while enabled is False: amaxes are measured by casts to FP8",
-            "enabled=True, or leave calibrating out",
-        )
-        for name in ("fp8_autocast", "autocast")
-    ),
     Name("transformer_engine.pytorch.fp8_model_init", "differs", "weights stay in high precision, and are cast once a step"),
     Name(
         "transformer_engine.pytorch.checkpoint",

@@ -304,7 +304,6 @@ class _Reader:
             if REST in given or any(isinstance(each, ast.Starred) for each in node.args):
                 self._note(node, f"arguments of {canonical(dotted)} are made at run time")
             self._default(node, canonical(dotted))
-            self._calibration(node, canonical(dotted))
         self._indirect(node, dotted)
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
@@ -312,19 +311,6 @@ class _Reader:
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
                 self._gpu(node.lineno, f'"{text}"')
-
-    def _calibration(self, node: ast.Call, name: str) -> None:
-        """An autocast that calibrates without FP8, which is refused."""
-        row = NAMES.get(f"{name}(calibrating=)")
-        if row is None:
-            return
-        args, keywords = self._values.arguments(node)
-        given = dict(zip(("enabled", "calibrating"), args, strict=False)) | keywords
-        enabled = given.get("enabled", True)
-        if given.get("calibrating", False) is True and enabled is UNKNOWN:
-            self._note(node, f"the value of enabled is known only at run time: calibrating = {row.here}")
-        elif given.get("calibrating", False) is True and not enabled:
-            self._put(node.lineno, Name(f"{name}(enabled=false, calibrating=true)", "absent", row.here, row.change))
 
     def _indirect(self, node: ast.Call, dotted: str | None) -> None:
         """Uses of a library by a name that is text, and a library that is given to a function."""
