@@ -1,4 +1,4 @@
-"""SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`, and what finishes writes in the background.
+"""SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`.
 
 A DTensor of more ranks than the process group has is saved as this rank's rows (SMP's local checkpoints: a folder a rank).
 Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself does: read only folders that you trust.
@@ -7,11 +7,11 @@ Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from octavo.compat.smp.state_dicts import ModelState
+from octavo.compat.smp.asynchronous import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
+from octavo.compat.smp.state_dicts import Fp8State, with_shards
 from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
 from octavo.parallel.calls import together
-from octavo.parallel.shards import local_shard
+from octavo.parallel.shards import is_shard, local_shard
 from octavo.storage import folder_fault, local_path
 
 
@@ -96,52 +97,6 @@ class PyTorchDistSaveShardedStrategy:
 
     backend: str = "torch_dist"
     version: int = 1
-
-
-class AsyncCallsQueue:
-    """Saves in the background, in order. `maybe_finalize_async_calls` raises their errors."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[int, Future[None]]] = []
-        self._count = 0
-        self._executor: ThreadPoolExecutor | None = None
-
-    def schedule(self, function: Any) -> int:
-        """Run a function behind those that are under way; its number."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a process that ends waits for its thread
-        self._calls.append((self._count, self._executor.submit(function)))
-        self._count += 1
-        return self._count - 1
-
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True, *, skip_sync: bool = False) -> list[int]:
-        """The numbers of the saves that have ended, of all if `blocking`; raises the error of a failed one."""
-        ended = []
-        while self._calls and (blocking or self._calls[0][1].done()):
-            number, future = self._calls.pop(0)
-            future.result()
-            ended.append(number)
-        return ended
-
-    def get_num_unfinalized_calls(self) -> int:
-        """Saves that were not finalised yet."""
-        return len(self._calls)
-
-    def close(self) -> None:
-        """Wait for all saves."""
-        self.maybe_finalize_async_calls(blocking=True)
-
-
-DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue()
-
-
-def maybe_finalize_async_calls(blocking: bool = True, process_group: dist.ProcessGroup | None = None) -> list[int]:
-    """The numbers of the asynchronous saves that have ended; with `blocking` it waits for all of them.
-
-    Raises:
-        Exception: that of a save.
-    """
-    return DEFAULT_ASYNC_REQUEST_QUEUE.maybe_finalize_async_calls(blocking)
 
 
 def save(
@@ -246,9 +201,6 @@ def load(
         ) from None
     for key in state_dict:
         state_dict[key] = _loaded(state_dict[key], rows[key])
-    for value in state_dict.values():
-        if isinstance(value, ModelState):
-            value.loaded()
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
@@ -317,10 +269,8 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
         return local_shard(value).local if isinstance(value, DTensor) and not together(value) else value
 
     def mapped(value: Any) -> Any:
-        if isinstance(value, ModelState):
-            value = value.sharded(together)
         if isinstance(value, Mapping):
-            return {key: mapped(entry) for key, entry in value.items()}
+            return {key: mapped(entry) for key, entry in with_shards(value, together).items()}
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
             return type(value)(mapped(entry) for entry in value)
         return rows(value)
@@ -329,11 +279,11 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _covers(members: set[int], value: DTensor) -> bool:
-    """True if the ranks hold all rows between them: those of one shard group at least."""
-    mesh = value.device_mesh
-    shards = mesh.mesh if mesh.ndim == 1 else mesh.mesh.reshape(-1, mesh.size(-1))
-    groups = [shards.tolist()] if mesh.ndim == 1 else shards.tolist()
-    return any(members.issuperset(group) for group in groups)
+    """True if the ranks hold all rows between them: those of one replica at least."""
+    ranks, sharded = value.device_mesh.mesh, [is_shard(placement) for placement in value.placements]
+    order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
+    inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
+    return any(members.issuperset(replica) for replica in ranks.permute(order).reshape(-1, inside).tolist())
 
 
 def _loaded(old: Any, new: Any) -> Any:
@@ -344,6 +294,8 @@ def _loaded(old: Any, new: Any) -> Any:
         return old
     if type(old) is tuple and len(old) == len(new):
         return tuple(_loaded(*pair) for pair in zip(old, new, strict=True))
+    if isinstance(old, Fp8State):
+        return old.loaded(new)
     return old if isinstance(old, Tensor) else new
 
 

@@ -1,0 +1,29 @@
+"""Wrappers around a transformed model in FSDP: local checkpoints through every one are those of the model inside."""
+
+import pytest
+import wrapper_ranks
+
+import octavo
+import ranks
+
+pytestmark = ranks.alone
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    yield
+    octavo.shutdown()
+
+
+def test_local_checkpoints_through_every_wrapper_restore_weights_and_the_next_loss(tmp_path):
+    for found in ranks.run(2, wrapper_ranks.wrapped, str(tmp_path)):
+        assert len(found) == 11
+        for kind, ways in found.items():
+            assert ways == dict.fromkeys(("each", "all", "file"), (True, True)), kind
+
+
+def test_a_local_state_that_restores_nothing_is_refused():
+    for found in ranks.run(2, wrapper_ranks.nothing_restored, ""):
+        assert len(found) == 3
+        for text in found:
+            assert "restores nothing of" in text
