@@ -49,10 +49,9 @@ def whole(model, optimizer):
 
 def by_the_script(folder):
     """The script's functions: save over `model.process_group`, resume at the same and at other degrees."""
+    tsm = names()
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-
-    tsm = names()
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
 
@@ -103,4 +102,51 @@ def by_the_script(folder):
         restored = whole(other, fresh)
         same = restored.keys() == wanted.keys() and all(torch.equal(restored[key], wanted[key]) for key in wanted)
         found[name] = same and state["total_steps"] == 2, abs(step(other, fresh, 2) - following)
+    return found
+
+
+def refusals(folder):
+    """Messages of every degree that does not fit two ranks or a model, by what asked for it."""
+    from accelerate import init_empty_weights
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from transformers import GPT2Config, LlamaConfig, MistralConfig
+
+    tsm = names()
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    def model(config, **changes):
+        with init_empty_weights():
+            return AutoModelForCausalLM.from_config(config(**changes))
+
+    def sharded(degrees, *built):
+        octavo.shutdown()
+        tsm.init(degrees)
+        new = tsm.transform(model(*built[:1], **built[1]))
+        FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn())
+
+    def twice():
+        octavo.shutdown()
+        tsm.init()
+        tsm.init({"expert_parallel_degree": 2})
+
+    experts, context = {"expert_parallel_degree": 2}, {"context_parallel_degree": 2}
+    small = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    found = {}
+    for name, call in (
+        ("expert_parallel_degree 3", lambda: tsm.init({"expert_parallel_degree": 3})),
+        ("context_parallel_degree 3", lambda: tsm.init({"context_parallel_degree": 3})),
+        ("hybrid_shard_degree 3", lambda: tsm.init({"hybrid_shard_degree": 3})),
+        ("tensor_parallel_degree 2", lambda: tsm.init({"tensor_parallel_degree": 2})),
+        ("Degrees twice", twice),
+        ("expert_parallel_degree dense", lambda: sharded(experts, LlamaConfig, TINY)),
+        ("expert_parallel_degree odd", lambda: sharded(experts, MixtralConfig, TINY | {"num_local_experts": 3})),
+        ("context_parallel_degree other code", lambda: sharded(context, GPT2Config, small)),
+        ("cp_comm_type window", lambda: sharded(context, MistralConfig, TINY | {"sliding_window": 8})),
+        ("context_parallel_degree dropout", lambda: sharded(context, LlamaConfig, TINY | {"attention_dropout": 0.1})),
+    ):  # fmt: skip
+        try:
+            call()
+            found[name] = "none"
+        except octavo.errors.InputError as error:
+            found[name] = str(error)
     return found

@@ -18,7 +18,9 @@ def one_rank():
 def test_local_checkpoints_through_every_wrapper_restore_weights_and_the_next_loss(tmp_path):
     for found in ranks.run(2, wrapper_ranks.wrapped, str(tmp_path)):
         assert len(found) == 11
+        wanted = found["own"]["next loss"]
         for kind, ways in found.items():
+            assert ways.pop("next loss") == wanted, kind
             assert ways == dict.fromkeys(("each", "all", "file"), (True, True)), kind
 
 

@@ -116,7 +116,7 @@ def bits(model):
 
 
 def wrapped(folder):
-    """{wrapper: {way: True if a fresh model has the weights and the next loss of the saved one}}"""
+    """{wrapper: {"next loss": of the saved model, way: (a fresh model has its weights, and its next loss)}}"""
     tsm = names()
     from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
     from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls, save
@@ -137,7 +137,7 @@ def wrapped(folder):
             torch.save(state, path / f"{rank}.pt")
         maybe_finalize_async_calls(blocking=True)
         wanted, loss = bits(model), trained(model, mine, 1, first=1)
-        found[kind], fresh = {}, wrap(sharded(tsm))
+        found[kind], fresh = {"next loss": loss}, wrap(sharded(tsm))
         for way in ("each", "all", "file"):
             assert not all(torch.equal(*pair) for pair in zip(bits(fresh), wanted, strict=True))
             with sm_state_dict_type(fresh, local):

@@ -218,8 +218,8 @@ def _wrappers(changes: Changes) -> None:
     def recomputed(self: Any, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
         own = getattr(self.checkpoint_fn, "func", None) is checkpoint  # no function of the script's
-        if own and isinstance(block, ResidualLayer):
-            # PyTorch's way would be one of two, with the same numbers.
+        if own and any(isinstance(layer, ResidualLayer) for layer in block.modules()):
+            # PyTorch's way would be one of two, with the same numbers, and would recompute outside of the FP8 autocast.
             return checkpoint(block, *args, use_reentrant=False, context_fn=recomputing, **kwargs)
         return recompute(self, *args, **kwargs)
 

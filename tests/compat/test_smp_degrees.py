@@ -1,4 +1,6 @@
-"""One checkpoint in several folders, as SMP's examples write it with experts over ranks."""
+"""Degrees: one checkpoint in several folders, as SMP's examples write it with experts over ranks; refusals in SMP's names."""
+
+import re
 
 import expert_ranks
 import pytest
@@ -27,3 +29,16 @@ def test_a_folder_for_each_rank_of_experts_loads_at_the_same_and_other_degrees(t
             assert same, name
             assert difference < 1e-5, name
         assert found["same"][1] == 0
+
+
+def test_a_degree_that_does_not_fit_is_refused_by_the_key_that_the_script_has():
+    for found in ranks.run(2, expert_ranks.refusals, ""):
+        assert len(found) == 10
+        for name, text in found.items():
+            assert name.partition(" ")[0] in text, name
+            assert not re.search(r"(?<!octavo\.)parallel\.[a-z]|--ranks|octavo\.init|a2a", text), text
+        assert (
+            "Change expert_parallel_degree to 2. Degrees are keys of torch.sagemaker.init; "
+            in found["expert_parallel_degree 3"]
+        )
+        assert "--nproc-per-node" in found["hybrid_shard_degree 3"]
