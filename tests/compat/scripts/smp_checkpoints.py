@@ -6,6 +6,7 @@ off, so that the losses are those of plain transformers from the first weights, 
 
 import datetime
 import functools
+import json
 import os
 import sys
 from distutils.version import LooseVersion
@@ -185,12 +186,14 @@ def main(folder):
     content = {"model_config": config, "num_params": num_params, "total_steps": 2, "scheduler": scheduler.state_dict()}
     writes = save_all(folder, AsyncCallsQueue(), group, model, optimizer, scheduler, content)
     losses.append(train_step(model, optimizer, scheduler, 2))
+    resumed = []
     for kind in ("sharded", "local", "sm_local", "util"):
         fresh, optimizer, scheduler, _ = build(config)
         steps = resume(kind, folder, group, writes, fresh, optimizer, scheduler)
-        losses.append(train_step(fresh, optimizer, scheduler, steps))
+        resumed.append(train_step(fresh, optimizer, scheduler, steps))
     if dist.get_rank() == 0:
-        print("losses", *losses)
+        with open(f"{folder}/losses.json", "w") as file:
+            json.dump([losses, *resumed], file)
     dist.destroy_process_group()
 
 

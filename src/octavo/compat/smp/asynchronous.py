@@ -42,10 +42,10 @@ class AsyncCallsQueue:
         ended = []
         while self._calls and (blocking or self._calls[0][1].done()):
             number, future = self._calls.pop(0)
-            try:
-                future.result()
-            except Exception as error:
-                raise CheckpointingException(f"the asynchronous save {number} failed: {error}") from error
+            error = future.exception()  # PyTorch's is no Exception, and has those of all ranks
+            if error is not None:
+                cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
+                raise CheckpointingException(f"asynchronous save {number} failed: {type(cause).__name__}: {cause}") from error
             ended.append(number)
         return ended
 

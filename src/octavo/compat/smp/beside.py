@@ -1,7 +1,7 @@
 """Names of other packages that SMP's scripts import, for machines without them. Loads no torch.
 
-Each is found after everything that is installed. `importlib.util.find_spec`, by which libraries ask for a package, goes on to
-say that SageMaker's and Megatron's are not there.
+Each is found after everything that is installed. Until the script imports SageMaker's and Megatron's names, they are not there
+for `importlib.util.find_spec`, by which libraries ask for a whole package.
 """
 
 from __future__ import annotations

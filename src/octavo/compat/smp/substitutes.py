@@ -18,6 +18,7 @@ from torch.distributed import Backend
 from octavo.compat.changes import Changes
 from octavo.compat.notices import say_once
 
+_SMDDP = re.compile(r"(\w+:)?\bsmddp\b", re.IGNORECASE)
 _FLASH = re.compile(r"flash_attention_\d")
 
 
@@ -32,13 +33,19 @@ def apply() -> Callable[[], None]:
 def _with_smddp(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def new(cls: type, name: Any) -> Any:
-        if isinstance(name, str) and name.lower() == "smddp" and not hasattr(Backend, "SMDDP"):
-            name = "nccl" if torch.cuda.is_available() else "gloo"
-            say_once("smddp", f'backend "smddp": its collectives are of SageMaker\'s containers alone; {name} takes its place.')
+        if isinstance(name, str) and _SMDDP.search(name) and not hasattr(Backend, "SMDDP"):
+            name = _SMDDP.sub(_instead, name)
+            say_once("smddp", f'backend "smddp" is one of SageMaker\'s containers: {name} takes its place.')
         return theirs(cls, name)
 
     new.octavo = True  # type: ignore[attr-defined]
     return new
+
+
+def _instead(found: re.Match[str]) -> str:
+    device = found[1] or ""
+    gpu = torch.cuda.is_available() if not device else device.lower() != "cpu:"
+    return f"{device}{'nccl' if gpu else 'gloo'}"
 
 
 def flash_attention(changes: Changes) -> None:
