@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._traverse import set_element
@@ -259,23 +260,44 @@ def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | No
 
 
 def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state with this rank's rows in place of DTensors of ranks outside of the group, and DTensors in place of other rows."""
+    """A state with this rank's rows in place of DTensors of ranks outside of the group, and DTensors in place of other rows.
+
+    The same of ShardedTensors, which a local state of PyTorch's own FSDP has. Among several ranks it is without the views of
+    them that `use_orig_params` adds: other ranks have other views by the same names.
+    """
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
     def together(value: DTensor) -> bool:
         return members is None or _covers(members, value)
 
     def rows(value: Any) -> Any:
+        if isinstance(value, ShardedTensor) and not _is_among(members, value):
+            return value.local_tensor()
         return local_shard(value).local if isinstance(value, DTensor) and not together(value) else value
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: mapped(entry) for key, entry in with_shards(value, together).items()}
+            found = with_shards(value, together)
+            shards = [x for x in found.values() if isinstance(x, ShardedTensor) and _is_among(members, x)]
+            return {key: mapped(entry) for key, entry in found.items() if not _is_view(entry, shards)}
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
             return type(value)(mapped(entry) for entry in value)
         return rows(value)
 
     return mapped(state)
+
+
+def _is_among(members: set[int] | None, value: ShardedTensor) -> bool:
+    """True if all shards of the tensor are these ranks'."""
+    return members is None or members.issuperset(dist.get_process_group_ranks(value._process_group or dist.group.WORLD))
+
+
+def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
+    """True for a tensor in the memory of one of these, and for one without elements beside them."""
+    if not shards or not isinstance(value, Tensor) or isinstance(value, ShardedTensor | DTensor):
+        return False
+    memory = value.untyped_storage().data_ptr()
+    return value.numel() == 0 or any(memory == shard.local_tensor().untyped_storage().data_ptr() for shard in shards)
 
 
 def _covers(members: set[int], value: DTensor) -> bool:
@@ -289,7 +311,7 @@ def _covers(members: set[int], value: DTensor) -> bool:
 def _loaded(old: Any, new: Any) -> Any:
     """The loaded form of `old`: its own tensors, dictionaries and lists, filled in place; tuples anew; else `new`."""
     if isinstance(old, Mapping | list):
-        for key in list(old) if isinstance(old, Mapping) else range(len(old)):
+        for key in [key for key in old if key in new] if isinstance(old, Mapping) else range(len(old)):
             old[key] = _loaded(old[key], new[key])  # type: ignore[index]
         return old
     if type(old) is tuple and len(old) == len(new):

@@ -36,7 +36,7 @@ from octavo.compat.smp import checkpoint as checkpoints
 from octavo.compat.smp import folders, optim, substitutes
 from octavo.compat.smp.asynchronous import maybe_finalize_async_calls
 from octavo.compat.smp.fsdp import ShardedModel
-from octavo.compat.smp.safe_globals import admit_config, admit_scalars
+from octavo.compat.smp.safe_globals import admit_config, admit_data
 from octavo.compat.smp.state_dicts import Fp8State, Settings, sharded_in, typed
 from octavo.compat.smp.substitutes import flash_attention
 from octavo.compat.smp.transform import transformed
@@ -53,7 +53,7 @@ def apply() -> Callable[[], None]:
     _wrappers(changes)
     _checkpoints(changes)
     flash_attention(changes)
-    others = substitutes.apply(), admit_scalars()
+    others = substitutes.apply(), admit_data()
 
     def undo_all() -> None:
         for undo in (*others, changes.undo):

@@ -1,15 +1,22 @@
 """Names that `torch.load` takes in a checkpoint that a script wrote by `torch.save`: since PyTorch 2.6 it loads weights only.
 
-SMP's examples save, beside tensors, a count of parameters, which is a scalar of numpy, and the model's config. Their classes
-hold data alone, and are named here one by one; all other names stay refused, and nothing is unpickled without the check.
+SMP's examples save, beside tensors, a count of parameters, which is a scalar of numpy, and the model's config. A local state of
+PyTorch's own FSDP has ShardedTensors. Their classes hold data alone, and are named here one by one; all other names stay
+refused, and nothing is unpickled without the check.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
+from torch.distributed.remote_device import _remote_device
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 from transformers import PretrainedConfig
 
@@ -19,12 +26,35 @@ _SCALARS = (_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy
 _DTYPES = (np.dtype, *{type(np.dtype(name)) for name in ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")})
 
 
-def admit_scalars() -> Callable[[], None]:
-    """Let `torch.load` take scalars of numpy; returns the function that takes all names of this module away."""
-    add_safe_globals([*_SCALARS, *_DTYPES])
+def _member(owner: Any, name: str) -> Any:
+    """A member of the one enumeration in a ShardedTensor; Python up to 3.11 pickles it as a call of `getattr`."""
+    if owner is not MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is not allowed in a file of weights.")
+    return MEM_FORMAT_ENCODING[name]
+
+
+_SHARDED = (
+    ShardedTensor,
+    ShardedTensorMetadata,
+    TensorProperties,
+    MEM_FORMAT_ENCODING,
+    ShardMetadata,
+    Shard,
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    _remote_device,
+    (_member, "builtins.getattr"),
+)
+
+
+def admit_data() -> Callable[[], None]:
+    """Let `torch.load` take these; returns the function that takes all names of this module away."""
+    ours = (*_SCALARS, *_DTYPES, *_SHARDED)
+    before = get_safe_globals()
+    add_safe_globals([one for one in ours if one not in before])
 
     def undo() -> None:
-        kept = [one for one in get_safe_globals() if one not in _SCALARS and one not in _DTYPES and one not in _configs]
+        kept = [one for one in get_safe_globals() if one in before or (one not in ours and one not in _configs)]
         clear_safe_globals()
         add_safe_globals(kept)
         _configs.clear()
