@@ -1,5 +1,7 @@
 """Wrappers around a transformed model in FSDP: local checkpoints through every one are those of the model inside."""
 
+import itertools
+
 import pytest
 import wrapper_ranks
 
@@ -29,3 +31,8 @@ def test_a_local_state_that_restores_nothing_is_refused():
         assert len(found) == 3
         for text in found:
             assert "restores nothing of" in text
+
+
+def test_smps_local_type_around_pytorchs_own_fsdp(tmp_path):
+    for found in ranks.run(2, wrapper_ranks.never_transformed, str(tmp_path)):
+        assert found == dict.fromkeys(itertools.product((True, False), ("all", "each", "file")), True)

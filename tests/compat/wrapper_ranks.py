@@ -170,3 +170,50 @@ def nothing_restored(folder):
             except octavo.errors.InputError as error:
                 found.append(str(error))
     return found
+
+
+def never_transformed(folder):
+    """{(use_orig_params, way): True if a fresh model in PyTorch's own FSDP has the saved one's output}"""
+    tsm = names()
+    from torch.distributed._shard.api import load_with_process_group
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+    tsm.init()
+    rank, local, found = dist.get_rank(), SMStateDictType.SM_LOCAL_STATE_DICT, {}
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+
+    def build(seed, original):
+        torch.manual_seed(seed)
+        layers = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(
+            layers, auto_wrap_policy=policy, use_orig_params=original, device_id=torch.device("cpu")
+        )
+        assert type(model) is FullyShardedDataParallel
+        return model
+
+    for original in (True, False):
+        model, path = build(0, original), Path(folder) / str(original)
+        wanted = model(x)
+        path.mkdir(exist_ok=True)
+        with sm_state_dict_type(model, local):
+            state = {"model": model.state_dict()}
+            save(state, checkpoint_id=str(path / "all"))
+            save(state, checkpoint_id=str(path / f"rank{rank}"), process_group=own)
+            torch.save(state, path / f"{rank}.pt")
+        for way in ("all", "each", "file"):
+            fresh = build(1, original)
+            with sm_state_dict_type(fresh, local), load_with_process_group(fresh.process_group):
+                state = torch.load(path / f"{rank}.pt") if way == "file" else {"model": fresh.state_dict()}
+                if way == "all":
+                    load(state, checkpoint_id=str(path / "all"))
+                elif way == "each":
+                    load(state, checkpoint_id=str(path / f"rank{rank}"), process_group=own)
+                fresh.load_state_dict(state["model"])
+            found[original, way] = torch.equal(fresh(x), wanted)
+    return found

@@ -26,15 +26,21 @@ _SCALARS = (_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy
 _DTYPES = (np.dtype, *{type(np.dtype(name)) for name in ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")})
 
 
+_GROUP = ShardedTensor.ProcessGroupState
+
+
 def _member(owner: Any, name: str) -> Any:
-    """A member of the one enumeration in a ShardedTensor; Python up to 3.11 pickles it as a call of `getattr`."""
-    if owner is not MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is not allowed in a file of weights.")
-    return MEM_FORMAT_ENCODING[name]
+    """The two kinds of attributes by which ShardedTensors are pickled, as calls of `getattr`."""
+    if owner is ShardedTensor and name == _GROUP.__name__:
+        return _GROUP
+    if owner is MEM_FORMAT_ENCODING and name in MEM_FORMAT_ENCODING.__members__:
+        return MEM_FORMAT_ENCODING[name]
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is not allowed in a file of weights.")
 
 
 _SHARDED = (
     ShardedTensor,
+    _GROUP,
     ShardedTensorMetadata,
     TensorProperties,
     MEM_FORMAT_ENCODING,

@@ -173,11 +173,31 @@ def sm_state_dict_type(
     """
     if owners := sharded_in(model):
         return typed(owners, Settings(state_dict_type, state_dict_config, optim_state_dict_config))
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    if not any(isinstance(module, FullyShardedDataParallel) for module in modules):
+    native = (
+        [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)] if isinstance(model, nn.Module) else []
+    )
+    if not native:
         raise InputError("sm_state_dict_type: wrap the model in FullyShardedDataParallel first.")
-    kind = StateDictType.LOCAL_STATE_DICT if isinstance(state_dict_type, SMStateDictType) else state_dict_type
-    return FullyShardedDataParallel.state_dict_type(model, kind, state_dict_config, optim_state_dict_config)
+    if not isinstance(state_dict_type, SMStateDictType):
+        return FullyShardedDataParallel.state_dict_type(model, state_dict_type, state_dict_config, optim_state_dict_config)
+    return _native_local(model, native, state_dict_config, optim_state_dict_config)
+
+
+@contextlib.contextmanager
+def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *configs: Any) -> Iterator[None]:
+    """PyTorch's local type. With `use_orig_params` it saves a flat parameter that it refuses to load beside its views."""
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        for inside in ("", "_fsdp_wrapped_module."):
+            state.pop(f"{prefix}{inside}_flat_param", None)
+
+    hooks = [one.register_load_state_dict_pre_hook(drop) for one in native if one._use_orig_params]
+    try:
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, *configs):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
