@@ -102,7 +102,23 @@ def by_the_script(folder):
         restored = whole(other, fresh)
         same = restored.keys() == wanted.keys() and all(torch.equal(restored[key], wanted[key]) for key in wanted)
         found[name] = same and state["total_steps"] == 2, abs(step(other, fresh, 2) - following)
+    found["some"] = refusal_of_some_ranks(tsm, root)
     return found
+
+
+def refusal_of_some_ranks(tsm, root):
+    """The message for a save over ranks with some of the rows: two of four."""
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+    model, _ = mixtral(tsm, {"expert_parallel_degree": 2})
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state, place = model.state_dict(), str(root / f"some{dist.get_rank() // 2}")
+    try:
+        save({"model": state}, checkpoint_id=place, process_group=tsm.state.ep_process_group)
+    except octavo.errors.InputError as error:
+        return str(error)
+    return "none"
 
 
 def refusals(folder):

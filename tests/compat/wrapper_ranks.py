@@ -118,6 +118,7 @@ def bits(model):
 def wrapped(folder):
     """{wrapper: {"next loss": of the saved model, way: (a fresh model has its weights, and its next loss)}}"""
     tsm = names()
+    from torch.distributed import checkpoint
     from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
     from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls, save
     from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
@@ -135,10 +136,11 @@ def wrapped(folder):
             async_save(state, checkpoint_id=str(path / f"rank{rank}"), process_group=own)
             save(state, checkpoint_id=str(path / "all"))
             torch.save(state, path / f"{rank}.pt")
+            checkpoint.save(state, checkpoint_id=str(path / "pytorch"))
         maybe_finalize_async_calls(blocking=True)
         wanted, loss = bits(model), trained(model, mine, 1, first=1)
         found[kind], fresh = {"next loss": loss}, wrap(sharded(tsm))
-        for way in ("each", "all", "file"):
+        for way in ("each", "all", "file", *(["pytorch"] if kind == "offload" else [])):
             assert not all(torch.equal(*pair) for pair in zip(bits(fresh), wanted, strict=True))
             with sm_state_dict_type(fresh, local):
                 state = {"model": fresh.state_dict()}
@@ -147,6 +149,8 @@ def wrapped(folder):
                 elif way == "all":
                     load(state, checkpoint_id=str(path / "all"))
                     fresh.load_state_dict(state["model"])
+                elif way == "pytorch":
+                    checkpoint.load(state, checkpoint_id=str(path / way))
                 else:
                     fresh.load_state_dict(torch.load(path / f"{rank}.pt")["model"])
             same = all(torch.equal(*pair) for pair in zip(bits(fresh), wanted, strict=True))

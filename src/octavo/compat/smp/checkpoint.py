@@ -75,7 +75,7 @@ class DistributedFileSystemReader(FileSystemReader):
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """One of PyTorch's for URLs in its place."""
-        return FsspecReader(_place(path)) if _is_remote(path) else super().__new__(cls)
+        return FsspecReader(_place(path), *args, **kwargs) if _is_remote(path) else super().__new__(cls)
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(_place(path), *args, **kwargs)
@@ -86,7 +86,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """One of PyTorch's for URLs in its place."""
-        return FsspecWriter(_place(path)) if _is_remote(path) else super().__new__(cls)
+        return FsspecWriter(_place(path), *args, **kwargs) if _is_remote(path) else super().__new__(cls)
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(_place(path), *args, **kwargs)
@@ -200,8 +200,7 @@ def load(
             f"load: the checkpoint {str(path)!r} does not fit this state dict: {str(fault).rstrip('.')}. Load into the "
             "model, and under the keys, that saved it."
         ) from None
-    for key in state_dict:
-        state_dict[key] = _loaded(state_dict[key], rows[key])
+    read_back(state_dict, rows)
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
@@ -268,11 +267,20 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
     def together(value: DTensor) -> bool:
-        return members is None or _covers(members, value)
+        if members is None or _covers(members, value):
+            return True
+        if len(_shards_of(members, value)) > 1:
+            raise InputError(
+                f"the ranks {sorted(members)} of process_group hold some rows of a model's tensor each, and not all of them: "
+                "give the ranks with the same shard, for a folder of them, or model.process_group, whose ranks have all rows."
+            )
+        return False
 
     def rows(value: Any) -> Any:
         if isinstance(value, ShardedTensor) and not _is_among(members, value):
             return value.local_tensor()
+        if isinstance(value, Fp8State):
+            return bytes(value)  # its rows are replaced
         return local_shard(value).local if isinstance(value, DTensor) and not together(value) else value
 
     def mapped(value: Any) -> Any:
@@ -300,12 +308,37 @@ def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
     return value.numel() == 0 or any(memory == shard.local_tensor().untyped_storage().data_ptr() for shard in shards)
 
 
-def _covers(members: set[int], value: DTensor) -> bool:
-    """True if the ranks hold all rows between them: those of one replica at least."""
+def _replicas(value: DTensor) -> list[list[int]]:
+    """The ranks of each replica of a tensor, in the order of its shards."""
     ranks, sharded = value.device_mesh.mesh, [is_shard(placement) for placement in value.placements]
     order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
     inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
-    return any(members.issuperset(replica) for replica in ranks.permute(order).reshape(-1, inside).tolist())
+    found: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()
+    return found
+
+
+def _covers(members: set[int], value: DTensor) -> bool:
+    """True if the ranks hold all rows between them: those of one replica at least."""
+    return any(members.issuperset(replica) for replica in _replicas(value))
+
+
+def _shards_of(members: set[int], value: DTensor) -> set[int]:
+    """The shards of a tensor that the ranks hold, by number."""
+    return {shard for replica in _replicas(value) for shard, rank in enumerate(replica) if rank in members}
+
+
+def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:
+    """A state for PyTorch's own `save` and `load`: `_of_group` of one with a model's state in it, and any other as it is."""
+    nested = state.values() if isinstance(state, Mapping) else ()
+    found = any(isinstance(value, Fp8State) for one in (state, *nested) if isinstance(one, Mapping) for value in one.values())
+    return _of_group(state, group) if found else state
+
+
+def read_back(state: dict[str, Any], rows: Mapping[str, Any]) -> None:
+    """Put what was read into `_of_group` of a state into the state."""
+    for key in state:
+        if key in rows:
+            state[key] = _loaded(state[key], rows[key])
 
 
 def _loaded(old: Any, new: Any) -> Any:

@@ -5,6 +5,7 @@
 * `FullStateDictConfig` takes SMP's `translate_on_save`.
 * Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
   ahead of backward.
+* PyTorch's own `save` and `load` take a local state of a `ShardedModel` as its shards.
 * `FileSystemWriter` writes one checkpoint to several folders (`octavo.compat.smp.folders`).
 * `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
   checkpoints take `coordinator_rank` as a global rank.
@@ -24,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
@@ -276,6 +278,39 @@ def _checkpoints(changes: Changes) -> None:
             coordinator_rank = members.index(coordinator_rank) if coordinator_rank in members else coordinator_rank
         init(self, group, use_dist, coordinator_rank)
 
+    save, load = state_dict_saver._save_state_dict, state_dict_loader._load_state_dict
+
+    @functools.wraps(save)
+    def save_shards(
+        state_dict: Any,
+        storage_writer: Any,
+        process_group: Any = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A local state's rows are saved as shards: ranks would write over each other's by the same names."""
+        state = state_dict if no_dist else checkpoints.of_models(state_dict, process_group)
+        return save(state, storage_writer, process_group, coordinator_rank, no_dist, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_shards(
+        state_dict: Any,
+        storage_reader: Any,
+        process_group: Any = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        rows = state_dict if no_dist else checkpoints.of_models(state_dict, process_group)
+        load(rows, storage_reader, process_group, coordinator_rank, no_dist, *args, **kwargs)
+        if rows is not state_dict:
+            checkpoints.read_back(state_dict, rows)
+
+    changes.set(state_dict_saver, "_save_state_dict", save_shards)
+    changes.set(state_dict_loader, "_load_state_dict", load_shards)
     changes.set(_DistWrapper, "__init__", coordinated)
     for name, method in folders.patched().items():
         changes.set(FileSystemWriter, name, method)
