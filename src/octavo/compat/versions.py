@@ -42,7 +42,7 @@ class LooseVersion:
 
     def __lt__(self, other: object) -> bool:
         found = self._other(other)
-        return NotImplemented if found is None else self.version < found.version  # type: ignore[operator]
+        return NotImplemented if found is None else self.version < found.version
 
     __hash__ = None  # type: ignore[assignment]
 

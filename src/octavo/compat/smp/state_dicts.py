@@ -114,10 +114,10 @@ def with_shards(state: Mapping[Any, Any], among: Callable[[DTensor], bool]) -> d
 
 def _shards(
     state: Mapping[Any, Any], prefix: str, model: nn.Module | None, among: Callable[[DTensor], bool]
-) -> dict[str, DTensor]:
+) -> dict[str, Tensor]:
     if model is None:
         raise InputError("a local state dict is saved or loaded while its model is there: keep the model until then.")
-    found: dict[str, DTensor] = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model).items():
         value = state.get(f"{prefix}{name}")
         if value is None or isinstance(value, DTensor) or not isinstance(tensor, DTensor) or not among(tensor):
