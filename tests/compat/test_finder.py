@@ -14,6 +14,7 @@ import pytest
 import octavo.compat.smp
 import octavo.compat.te
 from octavo.compat import finder
+from octavo.compat.smp.beside import SHIMS as BESIDE
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.errors import InputError
@@ -142,7 +143,7 @@ def test_the_hidden_sitecustomize_runs_and_the_script_is_itself(tmp_path):
 
 def test_the_table_of_names_is_complete():
     text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
-    for shim in (TE, SMP):
+    for shim in (TE, SMP, *BESIDE):
         for module, names in shim.modules.items():
             for one in [one for text in names.values() for one in text.split()]:
                 assert f"`{one}`" in text, one

@@ -138,6 +138,27 @@ def test_an_smp_training_resumes_to_the_same_numbers(tmp_path):
     assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-3)
 
 
+def test_the_names_of_the_published_script_train_and_resume_from_a_checkpoint_of_each_kind(tmp_path):
+    run_forked(tmp_path / "run", SCRIPTS / "smp_checkpoints.py", tmp_path, environment={"OMP_NUM_THREADS": "1"})
+    losses, *resumed = json.loads((tmp_path / "losses.json").read_text())
+    assert resumed == [losses[2]] * 4
+    config = LlamaConfig(**TINY, num_key_value_heads=1, max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(torch.load(tmp_path / "first.bin"))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), lr=5e-3, weight_decay=0.1)
+    expected = []
+    for step in range(3):
+        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_missing_name_ends_with_the_name_and_the_way(tmp_path):
     script = tmp_path / "old.py"
     script.write_text("import transformer_engine.pytorch as te\nlayer = te.make_graphed_callables(None, ())\n")

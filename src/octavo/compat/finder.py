@@ -42,6 +42,8 @@ class Shim:
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
         before: modules that the root imports, so that they are its attributes.
         version: a module with the `__version__` of the installed package that it stands for; None for a part of another.
+        absent_only: an installed package of this name goes before the shim.
+        hidden: with that, `importlib.util.find_spec` does not find the shim, so that nobody takes it for the whole package.
     """
 
     root: str
@@ -52,6 +54,8 @@ class Shim:
     begin: str | None = None
     before: Sequence[str] = ()
     version: str | None = None
+    absent_only: bool = False
+    hidden: bool = True
 
     def real(self) -> str | None:
         """Where the real package is installed; None if it is not."""
@@ -69,6 +73,8 @@ class Shim:
 
     def check(self, *, replace: bool) -> None:
         """Raise an InputError if the real package is installed, unless the shim may take its place."""
+        if self.absent_only:
+            return
         where = self.real()
         if where is not None and not (replace or os.environ.get(REPLACE) == "1"):
             raise InputError(
@@ -108,16 +114,24 @@ class Finder(MetaPathFinder):
         absent = fullname in self.shim.absent
         if not absent and fullname != self.shim.root and not fullname.startswith(f"{self.shim.root}."):
             return None
+        if self.shim.absent_only and fullname != self.shim.root and not self.owns(self.shim.root):
+            return None
+        # `importlib.util.find_spec` asks whether a module is there; all else is an import.
+        asked = sys._getframe(2).f_code.co_name == "find_spec"
         if fullname in self.shim.modules:
-            return self._spec(fullname)
-        # `importlib.util.find_spec` asks whether a module is there, and None is the answer; all else is an import.
-        if sys._getframe(2).f_code.co_name == "find_spec" or (absent and PathFinder.find_spec(fullname) is not None):
+            return None if asked and self.shim.absent_only and self.shim.hidden else self._spec(fullname)
+        if asked or (absent and PathFinder.find_spec(fullname) is not None):
             return None
         if absent:
             raise MissingModule(way_of(fullname, self.shim.ways), fullname)
         known = [name.rpartition(".")[2] for name in self.shim.modules] + self._names(fullname.rpartition(".")[0])
         # The name of the root: `from module import name` goes on to its own message if it is the missing name.
         raise MissingModule(way_of(fullname, self.shim.ways, known), self.shim.root)
+
+    def owns(self, name: str) -> bool:
+        """True if a loaded module is the shim's."""
+        loader = getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None)
+        return isinstance(loader, _Loader) and loader.finder is self
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         """The package that the shim stands for, if it is asked for."""
@@ -189,9 +203,9 @@ def install(shim: Shim, *, replace: bool = False) -> None:
     if installed(shim) is not None:
         return
     shim.check(replace=replace)
-    if shim.root in sys.modules:
+    if shim.root in sys.modules and not shim.absent_only:
         raise InputError(f"{shim.root} is imported already: call install() before the first import of it.")
-    sys.meta_path.insert(0, Finder(shim))
+    sys.meta_path.insert(len(sys.meta_path) if shim.absent_only else 0, Finder(shim))
 
 
 def uninstall(shim: Shim) -> None:
@@ -200,10 +214,11 @@ def uninstall(shim: Shim) -> None:
     if finder is None:
         return
     sys.meta_path.remove(finder)
-    for name in [name for name in sys.modules if name == shim.root or name.startswith(f"{shim.root}.")]:
+    owned = [name for name in sys.modules if finder.owns(name)]
+    for name in owned:
         del sys.modules[name]
     parent, _, child = shim.root.rpartition(".")
-    if parent in sys.modules:
+    if owned and parent in sys.modules:
         vars(sys.modules[parent]).pop(child, None)
     if finder.undo is not None:
         finder.undo()

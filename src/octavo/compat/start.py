@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from octavo.compat import finder, sdk
+from octavo.compat.smp.beside import SHIMS as BESIDE
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.errors import InputError, OctavoError, warn
@@ -31,7 +32,7 @@ _SECONDS_OF_THREADS = 0.1
 def install_all() -> None:
     """Install every shim, and answer an uncaught error of Octavo's with its message and its exit code."""
     try:
-        for shim in SHIMS:
+        for shim in (*SHIMS, *BESIDE):
             finder.install(shim)
         sdk.install_if_absent()
     except InputError as error:  # of a package that was installed after the start

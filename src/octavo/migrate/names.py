@@ -293,6 +293,12 @@ _SDK = (
     Name("sagemaker.get_execution_role", "accepted", "jobs need no role", "leave it out"),
     Name("sagemaker.Session", "accepted", "jobs need no session; a bucket of it is refused", "leave it out"),
     Name("sagemaker", "same", "the estimator's names, where the SDK is not installed", "octavo.launch"),
+    Name(
+        "smdistributed.dataparallel.torch.torch_smddp",
+        "differs",
+        'the backend "smddp" is NCCL, or gloo without GPUs',
+        'backend "nccl"',
+    ),
     Name("smdistributed.dataparallel", "absent", "SageMaker's own collectives", 'backend "nccl"'),
     Name("smdistributed", "absent", "SMP v1, another library", "import octavo"),
 )

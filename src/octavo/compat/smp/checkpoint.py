@@ -1,4 +1,4 @@
-"""SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`, and what finishes writes in the background.
+"""SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`.
 
 A DTensor of more ranks than the process group has is saved as this rank's rows (SMP's local checkpoints: a folder a rank).
 Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself does: read only folders that you trust.
@@ -7,11 +7,11 @@ Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._traverse import set_element
@@ -27,11 +28,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from octavo.compat.smp.state_dicts import ModelState
+from octavo.compat.smp.asynchronous import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
+from octavo.compat.smp.state_dicts import Fp8State, with_shards
 from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
 from octavo.parallel.calls import together
-from octavo.parallel.shards import local_shard
+from octavo.parallel.shards import is_shard, local_shard
 from octavo.storage import folder_fault, local_path
 
 
@@ -73,7 +75,7 @@ class DistributedFileSystemReader(FileSystemReader):
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """One of PyTorch's for URLs in its place."""
-        return FsspecReader(_place(path)) if _is_remote(path) else super().__new__(cls)
+        return FsspecReader(_place(path), *args, **kwargs) if _is_remote(path) else super().__new__(cls)
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(_place(path), *args, **kwargs)
@@ -84,7 +86,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
     def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """One of PyTorch's for URLs in its place."""
-        return FsspecWriter(_place(path)) if _is_remote(path) else super().__new__(cls)
+        return FsspecWriter(_place(path), *args, **kwargs) if _is_remote(path) else super().__new__(cls)
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(_place(path), *args, **kwargs)
@@ -96,52 +98,6 @@ class PyTorchDistSaveShardedStrategy:
 
     backend: str = "torch_dist"
     version: int = 1
-
-
-class AsyncCallsQueue:
-    """Saves in the background, in order. `maybe_finalize_async_calls` raises their errors."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[int, Future[None]]] = []
-        self._count = 0
-        self._executor: ThreadPoolExecutor | None = None
-
-    def schedule(self, function: Any) -> int:
-        """Run a function behind those that are under way; its number."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a process that ends waits for its thread
-        self._calls.append((self._count, self._executor.submit(function)))
-        self._count += 1
-        return self._count - 1
-
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = True, *, skip_sync: bool = False) -> list[int]:
-        """The numbers of the saves that have ended, of all if `blocking`; raises the error of a failed one."""
-        ended = []
-        while self._calls and (blocking or self._calls[0][1].done()):
-            number, future = self._calls.pop(0)
-            future.result()
-            ended.append(number)
-        return ended
-
-    def get_num_unfinalized_calls(self) -> int:
-        """Saves that were not finalised yet."""
-        return len(self._calls)
-
-    def close(self) -> None:
-        """Wait for all saves."""
-        self.maybe_finalize_async_calls(blocking=True)
-
-
-DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue()
-
-
-def maybe_finalize_async_calls(blocking: bool = True, process_group: dist.ProcessGroup | None = None) -> list[int]:
-    """The numbers of the asynchronous saves that have ended; with `blocking` it waits for all of them.
-
-    Raises:
-        Exception: that of a save.
-    """
-    return DEFAULT_ASYNC_REQUEST_QUEUE.maybe_finalize_async_calls(blocking)
 
 
 def save(
@@ -244,11 +200,7 @@ def load(
             f"load: the checkpoint {str(path)!r} does not fit this state dict: {str(fault).rstrip('.')}. Load into the "
             "model, and under the keys, that saved it."
         ) from None
-    for key in state_dict:
-        state_dict[key] = _loaded(state_dict[key], rows[key])
-    for value in state_dict.values():
-        if isinstance(value, ModelState):
-            value.loaded()
+    read_back(state_dict, rows)
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
@@ -307,20 +259,35 @@ def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | No
 
 
 def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state with this rank's rows in place of DTensors of ranks outside of the group, and DTensors in place of other rows."""
+    """A state with this rank's rows in place of DTensors of ranks outside of the group, and DTensors in place of other rows.
+
+    The same of ShardedTensors, which a local state of PyTorch's own FSDP has. Among several ranks it is without the views of
+    them that `use_orig_params` adds: other ranks have other views by the same names.
+    """
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
     def together(value: DTensor) -> bool:
-        return members is None or _covers(members, value)
+        if members is None or _covers(members, value):
+            return True
+        if len(_shards_of(members, value)) > 1:
+            raise InputError(
+                f"the ranks {sorted(members)} of process_group hold some rows of a model's tensor each, and not all of them: "
+                "give the ranks with the same shard, for a folder of them, or model.process_group, whose ranks have all rows."
+            )
+        return False
 
     def rows(value: Any) -> Any:
+        if isinstance(value, ShardedTensor) and not _is_among(members, value):
+            return value.local_tensor()
+        if isinstance(value, Fp8State):
+            return bytes(value)  # its rows are replaced
         return local_shard(value).local if isinstance(value, DTensor) and not together(value) else value
 
     def mapped(value: Any) -> Any:
-        if isinstance(value, ModelState):
-            value = value.sharded(together)
         if isinstance(value, Mapping):
-            return {key: mapped(entry) for key, entry in value.items()}
+            found = with_shards(value, together)
+            shards = [x for x in found.values() if isinstance(x, ShardedTensor) and _is_among(members, x)]
+            return {key: mapped(entry) for key, entry in found.items() if not _is_view(entry, shards)}
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size) and not hasattr(value, "_fields"):
             return type(value)(mapped(entry) for entry in value)
         return rows(value)
@@ -328,22 +295,62 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
     return mapped(state)
 
 
+def _is_among(members: set[int] | None, value: ShardedTensor) -> bool:
+    """True if all shards of the tensor are these ranks'."""
+    return members is None or members.issuperset(dist.get_process_group_ranks(value._process_group or dist.group.WORLD))
+
+
+def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
+    """True for a tensor in the memory of one of these, and for one without elements beside them."""
+    if not shards or not isinstance(value, Tensor) or isinstance(value, ShardedTensor | DTensor):
+        return False
+    memory = value.untyped_storage().data_ptr()
+    return value.numel() == 0 or any(memory == shard.local_tensor().untyped_storage().data_ptr() for shard in shards)
+
+
+def _replicas(value: DTensor) -> list[list[int]]:
+    """The ranks of each replica of a tensor, in the order of its shards."""
+    ranks, sharded = value.device_mesh.mesh, [is_shard(placement) for placement in value.placements]
+    order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
+    inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
+    found: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()
+    return found
+
+
 def _covers(members: set[int], value: DTensor) -> bool:
-    """True if the ranks hold all rows between them: those of one shard group at least."""
-    mesh = value.device_mesh
-    shards = mesh.mesh if mesh.ndim == 1 else mesh.mesh.reshape(-1, mesh.size(-1))
-    groups = [shards.tolist()] if mesh.ndim == 1 else shards.tolist()
-    return any(members.issuperset(group) for group in groups)
+    """True if the ranks hold all rows between them: those of one replica at least."""
+    return any(members.issuperset(replica) for replica in _replicas(value))
+
+
+def _shards_of(members: set[int], value: DTensor) -> set[int]:
+    """The shards of a tensor that the ranks hold, by number."""
+    return {shard for replica in _replicas(value) for shard, rank in enumerate(replica) if rank in members}
+
+
+def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:
+    """A state for PyTorch's own `save` and `load`: `_of_group` of one with a model's state in it, and any other as it is."""
+    nested = state.values() if isinstance(state, Mapping) else ()
+    found = any(isinstance(value, Fp8State) for one in (state, *nested) if isinstance(one, Mapping) for value in one.values())
+    return _of_group(state, group) if found else state
+
+
+def read_back(state: dict[str, Any], rows: Mapping[str, Any]) -> None:
+    """Put what was read into `_of_group` of a state into the state."""
+    for key in state:
+        if key in rows:
+            state[key] = _loaded(state[key], rows[key])
 
 
 def _loaded(old: Any, new: Any) -> Any:
     """The loaded form of `old`: its own tensors, dictionaries and lists, filled in place; tuples anew; else `new`."""
     if isinstance(old, Mapping | list):
-        for key in list(old) if isinstance(old, Mapping) else range(len(old)):
+        for key in [key for key in old if key in new] if isinstance(old, Mapping) else range(len(old)):
             old[key] = _loaded(old[key], new[key])  # type: ignore[index]
         return old
     if type(old) is tuple and len(old) == len(new):
         return tuple(_loaded(*pair) for pair in zip(old, new, strict=True))
+    if isinstance(old, Fp8State):
+        return old.loaded(new)
     return old if isinstance(old, Tensor) else new
 
 

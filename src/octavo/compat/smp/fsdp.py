@@ -29,6 +29,7 @@ from octavo.compat.notices import say_once
 from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
+from octavo.compat.smp.init import given_names
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed
 from octavo.errors import InputError
@@ -65,10 +66,11 @@ class ShardedModel(FullyShardedDataParallel):
         noted = transformed(module)
         assert noted is not None
         degree, strategy = resolved(smp_state.hybrid_shard_degree, given.sharding_strategy)
-        sharding = _sharding(module, noted, given.mixed_precision, degree, strategy)
-        values = _values(module, noted, given.param_init_fn, sync=given.sync_module_states)
         training = module.training
-        place(module, _device(given.device_id), sharding, values, averaged=True).train(training)
+        with given_names():
+            sharding = _sharding(module, noted, given.mixed_precision, degree, strategy)
+            values = _values(module, noted, given.param_init_fn, sync=given.sync_module_states)
+            place(module, _device(given.device_id), sharding, values, averaged=True).train(training)
         if sharding is not None and sharding.context is not None:
             slices.join_inputs(module, sharding.context)
         self._fsdp_wrapped_module = module
@@ -87,6 +89,11 @@ class ShardedModel(FullyShardedDataParallel):
     def module(self) -> nn.Module:
         """The model itself."""
         return self._fsdp_wrapped_module
+
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """Itself, by a name that wrappers forward."""
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
@@ -147,7 +154,7 @@ class ShardedModel(FullyShardedDataParallel):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state of any of the types."""
-        return state_dicts.load_model_state(self.module, state_dict, strict=strict)
+        return state_dicts.load_model_state(self.module, state_dict, self.state_settings, strict=strict)
 
     @property
     def stack(self) -> Decoder | Blocks | None:
@@ -168,7 +175,7 @@ def _load_inside(
 ) -> None:
     """Load a state dict of a module around, which looks at the tensors of each module inside: they find themselves."""
     own = {name[len(prefix) :]: state.pop(name) for name in [name for name in state if name.startswith(prefix)]}
-    lost, unexpected = state_dicts.load_model_state(module.module, own, strict=False)
+    lost, unexpected = state_dicts.load_model_state(module.module, own, module.state_settings, strict=False)
     missing += [f"{prefix}{name}" for name in lost]
     state |= {f"{prefix}{name}": own[name] for name in unexpected}
     tensors = nn.Module.state_dict(module.module, keep_vars=True, prefix=f"{prefix}_fsdp_wrapped_module.")

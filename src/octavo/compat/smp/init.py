@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from octavo.compat.missing import MissingName, way_of
+from octavo.compat.smp.keys import users_names
 from octavo.compat.smp.shim import WAYS
 from octavo.config.degrees import Degrees
 from octavo.config.section import Section
@@ -42,6 +44,12 @@ class _Given:
     """The configuration given to `init`; None before."""
 
     config: SmpConfig | None = None
+    where: str = "torch.sagemaker.init"
+
+
+def given_names() -> contextlib.AbstractContextManager[None]:
+    """Refusals inside have the names of the configuration given to `init`."""
+    return users_names(_Given.where)
 
 
 class Ranker:
@@ -122,10 +130,12 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     keys = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree")
     degrees = {key: getattr(chosen, key) for key in keys}
     tensor = chosen.tensor_parallel_degree
-    check_supported(Degrees(world=tensor, hybrid_shard=1, tensor=tensor, context=1, expert=1))  # before anything is started
     horizon = chosen.activation_loading_horizon
-    world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
-    _Given.config = chosen
+    with users_names(where):
+        # Before anything is started.
+        check_supported(Degrees(world=tensor, hybrid_shard=1, tensor=tensor, context=1, expert=1))
+        world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
+    _Given.config, _Given.where = chosen, where
 
 
 def is_initialized() -> bool:

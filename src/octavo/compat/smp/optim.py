@@ -1,7 +1,8 @@
 """Optimizer states of a sharded model by name, as FSDP1's functions give and take them.
 
-`{"state": {parameter: {"exp_avg": …}}, "param_groups": [{…, "params": [parameter, …]}]}`, whose tensors are whole, DTensors or
-this rank's rows by the type of the `state_dict_type` context around.
+`{"state": {parameter: {"exp_avg": …}}, "param_groups": [{…, "params": [parameter, …]}]}`, whose tensors are whole or DTensors
+by the type of the `state_dict_type` context around. The local type has DTensors too, as `optimizer.state_dict()` has: without
+them ranks that share a folder would write over each other's rows.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Se
             return value
         if full:
             value = whole_tensor(value) if isinstance(value, DTensor) else value.clone()
-        elif settings.kind is not StateDictType.SHARDED_STATE_DICT:
-            value = local_shard(value).local
         return value.cpu() if to_cpu else value
 
     state: dict[str, dict[str, Any]] = {}
@@ -115,7 +114,10 @@ def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
         return value
     part = local_shard(parameter)
     if isinstance(value, DTensor):
-        if isinstance(parameter, DTensor) and value.placements == parameter.placements:
+        if isinstance(parameter, DTensor) and (value.device_mesh, value.placements) == (
+            parameter.device_mesh,
+            parameter.placements,
+        ):
             return value.to(parameter.device)
         value = whole_tensor(value)
     if tuple(value.shape) == part.shape:

@@ -5,6 +5,8 @@
 * `FullStateDictConfig` takes SMP's `translate_on_save`.
 * Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
   ahead of backward.
+* PyTorch's own `save` and `load` take a local state of a `ShardedModel` as its shards.
+* `FileSystemWriter` writes one checkpoint to several folders (`octavo.compat.smp.folders`).
 * `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
   checkpoints take `coordinator_rank` as a global rank.
 
@@ -13,9 +15,8 @@ Classes are changed in place, since a script may have taken them from torch befo
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,67 +25,52 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from octavo.compat.changes import Changes
 from octavo.compat.smp import checkpoint as checkpoints
-from octavo.compat.smp import optim
+from octavo.compat.smp import folders, optim, substitutes
+from octavo.compat.smp.asynchronous import maybe_finalize_async_calls
 from octavo.compat.smp.fsdp import ShardedModel
-from octavo.compat.smp.state_dicts import ModelState, Settings
+from octavo.compat.smp.safe_globals import admit_config, admit_data
+from octavo.compat.smp.state_dicts import Fp8State, Settings, sharded_in, typed
+from octavo.compat.smp.substitutes import flash_attention
 from octavo.compat.smp.transform import transformed
 from octavo.errors import InputError
 from octavo.fp8.autocast import recomputing
 from octavo.nn.norm import ResidualLayer
 
-_ABSENT = object()
-
-
-class _Changes:
-    """Attributes that were replaced, to be put back."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute."""
-        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        """Put all of them back."""
-        for owner, name, value in reversed(self._before):
-            if name == "__new__":  # Python never goes back to object's, which then refuses the arguments of __init__
-                setattr(owner, name, staticmethod(_plain_new))
-            elif value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-        self._before.clear()
-
-
-def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(cls)
-
 
 def apply() -> Callable[[], None]:
     """Make the changes; returns the function that takes them back."""
-    changes = _Changes()
+    changes = Changes()
     _construct(changes)
     _static(changes)
     _wrappers(changes)
     _checkpoints(changes)
-    return changes.undo
+    flash_attention(changes)
+    others = substitutes.apply(), admit_data()
+
+    def undo_all() -> None:
+        for undo in (*others, changes.undo):
+            undo()
+
+    return undo_all
 
 
-def _construct(changes: _Changes) -> None:
+def _construct(changes: Changes) -> None:
     init, config_init = Fsdp.__init__, FullStateDictConfig.__init__
 
     def new(cls: type, module: Any = None, *args: Any, **kwargs: Any) -> Any:
         found = kwargs.get("module", module)
         if isinstance(found, nn.Module) and issubclass(cls, Fsdp):
+            admit_config(getattr(found, "config", None))
             if _sharded(found) is not None:
                 raise InputError(f"FullyShardedDataParallel: {type(found).__name__} is sharded already. Wrap it once.")
             if transformed(found) is not None:
@@ -122,26 +108,29 @@ def _construct(changes: _Changes) -> None:
 
 
 def _sharded(model: Any) -> ShardedModel | None:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((module for module in modules if isinstance(module, ShardedModel)), None)
+    found = sharded_in(model)
+    return found[0] if found else None
 
 
-@contextlib.contextmanager
-def _typed(model: ShardedModel, settings: Settings) -> Iterator[None]:
-    before, model.state_settings = model.state_settings, settings
-    try:
-        yield
-    finally:
-        model.state_settings = before
+def _state_dict_type(models: list[ShardedModel], kind: Any, model_config: Any = None, optim_config: Any = None) -> Any:
+    return typed(models, Settings(kind, model_config, optim_config))
 
 
-def _state_dict_type(model: ShardedModel, kind: Any, model_config: Any = None, optim_config: Any = None) -> Any:
-    return _typed(model, Settings(kind, model_config, optim_config))
-
-
-def _set_state_dict_type(model: ShardedModel, kind: Any, model_config: Any = None, optim_config: Any = None) -> Settings:
-    before, model.state_settings = model.state_settings, Settings(kind, model_config, optim_config)
+def _set_state_dict_type(models: list[ShardedModel], kind: Any, model_config: Any = None, optim_config: Any = None) -> Settings:
+    before = models[0].state_settings
+    for model in models:
+        model.state_settings = Settings(kind, model_config, optim_config)
     return before
+
+
+def _one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one model, for the list of those in a module."""
+
+    @functools.wraps(function)
+    def call(models: list[ShardedModel], *args: Any, **kwargs: Any) -> Any:
+        return function(models[0], *args, **kwargs)
+
+    return call
 
 
 def _optim_state_dict(model: ShardedModel, optimizer: Any, optim_state_dict: Any = None, group: Any = None) -> dict[str, Any]:
@@ -153,16 +142,16 @@ def _full_optim_state_dict(model: ShardedModel, optimizer: Any, *args: Any, rank
     return optim.optim_state(model, optimizer, Settings(StateDictType.FULL_STATE_DICT, None, config))
 
 
-def _fsdp_modules(module: ShardedModel, root_only: bool = False) -> list[Any]:
-    return [module]
+def _fsdp_modules(models: list[ShardedModel], root_only: bool = False) -> list[Any]:
+    return models
 
 
 _STATIC: dict[str, Callable[..., Any]] = {
     "state_dict_type": _state_dict_type,
     "set_state_dict_type": _set_state_dict_type,
-    "get_state_dict_type": lambda model: model.state_settings,
-    "optim_state_dict": _optim_state_dict,
-    "full_optim_state_dict": _full_optim_state_dict,
+    "get_state_dict_type": lambda models: models[0].state_settings,
+    "optim_state_dict": _one(_optim_state_dict),
+    "full_optim_state_dict": _one(_full_optim_state_dict),
     "fsdp_modules": _fsdp_modules,
 }
 _INSTEAD = {
@@ -175,7 +164,7 @@ _INSTEAD = {
 }
 
 
-def _static(changes: _Changes) -> None:
+def _static(changes: Changes) -> None:
     for name, ours in _STATIC.items():
         changes.set(Fsdp, name, staticmethod(_either(getattr(Fsdp, name), ours)))
     for name, way in _INSTEAD.items():
@@ -201,14 +190,14 @@ def _static(changes: _Changes) -> None:
 
 
 def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours` for a ShardedModel, or what contains one; PyTorch's for any other model."""
+    """`ours` for the list of ShardedModels in a module, behind any wrapper; PyTorch's for any other model."""
 
     @functools.wraps(theirs)
     def choose(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         name = "module" if "module" in kwargs else "model"
         given = kwargs.pop(name, model)
-        found = _sharded(given)
-        if found is None:
+        found = sharded_in(given)
+        if not found:
             return theirs(given, *args, **kwargs)
         renamed = {"state_dict_type": "kind", "state_dict_config": "model_config", "optim_state_dict_config": "optim_config"}
         renamed |= {"optim": "optimizer"}
@@ -224,24 +213,24 @@ def _refusal(name: str, way: str) -> Callable[..., Any]:
     return refuse
 
 
-def _wrappers(changes: _Changes) -> None:
+def _wrappers(changes: Changes) -> None:
     recompute, offload = CheckpointWrapper.forward, OffloadWrapper.forward
 
     @functools.wraps(recompute)
     def recomputed(self: Any, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
         own = getattr(self.checkpoint_fn, "func", None) is checkpoint  # no function of the script's
-        if own and isinstance(block, ResidualLayer):
-            # PyTorch's way would be one of two, with the same numbers.
+        if own and any(isinstance(layer, ResidualLayer) for layer in block.modules()):
+            # PyTorch's way would be one of two, with the same numbers, and would recompute outside of the FP8 autocast.
             return checkpoint(block, *args, use_reentrant=False, context_fn=recomputing, **kwargs)
         return recompute(self, *args, **kwargs)
 
     @functools.wraps(offload)
     def offloaded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = self._checkpoint_wrapped_module
-        if isinstance(model, ShardedModel) and model.stack is not None:
+        model = _sharded(self)
+        if model is not None and model.stack is not None:
             model.offload()
-            return model(*args, **kwargs)
+            return self._checkpoint_wrapped_module(*args, **kwargs)
         return offload(self, *args, **kwargs)
 
     def delegated(name: str) -> Callable[..., Any]:
@@ -263,20 +252,20 @@ def _wrappers(changes: _Changes) -> None:
     changes.set(OffloadWrapper, "forward", offloaded)
 
 
-def _checkpoints(changes: _Changes) -> None:
+def _checkpoints(changes: Changes) -> None:
     theirs, destroy = dcp_optimizer.load_sharded_optimizer_state_dict, dist.destroy_process_group
 
     @functools.wraps(theirs)
     def load_optimizer(
         model_state_dict: Any, optimizer_key: str, storage_reader: Any, planner: Any = None, process_group: Any = None
     ) -> Any:
-        if isinstance(model_state_dict, ModelState) or any(isinstance(value, DTensor) for value in model_state_dict.values()):
+        if any(isinstance(value, DTensor | Fp8State) for value in model_state_dict.values()):
             return checkpoints.load_optimizer(model_state_dict, optimizer_key, storage_reader, planner, process_group)
         return theirs(model_state_dict, optimizer_key, storage_reader, planner)
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
-        checkpoints.maybe_finalize_async_calls(blocking=True)
+        maybe_finalize_async_calls(blocking=True)
         destroy(*args, **kwargs)
 
     init = _DistWrapper.__init__
@@ -289,7 +278,42 @@ def _checkpoints(changes: _Changes) -> None:
             coordinator_rank = members.index(coordinator_rank) if coordinator_rank in members else coordinator_rank
         init(self, group, use_dist, coordinator_rank)
 
+    save, load = state_dict_saver._save_state_dict, state_dict_loader._load_state_dict
+
+    @functools.wraps(save)
+    def save_shards(
+        state_dict: Any,
+        storage_writer: Any,
+        process_group: Any = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A local state's rows are saved as shards: ranks would write over each other's by the same names."""
+        state = state_dict if no_dist else checkpoints.of_models(state_dict, process_group)
+        return save(state, storage_writer, process_group, coordinator_rank, no_dist, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_shards(
+        state_dict: Any,
+        storage_reader: Any,
+        process_group: Any = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        rows = state_dict if no_dist else checkpoints.of_models(state_dict, process_group)
+        load(rows, storage_reader, process_group, coordinator_rank, no_dist, *args, **kwargs)
+        if rows is not state_dict:
+            checkpoints.read_back(state_dict, rows)
+
+    changes.set(state_dict_saver, "_save_state_dict", save_shards)
+    changes.set(state_dict_loader, "_load_state_dict", load_shards)
     changes.set(_DistWrapper, "__init__", coordinated)
+    for name, method in folders.patched().items():
+        changes.set(FileSystemWriter, name, method)
     changes.set(dcp_optimizer, "load_sharded_optimizer_state_dict", load_optimizer)
     if hasattr(dcp, "load_sharded_optimizer_state_dict"):
         changes.set(dcp, "load_sharded_optimizer_state_dict", load_optimizer)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from octavo.compat import finder
 from octavo.compat.finder import Names, Shim
+from octavo.compat.smp import beside
 
 _HERE = "octavo.compat.smp"
 _INIT = f"{_HERE}.init"
 _CHECKPOINT = f"{_HERE}.checkpoint"
+_QUEUE = f"{_HERE}.asynchronous"
 _LAYERS = f"{_HERE}.layers"
 _FILES = f"{_HERE}.subfolders"
 
@@ -30,13 +32,14 @@ MODULES: dict[str, Names] = {
     },
     "torch.sagemaker.distributed.checkpoint.state_dict_loader": {_CHECKPOINT: "load"},
     "torch.sagemaker.distributed.checkpoint.state_dict_saver": {
-        _CHECKPOINT: "save async_save maybe_finalize_async_calls PyTorchDistSaveShardedStrategy"
+        _CHECKPOINT: "save async_save PyTorchDistSaveShardedStrategy",
+        _QUEUE: "maybe_finalize_async_calls",
     },
     "torch.sagemaker.distributed.checkpoint.state_dict_utils": {
         f"{_HERE}.state_dicts": "SMStateDictType sm_state_dict_type",
         _CHECKPOINT: "init_optim_state",
     },
-    "torch.sagemaker.distributed.checkpoint.async_utils": {_CHECKPOINT: "AsyncCallsQueue"},
+    "torch.sagemaker.distributed.checkpoint.async_utils": {_QUEUE: "AsyncCallsQueue"},
     "torch.sagemaker.distributed.fsdp": {},
     "torch.sagemaker.distributed.fsdp.checkpoint": {
         f"{_HERE}.model_checkpoint": "save_model_checkpoint load_model_checkpoint EXPORT_KEY_MODEL EXPORT_KEY_OPTIMIZER "
@@ -60,18 +63,15 @@ WAYS = {
     "context_parallel": "transform(model) splits sequences over the ranks of context_parallel_degree by itself.",
     "DistributedModel": "It is of SMP version 1: use torch.sagemaker.transform, and FullyShardedDataParallel around it.",
     "step": "It is of SMP version 1: write the loop without it.",
-    "smdistributed": 'For collectives of SageMaker\'s own use the backend "nccl"; SMP version 1 became torch.sagemaker.',
     "setup_transformer_engine_cp_groups": "Leave it out: the attention of a transformed model knows its ranks after init.",
-    "torch.sagemaker.checkpoint.constants": "Leave its keys out: load of state_dict_loader tells sharded folders by itself.",
+    "torch.sagemaker.checkpoint.constants": "Leave its keys out of the state.",
     "torch.sagemaker.distributed.checkpoint.s3_filesystem": "Give s3:// URLs to save and load, which open them with fsspec.",
     "path_to_file_system": "Give a folder, or a URL for fsspec: DistributedFileSystemReader and -Writer open it.",
     "dp_rank": "Data-parallel ranks are state.rank // (cp_size * tp_size).",
 }
 
 
-SHIM = Shim(
-    "torch.sagemaker", "SageMaker's model parallel library", MODULES, WAYS, absent=("smdistributed",), begin=f"{_HERE}.patches"
-)
+SHIM = Shim("torch.sagemaker", "SageMaker's model parallel library", MODULES, WAYS, begin=f"{_HERE}.patches")
 
 
 def install(*, replace_installed: bool = False) -> None:
@@ -84,8 +84,11 @@ def install(*, replace_installed: bool = False) -> None:
         InputError: it is installed and not to be replaced, or imported already.
     """
     finder.install(SHIM, replace=replace_installed)
+    for shim in beside.SHIMS:
+        finder.install(shim)
 
 
 def uninstall() -> None:
     """Take SMP's names away from this process; PyTorch's FSDP is as it was."""
-    finder.uninstall(SHIM)
+    for shim in (SHIM, *beside.SHIMS):
+        finder.uninstall(shim)

@@ -10,9 +10,9 @@ The FP8 state, scales and amax histories, is bytes under the key `FP8`, so that 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -32,7 +32,7 @@ from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import local_shard
 
 FP8 = "octavo_fp8_state"
-_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class SMStateDictType(Enum):
@@ -70,42 +70,65 @@ class WrongState(InputError, RuntimeError):
     """A state dict of another model; a RuntimeError too, as from PyTorch's `load_state_dict`."""
 
 
-class ModelState(dict[str, Any]):
-    """A state dict that shares memory with its model: reading a checkpoint into it is loading, the FP8 state included."""
+class Fp8State(bytes):
+    """The FP8 state in a state dict, with a reference to its model: its entries are the model's tensors, under any prefix.
 
-    def __init__(self, model: nn.Module, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self._model = weakref.ref(model)
+    A file has plain bytes in its place, which `weights_only` loads without this class.
+    """
+
+    model: weakref.ref[nn.Module]
+
+    def __new__(cls, data: bytes, model: nn.Module) -> Fp8State:
+        """The bytes of `encode`, of this model."""
+        self = super().__new__(cls, data)
+        self.model = weakref.ref(model)
+        return self
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # a file is read without this class, and by weights_only
+        return codecs.encode, (self.decode("latin1"), "latin1")
 
-    def sharded(self, among: Callable[[DTensor], bool]) -> dict[str, Any]:
-        """The entries, with DTensors in place of this rank's rows where other rows are `among` those of a checkpoint's ranks.
+    def __deepcopy__(self, memo: Any) -> Fp8State:
+        return self
 
-        Raises:
-            InputError: these rows are no longer the model's.
-        """
-        model = self._model()
-        if model is None:
-            raise InputError("a local state dict is saved or loaded while its model is there: keep the model until then.")
-        tensors, found = tensors_of(model), dict(self)
-        for name, value in self.items():
-            tensor = tensors.get(name)
-            if isinstance(tensor, DTensor) and not isinstance(value, DTensor) and among(tensor):
-                if not isinstance(value, Tensor) or value.data_ptr() != local_shard(tensor).local.data_ptr():
-                    raise InputError(
-                        f"{name} of a local state dict is not the model's own tensor, and ranks that share a folder would "
-                        "write over each other's rows: save state_dict() as it is, or a SHARDED_STATE_DICT."
-                    )
-                found[name] = tensor.detach()
-        return found
+    def loaded(self, data: Any) -> Any:
+        """The entry after a checkpoint was read into the state dict around: the model has its FP8 state."""
+        model = self.model()
+        if model is None or not isinstance(data, bytes):
+            return data
+        load_fp8(model, data)
+        return Fp8State(data, model)
 
-    def loaded(self) -> None:
-        """After its tensors were filled in place."""
-        model = self._model()
-        if model is not None:
-            load_fp8(model, self.get(FP8))
+
+def with_shards(state: Mapping[Any, Any], among: Callable[[DTensor], bool]) -> dict[Any, Any]:
+    """A state dict with DTensors in place of this rank's rows of models, if other rows are `among` those of the same save.
+
+    Raises:
+        InputError: these rows are no longer a model's.
+    """
+    found = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Fp8State):
+            found |= _shards(state, str(key).removesuffix(FP8), value.model(), among)
+    return found
+
+
+def _shards(
+    state: Mapping[Any, Any], prefix: str, model: nn.Module | None, among: Callable[[DTensor], bool]
+) -> dict[str, Tensor]:
+    if model is None:
+        raise InputError("a local state dict is saved or loaded while its model is there: keep the model until then.")
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(model).items():
+        value = state.get(f"{prefix}{name}")
+        if value is None or isinstance(value, DTensor) or not isinstance(tensor, DTensor) or not among(tensor):
+            continue
+        if not isinstance(value, Tensor) or value.data_ptr() != local_shard(tensor).local.data_ptr():
+            raise InputError(
+                f"{prefix}{name} of a local state dict is not the model's own tensor, and ranks that share a folder would "
+                "write over each other's rows: save state_dict() as it is, or a SHARDED_STATE_DICT."
+            )
+        found[f"{prefix}{name}"] = tensor.detach()
+    return found
 
 
 def clean(name: str) -> str:
@@ -115,19 +138,66 @@ def clean(name: str) -> str:
     return name
 
 
+def sharded_in(model: Any) -> list[Any]:
+    """Every `ShardedModel` that `model` is or has inside, under wrappers of any kind.
+
+    A wrapper that forwards attributes also has the model's, so that only the dictionary of an object says whose they are. One
+    that hides its model from `modules()` forwards `sharded_model`.
+    """
+    modules = getattr(model, "modules", None)
+    found = [module for module in modules() if "state_settings" in vars(module)] if callable(modules) else []
+    hidden = None if found else getattr(model, "sharded_model", None)
+    return [hidden] if hasattr(hidden, "state_settings") else found
+
+
 @contextlib.contextmanager
-def sm_state_dict_type(
-    model: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
-) -> Iterator[None]:
-    """State dicts of `model` inside are of this type, SMP's or FSDP's."""
-    owner: Any = next((module for module in model.modules() if hasattr(module, "state_settings")), None)
-    if owner is None:
-        raise InputError("sm_state_dict_type: wrap the transformed model in FullyShardedDataParallel first.")
-    before, owner.state_settings = owner.state_settings, Settings(state_dict_type, state_dict_config, optim_state_dict_config)
+def typed(owners: list[Any], settings: Settings) -> Iterator[None]:
+    """State dicts of these models have this type inside."""
+    before = [owner.state_settings for owner in owners]
+    for owner in owners:
+        owner.state_settings = settings
     try:
         yield
     finally:
-        owner.state_settings = before
+        for owner, one in zip(owners, before, strict=True):
+            owner.state_settings = one
+
+
+def sm_state_dict_type(
+    model: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+) -> contextlib.AbstractContextManager[Any]:
+    """State dicts of `model` inside are of this type, SMP's or FSDP's. In PyTorch's own FSDP, SMP's type is the local one.
+
+    Raises:
+        InputError: nothing in the model is sharded.
+    """
+    if owners := sharded_in(model):
+        return typed(owners, Settings(state_dict_type, state_dict_config, optim_state_dict_config))
+    native = (
+        [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)] if isinstance(model, nn.Module) else []
+    )
+    if not native:
+        raise InputError("sm_state_dict_type: wrap the model in FullyShardedDataParallel first.")
+    if not isinstance(state_dict_type, SMStateDictType):
+        return FullyShardedDataParallel.state_dict_type(model, state_dict_type, state_dict_config, optim_state_dict_config)
+    return _native_local(model, native, state_dict_config, optim_state_dict_config)
+
+
+@contextlib.contextmanager
+def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *configs: Any) -> Iterator[None]:
+    """PyTorch's local type. With `use_orig_params` it saves a flat parameter that it refuses to load beside its views."""
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        for inside in ("", "_fsdp_wrapped_module."):
+            state.pop(f"{prefix}{inside}_flat_param", None)
+
+    hooks = [one.register_load_state_dict_pre_hook(drop) for one in native if one._use_orig_params]
+    try:
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, *configs):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -151,7 +221,7 @@ def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
         state = {name: local_shard(tensor).local.detach() for name, tensor in tensors.items()}
     if getattr(settings.model, "offload_to_cpu", False) and settings.kind is StateDictType.SHARDED_STATE_DICT:
         state = {name: tensor.cpu() for name, tensor in state.items()}
-    return ModelState(model, {**state, FP8: encode(model).numpy().tobytes()})
+    return {**state, FP8: Fp8State(encode(model).numpy().tobytes(), model)}
 
 
 def _full(model: nn.Module, tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -170,11 +240,17 @@ def _full(model: nn.Module, tensors: Mapping[str, Tensor], config: Any) -> dict[
 
 
 @torch.no_grad()
-def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-    """Load a state of any type: whole tensors by either names, DTensors, or this rank's rows."""
+def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Settings, *, strict: bool) -> _IncompatibleKeys:
+    """Load a state of any type: whole tensors by either names, DTensors, or this rank's rows.
+
+    Raises:
+        WrongState: keys are missing or unexpected, if `strict`; no key is one of the model's, unless an empty state is loaded
+            outside of the local types; or shapes differ.
+    """
     settle(model)
     tensors, way = tensors_of(model), conversion_of(model)
     given = {clean(name): value for name, value in state.items() if name != FP8}
+    local = settings.kind in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
     missing, used = [], set()
     for name, tensor in tensors.items():
         value, names = _found(name, given, way)
@@ -183,6 +259,12 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool
             continue
         used |= names
         _copy(name, tensor, value)
+    if len(missing) == len(tensors) and (given or local):
+        found = f"none of its keys, such as {next(iter(given))!r}, is" if given else "none of its keys is"
+        raise WrongState(
+            f"this state dict restores nothing of {type(model).__name__}: {found} one of the model's, such as "
+            f"{next(iter(tensors))!r}. Load it into the model, and through the wrappers, that saved it."
+        )
     tied = set() if way is None else {one for name in way.tied for one in (name, *way.names(name))}
     unexpected = [name for name in given if name not in used and name not in tied]
     if strict and (missing or unexpected):

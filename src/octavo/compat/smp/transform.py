@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from octavo.build import build_model
+from octavo.compat.smp.init import given_names
 from octavo.compat.smp.moe import moe_of
+from octavo.compat.smp.safe_globals import admit_config
 from octavo.errors import InputError, unknown
 from octavo.models.decoder import Decoder
 from octavo.models.own_code import params_dtype_of
@@ -72,6 +74,7 @@ def transform(
         InputError: an argument that asks for what Octavo does not have, or parameters of several dtypes.
     """
     moe = moe_of(config)
+    admit_config(getattr(model, "config", None))
     if cp_comm_type not in STRATEGIES:
         raise unknown("cp_comm_type", str(cp_comm_type), STRATEGIES)
     if not isinstance(model, nn.Module):
@@ -89,15 +92,16 @@ def transform(
         raise InputError("load_state_dict_from_rank0: the model of rank 0 is on the meta device. Build it with weights there.")
     home: Any = "meta" if on_meta else device or next(parameter.device for parameter in model.parameters())
     training = model.training
-    new = build_model(
-        model,
-        dtype=params_dtype,
-        params_dtype=params_dtype,
-        device=home,
-        seed=state.config.random_seed,
-        averaged=True,
-        moe=moe,
-    ).train(training)
+    with given_names():
+        new = build_model(
+            model,
+            dtype=params_dtype,
+            params_dtype=params_dtype,
+            device=home,
+            seed=state.config.random_seed,
+            averaged=True,
+            moe=moe,
+        ).train(training)
     if isinstance(new, Decoder):
         new.generation_config = getattr(model, "generation_config", None)
         new.register_forward_hook(_as_output)

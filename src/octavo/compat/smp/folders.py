@@ -1,0 +1,85 @@
+"""One checkpoint over several folders: ranks of one save that give PyTorch's writer different ones.
+
+SMP's example scripts write a folder for each `ep_rank`, over `model.process_group`, each of a whole model. Here parameters are
+sharded over the ranks of all folders. So each folder gets the metadata of the whole checkpoint, with paths relative to it:
+`../ep2-1/__1_0.distcp`. PyTorch's reader needs nothing else, at any degrees, while the folders stay beside each other.
+Addresses have no relative paths: several of them are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from octavo.errors import InputError
+
+_METHODS = ("prepare_local_plan", "prepare_global_plan", "finish")
+
+
+class _Folder(str):
+    """A rank's folder, as the `storage_data` of its plan on the way to the coordinator."""
+
+    __slots__ = ()
+
+
+def patched() -> dict[str, Callable[..., Any]]:
+    """Methods of `FileSystemWriter` by name, around PyTorch's own ones."""
+    local, everywhere, finish = (getattr(FileSystemWriter, name) for name in _METHODS)
+
+    def prepare_local_plan(self: Any, plan: Any) -> Any:
+        prepared = local(self, plan)
+        return prepared if prepared.storage_data is not None else replace(prepared, storage_data=_Folder(self.path))
+
+    def prepare_global_plan(self: Any, plans: list[Any]) -> list[Any]:
+        found = [plan.storage_data for plan in plans]
+        told = all(isinstance(folder, _Folder) for folder in found)
+        self.octavo_folders = [str(folder) for folder in found] if told and len(set(found)) > 1 else None
+        if self.octavo_folders:
+            _check(self, self.octavo_folders)
+        plain = [replace(plan, storage_data=None) if isinstance(plan.storage_data, _Folder) else plan for plan in plans]
+        planned: list[Any] = everywhere(self, plain)
+        return planned
+
+    def finish_all(self: Any, metadata: Any, results: list[list[Any]]) -> None:
+        folders = getattr(self, "octavo_folders", None)
+        if not folders:
+            finish(self, metadata, results)
+            return
+        own = self.path
+        try:
+            # The coordinator's own folder last: with it the checkpoint is complete.
+            for home in sorted(set(folders), key=lambda folder: folder == str(own)):
+                self.path = self.fs.init_path(home)
+                finish(self, metadata, [_seen_from(home, *pair) for pair in zip(folders, results, strict=True)])
+        finally:
+            self.path = own
+
+    return dict(zip(_METHODS, (prepare_local_plan, prepare_global_plan, finish_all), strict=True))
+
+
+def _check(writer: Any, folders: list[str]) -> None:
+    names = ", ".join(map(repr, sorted(set(folders))))
+    if type(writer.fs) is not FileSystem:
+        raise InputError(f"save: ranks write one checkpoint and give the addresses {names}: give one.")
+    lost = [folder for folder in sorted(set(folders)) if not os.path.isdir(folder)]  # noqa: PTH112
+    if lost:
+        raise InputError(
+            f"save: ranks write one checkpoint to the folders {names}, and {lost[0]!r} is not on the file system of the "
+            "coordinator, which writes the metadata of all: give one folder, or folders that all ranks share."
+        )
+
+
+def _seen_from(home: str, folder: str, results: list[Any]) -> list[Any]:
+    """Results of the ranks with this folder, with paths from `home`."""
+    way = os.path.relpath(folder, home)
+
+    def moved(result: Any) -> Any:
+        data = result.storage_data
+        path = os.path.normpath(f"{way}/{data.relative_path}")
+        return replace(result, storage_data=replace(data, relative_path=path))
+
+    return [moved(result) for result in results]

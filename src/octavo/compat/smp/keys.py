@@ -1,0 +1,37 @@
+"""Messages of Octavo's levels in the names that an SMP script has: keys of `torch.sagemaker.init`, and torchrun's options.
+
+Below, a degree is a key of a run file, and the number of ranks an option of `octavo train`. A script has neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from octavo.errors import InputError
+
+_NAMES = (
+    (re.compile(r", or start more ranks with --ranks \([^)]*\)"), ""),
+    (re.compile(r"\(--ranks (\d+)\)"), r"(torchrun --nproc-per-node=\1)"),
+    (re.compile(r"\bparallel\.(?=[a-z])(?<!octavo\.parallel\.)"), ""),
+    (re.compile(r'"all_gather" or "a2a"'), '"all_gather"'),  # Octavo's third exchange is not SMP's
+    (re.compile(r"\boctavo\.init\b"), "torch.sagemaker.init"),
+)
+_DEGREES = re.compile(r"_degree\b")
+
+
+@contextlib.contextmanager
+def users_names(where: str = "torch.sagemaker.init") -> Iterator[None]:
+    """Refusals inside have the names of the script; where: the source of its configuration."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error)
+        for pattern, name in _NAMES:
+            text = pattern.sub(name, text)
+        if text == str(error):
+            raise
+        if _DEGREES.search(text):
+            text += f" Degrees are keys of {where}; the number of ranks is torchrun's --nproc-per-node times its --nnodes."
+        raise InputError(text) from error

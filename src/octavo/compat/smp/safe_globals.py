@@ -1,0 +1,83 @@
+"""Names that `torch.load` takes in a checkpoint that a script wrote by `torch.save`: since PyTorch 2.6 it loads weights only.
+
+SMP's examples save, beside tensors, a count of parameters, which is a scalar of numpy, and the model's config. A local state of
+PyTorch's own FSDP has ShardedTensors. Their classes hold data alone, and are named here one by one; all other names stay
+refused, and nothing is unpickled without the check.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
+from torch.distributed.remote_device import _remote_device
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+from transformers import PretrainedConfig
+
+_SCALAR: Any = np.int64(0).__reduce__()[0]
+_SCALARS = (_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"))
+"""The function that makes a numpy scalar, by the names of numpy 1 and 2."""
+_DTYPES = (np.dtype, *{type(np.dtype(name)) for name in ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")})
+
+
+_GROUP = ShardedTensor.ProcessGroupState
+
+
+def _member(owner: Any, name: str) -> Any:
+    """The two kinds of attributes by which ShardedTensors are pickled, as calls of `getattr`."""
+    if owner is ShardedTensor and name == _GROUP.__name__:
+        return _GROUP
+    if owner is MEM_FORMAT_ENCODING and name in MEM_FORMAT_ENCODING.__members__:
+        return MEM_FORMAT_ENCODING[name]
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is not allowed in a file of weights.")
+
+
+_SHARDED = (
+    ShardedTensor,
+    _GROUP,
+    ShardedTensorMetadata,
+    TensorProperties,
+    MEM_FORMAT_ENCODING,
+    ShardMetadata,
+    Shard,
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    _remote_device,
+    (_member, "builtins.getattr"),
+)
+
+
+def admit_data() -> Callable[[], None]:
+    """Let `torch.load` take these; returns the function that takes all names of this module away."""
+    ours = (*_SCALARS, *_DTYPES, *_SHARDED)
+    before = get_safe_globals()
+    add_safe_globals([one for one in ours if one not in before])
+
+    def undo() -> None:
+        kept = [one for one in get_safe_globals() if one in before or (one not in ours and one not in _configs)]
+        clear_safe_globals()
+        add_safe_globals(kept)
+        _configs.clear()
+
+    return undo
+
+
+_configs: list[Any] = []
+
+
+def admit_config(config: Any) -> None:
+    """Let `torch.load` take configs of this class, and those inside it."""
+    if not isinstance(config, PretrainedConfig) or type(config) in _configs:
+        return
+    _configs.append(type(config))
+    add_safe_globals([type(config)])
+    for value in vars(config).values():
+        admit_config(value)

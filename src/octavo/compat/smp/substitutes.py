@@ -1,0 +1,70 @@
+"""What published SMP scripts ask of other packages before their first step, where it is not there: said once, and replaced.
+
+* The process-group backend "smddp" of SageMaker's containers is NCCL, or gloo without GPUs.
+* `attn_implementation="flash_attention_2"` of transformers without flash-attn is its default: models of `transform` compute
+  attention by Octavo's kernels whatever it says, and other models by PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import Backend
+
+from octavo.compat.changes import Changes
+from octavo.compat.notices import say_once
+
+_SMDDP = re.compile(r"(\w+:)?\bsmddp\b", re.IGNORECASE)
+_FLASH = re.compile(r"flash_attention_\d")
+
+
+def apply() -> Callable[[], None]:
+    """Make "smddp" a backend, unless its package has registered it; returns the function that takes it back."""
+    changes = Changes()
+    if not hasattr(Backend, "SMDDP") and not getattr(Backend.__new__, "octavo", False):
+        changes.set(Backend, "__new__", staticmethod(_with_smddp(Backend.__new__)))
+    return changes.undo
+
+
+def _with_smddp(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def new(cls: type, name: Any) -> Any:
+        if isinstance(name, str) and _SMDDP.search(name) and not hasattr(Backend, "SMDDP"):
+            name = _SMDDP.sub(_instead, name)
+            say_once("smddp", f'backend "smddp" is one of SageMaker\'s containers: {name} takes its place.')
+        return theirs(cls, name)
+
+    new.octavo = True  # type: ignore[attr-defined]
+    return new
+
+
+def _instead(found: re.Match[str]) -> str:
+    device = found[1] or ""
+    gpu = torch.cuda.is_available() if not device else device.lower() != "cpu:"
+    return f"{device}{'nccl' if gpu else 'gloo'}"
+
+
+def flash_attention(changes: Changes) -> None:
+    """Let transformers take a request for flash-attn, where that is absent, as one for its default."""
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.utils import is_flash_attn_2_available
+
+    theirs: Any = PreTrainedModel._check_and_adjust_attn_implementation
+
+    @functools.wraps(theirs)
+    def adjusted(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = isinstance(attn_implementation, str) and _FLASH.fullmatch(attn_implementation)
+        if not asked or is_flash_attn_2_available():
+            return theirs(self, attn_implementation, *args, **kwargs)
+        say_once(
+            "flash_attn",
+            f'attn_implementation="{attn_implementation}": flash-attn is not here. Models of torch.sagemaker.transform compute '
+            "attention by Octavo's kernels, others by PyTorch's.",
+        )
+        return theirs(self, None, *args, **kwargs)
+
+    changes.set(PreTrainedModel, "_check_and_adjust_attn_implementation", adjusted)

@@ -1,0 +1,67 @@
+"""Names of distutils that scripts import, for Python 3.12 and newer: versions that compare, and words for true and false."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+_PARTS = re.compile(r"\d+|[a-z]+")
+_STRICT = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:([ab])(\d+))?")
+_WORDS = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), 1) | dict.fromkeys(("n", "no", "f", "false", "off", "0"), 0)
+
+
+@functools.total_ordering
+class LooseVersion:
+    """A version as a list of its numbers and words, which compares as that list: 1.10 is newer than 1.9.
+
+    A number and a word in the same place compare by a TypeError, as in distutils.
+    """
+
+    def __init__(self, vstring: str | None = None) -> None:
+        self.version: list[int | str] = []
+        if vstring:
+            self.parse(vstring)
+
+    def parse(self, vstring: str) -> None:
+        """Take the version of a text."""
+        self.vstring = vstring
+        self.version = [int(part) if part.isdigit() else part for part in _PARTS.findall(vstring)]
+
+    def __str__(self) -> str:
+        return self.vstring
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}('{self}')"
+
+    def _other(self, other: object) -> LooseVersion | None:
+        return type(self)(other) if isinstance(other, str) else other if isinstance(other, LooseVersion) else None
+
+    def __eq__(self, other: object) -> bool:
+        found = self._other(other)
+        return NotImplemented if found is None else self.version == found.version
+
+    def __lt__(self, other: object) -> bool:
+        found = self._other(other)
+        return NotImplemented if found is None else self.version < found.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class StrictVersion(LooseVersion):
+    """Two or three numbers, and a letter a or b with a number for what comes before the release: 1.2b3 is older than 1.2."""
+
+    def parse(self, vstring: str) -> None:
+        """Take the version of a text; a ValueError if it has another form."""
+        found = _STRICT.fullmatch(vstring)
+        if found is None:
+            raise ValueError(f"invalid version number '{vstring}'")
+        major, minor, patch, letter, number = found.groups()
+        self.vstring = vstring
+        self.version = [int(major), int(minor), int(patch or 0), letter or "c", int(number or 0)]
+
+
+def strtobool(val: str) -> int:
+    """1 for y, yes, t, true, on and 1; 0 for n, no, f, false, off and 0; a ValueError for any other word."""
+    if val.lower() not in _WORDS:
+        raise ValueError(f"invalid truth value {val!r}")
+    return _WORDS[val.lower()]
