@@ -33,6 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.profiler import record_function
 
 from octavo.errors import InputError
+from octavo.versions import requirement
 
 GROUP = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "device_handle", "comm_ctx", "reduce_grads",
@@ -45,13 +46,13 @@ GROUP = (
 """Names of an `FSDPParamGroup` that this file uses. The last two are of groups over several ranks."""
 PARAMETER = (
     "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
-    "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "param_dtype", "device", "sharded_state", "sharded_param",
+    "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "device", "sharded_state", "sharded_param",
     "all_gather_outputs", "unsharded_accumulated_grad", "init_all_gather_outputs", "alloc_all_gather_outputs",
     "init_unsharded_param", "free_unsharded_param", "reset_sharded_param", "accumulate_unsharded_grad_if_needed",
     "to_sharded_dtensor",
 )  # fmt: skip
 """Names of an `FSDPParam` that this file uses, before its first gathering."""
-LATER = ("_reduce_dtype",), ("_unsharded_param", "_unsharded_inner_tensors")
+LATER = ("_reduce_dtype",), ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
 """Names that a first forward gives an `FSDPParamGroup`, and an `FSDPParam`."""
 
 BEFORE_REDUCTION = ("direct", "hand over", "dtype", "buffers")
@@ -495,6 +496,6 @@ def _check(raw: Any, names: Sequence[str], what: str) -> None:
     """Raise an InputError if FSDP2 has changed."""
     if missing := [name for name in names if not hasattr(raw, name)]:
         raise InputError(
-            f"torch {torch.__version__}: FSDP2's {what} have no {', '.join(missing)}, by which Octavo shards. Versions "
-            "2.11 to 2.14 have: pip install 'torch>=2.11,<2.15'. On one rank this version may still do."
+            f"torch {torch.__version__}: FSDP2's {what} have no {', '.join(missing)}, by which Octavo shards. "
+            f"pip install '{requirement('torch')}', or train on one rank."
         )
