@@ -6,7 +6,6 @@ that an exception left. Tensor extensions, custom reduce-scatters and lists of p
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 
 import pytest
@@ -84,14 +83,21 @@ def sharded():
     return fully_shard(model, mesh=mesh)
 
 
-@contextlib.contextmanager
-def noted(raw, label, log):
-    """Put what notes its calls in place of the methods of a group, on the instance, as the adapter does."""
-    for name in ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward"):
-        setattr(
-            raw, name, lambda *given, plain=getattr(raw, name), name=name: (log.append(f"{label}.{name}"), plain(*given))[1]
-        )
-    yield
+METHODS = ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
+
+
+def note_calls(raw, label, log):
+    """Replace methods of a group, on the instance as the adapter does, by ones that note their calls."""
+
+    def noted(name, plain):
+        def run(*given):
+            log.append(f"{label}.{name}")
+            return plain(*given)
+
+        return run
+
+    for name in METHODS:
+        setattr(raw, name, noted(name, getattr(raw, name)))
 
 
 def calls():
@@ -102,8 +108,7 @@ def calls():
     assert adapter.group_of(model) is None
     assert adapter.groups_of([*model, model, *model]) == groups
     for label, group in zip("ab", groups, strict=True):
-        with noted(group._raw, label, log):
-            pass
+        note_calls(group._raw, label, log)
     loss = model(torch.ones(1, 4)).sum()
     forward = list(log)
     log.clear()
