@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 F32 = Quantizer(torch.float32)
 SHAPES = [(4096, 8192, 16), (1000, 5120, 16), (333, 11008, 16), (1, 16, 16), (70, 200, 8), (65, 20, 4), (3, 7, 1)]
 """Rows, activation columns, block."""
+NAMES = [*reference.ACTIVATIONS, reference.clamped_swiglu(limit=2.5, alpha=1.25, offset=0.5)]
 EXTREMES = [0.0, -0.0, 1e4, -1e4, 1e-30, 12.0, -12.0, 90.0, -90.0, 1e13, -1e13, 1e20, -1e20, torch.inf, -torch.inf, torch.nan]
 
 
@@ -59,7 +60,7 @@ def assert_made(got, want):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_forward_in_fp8(name, rows, columns, block, dtype):
     _, x = case(name, rows, columns, dtype)
@@ -72,7 +73,7 @@ def test_forward_in_fp8(name, rows, columns, block, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_backward_in_fp8(name, rows, columns, block, dtype):
     dy, x = case(name, rows, columns, dtype)

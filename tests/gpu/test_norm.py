@@ -27,14 +27,15 @@ def case(kind, rows, columns, dtype, residual=True, mean=0.0):
     return arguments, dy.to(dtype), d_residual.to(dtype) if residual else None
 
 
-def exact(arguments, dy, d_residual):
-    """h, the normed result and the gradients of h, weight and bias, in float64."""
+def exact(arguments, dy, d_residual, zero=0):
+    """h, the normed result and the gradients of h, weight and bias, in float64. zero: 1 for a weight around 0."""
     _, x, delta, weight, bias, eps = arguments
     h = (x if delta is None else x + delta).double().requires_grad_()
     weight = weight.double().requires_grad_()
     bias = None if bias is None else bias.double().requires_grad_()
     shape = (h.shape[1],)
-    y = functional.layer_norm(h, shape, weight, bias, eps) if bias is not None else functional.rms_norm(h, shape, weight, eps)
+    gain = weight + zero
+    y = functional.layer_norm(h, shape, gain, bias, eps) if bias is not None else functional.rms_norm(h, shape, gain, eps)
     upstream = torch.zeros_like(h) if d_residual is None else d_residual.double()
     torch.autograd.backward([y, h], [dy.double(), upstream])
     return h.detach(), y.detach(), h.grad, weight.grad, None if bias is None else bias.grad
@@ -82,6 +83,22 @@ def assert_equals_float64(kind, rows, columns, dtype, residual, tile):
     assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
     repeated = launch_backward(kind, *back, tile=tile)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip((dh, dweight, dbias), repeated, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [None, TILES[0]], ids=["rows", "tiles"])
+@pytest.mark.parametrize(("rows", "columns"), [(333, 4096), (9001, 1280), (9, 257)])
+def test_weights_around_zero(kind, tile, rows, columns):
+    arguments, dy, d_residual = case(kind, rows, columns, torch.bfloat16)
+    weight = (torch.rand(columns, device="cuda") / 200).bfloat16()  # 1 + weight is 1e-3 off in bfloat16
+    arguments = (*arguments[:3], weight, *arguments[4:])
+    want = exact(arguments, dy, d_residual, zero=1)
+    h, stats, made = launch(*arguments, Quantizer(torch.float32), zero_centered=True, tile=tile)
+    dh, dweight, dbias = launch_backward(kind, dy, h, weight, stats, d_residual, zero_centered=True, tile=tile)
+    assert off(made.rowwise_data, want[1]) < 2e-6
+    assert off(dh, want[2]) < ROUNDING[torch.bfloat16]
+    assert off(dweight, want[3]) < 2e-5
+    assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)

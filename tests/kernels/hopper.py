@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import octavo.kernels
-from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, rope, scales
+from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, reference, rope, scales
 from octavo.kernels.attention import join, short
 from octavo.kernels.embedding import backward as embedding_backward
 from octavo.kernels.embedding import forward as embedding_forward
@@ -107,6 +107,10 @@ def dense():
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, quantizer(E5M2, **BOTH), recompute=recompute)
     activation.launch_backward("gelu", x, x, 0, quantizer(E5M2, **BOTH), recompute=recompute, bias=True)
     activation.launch_backward("gelu", matrix(1023, 512), matrix(1023, 512), 0, quantizer(E5M2, **BOTH), bias=True)
+    for name in ("relu", "glu", "qgelu", reference.clamped_swiglu(limit=7.0, alpha=1.702, offset=1.0)):
+        wide = up if activation.is_gated(name) else x
+        activation.launch(name, wide, 128, quantizer(**ROWS))
+        activation.launch_backward(name, x, wide, 128, quantizer(E5M2, **BOTH), recompute=recompute)
     for kind in ("RMSNorm", "LayerNorm"):
         for columns in (4096, 6144, 65536):
             weight = matrix(columns)
@@ -115,6 +119,8 @@ def dense():
             h, made = matrix(8192, columns), quantizer()
             norm.launch(kind, h, h, weight, bias, 1e-5, made)
             norm.launch_backward(kind, h, h, weight, stats, h)
+            norm.launch(kind, h, h, weight, bias, 1e-5, made, zero_centered=True)
+            norm.launch_backward(kind, h, h, weight, stats, h, zero_centered=True)
     angles = matrix(1, 8192, 128, dtype=FP32)
     heads = matrix(2, 8192, 32, 128), matrix(2, 8192, 8, 128), matrix(2, 8192, 8, 128)
     for cos, mirrored in ((angles, True), (matrix(1, 8192, 24, dtype=FP32), False), (None, False)):

@@ -19,10 +19,20 @@ CURVES = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu2": lambda x: x.relu() ** 2,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "silu": functional.silu,
     "swiglu": functional.silu,
     "geglu": functional.gelu,
     "geglu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "qgeglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "reglu": torch.relu,
+    "sreglu": lambda x: x.relu() ** 2,
+    "glu": torch.sigmoid,
 }
+CLAMPED = reference.clamped_swiglu(limit=2.5, alpha=1.25, offset=0.5)
+"""Of numbers that are inside and beyond in every case."""
+NAMES = [*reference.ACTIVATIONS, CLAMPED]
 SHAPES = [(70, 48, 16), (129, 112, 16), (1, 16, 16), (70, 200, 8), (65, 20, 4), (3, 7, 1), (33, 48, 48), (5, 20, 20)]
 """Rows, activation columns, block; with all columns in one, gates stand before ups."""
 SMALL = [(70, 48, 16), (65, 20, 4), (3, 7, 1), (33, 48, 48)]
@@ -31,9 +41,12 @@ EXTREMES = [0.0, -0.0, 1e4, -1e4, 1e-30, 12.0, -12.0, 90.0, -90.0, 1e13, -1e13, 
 
 def exact(name, x, block):
     """The activation in x's dtype, with gates and ups picked by the parity of their block."""
-    if not name.split("_")[0].endswith("glu"):
+    if not act.is_gated(name):
         return CURVES[name](x)
     is_gate = (torch.arange(x.shape[1]) // block) % 2 == 0
+    if name == CLAMPED:
+        gate, up = x[:, is_gate].clamp(max=2.5), x[:, ~is_gate].clamp(-2.5, 2.5)
+        return gate * torch.sigmoid(1.25 * gate) * (up + 0.5)
     return CURVES[name](x[:, is_gate]) * x[:, ~is_gate]
 
 
@@ -86,7 +99,7 @@ def assert_made(got, want):
     assert torch.equal(got.scale_inv, want.scale_inv)
 
 
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_definition_equals_float64(name, rows, columns, block):
     dy, x = case(name, rows, columns)
@@ -108,7 +121,7 @@ def test_swiglu_of_the_decoder():
 
 
 @interpreted
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
 def test_kernel_equals_float64(name, rows, columns, block):
     dy, x = case(name, rows, columns)
@@ -125,7 +138,7 @@ def test_kernel_equals_float64(name, rows, columns, block):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_forward_in_fp8(exact_casts, name, fmt, dtype):
     for rows, columns, block in SMALL:
         _, x = case(name, rows, columns, dtype)
@@ -139,7 +152,7 @@ def test_forward_in_fp8(exact_casts, name, fmt, dtype):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_backward_in_fp8(exact_casts, name, dtype):
     for rows, columns, block in SMALL:
         dy, x = case(name, rows, columns, dtype)
@@ -161,7 +174,7 @@ def test_backward_in_fp8(exact_casts, name, dtype):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_wide_results(exact_casts, name, dtype):
     dy, x = case(name, 70, 48, dtype)
     quantizer = Quantizer(dtype, columnwise=True)
@@ -188,7 +201,7 @@ def test_any_tiles(exact_casts, name, tiles):
 
 
 @interpreted
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("rows", "columns", "block"), [(68, 48, 16), (4, 20, 4), (132, 7, 1), (8, 48, 48)])
 def test_packed_rows_equal_single_ones(exact_casts, name, rows, columns, block):
     dy, x = case(name, rows, columns, torch.bfloat16)
@@ -219,7 +232,7 @@ def test_packed_rows_equal_single_ones(exact_casts, name, rows, columns, block):
 
 
 @interpreted
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_extremes(name):
     """Each beside an up and a gradient of 1: finite stays finite where float32 reaches, and NaN stays where it is."""
     x = torch.tensor(EXTREMES)[None]
@@ -230,7 +243,7 @@ def test_extremes(name):
     dx, _, _ = act.launch_backward(name, dy, x, 16, F32)
     torch.testing.assert_close(y, reference.activation(name, x, 16), equal_nan=True)
     torch.testing.assert_close(dx.rowwise_data, reference.activation_backward(name, dy, x, 16), equal_nan=True)
-    beyond = 11 if name == "relu2" else 13  # the square of 1e20 is beyond float32
+    beyond = 11 if name in ("relu2", "sreglu") else 13  # the square of 1e20 is beyond float32
     assert y[:, :beyond].isfinite().all()
     assert dx.rowwise_data[:, :13].isfinite().all()
     assert y[:, -1].isnan().all()
@@ -238,7 +251,7 @@ def test_extremes(name):
 
 
 @interpreted
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_nan_stays_in_its_element(name):
     dy, x = case(name, 5, 32)
     clean, clean_dx = act.launch(name, x, 16, F32).rowwise_data, act.launch_backward(name, dy, x, 16, F32)[0].rowwise_data
@@ -266,7 +279,7 @@ def test_views(name, view):
 
 
 @interpreted
-@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_amax_alone(name):
     dy, x = case(name, 70, 48, torch.bfloat16)
     quantizer, again = (Quantizer(E4M3.dtype, E4M3.max, None, torch.zeros(()), rowwise=False) for _ in range(2))

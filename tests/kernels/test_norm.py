@@ -27,19 +27,23 @@ interpreted = pytest.mark.skipif(
 class Case:
     """Fresh random inputs of a norm and of its backward."""
 
-    def __init__(self, kind, rows, columns, dtype, *, residual=True, mean=0.0, weight_dtype=None):
-        self.kind = kind
+    def __init__(self, kind, rows, columns, dtype, *, residual=True, mean=0.0, weight_dtype=None, zero_centered=False):
+        self.kind, self.zero_centered = kind, zero_centered
         self.x = (torch.randn(rows, columns) * 3 + mean).to(dtype)
         self.delta = torch.randn(rows, columns).to(dtype) if residual else None
-        self.weight = (torch.rand(columns) + 0.5).to(weight_dtype or dtype)
+        # Around 0 to 9 bits: 1 + weight has more than bfloat16 holds.
+        weight = torch.rand(columns) / 200 if zero_centered else torch.rand(columns) + 0.5
+        self.weight = weight.to(weight_dtype or dtype)
         self.bias = torch.randn(columns).to(weight_dtype or dtype) if kind == "LayerNorm" else None
         self.dy = torch.randn(rows, columns).to(dtype)
         self.d_residual = torch.randn(rows, columns).to(dtype) if residual else None
 
     def forward(self, run, quantizer, **settings):
+        settings["zero_centered"] = self.zero_centered
         return run(self.kind, self.x, self.delta, self.weight, self.bias, EPS, quantizer, **settings)
 
     def backward(self, run, h, stats, **settings):
+        settings["zero_centered"] = self.zero_centered
         return run(self.kind, self.dy, h, self.weight, stats, self.d_residual, **settings)
 
     def exact(self):
@@ -49,9 +53,9 @@ class Case:
         bias = None if self.bias is None else self.bias.double().requires_grad_()
         shape = (h.shape[1],)
         if self.kind == "LayerNorm":
-            y = functional.layer_norm(h, shape, weight, bias, EPS)
+            y = functional.layer_norm(h, shape, weight + self.zero_centered, bias, EPS)
         else:
-            y = functional.rms_norm(h, shape, weight, EPS)
+            y = functional.rms_norm(h, shape, weight + self.zero_centered, EPS)
         loss = (y * self.dy.double()).sum()
         if self.d_residual is not None:
             loss = loss + (h * self.d_residual.double()).sum()
@@ -113,6 +117,34 @@ def test_definition_equals_float64(kind, dtype, residual, rows, columns):
     assert off(dh, want[2]) < ROUNDING[dtype]
     assert off(dweight, want[3]) < 2e-6
     assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param((norm, norm_backward, {}), id="definition"),
+        pytest.param((launch, launch_backward, {}), id="rows", marks=interpreted),
+        pytest.param((launch, launch_backward, {"tile": SMALL}), id="tiles", marks=interpreted),
+    ],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(70, 20), (9, 257), (3, 1300)])
+def test_weights_around_zero_are_added_to_one_in_float32(exact_casts, kind, run, rows, columns):
+    forward, backward, how = run
+    case = Case(kind, rows, columns, torch.bfloat16, zero_centered=True)
+    want = case.exact()
+    h, stats, made = case.forward(forward, Quantizer(torch.float32), **how)
+    dh, dweight, dbias = case.backward(backward, h, stats, **how)
+    assert off(made.rowwise_data, want[1]) < 2e-6  # 1 + weight in bfloat16 is 1e-3 off
+    assert off(dh, want[2]) < ROUNDING[torch.bfloat16]
+    assert off(dweight, want[3]) < 2e-6
+    assert dbias is None if want[4] is None else off(dbias, want[4]) < 2e-6
+    quantizer = fp8()
+    ours = again(quantizer)
+    *_, defined = case.forward(norm, quantizer)
+    *_, cast = case.forward(forward, ours, **how)
+    torch.testing.assert_close(ours.amax, quantizer.amax, rtol=1e-5, atol=0)
+    assert_same_forms(cast, defined, quantizer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

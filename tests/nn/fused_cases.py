@@ -22,7 +22,7 @@ RECIPES = {
 }
 FP8 = [name for name in RECIPES if name != "none"]
 NORMS = ["RMSNorm", "LayerNorm"]
-ACTIVATIONS = ["gelu", "gelu_exact", "srelu", "swiglu", "geglu", "geglu_exact"]
+ACTIVATIONS = ["gelu", "gelu_exact", "srelu", "silu", "qgelu", "swiglu", "geglu", "geglu_exact", "qgeglu", "sreglu", "glu"]
 EPS = 1e-3
 
 
@@ -50,11 +50,14 @@ SMALL = Sizes()
 
 
 def curve(name, x):
-    if name == "srelu":
+    if name in ("srelu", "sreglu"):
         return x.clamp(min=0).square()
+    if name in ("qgelu", "qgeglu", "glu"):
+        sigmoid = 1 / (1 + (-x if name == "glu" else -1.702 * x).exp())
+        return sigmoid if name == "glu" else x * sigmoid
     if name in ("gelu", "geglu"):
         return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    return plain.silu(x) if name == "swiglu" else plain.gelu(x)
+    return plain.silu(x) if name in ("silu", "swiglu") else plain.gelu(x)
 
 
 def linear_by_hand(p, h, kind):

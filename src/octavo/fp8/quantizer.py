@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast, buffers, checkpoints, compiled
+from octavo.fp8 import autocast, buffers, calibration, checkpoints, compiled
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
@@ -174,6 +174,7 @@ class LinearQuantizer:
         activation checkpoints, offloading and FSDP.
         """
         if self.recipe is None:
+            calibration.observe(self.state, Operand.WEIGHT, weight)
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
         if (rowwise and columnwise) or not self._is_for_one_use:
             return self._weight_in_both(weight)
@@ -278,7 +279,12 @@ class LinearQuantizer:
         """An operand in the layouts asked for, and with `keep` its scale, if there is one for the tensor."""
         stored = rowwise or columnwise
         if self.recipe is None:
-            return QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision) if stored else NOTHING, None
+            if not stored:
+                return NOTHING, None
+            made = QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision)
+            if operand is Operand.INPUT:
+                calibration.observe(self.state, operand, made.high_precision)
+            return made, None
         how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
         kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.records
         matrix = producer.matrix if isinstance(producer, DenseOperand) else None

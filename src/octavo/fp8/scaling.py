@@ -73,6 +73,11 @@ class ModuleState:
         return getattr(module, self.weight_name, None) if module is not None else None
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parameters whose rows make the weight."""
+        return (self.weight_name,)
+
+    @property
     def training(self) -> bool:
         """True if the module is in training mode."""
         module = self._module()

@@ -8,7 +8,7 @@ afterwards in a fixed order, so that they repeat bit for bit.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,7 +45,14 @@ _REGISTERS_AGAIN = 96
 
 def is_gated(name: str) -> bool:
     """True if the activation takes gate and up, [R, 2F], instead of [R, F]."""
-    return reference.ACTIVATIONS[name][1]
+    return reference.activation_named(name).gated
+
+
+def constants(name: str) -> dict[str, Any]:
+    """The constants of the kernels that make an activation."""
+    curve, gated, clamp = reference.activation_named(name)
+    made: dict[str, Any] = {"CURVE": curve, "GATED": gated}
+    return made if clamp is None else made | {"LIMIT": clamp.limit, "ALPHA": clamp.alpha, "OFFSET": clamp.offset}
 
 
 @triton.jit
@@ -65,12 +72,25 @@ def _normal_below(x, bell):
 
 
 @triton.jit
-def _value_and_slope(x, CURVE: tl.constexpr):
-    """f(x) and its derivative, float32; an unused result is not computed.
+def _value_and_slope(x, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """f(x) and its derivative, float32; an unused result is not computed. With a LIMIT, of min(x, LIMIT).
 
     Explicit `tl.fma` in sums of products: the same x gives the same f(x) in every kernel.
     """
-    if CURVE == "relu2":
+    given = x
+    if LIMIT is not None:
+        x = tl.where(x > LIMIT, LIMIT, x)  # NaN passes
+    if CURVE == "relu":
+        value = tl.where(x < 0.0, 0.0, x)
+        slope = tl.where(x > 0.0, 1.0, tl.where(x <= 0.0, 0.0, x))
+    elif CURVE == "sigmoid":
+        value = reciprocal(1.0 + exp(-x))
+        slope = value * (1.0 - value)
+    elif CURVE == "quick_gelu":
+        sigmoid = reciprocal(1.0 + exp(-(x * ALPHA)))
+        value = x * sigmoid
+        slope = tl.fma(value * (1.0 - sigmoid), ALPHA, sigmoid)
+    elif CURVE == "relu2":
         positive = tl.where(x < 0.0, 0.0, x)  # NaN passes
         value = positive * positive
         slope = 2.0 * positive
@@ -91,7 +111,25 @@ def _value_and_slope(x, CURVE: tl.constexpr):
         sigmoid = reciprocal(1.0 + exp(-twice_z))
         value = x * sigmoid
         slope = tl.fma(value * (1.0 - sigmoid), tl.fma(square, 0.134145, 1.0) * _TWICE_SQRT, sigmoid)
+    if LIMIT is not None:
+        slope = tl.where(given > LIMIT, 0.0, slope)
     return value, slope
+
+
+@triton.jit
+def _factor(up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """The factor of a gate's value: up, or with a LIMIT clamp(up, ±LIMIT) + OFFSET."""
+    if LIMIT is not None:  # no early return: the compiler reads on behind it
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
+    return up
+
+
+@triton.jit
+def _through_factor(grad, up, LIMIT: tl.constexpr):
+    """The gradient of up from that of its factor."""
+    if LIMIT is not None:
+        grad = tl.where(tl.abs(up) > LIMIT, 0.0, grad)
+    return grad
 
 
 @triton.jit
@@ -147,6 +185,7 @@ def activation_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns, stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
     """An activation of a tile; `weights_ptr` and `experts_ptr` are those of `octavo.kernels.experts`."""
     tile = tl.program_id(0)
@@ -163,10 +202,10 @@ def activation_tiles(
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     if GATED:
         gate, up = _load_gated(x_ptr, r, c, stride, columns, inside, BLOCK)
-        y, _ = _value_and_slope(gate, CURVE)
-        y = y * up
+        y, _ = _value_and_slope(gate, CURVE, LIMIT, ALPHA)
+        y = y * _factor(up, LIMIT, OFFSET)
     else:
-        y, _ = _value_and_slope(load_tile(x_ptr, r, c, stride, inside), CURVE)
+        y, _ = _value_and_slope(load_tile(x_ptr, r, c, stride, inside), CURVE, LIMIT, ALPHA)
     if weights_ptr is not None:
         y = y * tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
     store_quantized(
@@ -195,6 +234,7 @@ def activation_backward_tiles(
     rows, columns, dy_stride, x_stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
     """The gradient of a tile, and the result again; see `activation_tiles`."""
     tile = tl.program_id(0)
@@ -217,11 +257,12 @@ def activation_backward_tiles(
     dy = load_tile(dy_ptr, r, c, dy_stride, inside)
     if GATED:
         gate, up = _load_gated(x_ptr, r, c, x_stride, columns, inside, BLOCK)
-        value, slope = _value_and_slope(gate, CURVE)
-        y = value * up
+        value, slope = _value_and_slope(gate, CURVE, LIMIT, ALPHA)
+        factor = _factor(up, LIMIT, OFFSET)
+        y = value * factor
         y, dy = _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
-        d_gate = dy * up * slope
-        d_up = dy * value
+        d_gate = dy * factor * slope
+        d_up = _through_factor(dy * value, up, LIMIT)
         if partial_ptr is not None:
             partial = partial_ptr + row_tile.to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
             tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
@@ -231,7 +272,7 @@ def activation_backward_tiles(
             r, c, rows, columns, inside, one, first, BLOCK,
         )  # fmt: skip
     else:
-        y, slope = _value_and_slope(load_tile(x_ptr, r, c, x_stride, inside), CURVE)
+        y, slope = _value_and_slope(load_tile(x_ptr, r, c, x_stride, inside), CURVE, LIMIT, ALPHA)
         y, dy = _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
         dx = dy * slope
         if partial_ptr is not None:
@@ -253,6 +294,7 @@ def activation_backward_packed(
     rows, columns, dy_stride, x_stride,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
     """`activation_backward_tiles` into FP8 in both layouts: bytes of four rows are packed before they are transposed."""
     GROUPS_R: tl.constexpr = TILE_R // 4
@@ -286,11 +328,12 @@ def activation_backward_packed(
         dy = dys[i].to(tl.float32)
         if GATED:
             gate, up = xs[i].to(tl.float32), ups[i].to(tl.float32)
-            value, slope = _value_and_slope(gate, CURVE)
-            y = value * up
+            value, slope = _value_and_slope(gate, CURVE, LIMIT, ALPHA)
+            factor = _factor(up, LIMIT, OFFSET)
+            y = value * factor
             y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
-            dx = dy * up * slope
-            d_up = dy * value
+            dx = dy * factor * slope
+            d_up = _through_factor(dy * value, up, LIMIT)
             if amax_ptr is not None:
                 largest = larger(largest, d_up)
             if partial_ptr is not None:
@@ -300,7 +343,7 @@ def activation_backward_packed(
             packed_up = packed_row(packed_up, before_up, d_up, i, columnwise_ptr.dtype.element_ty)
             before_up = d_up
         else:
-            y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE)
+            y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE, LIMIT, ALPHA)
             y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
             dx = dy * slope
         if amax_ptr is not None:
@@ -338,7 +381,7 @@ def packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
 
 def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Tiles | None = None) -> QuantizedTensor:
     """Run the kernel; see `activation`."""
-    curve, gated = reference.ACTIVATIONS[name]
+    gated = is_gated(name)
     x = adjacent_columns(x)
     rows, columns = x.shape[0], x.shape[1] // (2 if gated else 1)
     out = allocate(quantizer, rows, columns, x.device)
@@ -349,7 +392,7 @@ def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Til
     activation_tiles[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0,
-        CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps,
+        BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **constants(name),
     )  # fmt: skip
     return out
 
@@ -366,7 +409,7 @@ def launch_backward(
     tiles: Tiles | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: of the kernel without packing."""
-    curve, gated = reference.ACTIVATIONS[name]
+    gated = is_gated(name)
     x, dy = adjacent_columns(x), adjacent_columns(dy)
     (rows, columns), width = dy.shape, x.shape[1]
     block = 0 if block == columns else block
@@ -387,8 +430,8 @@ def launch_backward(
             dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
             y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv,
             partial, rows, columns, dy.stride(0), x.stride(0),
-            CURVE=curve, GATED=gated, BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns,
-            num_warps=tiles.warps, maxnreg=registers, **own,
+            BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, maxnreg=registers,
+            **constants(name), **own,
         )  # fmt: skip
     return dx, None if recompute is None else y, None if partial is None else add_up(partial)
 
@@ -396,8 +439,8 @@ def launch_backward(
 def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> QuantizedTensor:
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
-    name: of `reference.ACTIVATIONS`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block` columns
-    (a power of two, or F for all gates before all ups), gate first.
+    name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
+    columns (a power of two, or F for all gates before all ups), gate first.
     """
     if gemm.is_native(x.device):
         return launch(name, x, block, quantizer)

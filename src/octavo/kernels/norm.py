@@ -23,6 +23,7 @@ from octavo.kernels.norm_rows import (
     backward_shape,
     forward_shape,
     load_float32,
+    load_gain,
     magnitude,
     norm_rows,
     residual_sum,
@@ -48,7 +49,8 @@ _TILE = Tile(16, 512)
 @triton.jit
 def _norm_tiles(
     x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
-    rows, columns, x_stride, delta_stride, eps, h_stride, CENTRE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    rows, columns, x_stride, delta_stride, eps, h_stride,
+    CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     scale = load_scale(scale_ptr, scale_inv_ptr, tl.program_id(0) == 0)
     largest = tl.zeros([TILE_R], tl.float32)
@@ -87,7 +89,7 @@ def _norm_tiles(
             h = load_tile(h_ptr, r, c, h_stride, inside)
             if CENTRE:
                 h -= mean[:, None]
-            y = h * rstd[:, None] * load_float32(weight_ptr, c, c < columns)[None, :]
+            y = h * rstd[:, None] * load_gain(weight_ptr, c, c < columns, ONE_PLUS)[None, :]
             if bias_ptr is not None:
                 y += load_float32(bias_ptr, c, c < columns)[None, :]
             if amax_ptr is not None:
@@ -102,7 +104,8 @@ def _norm_tiles(
 @triton.jit
 def _backward_tiles(
     dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    rows, columns, dy_stride, h_stride, residual_stride, CENTRE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    rows, columns, dy_stride, h_stride, residual_stride,
+    CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(rows, TILE_R), tl.num_programs(0)):
         r = tile * TILE_R + tl.arange(0, TILE_R)
@@ -119,7 +122,7 @@ def _backward_tiles(
             dy = load_tile(dy_ptr, r, c, dy_stride, inside)
             h = load_tile(h_ptr, r, c, h_stride, inside)
             normed = tl.where(inside, (h - mean[:, None]) * rstd[:, None], 0.0)
-            grad = dy * load_float32(weight_ptr, c, c < columns)[None, :]
+            grad = dy * load_gain(weight_ptr, c, c < columns, ONE_PLUS)[None, :]
             along += tl.sum(grad * normed, 1)
             if CENTRE:
                 level += tl.sum(grad, 1)
@@ -135,7 +138,7 @@ def _backward_tiles(
             dy = load_tile(dy_ptr, r, c, dy_stride, inside)
             h = load_tile(h_ptr, r, c, h_stride, inside)
             normed = (h - mean[:, None]) * rstd[:, None]
-            grad = dy * load_float32(weight_ptr, c, c < columns)[None, :]
+            grad = dy * load_gain(weight_ptr, c, c < columns, ONE_PLUS)[None, :]
             dh = (grad - level[:, None] - normed * along[:, None]) * rstd[:, None]
             if residual_ptr is not None:
                 at = residual_ptr + r[:, None] * residual_stride + c[None, :]
@@ -145,7 +148,7 @@ def _backward_tiles(
 
 def launch(
     kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer,
-    *, tile: Tile | None = None,
+    *, zero_centered: bool = False, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
     """Run the forward kernel; see `norm`. tile: use the kernel for long rows."""
     (rows, columns), centre, device = x.shape, _CENTRED[kind], x.device
@@ -168,13 +171,14 @@ def launch(
         if tile is None and columns <= WIDEST_ROW:
             shape = forward_shape(columns)
             norm_rows[(shape.grid(rows, processors(device)),)](
-                *arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
+                *arguments, CENTRE=centre, ONE_PLUS=zero_centered, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
             )
         else:
             tile = tile or _TILE
             _norm_tiles[(min(cdiv(rows, tile.rows), processors(device)),)](
-                *arguments, h.stride(0), CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
-            )
+                *arguments, h.stride(0),
+                CENTRE=centre, ONE_PLUS=zero_centered, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps,
+            )  # fmt: skip
     if quantizer.columnwise:
         assert out.rowwise_data is not None
         columnwise = out.rowwise_data.t().contiguous() if quantizer.scale is None else transpose(out.rowwise_data)
@@ -184,7 +188,7 @@ def launch(
 
 def launch_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True, dtype: torch.dtype = torch.float32, tile: Tile | None = None,
+    *, want_weight: bool = True, dtype: torch.dtype = torch.float32, zero_centered: bool = False, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Run the backward kernel; see `norm_backward`. tile: use the kernel for long rows."""
     (rows, columns), centre, device = h.shape, _CENTRED[kind], h.device
@@ -202,11 +206,14 @@ def launch_backward(
             rows, columns, dy.stride(0), read.stride(0), 0 if residual is None else residual.stride(0),
         )  # fmt: skip
         if shape is not None:
-            backward_rows[(parts,)](*arguments, CENTRE=centre, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps)
+            backward_rows[(parts,)](
+                *arguments, CENTRE=centre, ONE_PLUS=zero_centered, BLOCK=shape.block, REST=shape.rest, num_warps=shape.warps
+            )
         else:
             _backward_tiles[(min(parts, processors(device)),)](
-                *arguments, CENTRE=centre, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps
-            )
+                *arguments,
+                CENTRE=centre, ONE_PLUS=zero_centered, TILE_R=tile.rows, TILE_C=tile.columns, num_warps=tile.warps,
+            )  # fmt: skip
     if partial is None:
         return dh, None, None
     summed = add_up(partial, dtype)
@@ -214,32 +221,35 @@ def launch_backward(
 
 
 def norm(
-    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer
-) -> tuple[Tensor, Tensor, QuantizedTensor]:
+    kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer,
+    *, zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
     """The norm of h = x + delta, rounded to x's dtype (without a delta, h is x), in float32 until `quantizer` converts it.
 
-    kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. Returns h, the statistics for backward as
-    `reference.norm` has them, and the normed result as `quantizer` says.
+    kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. zero_centered: 1 + weight, in float32, in place of
+    weight. Returns h, the statistics for backward as `reference.norm` has them, and the normed result as `quantizer` says.
     """
     # A conversion to FP8 needs a GPU that has it.
     if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):
-        return launch(kind, x, delta, weight, bias, eps, quantizer)
+        return launch(kind, x, delta, weight, bias, eps, quantizer, zero_centered=zero_centered)
     h = x if delta is None else x + delta
-    normed, stats = reference.norm(kind, h, weight, bias, eps)
+    normed, stats = reference.norm(kind, h, weight, bias, eps, zero_centered=zero_centered)
     return h, stats, quantize(normed, quantizer)
 
 
 def norm_backward(
     kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None,
-    *, want_weight: bool = True, dtype: torch.dtype = torch.float32,
+    *, want_weight: bool = True, dtype: torch.dtype = torch.float32, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of `norm`'s h, [R, C] in its dtype, weight and bias, [C] in `dtype` (None: not wanted, or an RMSNorm's bias).
 
     dy: [R, C], of the normed result. h, stats: from `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
     if h.device.type == "cuda":
-        return launch_backward(kind, dy, h, weight, stats, d_residual, want_weight=want_weight, dtype=dtype)
-    dh, d_weight, d_bias = reference.norm_backward(kind, dy, h, weight, stats, d_residual)
+        return launch_backward(
+            kind, dy, h, weight, stats, d_residual, want_weight=want_weight, dtype=dtype, zero_centered=zero_centered
+        )
+    dh, d_weight, d_bias = reference.norm_backward(kind, dy, h, weight, stats, d_residual, zero_centered=zero_centered)
     if not want_weight:
         return dh.to(h.dtype), None, None
     return dh.to(h.dtype), d_weight.to(dtype), None if d_bias is None else d_bias.to(dtype)

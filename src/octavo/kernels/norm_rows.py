@@ -97,9 +97,18 @@ def load_float32(ptr, at, inside):
 
 
 @triton.jit
-def _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, rowwise_ptr, c, inside):
+def load_gain(weight_ptr, at, inside, ONE_PLUS: tl.constexpr):
+    """The factors of normed elements, float32: weights, or 1 + weights, which 16 bits could not hold."""
+    weight = load_float32(weight_ptr, at, inside)
+    return weight + 1.0 if ONE_PLUS else weight
+
+
+@triton.jit
+def _store_normed(
+    h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, rowwise_ptr, c, inside, ONE_PLUS: tl.constexpr
+):
     """Store the result of a block of a row; its amax."""
-    y = h * rstd * load_float32(weight_ptr, c, inside)  # late: held since before the sums, it would keep other rows out
+    y = h * rstd * load_gain(weight_ptr, c, inside, ONE_PLUS)  # late: held since before the sums, it would keep other rows out
     if bias_ptr is not None:
         y += load_float32(bias_ptr, c, inside)
     largest = 0.0
@@ -115,7 +124,8 @@ def _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr,
 @triton.jit
 def norm_rows(
     x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
-    rows, columns, x_stride, delta_stride, eps, CENTRE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    rows, columns, x_stride, delta_stride, eps, CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     """Normalise every so many-th row."""
     c = tl.arange(0, BLOCK)
@@ -148,17 +158,21 @@ def norm_rows(
         tl.store(stats_ptr + (rows if CENTRE else 0) + r, rstd)
         if rowwise_ptr is not None:
             y_at = rowwise_ptr + r * columns
-        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c, inside)
+        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c, inside, ONE_PLUS)
         largest = tl.maximum(largest, found)
         if REST:
-            found = _store_normed(h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c_rest, inside_rest)
+            found = _store_normed(
+                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c_rest, inside_rest, ONE_PLUS
+            )
             largest = tl.maximum(largest, found)
     if amax_ptr is not None:
         raise_to(amax_ptr, largest)
 
 
 @triton.jit
-def _load_gradients(dy_ptr, h_ptr, weight_ptr, residual_ptr, mean, rstd, c, inside, CENTRE: tl.constexpr):
+def _load_gradients(
+    dy_ptr, h_ptr, weight_ptr, residual_ptr, mean, rstd, c, inside, CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr
+):
     """Of a block of a row: dy, the normed values, their gradient, and the residual's."""
     dy = load_float32(dy_ptr, c, inside)
     h = load_float32(h_ptr, c, inside)
@@ -168,7 +182,7 @@ def _load_gradients(dy_ptr, h_ptr, weight_ptr, residual_ptr, mean, rstd, c, insi
     normed = h * rstd
     if CENTRE:
         normed = tl.where(inside, (h - mean) * rstd, 0.0)
-    return dy, normed, dy * load_float32(weight_ptr, c, inside), residual
+    return dy, normed, dy * load_gain(weight_ptr, c, inside, ONE_PLUS), residual
 
 
 @triton.jit
@@ -183,7 +197,8 @@ def _store_gradients(grad, normed, residual, along, level, rstd, dh_ptr, residua
 @triton.jit
 def backward_rows(
     dy_ptr, h_ptr, weight_ptr, stats_ptr, residual_ptr, dh_ptr, dweight_ptr, dbias_ptr,
-    rows, columns, dy_stride, h_stride, residual_stride, CENTRE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    rows, columns, dy_stride, h_stride, residual_stride, CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of every so many-th row, and the program's sum of the gradients of weight and bias."""
     program = tl.program_id(0).to(tl.int64)
@@ -204,10 +219,12 @@ def backward_rows(
         dy_at, h_at, residual_at = dy_ptr + r * dy_stride, h_ptr + r * h_stride, residual_ptr
         if residual_ptr is not None:
             residual_at = residual_ptr + r * residual_stride
-        dy, normed, grad, residual = _load_gradients(dy_at, h_at, weight_ptr, residual_at, mean, rstd, c, inside, CENTRE)
+        dy, normed, grad, residual = _load_gradients(
+            dy_at, h_at, weight_ptr, residual_at, mean, rstd, c, inside, CENTRE, ONE_PLUS
+        )
         if REST:
             dy_rest, normed_rest, grad_rest, residual_rest = _load_gradients(
-                dy_at, h_at, weight_ptr, residual_at, mean, rstd, c_rest, inside_rest, CENTRE
+                dy_at, h_at, weight_ptr, residual_at, mean, rstd, c_rest, inside_rest, CENTRE, ONE_PLUS
             )
         along = tl.sum(grad * normed)
         if CENTRE:

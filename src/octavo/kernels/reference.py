@@ -7,6 +7,7 @@ Shapes: R rows, C columns, the dimension that a product sums over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,30 +95,37 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
     )
 
 
-def norm(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def gain(weight: Tensor, *, zero_centered: bool) -> Tensor:
+    """The factors of a norm, float32: weight, or 1 + weight."""
+    return 1 + weight.float() if zero_centered else weight.float()
+
+
+def norm(
+    kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
     """The norm of h [..., C] over C, float32, and its statistics for backward, float32.
 
     kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
-    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...].
+    √(variance + eps) · weight + bias, with mean and 1/σ [2, ...]. zero_centered: 1 + weight in place of weight.
     """
-    h = h.float()
+    h, w = h.float(), gain(weight, zero_centered=zero_centered)
     b = None if bias is None else bias.float()
     if kind == "LayerNorm":
-        normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), weight.float(), b, eps)
+        normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), w, b, eps)
         return normed, torch.stack((mean[..., 0], rstd[..., 0]))
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    normed = h * rstd * weight.float()
+    normed = h * rstd * w
     return normed if b is None else normed + b, rstd[..., 0]
 
 
 def norm_backward(
-    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
+    kind: str, dy: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of `norm`'s h, [R, C], weight and bias, [C] (None: an RMSNorm's bias), in float32.
 
     dy: [R, C], of the normed result. stats: those of `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
-    centred, grad, h = kind == "LayerNorm", dy.float() * weight.float(), h.float()
+    centred, grad, h = kind == "LayerNorm", dy.float() * gain(weight, zero_centered=zero_centered), h.float()
     rstd = (stats[1] if centred else stats)[:, None]
     normed = (h - stats[0, :, None]) * rstd if centred else h * rstd
     dh = grad - normed * (grad * normed).mean(-1, keepdim=True)
@@ -137,6 +145,20 @@ def _gelu_slope(x: Tensor) -> Tensor:
     return torch.special.ndtr(x) + x * torch.exp(-0.5 * x.square()) * (2 * torch.pi) ** -0.5
 
 
+def _quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
+
+
+def _quick_gelu_slope(x: Tensor, alpha: float = 1.702) -> Tensor:
+    sigmoid = torch.sigmoid(alpha * x)
+    return sigmoid * (1 + alpha * x * (1 - sigmoid))
+
+
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid * (1 - sigmoid)
+
+
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound: it keeps ∞ · 0 from finite elements.
     square, twice = x.square().clamp(max=1e4), 2 * (2 / torch.pi) ** 0.5
@@ -148,41 +170,100 @@ CURVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
     # PyTorch's own gelu is 17% off at −5 on a CPU, and NaN at ∞; ndtr is the normal distribution's ½(1 + erf(x/√2)).
     "gelu": (lambda x: x * torch.special.ndtr(x), _gelu_slope),
     "gelu_tanh": (lambda x: _gelu_tanh(x)[0], lambda x: _gelu_tanh(x)[1]),
+    "quick_gelu": (_quick_gelu, _quick_gelu_slope),
+    "relu": (torch.relu, lambda x: torch.where(x.isnan(), x, (x > 0).to(x.dtype))),
     "relu2": (lambda x: torch.relu(x).square(), lambda x: 2 * torch.relu(x)),
+    "sigmoid": (torch.sigmoid, _sigmoid_slope),
     "silu": (torch.nn.functional.silu, _silu_slope),
 }
-"""f and its derivative, of float32 tensors."""
+"""f and its derivative, of float32 tensors; quick_gelu is x · sigmoid(1.702 x)."""
 
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu": ("gelu", False),
     "gelu_tanh": ("gelu_tanh", False),
+    "qgelu": ("quick_gelu", False),
+    "relu": ("relu", False),
     "relu2": ("relu2", False),
+    "silu": ("silu", False),
     "swiglu": ("silu", True),
     "geglu": ("gelu", True),
     "geglu_tanh": ("gelu_tanh", True),
+    "qgeglu": ("quick_gelu", True),
+    "reglu": ("relu", True),
+    "sreglu": ("relu2", True),
+    "glu": ("sigmoid", True),
 }
 """Curve of each activation, and True for the gated ones: f(gate) · up."""
 
+_CLAMPED = "clamped_swiglu"
+
+
+class Clamp(NamedTuple):
+    """Numbers of f(min(gate, limit)) · (clamp(up, ±limit) + offset), f(x) = x · sigmoid(alpha · x)."""
+
+    limit: float
+    alpha: float
+    offset: float
+
+
+class Activation(NamedTuple):
+    """A curve of `CURVES`, gated or not; `clamp` belongs to "quick_gelu" with a gate."""
+
+    curve: str
+    gated: bool
+    clamp: Clamp | None = None
+
+
+def clamped_swiglu(limit: float, alpha: float, offset: float) -> str:
+    """The name of a `Clamp`, as "clamped_swiglu(7.0, 1.702, 1.0)"."""
+    return f"{_CLAMPED}{(float(limit), float(alpha), float(offset))}"
+
+
+def activation_named(name: str) -> Activation:
+    """An activation of `ACTIVATIONS`, or of a name that `clamped_swiglu` gives."""
+    if not name.startswith(_CLAMPED):
+        return Activation(*ACTIVATIONS[name])
+    limit, alpha, offset = name.removeprefix(_CLAMPED).strip("()").split(", ")
+    return Activation("quick_gelu", True, Clamp(float(limit), float(alpha), float(offset)))
+
+
+def _gated(clamp: Clamp | None, curve: str, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """f(gate) and its factor, of float32 tensors."""
+    if clamp is None:
+        return CURVES[curve][0](gate), up
+    return _quick_gelu(gate.clamp(max=clamp.limit), clamp.alpha), up.clamp(-clamp.limit, clamp.limit) + clamp.offset
+
 
 def activation(name: str, x: Tensor, block: int) -> Tensor:
-    """f(x), or f(gate) · up of gate and up interleaved in blocks of `block` columns, in float32. [..., F or 2F] → [..., F]."""
-    (curve, _), gated = CURVES[ACTIVATIONS[name][0]], ACTIVATIONS[name][1]
+    """f(x), or f(gate) · up of gate and up interleaved in blocks of `block` columns, in float32. [..., F or 2F] → [..., F].
+
+    name: of `activation_named`.
+    """
+    curve, gated, clamp = activation_named(name)
     if not gated:
-        return curve(x.float())
+        return CURVES[curve][0](x.float())
     # Split before the conversion: otherwise a compiler keeps all of x in float32 for backward (30 GiB at 16,384 tokens of a
     # Llama-8B).
     gate, up = x.unflatten(-1, (-1, 2, block)).unbind(-2)
-    return (curve(gate.float()) * up.float()).flatten(-2)
+    value, factor = _gated(clamp, curve, gate.float(), up.float())
+    return (value * factor).flatten(-2)
 
 
 def activation_backward(name: str, dy: Tensor, x: Tensor, block: int) -> Tensor:
     """The gradient of `activation`'s input in float32, of the shape of `x`; dy: [..., F]."""
-    (curve, slope), gated = CURVES[ACTIVATIONS[name][0]], ACTIVATIONS[name][1]
+    curve, gated, clamp = activation_named(name)
+    slope = CURVES[curve][1]
     if not gated:
         return dy.float() * slope(x.float())
     gate, up = (part.float() for part in x.unflatten(-1, (-1, 2, block)).unbind(-2))
     dy = dy.unflatten(-1, (-1, block)).float()
-    return torch.stack((dy * up * slope(gate), dy * curve(gate)), -2).flatten(-3)
+    value, factor = _gated(clamp, curve, gate, up)
+    if clamp is None:
+        d_gate, d_up = dy * factor * slope(gate), dy * value
+    else:  # nothing flows beyond the limit; at it, as of PyTorch's clamp, all of it
+        d_gate = torch.where(gate > clamp.limit, 0, dy * factor * _quick_gelu_slope(gate.clamp(max=clamp.limit), clamp.alpha))
+        d_up = torch.where(up.abs() > clamp.limit, 0, dy * value)
+    return torch.stack((d_gate, d_up), -2).flatten(-3)
 
 
 def embedding_backward(d_out: Tensor, ids: Tensor, words: int, padding: int | None) -> Tensor:

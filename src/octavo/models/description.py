@@ -73,7 +73,8 @@ def describe(model: nn.Module) -> Description:
             if parameter.dim() < 2:
                 continue
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
-            state = states.get(label)
+            joined = vars(module).get("fp8_state")  # of a weight that several parameters make
+            state = joined if isinstance(joined, ModuleState) and key in joined.parts else states.get(label)
             kind, shape = type(module).__name__, tuple(parameter.shape)
             frozen = "" if parameter.requires_grad else "not trained"
             if state is None or state.skipped:

@@ -22,7 +22,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input
+from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input, forward_residual
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
@@ -164,6 +164,9 @@ class DotProductAttention(nn.Module):
 class MultiheadAttention(ResidualLayer):
     """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
 
+    Without `input_layernorm` there is no norm, and the first product is `qkv`. With `return_layernorm_output` the norm's output
+    is the last result, and `forward_residual` hands it on as the stream.
+
     `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
     product is not added but returned behind the result. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
     `qk_norm_type` "RMSNorm" or "LayerNorm" normalises queries and keys head by head (`q_norm`, `k_norm`), after the rotation or
@@ -188,6 +191,9 @@ class MultiheadAttention(ResidualLayer):
         qkv_bias: bool | None = None,
         proj_bias: bool | None = None,
         normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        input_layernorm: bool = True,
+        return_layernorm_output: bool = False,
         qkv_format: str = "bshd",
         return_bias: bool = False,
         qk_norm_type: str | None = None,
@@ -214,15 +220,15 @@ class MultiheadAttention(ResidualLayer):
             **draw,
         )
         self.heads, self.groups, self.head_dim = num_attention_heads, self.core_attention.groups, head_dim
-        self.layernorm_qkv = LayerNormLinear(
-            hidden_size,
-            (self.heads + 2 * self.groups) * head_dim,
-            layernorm_epsilon,
-            bias=bias if qkv_bias is None else qkv_bias,
-            normalization=normalization,
-            init_method=init_method,
-            **make,
-        )
+        sizes = hidden_size, (self.heads + 2 * self.groups) * head_dim
+        first = make | {"bias": bias if qkv_bias is None else qkv_bias, "init_method": init_method}
+        self.input_layernorm, self.return_layernorm_output = input_layernorm, input_layernorm and return_layernorm_output
+        if input_layernorm:
+            first |= {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+            self.layernorm_qkv = LayerNormLinear(*sizes, layernorm_epsilon, **first)
+            self.layernorm_qkv.streams_norm = return_layernorm_output
+        else:
+            self.qkv = Linear(*sizes, **first)
         if qk_norm_type is not None and qk_norm_type not in NORM_LAYERS:
             raise unknown("qk_norm_type", qk_norm_type, NORM_LAYERS)
         self.q_norm, self.k_norm = (
@@ -274,12 +280,12 @@ class MultiheadAttention(ResidualLayer):
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
         angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
         if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
-            h, qkv = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch)
+            h, qkv = self._qkv(x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:
             rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
             rotation = rotation._replace(handover=self._handover())
-            h, *parts = self.layernorm_qkv.forward_residual(x, delta, is_first_microbatch, rotation=rotation)
+            h, *parts = self._qkv(x, delta, is_first_microbatch, rotation)
             q, k, v = parts
             if self.q_norm is not None and self.k_norm is not None:
                 after = angles if self.norm_first else None
@@ -291,13 +297,28 @@ class MultiheadAttention(ResidualLayer):
         attended = self.proj(context, is_first_microbatch)
         if self.core_attention.context is not None:
             gather_ahead(attended[0] if isinstance(attended, tuple) else attended, context)
-        return (h, attended) if return_residual else attended
+        if return_residual:
+            return h, attended
+        if self.return_layernorm_output:
+            return *(attended if isinstance(attended, tuple) else (attended,)), h
+        return attended
+
+    def _qkv(self, x: Tensor, delta: Tensor | None, first: bool | None, rotation: Rotation | None = None) -> tuple[Tensor, ...]:
+        """The residual stream, and the joint product or with a rotation its parts."""
+        if self.input_layernorm:
+            made: tuple[Tensor, ...] = forward_residual(self.layernorm_qkv, x, delta, first, rotation=rotation)
+            return made
+        h = x if delta is None else x + delta
+        y = self.qkv(h, first)
+        return h, *((y,) if rotation is None else rotation.composed(y))
 
     def _handover(self) -> Handover | None:
         """None if the gradients of queries, keys and values have readers: norms, hooks, or an attention of the caller's."""
         core = self.core_attention
         own = type(core) is DotProductAttention and "forward" not in vars(core) and self.q_norm is None
-        if torch.compiler.is_compiling() or not own or has_hooks(self.layernorm_qkv) or has_hooks(core):
+        if torch.compiler.is_compiling() or not (own and self.input_layernorm) or has_hooks(core):
+            return None
+        if self.layernorm_qkv.streams_norm or has_hooks(self.layernorm_qkv):
             return None
         return Handover()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError
@@ -15,7 +15,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import Experts, LayerNormMoE
-from octavo.nn.norm import ResidualLayer
+from octavo.nn.norm import NORM_LAYERS, ResidualLayer, forward_residual
 from octavo.nn.rotary import Angles
 from octavo.nn.te_arguments import Init, Tracker, check, check_dropout, check_format
 
@@ -32,7 +32,10 @@ class TransformerLayer(ResidualLayer):
     "sbhd" for [T, B, hidden]. `bias` is that of all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method`
     fills the weights of the first product of attention and MLP, `output_layer_init_method` those of the second. `qk_norm_type`,
     `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`. With `experts` the MLP is a `LayerNormMoE`, and
-    `ffn_hidden_size` that of one expert; experts have no biases.
+    `ffn_hidden_size` that of one expert; experts have no biases. `apply_residual_connection_post_layernorm`: the residual is
+    the output of the norm, not its input. `output_layernorm`: a norm behind the MLP (`layernorm`) in place of that in front of
+    attention. `drop_path_rate`: in training the results of attention and MLP are zero for this share of the first dimension (of
+    the samples, or with "sbhd" of the positions), and the others are divided by the share that remains.
     """
 
     drops_apart = False
@@ -55,12 +58,17 @@ class TransformerLayer(ResidualLayer):
         window_size: tuple[int, int] | None = None,
         *,
         normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
         bias: bool = True,
         qkv_bias: bool | None = None,
         mlp_bias: bool | None = None,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         attn_input_format: str = "bshd",
         parallel_attention_mlp: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        drop_path_rate: float = 0.0,
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
@@ -73,10 +81,12 @@ class TransformerLayer(ResidualLayer):
         super().__init__()
         check("TransformerLayer", te_arguments, TransformerLayer.__init__)
         check_dropout("hidden_dropout", hidden_dropout)
+        check_dropout("drop_path_rate", drop_path_rate)
         check_format("attn_input_format", attn_input_format)
         self.hidden_dropout, self.parallel, self.layer_number = hidden_dropout, parallel_attention_mlp, layer_number
         make: dict[str, Any] = {
-            "normalization": normalization, "init_method": init_method, "output_layer_init_method": output_layer_init_method,
+            "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
+            "init_method": init_method, "output_layer_init_method": output_layer_init_method,
             "get_rng_state_tracker": get_rng_state_tracker, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(
@@ -90,6 +100,8 @@ class TransformerLayer(ResidualLayer):
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             bias=bias,
+            input_layernorm=not output_layernorm,
+            return_layernorm_output=apply_residual_connection_post_layernorm,
             qkv_bias=qkv_bias,
             qkv_format=attn_input_format,
             qk_norm_type=qk_norm_type,
@@ -97,16 +109,28 @@ class TransformerLayer(ResidualLayer):
             qk_norm_before_rope=qk_norm_before_rope,
             **make,
         )
-        self.experts = experts
+        self.experts, self.drop_path_rate = experts, drop_path_rate
+        if apply_residual_connection_post_layernorm and (parallel_attention_mlp or experts is not None):
+            other = "parallel_attention_mlp=True" if parallel_attention_mlp else "experts"
+            raise InputError(
+                f"TransformerLayer(apply_residual_connection_post_layernorm=True) with {other}: there is no such form. Leave "
+                "one out."
+            )
         sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
+        make |= {"activation": activation, "activation_params": activation_params}
         if experts is not None:
             if parallel_attention_mlp or mlp_bias:
                 asked = "parallel_attention_mlp" if parallel_attention_mlp else "mlp_bias"
                 raise InputError(f"TransformerLayer({asked}=True) with experts: they have no such form. Set {asked}=False.")
-            self.layernorm_moe = LayerNormMoE(*sizes, experts, activation=activation, **make)
-            return
-        mlp_bias = bias if mlp_bias is None else mlp_bias
-        self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, activation=activation, **make)
+            self.layernorm_moe = LayerNormMoE(*sizes, experts, **make)
+        else:
+            mlp_bias = bias if mlp_bias is None else mlp_bias
+            self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **make)
+            self.layernorm_mlp.streams_norm = apply_residual_connection_post_layernorm
+        self.layernorm: nn.Module | None = None
+        if output_layernorm:
+            how: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
+            self.layernorm = NORM_LAYERS[normalization](hidden_size, layernorm_epsilon, **how)
 
     def set_context_parallel_group(
         self,
@@ -139,30 +163,46 @@ class TransformerLayer(ResidualLayer):
         """
         if te_arguments:
             check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
-        h, attended = self.self_attention.forward_residual(
-            hidden_states, delta, attention_mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=self_attn_mask_type
+        h, attended = forward_residual(
+            self.self_attention,
+            hidden_states,
+            delta,
+            attention_mask,
+            rotary_pos_emb,
+            is_first_microbatch,
+            attn_mask_type=self_attn_mask_type,
         )
         if self.parallel:
-            h, out = self.layernorm_mlp.forward_residual(h, None, is_first_microbatch)
+            h, out = forward_residual(self.layernorm_mlp, h, None, is_first_microbatch)
             apart = self.drops_apart
             out = self._dropped(attended) + self._dropped(out) if apart else self._dropped(attended + out)
             # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
-            h = h + out
+            h = h + out if self.layernorm is None else self.layernorm(h, out)
             return (h, None) if return_residual else h
         if self.experts is not None:
             h, out, routing = self.layernorm_moe(h, is_first_microbatch, delta=self._dropped(attended), counted=counted)
-            out = self._dropped(out)
-            return (h, out, routing) if return_residual else (h + out, routing)
-        h, out = self.layernorm_mlp.forward_residual(h, self._dropped(attended), is_first_microbatch)
-        out = self._dropped(out)
-        return (h, out) if return_residual else h + out
+            h, out = self._normed(h, self._dropped(out))
+            return (h, out, routing) if return_residual else (h if out is None else h + out, routing)
+        h, out = forward_residual(self.layernorm_mlp, h, self._dropped(attended), is_first_microbatch)
+        h, out = self._normed(h, self._dropped(out))
+        if return_residual:
+            return h, out
+        return h if out is None else h + out
+
+    def _normed(self, h: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Stream and delta; with `output_layernorm` their norm, and no delta."""
+        return (h, out) if self.layernorm is None else (self.layernorm(h, out), None)
 
     def set_unread(self, unread: bool) -> None:
         """In a recomputation of this layer: the products run no more whose results are only added to the stream."""
         last = self.layernorm_mlp if self.experts is None else self.layernorm_moe.experts
-        last.unread = unread
+        last.unread = unread and self.layernorm is None
         if self.parallel:
-            self.self_attention.proj.unread = unread
+            self.self_attention.proj.unread = last.unread
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.hidden_dropout, self.training)
+        x = functional.dropout(x, self.hidden_dropout, self.training)
+        if not (self.drop_path_rate and self.training):
+            return x
+        keep = 1 - self.drop_path_rate
+        return x / keep * x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)).bernoulli_(keep)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast
+from octavo.fp8 import autocast, calibration
 from octavo.fp8.linear import GroupedGemms, LinearGemms, saved_input
 from octavo.fp8.quantizer import active_recipe
-from octavo.fp8.recipe import Granularity
+from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_second_derivative
@@ -117,6 +117,9 @@ class GroupedLinear(nn.Module):
         if grouped and all(other == recipe for other in recipes):
             experts = [LinearGemms(*pair, recipe, dtype, first) for pair in zip(states, weights, strict=True)]
             x = x.to(dtype) if recipe is None else x
+            if recipe is None:  # the kernel takes the rows of all experts at once
+                for state, part in zip(states, x.split(splits), strict=True):
+                    calibration.observe(state, Operand.INPUT, part)
             return _GroupedLinearFunction.apply(x, GroupedGemms(experts, splits), *weights, *biases)
         parts = zip(x.split(splits), weights, biases, states, strict=True)
         return torch.cat([product(*expert, dtype, first) for expert in parts])

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.errors import InputError, unknown
-from octavo.fp8 import autocast
+from octavo.fp8 import autocast, calibration
 from octavo.fp8.linear import LinearGemms, saved_input
 from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
+from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
@@ -27,6 +28,7 @@ from octavo.nn.norm import (
     FLOATS,
     FLOATS_OF_PYTORCH,
     NORMS,
+    NormForm,
     NormParameters,
     NormProducer,
     ResidualLayer,
@@ -36,6 +38,7 @@ from octavo.nn.norm import (
     normalize,
     promoted,
     reset_norm_,
+    residual_norm,
     unflat,
 )
 from octavo.nn.rotary import Rotation
@@ -85,8 +88,10 @@ def product(
     """
     recipe = active_recipe(state, x.device)
     if recipe is None:
-        bias = None if bias is None else bias.to(out_dtype)
-        return high_precision(x.to(out_dtype), weight.to(out_dtype), bias)
+        bias, x = None if bias is None else bias.to(out_dtype), x.to(out_dtype)
+        calibration.observe(state, Operand.INPUT, x)
+        calibration.observe(state, Operand.WEIGHT, weight)
+        return high_precision(x, weight.to(out_dtype), bias)
     if x.dtype == torch.float64:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     gemms = LinearGemms(state, weight, recipe, out_dtype, first)
@@ -157,11 +162,11 @@ class _NormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
-        weight: Tensor, bias: Tensor | None, kind: str, eps: float, gemms: LinearGemms, rotation: Rotation | None,
+        weight: Tensor, bias: Tensor | None, form: NormForm, gemms: LinearGemms, rotation: Rotation | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         quantizer = gemms.quantizer
         want_x, want_weight = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4]
-        producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
+        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
         x = quantizer.input(producer, columnwise=want_weight)
         w = quantizer.weight(weight, keep=want_x)
         y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
@@ -170,7 +175,7 @@ class _NormLinearFunction(torch.autograd.Function):
         saved_weight = quantizer.saved_weight(w, weight) if want_x else NOTHING
         tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
         ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, *tables)
-        ctx.kind, ctx.gemms, ctx.shape = kind, gemms, residual.shape
+        ctx.form, ctx.gemms, ctx.shape = form, gemms, residual.shape
         ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
         if rotation is not None and rotation.handover is not None:
             rotation.handover.expected = True
@@ -186,7 +191,7 @@ class _NormLinearFunction(torch.autograd.Function):
         x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
         if all(grad is None for grad in grads):
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 8
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
         producer: Producer
         if rotation is None:
             (dy,) = grads
@@ -202,8 +207,8 @@ class _NormLinearFunction(torch.autograd.Function):
         through: tuple[Tensor | None, ...] = (None,) * 4
         if want_x:
             d_normed = gemms.grad_input(dy_q, quantizer.restored_weight(w))
-            through = backward_through_norm(ctx, ctx.kind, d_normed, h, norm_weight, stats, d_residual)
-        return *through, dw, d_bias, *(None,) * 4
+            through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
+        return *through, dw, d_bias, *(None,) * 3
 
 
 def init_linear_(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:
@@ -291,18 +296,21 @@ class NormedLayer(ResidualLayer):
     return_bias: bool
     return_layernorm_output: bool
     draws: Draws
+    zero_centered_gamma = False
+    streams_norm = False
+    """The residual stream that `forward_residual` hands on is the norm's output, in the compute dtype, instead of its input."""
 
-    def __init__(self, size: int, eps: float, normalization: str, make: dict[str, Any]) -> None:
+    def __init__(self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, make: dict[str, Any]) -> None:
         super().__init__()
         if normalization not in NORMS:
             raise unknown("normalization", normalization, NORMS)
-        self.eps, self.normalization = eps, normalization
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.layer_norm_weight = nn.Parameter(torch.empty(size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(size, **make)) if normalization == "LayerNorm" else None
 
     def reset_parameters(self) -> None:
         """Initial values: a norm that changes nothing, and those of `init_linear_` for each matrix."""
-        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
+        reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.zero_centered_gamma)
         with self.draws():
             for matrix in self._matrices():
                 init_linear_(*matrix)
@@ -315,10 +323,14 @@ class NormedLayer(ResidualLayer):
         refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
-        norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        if self.return_layernorm_output and not return_residual:
-            normed = normalize(norm, x if delta is None else x + delta).to(compute_dtype(x))
-            return results(self._products(normed, *how, **options)[0], bias, normed, return_bias=self.return_bias)
+        parameters = self.layer_norm_weight, self.layer_norm_bias
+        norm = NormForm(self.normalization, self.eps, self.zero_centered_gamma).of(*parameters)
+        if self.streams_norm if return_residual else self.return_layernorm_output:
+            normed = residual_norm(x, delta, norm, compute_dtype(x))[1]
+            outputs = self._products(normed, *how, **options)
+            if return_residual:
+                return normed, *outputs
+            return results(outputs[0], bias, normed, return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta
             outputs = h, *self._products(normalize(norm, h), *how, **options)
@@ -344,6 +356,7 @@ class LayerNormLinear(NormedLayer):
         *,
         bias: bool = True,
         normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         init_method: Init | None = None,
@@ -354,7 +367,7 @@ class LayerNormLinear(NormedLayer):
     ) -> None:
         check("LayerNormLinear", te_arguments, LayerNormLinear.__init__)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        super().__init__(in_features, eps, normalization, make)
+        super().__init__(in_features, eps, normalization, zero_centered_gamma, make)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
         self.in_features, self.out_features = in_features, out_features
@@ -399,9 +412,7 @@ class LayerNormLinear(NormedLayer):
         rotation: Rotation | None,
     ) -> tuple[Tensor, ...]:
         gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
-        return _NormLinearFunction.apply(
-            residual, delta, norm.weight, norm.bias, self.weight, bias, norm.kind, norm.eps, gemms, rotation
-        )
+        return _NormLinearFunction.apply(residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation)
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
-from octavo.nn.norm import NormParameters, NormProducer, backward_through_norm, check_input, flat, unflat
+from octavo.nn.norm import NormForm, NormParameters, NormProducer, backward_through_norm, check_input, flat, unflat
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check, results
 
 GATE_UP_BLOCK = 32
@@ -51,7 +52,7 @@ class _NormMlpFunction(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
-        kind: str, eps: float, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, unread: bool,
+        form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, unread: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         want_w1, want_w2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
         want_x = any(ctx.needs_input_grad[:4])
@@ -61,7 +62,7 @@ class _NormMlpFunction(torch.autograd.Function):
         recompute_hidden = recompute and (want_hidden or recompute_activated)
         # Of an unread result only backward's operands are computed.
         needs_hidden = not (unread and recompute_hidden and recompute_activated and fc2.quantizer.knows_input_scale)
-        producer = NormProducer(residual, delta, NormParameters(kind, norm_weight, norm_bias, eps))
+        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
         columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
         x = fc1.quantizer.input(producer, columnwise=columnwise)
         w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, keep=want_x and not recompute_hidden)
@@ -79,7 +80,7 @@ class _NormMlpFunction(torch.autograd.Function):
         else:
             y = fc2.output(activated, w2, bias_2)
         ctx.set_materialize_grads(False)
-        ctx.call = kind, fc1, fc2, curve, block
+        ctx.call = form, fc1, fc2, curve, block
         ctx.shape = residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         keep_hidden = (want_hidden or recompute_activated) and not recompute_hidden
@@ -94,11 +95,11 @@ class _NormMlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: tuple[str, LinearGemms, LinearGemms, str, int] = ctx.call
-        kind, fc1, fc2, curve, block = call
+        call: tuple[NormForm, LinearGemms, LinearGemms, str, int] = ctx.call
+        form, fc1, fc2, curve, block = call
         refuse_second_derivative("these layers")
         if dy is None:
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 14
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
         h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
         x, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
         want_x = any(ctx.needs_input_grad[:4])
@@ -141,8 +142,8 @@ class _NormMlpFunction(torch.autograd.Function):
             d_w1 = fc1.grad_weight(d_hidden, x)
         if want_x:
             d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
-            through = backward_through_norm(ctx, kind, d_normed, h, norm_weight, stats, d_residual)
-        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 8
+            through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
+        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
 
 
 CHUNK_ROWS = 128
@@ -178,7 +179,9 @@ class LayerNormMLP(NormedLayer):
         *,
         bias: bool = True,
         normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         checkpoint: bool = False,
@@ -195,9 +198,9 @@ class LayerNormMLP(NormedLayer):
                 "LayerNormMLP(checkpoint=True, return_layernorm_output=True): the parts of the layer run one by one then. "
                 "Leave one out, or wrap the layer in torch.utils.checkpoint."
             )
-        activation = activation_of(activation)
+        activation = activation_of(activation, activation_params)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        super().__init__(hidden_size, eps, normalization, make)
+        super().__init__(hidden_size, eps, normalization, zero_centered_gamma, make)
         self.return_bias, self.return_layernorm_output, self.checkpoint = return_bias, return_layernorm_output, checkpoint
         self.init_methods, self.draws = (init_method, output_layer_init_method), Draws(get_rng_state_tracker)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
@@ -255,7 +258,7 @@ class LayerNormMLP(NormedLayer):
         fc1, fc2 = (LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first) for state, weight in pairs)
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
-            norm.kind, norm.eps, fc1, fc2, self.activation, self.gate_rows,
+            norm.form, fc1, fc2, self.activation, self.gate_rows,
             self.checkpoint or self.chunks > 1, self.unread,
         )  # fmt: skip
 

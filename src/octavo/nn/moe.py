@@ -7,6 +7,7 @@ Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.experts import router
 from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import compute_dtype, init_linear_
-from octavo.nn.norm import NormParameters, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
+from octavo.nn.norm import NormForm, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of
 
 
@@ -57,7 +58,9 @@ class LayerNormMoE(ResidualLayer):
         experts: Experts,
         *,
         normalization: str = "RMSNorm",
+        zero_centered_gamma: bool = False,
         activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
         init_method: Init | None = None,
         output_layer_init_method: Init | None = None,
         get_rng_state_tracker: Tracker | None = None,
@@ -78,20 +81,20 @@ class LayerNormMoE(ResidualLayer):
                 f"router_jitter_noise = {experts.jitter} (jitter of a layer): use 0 for none, or a number below 1."
             )
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
-        self.hidden_size, self.eps, self.mixture, self.normalization = hidden_size, eps, experts, normalization
+        self.hidden_size, self.mixture, self.norm = hidden_size, experts, NormForm(normalization, eps, zero_centered_gamma)
         self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
         self.router_weight = nn.Parameter(torch.empty(experts.count, hidden_size, **make))
         self.experts = StackedExperts(
-            hidden_size, ffn_hidden_size, experts.count, activation_of(activation),
+            hidden_size, ffn_hidden_size, experts.count, activation_of(activation, activation_params),
             (init_method, output_layer_init_method), self.draws, **make,
         )  # fmt: skip
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initial values of norm and router: a norm that changes nothing, and those of `init_linear_`."""
-        reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
+        reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.norm.zero_centered)
         with self.draws():
             init_linear_(self.router_weight, None, self.init_method)
 
@@ -112,8 +115,7 @@ class LayerNormMoE(ResidualLayer):
         check_input(self, input, delta, size=self.hidden_size)
         refuse_transforms("layers that begin with a norm")
         dtype = compute_dtype(input)
-        norm = NormParameters(self.normalization, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        h, normed = residual_norm(input, delta, norm, dtype)
+        h, normed = residual_norm(input, delta, self.norm.of(self.layer_norm_weight, self.layer_norm_bias), dtype)
         x = flat(normed)
         if self.training and self.mixture.jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)

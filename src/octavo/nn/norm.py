@@ -48,22 +48,40 @@ def check_input(
 
 
 class NormParameters(NamedTuple):
-    """A normalisation: "RMSNorm" or "LayerNorm", its parameters [K] and its constant."""
+    """A normalisation: "RMSNorm" or "LayerNorm", its parameters [K] and its constant; zero_centered: 1 + weight for weight."""
 
     kind: str
     weight: Tensor
     bias: Tensor | None
     eps: float
+    zero_centered: bool = False
+
+    @property
+    def form(self) -> NormForm:
+        """All but the parameters."""
+        return NormForm(self.kind, self.eps, self.zero_centered)
+
+
+class NormForm(NamedTuple):
+    """A normalisation without its parameters, for autograd functions."""
+
+    kind: str
+    eps: float
+    zero_centered: bool = False
+
+    def of(self, weight: Tensor, bias: Tensor | None) -> NormParameters:
+        """With its parameters."""
+        return NormParameters(self.kind, weight, bias, self.eps, self.zero_centered)
 
 
 def normalize(of: NormParameters, x: Tensor) -> Tensor:
     """The norm of `x` over its last dimension, float32, in differentiable PyTorch."""
-    return reference.norm(of.kind, x, of.weight, of.bias, of.eps)[0]
+    return reference.norm(of.kind, x, of.weight, of.bias, of.eps, zero_centered=of.zero_centered)[0]
 
 
-def reset_norm_(weight: Tensor, bias: Tensor | None) -> None:
+def reset_norm_(weight: Tensor, bias: Tensor | None, *, zero_centered: bool = False) -> None:
     """The norm that only normalises."""
-    nn.init.ones_(weight)
+    nn.init.constant_(weight, 0.0 if zero_centered else 1.0)
     if bias is not None:
         nn.init.zeros_(bias)
 
@@ -99,13 +117,15 @@ class NormProducer:
     def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
         """Run the kernel."""
         of = self.of
-        self.sum, self.stats, out = norm(of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer)
+        self.sum, self.stats, out = norm(
+            of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer, zero_centered=of.zero_centered
+        )
         self._delta = None
         return out
 
 
 def backward_through_norm(
-    ctx: Any, kind: str, d_normed: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
+    ctx: Any, form: NormForm, d_normed: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of residual, delta, weight and bias: the first four inputs of the autograd function whose context is `ctx`.
 
@@ -117,8 +137,9 @@ def backward_through_norm(
     # Autograd would round the gradient of the weight by a kernel of its own. That of a bias may have another dtype.
     dtype = torch.float32 if want_bias else weight.dtype
     dx, d_weight, d_bias = norm_backward(
-        kind, d_normed, flat(h), weight, stats, d_residual, want_weight=want_weight or want_bias, dtype=dtype
-    )
+        form.kind, d_normed, flat(h), weight, stats, d_residual,
+        want_weight=want_weight or want_bias, dtype=dtype, zero_centered=form.zero_centered,
+    )  # fmt: skip
     dx = dx.view(ctx.shape)
     return dx, dx if want_delta else None, d_weight if want_weight else None, d_bias if want_bias else None
 
@@ -126,40 +147,45 @@ def backward_through_norm(
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, kind: str, eps: float
+        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, form: NormForm
     ) -> Tensor:
-        producer = NormProducer(residual, delta, NormParameters(kind, weight, bias, eps))
+        producer = NormProducer(residual, delta, form.of(weight, bias))
         normed = producer(Quantizer(residual.dtype)).high_precision
         ctx.save_for_backward(producer.sum, producer.stats, weight)
-        ctx.kind, ctx.shape = kind, residual.shape
+        ctx.form, ctx.shape = form, residual.shape
         return unflat(normed, residual.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, stats, weight = ctx.saved_tensors
-        return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, None), None, None
+        return *backward_through_norm(ctx, ctx.form, flat(dy), h, weight, stats, None), None
 
 
 class _ResidualNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None,
-        kind: str, eps: float, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        producer = NormProducer(residual, delta, NormParameters(kind, weight, bias, eps))
+        ctx: Any,
+        residual: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: NormForm,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        producer = NormProducer(residual, delta, form.of(weight, bias))
         normed = producer(Quantizer(dtype)).high_precision
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         ctx.save_for_backward(h, producer.stats, weight)
-        ctx.kind, ctx.shape = kind, residual.shape
+        ctx.form, ctx.shape = form, residual.shape
         return h, unflat(normed, residual.shape)
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         h, stats, weight = ctx.saved_tensors
         if dy is None:
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 5
-        return *backward_through_norm(ctx, ctx.kind, flat(dy), h, weight, stats, d_residual), None, None, None
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 4
+        return *backward_through_norm(ctx, ctx.form, flat(dy), h, weight, stats, d_residual), None, None
 
 
 def residual_norm(residual: Tensor, delta: Tensor | None, of: NormParameters, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -167,7 +193,7 @@ def residual_norm(residual: Tensor, delta: Tensor | None, of: NormParameters, dt
     if torch.compiler.is_compiling():
         h = residual if delta is None else residual + delta
         return h, normalize(of, h).to(dtype)
-    return _ResidualNormFunction.apply(promoted(residual, delta), delta, of.weight, of.bias, of.kind, of.eps, dtype)
+    return _ResidualNormFunction.apply(promoted(residual, delta), delta, of.weight, of.bias, of.form, dtype)
 
 
 class ResidualLayer(nn.Module):
@@ -181,6 +207,13 @@ class ResidualLayer(nn.Module):
         return self(residual, *args, delta=delta, return_residual=True, **options)
 
 
+def forward_residual(
+    layer: nn.Module, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """`ResidualLayer.forward_residual` of a layer, or of a wrapper around one: FSDP1 has its weights in its own call alone."""
+    return layer(residual, *args, delta=delta, return_residual=True, **options)
+
+
 class _Norm(nn.Module):
     """One of `NORMS`; LayerNorm alone has a bias. The size may also be given as `hidden_size`, the dtype as `dtype`."""
 
@@ -192,6 +225,7 @@ class _Norm(nn.Module):
         normalized_shape: int | Iterable[int] | None = None,
         eps: float = 1e-5,
         *,
+        zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
@@ -206,35 +240,41 @@ class _Norm(nn.Module):
             raise InputError(
                 f"{self.normalization} over the dimensions {size} is not supported: give one size, that of the last dimension."
             )
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(size, dtype=params_dtype or dtype, device=device))
         bias = nn.Parameter(torch.empty_like(self.weight)) if self.normalization == "LayerNorm" else None
         self.register_parameter("bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values: 1, and 0 for the bias."""
-        reset_norm_(self.weight, self.bias)
+        """Initial values: 1, with `zero_centered_gamma` 0, and 0 for the bias."""
+        reset_norm_(self.weight, self.bias, zero_centered=self.zero_centered_gamma)
 
     def forward(self, input: Tensor, delta: Tensor | None = None) -> Tensor:
         """input [..., hidden_size] → the same shape and dtype; with `delta` the norm of the sum."""
         check_input(self, input, delta, size=self.weight.shape[0])
         refuse_transforms("norms of octavo.nn")
-        of = NormParameters(self.normalization, self.weight, self.bias, self.eps)
+        of = NormParameters(self.normalization, self.weight, self.bias, self.eps, self.zero_centered_gamma)
         if torch.compiler.is_compiling():
             h = input if delta is None else input + delta
             return normalize(of, h).to(h.dtype)
-        return _NormFunction.apply(promoted(input, delta), delta, self.weight, self.bias, self.normalization, self.eps)
+        return _NormFunction.apply(promoted(input, delta), delta, self.weight, self.bias, of.form)
 
 
 class RMSNorm(_Norm):
-    """x / √(mean(x²) + eps) · weight; weight: [hidden_size]. The result has x's dtype."""
+    """x / √(mean(x²) + eps) · weight; weight: [hidden_size]. The result has x's dtype.
+
+    zero_centered_gamma: 1 + weight in place of weight, added in float32.
+    """
 
     normalization = "RMSNorm"
 
 
 class LayerNorm(_Norm):
-    """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype."""
+    """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype.
+
+    zero_centered_gamma: 1 + weight in place of weight, added in float32.
+    """
 
     normalization = "LayerNorm"
 

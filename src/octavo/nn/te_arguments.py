@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,11 +50,9 @@ _PARALLEL = {
 _ROLES = {"set_parallel_mode": Only((False,), _TP)}
 _UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 _UB = {flag: Only((False,), _OVERLAP) for flag in _UB_FLAGS}
-_GAMMA = {"zero_centered_gamma": Only((False,), "Norm weights are around 1: add 1 to those of a checkpoint.")}
-_GATHERED = {"return_layernorm_output_gathered": Only((False,), _TP)}
+_GATHERED = {"return_layernorm_output_gathered": Only((False, True))}  # of one tensor-parallel rank the same
 _PARTS = {"parameters_split": Only((None,), _SPLIT)}
 _WARM_UP = {"seq_length": FREE, "micro_batch_size": FREE}
-_ACTIVATION = {"activation_params": Only((None, {}), "No activation here takes parameters.")}
 _WINDOW = {"window_size": Only((None, (-1, -1), (-1, 0)), "It is an argument of the constructor.")}
 _SCORES = {
     "bottom_right_diagonal": Only((None, False), "Causal masks are aligned top left."),
@@ -87,7 +86,7 @@ _FP8_ATTENTION = {name: Only((False, None), "Attention runs in the compute dtype
 _CROSS = dict.fromkeys(("enc_dec_attn_mask_type", "enc_dec_window_size", "enc_dec_bottom_right_diagonal"), FREE)
 _ENCODER = {name: Only((None,), _DECODER) for name in ("encoder_output", "enc_dec_attn_mask")} | _CROSS
 _LINEAR = _PARALLEL | _UB | {"parallel_mode": Only((None,), _TP), "ub_name": FREE}
-_NORM = _GAMMA | {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
+_NORM = {"sequence_parallel": Only((False, None), _TP), "sm_margin": FREE}
 
 ARGUMENTS: dict[str, dict[str, Only]] = {
     "Linear": _LINEAR | _PARTS | {"save_original_input": Only((False,), "Backward saves FP8.")},
@@ -99,8 +98,8 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "use_grouped_tensor": FREE,
     },
     "GroupedLinear.forward": {name: Only((None,), "Results are new tensors.") for name in ("out", "dgrad_out")},
-    "LayerNormLinear": _LINEAR | _PARTS | _GAMMA | _GATHERED,
-    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GAMMA | _GATHERED | _WARM_UP | _ACTIVATION,
+    "LayerNormLinear": _LINEAR | _PARTS | _GATHERED,
+    "LayerNormMLP": _PARALLEL | _ROLES | _UB | _GATHERED | _WARM_UP,
     "LayerNorm": _NORM,
     "RMSNorm": _NORM,
     "DotProductAttention": _SCORES | _SINK | _SELF | _CP
@@ -114,21 +113,14 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
         "kv_layer": Only((None,), _SPLIT),
         "qkv_interleave_dim": FREE,
     },
-    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _GAMMA | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP
-    | {
-        "input_layernorm": Only((True,), "The norm is part of this layer; without one: Linear and DotProductAttention."),
-        "return_layernorm_output": Only((False,), "Use a norm and a Linear."),
-    },
+    "MultiheadAttention": _PARALLEL | _ROLES | _UB | _SCORES | _SINK | _SELF | _QKV_LAYOUT | _WARM_UP,
     "MultiheadAttention.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | {"encoder_output": Only((None,), _DECODER)},
-    "TransformerLayer": _PARALLEL | _ROLES | _GAMMA | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP | _ACTIVATION
+    "TransformerLayer": _PARALLEL | _ROLES | _SCORES | _SINK | _QKV_LAYOUT | _WARM_UP
     | dict.fromkeys(_UB_FLAGS, FREE)  # as in Transformer Engine, without effect unless ub_tp_comm_overlap is set
     | _CROSS
     | {
         "ub_tp_comm_overlap": Only((False,), _OVERLAP),
         "layer_type": Only(("encoder",), _DECODER),
-        "apply_residual_connection_post_layernorm": Only((False,), "The residual is the input of the norm."),
-        "output_layernorm": Only((False,), "Norms stand in front of attention and MLP: put a norm behind the layer."),
-        "drop_path_rate": Only((0.0,), "There is hidden_dropout and attention_dropout."),
     },
     "TransformerLayer.forward": _SCORES | _WINDOW | _SEQUENCES | _CALL | _ENCODER,
 }  # fmt: skip
@@ -168,11 +160,35 @@ same numbers. PyTorch's `nn.GELU()`, timm's and Hugging Face's "gelu" have the e
 """
 
 
-def activation_of(name: str) -> str:
-    """The kernels' name of an activation; an InputError if there is none."""
-    if name not in ACTIVATIONS:
-        raise unknown("activation", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
+_CLAMPED = "clamped_swiglu"
+_CLAMP = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
+"""The `activation_params` of "clamped_swiglu" with their defaults."""
+
+
+def activation_of(name: str, params: Mapping[str, float] | None = None) -> str:
+    """The kernels' name of an activation with its `activation_params`.
+
+    Raises:
+        InputError: there is no such activation, or it has no such parameter.
+    """
+    if name != _CLAMPED:
+        if name not in ACTIVATIONS:
+            raise unknown("activation", name, [*ACTIVATIONS, _CLAMPED])
+        if params:
+            raise InputError(
+                f"activation_params={dict(params)!r} with activation={name!r}: only {_CLAMPED!r} has parameters, which are "
+                f"{', '.join(_CLAMP)}. Leave them out."
+            )
+        return ACTIVATIONS[name]
+    for key in params or {}:
+        if key not in _CLAMP:
+            raise unknown(f"parameter of {_CLAMPED}", key, _CLAMP)
+    numbers = _CLAMP | dict(params or {})
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers.values()) or not (
+        0 < numbers["limit"] < math.inf and all(map(math.isfinite, numbers.values()))
+    ):
+        raise InputError(f"activation_params={dict(params or {})!r}: give finite numbers, and a limit above 0, as in {_CLAMP}.")
+    return reference.clamped_swiglu(numbers["limit"], numbers["alpha"], numbers["glu_linear_offset"])
 
 
 MASKS = ("causal", "no_mask")

@@ -15,9 +15,8 @@ from octavo.compat.te.state import Stateful, Stateless
 from octavo.errors import InputError, unknown
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
-from octavo.nn.linear import Linear, compute_dtype
-from octavo.nn.rotary import Rotation, rotate
-from octavo.nn.te_arguments import check, check_format, cos_and_sin
+from octavo.nn.linear import compute_dtype
+from octavo.nn.te_arguments import check_format
 
 
 class _Masked:
@@ -70,6 +69,11 @@ def _order(attention: Any) -> None:
             modules[name] = modules.pop(name)
 
 
+def _first(attention: Any) -> Any:
+    """The first product, with the norm in front of it or without one."""
+    return attention.layernorm_qkv if attention.input_layernorm else attention.qkv
+
+
 def _given(values: dict[str, Any]) -> Any:
     """The script's own `init_method`, or None."""
     return None if values["init_method"] is normal else values["init_method"]
@@ -78,6 +82,7 @@ def _given(values: dict[str, Any]) -> Any:
 class DotProductAttention(_Masked, Stateless, _attention.DotProductAttention, metaclass=Kind):
     """softmax(q · kᵀ · scale) · v, without parameters."""
 
+    __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients tell it
     octavo = _attention.DotProductAttention
     __signature__ = SIGNATURES["DotProductAttention"]
 
@@ -128,22 +133,17 @@ class DotProductAttention(_Masked, Stateless, _attention.DotProductAttention, me
 class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metaclass=Kind):
     """Joint query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first."""
 
+    __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients tell it
     octavo = _attention.MultiheadAttention
     __signature__ = SIGNATURES["MultiheadAttention"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = self._take(bound("MultiheadAttention", args, kwargs), "attn_mask_type")
-        self.input_layernorm = values.pop("input_layernorm")
         apart = _apart(values)
         super().__init__(**values)
-        if not self.input_layernorm:
-            first: Any = self.layernorm_qkv
-            make = {name: values[name] for name in ("init_method", "get_rng_state_tracker", "params_dtype", "device")}
-            self.qkv = Linear(first.in_features, first.out_features, first.bias is not None, **make)
-            del self.layernorm_qkv
         _order(self)
         if apart:
-            separate(self.layernorm_qkv if self.input_layernorm else self.qkv, self.heads, self.groups, _given(values))
+            separate(_first(self), self.heads, self.groups, _given(values))
 
     def forward(
         self,
@@ -165,18 +165,7 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
             "inference_params": inference_params, **te_arguments,
         }  # fmt: skip
         mask, base = self._mask(hidden_states, self.sequence_first, attention_mask, attn_mask_type, window_size)
-        if self.input_layernorm:
-            return super().forward(hidden_states, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **others)
-        check("MultiheadAttention.forward", others, MultiheadAttention.forward)
-        x = hidden_states.transpose(0, 1) if self.sequence_first else hidden_states
-        angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
-        rotation = Rotation(self.heads, self.groups, *((not self.norm_first and angles) or (None, None)))
-        q, k, v = rotation.composed(self.qkv(x, is_first_microbatch))
-        if self.q_norm is not None and self.k_norm is not None:
-            after = angles if self.norm_first else None
-            q, k = rotate(self.q_norm(q), after), rotate(self.k_norm(k), after)
-        context = self.core_attention(q, k, v, mask, attn_mask_type=base)
-        return self.proj(context.transpose(0, 1) if self.sequence_first else context, is_first_microbatch)
+        return super().forward(hidden_states, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **others)
 
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -188,6 +177,7 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
 class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kind):
     """x + attention(norm(x)), then h + mlp(norm(h)); a block of timm's or Hugging Face's may be a subclass."""
 
+    __module__ = "transformer_engine.pytorch.transformer"  # by which clients tell it
     octavo = _block.TransformerLayer
     __signature__ = SIGNATURES["TransformerLayer"]
 
@@ -198,7 +188,7 @@ class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kin
         attention: Any = self.self_attention
         _order(attention)
         if apart:
-            separate(attention.layernorm_qkv, attention.heads, attention.groups, _given(values))
+            separate(_first(attention), attention.heads, attention.groups, _given(values))
         self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them
 
     def forward(

@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from octavo.compat.notices import say_once
-from octavo.compat.te.recipes import DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from octavo.compat.te.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from octavo.errors import InputError
 from octavo.fp8 import autocast as fp8
+from octavo.fp8 import calibration
 from octavo.fp8.recipe import coerce
 from octavo.kernels import gemm
+
+
+class Entered(NamedTuple):
+    """The arguments of an autocast; recipe: None where none was given."""
+
+    enabled: bool
+    calibrating: bool
+    recipe: Recipe | None
+    group: dist.ProcessGroup | None
+
+
+_entered: list[Entered] = []
+"""The autocasts that are entered, the innermost last; one list for all threads, as in Transformer Engine."""
+
+
+def innermost() -> Entered | None:
+    """The innermost autocast of this module; None outside."""
+    return _entered[-1] if _entered else None
 
 
 @contextlib.contextmanager
@@ -26,24 +53,25 @@ def autocast(
 ) -> Iterator[None]:
     """Run the products of layers inside in FP8 by `recipe`, delayed scaling when absent.
 
-    amax_reduction_group: ranks that join their amaxes; None: all.
+    amax_reduction_group: ranks that join their amaxes; None: all. calibrating: without FP8, record the amaxes of inputs and
+    weights for it (`octavo.fp8.calibration`).
 
     Raises:
-        InputError: `calibrating` without FP8, or a recipe that Octavo does not have.
+        InputError: a recipe that Octavo does not have.
     """
-    if calibrating and not enabled:
-        raise InputError(
-            "autocast(enabled=False, calibrating=True): amaxes are measured by casts to FP8 here. Use enabled=True, or leave "
-            "calibrating out."
-        )
-    if enabled and isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
+    if (enabled or calibrating) and isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
         raise InputError(
             f"{type(recipe).__name__} is of Blackwell's units, which Octavo does not use. Use Float8BlockScaling or "
             "Float8CurrentScaling."
         )
-    chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled else None
-    with fp8.fp8_autocast(bool(enabled), chosen, amax_reduction_group):
-        yield
+    chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled or calibrating else None
+    measured = chosen if calibrating and not enabled else None
+    with calibration.calibrating(measured), fp8.fp8_autocast(bool(enabled), chosen if enabled else None, amax_reduction_group):
+        _entered.append(Entered(bool(enabled), bool(calibrating), recipe, amax_reduction_group))
+        try:
+            yield
+        finally:
+            _entered.pop()
 
 
 @contextlib.contextmanager
@@ -87,11 +115,44 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
+get_default_fp8_recipe = get_default_recipe
+
+
 def check_fp8_support() -> tuple[bool, str]:
     """(True if this machine computes FP8, the reason if not). A CPU computes the same numbers slowly."""
     if not torch.cuda.is_available() or gemm.is_native(torch.device("cuda", torch.cuda.current_device())):
         return True, ""
     return False, "FP8 needs a GPU of compute capability 8.9 or more."
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """As `check_fp8_support`: Octavo's block scaling runs wherever FP8 does."""
+    return check_fp8_support()
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """(False, the reason)."""
+    return False, "Octavo has no MXFP8: use Float8BlockScaling."
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """(False, the reason)."""
+    return False, "Octavo has no NVFP4: use Float8BlockScaling."
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Raise a RuntimeError with the reason for a recipe that this machine does not compute."""
+    checks: tuple[tuple[Any, Any], ...] = (
+        ((DelayedScaling, Float8CurrentScaling), check_fp8_support),
+        (Float8BlockScaling, check_fp8_block_scaling_support),
+        (MXFP8BlockScaling, check_mxfp8_support),
+        (NVFP4BlockScaling, check_nvfp4_support),
+    )
+    for kinds, check in checks:
+        if isinstance(recipe, kinds):
+            there, reason = check()
+            if not there:
+                raise RuntimeError(reason)
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -101,17 +162,17 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """As `is_fp8_available`: Octavo's block scaling runs wherever FP8 does."""
-    return is_fp8_available(return_reason)
+    return check_fp8_block_scaling_support() if return_reason else check_fp8_block_scaling_support()[0]
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """False: Octavo has no MXFP8."""
-    return (False, "Octavo has no MXFP8: use Float8BlockScaling.") if return_reason else False
+    """False; with `return_reason` as `check_mxfp8_support`."""
+    return check_mxfp8_support() if return_reason else False
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """False: Octavo has no NVFP4."""
-    return (False, "Octavo has no NVFP4: use Float8BlockScaling.") if return_reason else False
+    """False; with `return_reason` as `check_nvfp4_support`."""
+    return check_nvfp4_support() if return_reason else False
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.compat.te import parts
-from octavo.compat.te.signatures import SIGNATURES, bound
+from octavo.compat.te.signatures import SIGNATURES, bound, refuse_fp8
+from octavo.compat.te.split import SplitLinear, split
 from octavo.compat.te.state import Stateful, Stateless
-from octavo.errors import InputError
 from octavo.nn import grouped as _grouped
 from octavo.nn import linear as _linear
 from octavo.nn import mlp as _mlp
@@ -26,45 +27,65 @@ class Kind(type):
         return super().__instancecheck__(instance) or (own is not None and isinstance(instance, own))
 
 
-def refuse_fp8_output(fp8_output: bool) -> None:
-    """Raise an InputError for a result in FP8."""
-    if fp8_output:
-        raise InputError("fp8_output=True is not supported: results are in the compute dtype. Leave it out.")
+def in_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype of `torch.autocast` where that is on: Transformer Engine's norms run in it, PyTorch's in float32."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
 
 class Linear(Stateful, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
-    octavo = (_linear.Linear, parts.Linear)
+    __module__ = "transformer_engine.pytorch.module.linear"  # by which clients tell it
+    octavo = (_linear.Linear, parts.Linear, SplitLinear)
     __signature__ = SIGNATURES["Linear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound("Linear", args, kwargs))
+        values = bound("Linear", args, kwargs)
+        names = values.pop("parameters_split")
+        super().__init__(**values)
+        if names is not None:
+            split(self, names)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False) -> Any:
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> Any:
         """inp [..., in_features] → [..., out_features]."""
-        refuse_fp8_output(fp8_output)
+        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
         return super().forward(inp, is_first_microbatch)
 
 
 class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
     """y = norm(x) · weightᵀ + bias."""
 
+    __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients tell it
     octavo = _linear.LayerNormLinear
     __signature__ = SIGNATURES["LayerNormLinear"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(**bound("LayerNormLinear", args, kwargs))
+        values = bound("LayerNormLinear", args, kwargs)
+        names = values.pop("parameters_split")
+        super().__init__(**values)
+        if names is not None:
+            split(self, names)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, **residual: Any) -> Any:
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        **residual: Any,
+    ) -> Any:
         """inp [..., in_features] → [..., out_features]."""
-        refuse_fp8_output(fp8_output)
+        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
         return super().forward(inp, is_first_microbatch, **residual)
 
 
 class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias."""
 
+    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # by which clients tell it
     octavo = _mlp.LayerNormMLP
     __signature__ = SIGNATURES["LayerNormMLP"]
 
@@ -80,6 +101,7 @@ class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
 class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
     """The linear layers of several experts."""
 
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"  # by which clients tell it
     octavo = _grouped.GroupedLinear
     __signature__ = SIGNATURES["GroupedLinear"]
 
@@ -90,18 +112,28 @@ class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
 class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):
     """(x − mean) / √(variance + eps) · weight + bias."""
 
+    __module__ = "transformer_engine.pytorch.module.layernorm"  # by which clients tell it
     octavo = _norm.LayerNorm
     __signature__ = SIGNATURES["LayerNorm"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**bound("LayerNorm", args, kwargs))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of `x` [..., features], under `torch.autocast` in and of its dtype."""
+        return super().forward(in_autocast(x))
+
 
 class RMSNorm(Stateless, _norm.RMSNorm, metaclass=Kind):
     """x / √(mean(x²) + eps) · weight."""
 
+    __module__ = "transformer_engine.pytorch.module.rmsnorm"  # by which clients tell it
     octavo = _norm.RMSNorm
     __signature__ = SIGNATURES["RMSNorm"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(**bound("RMSNorm", args, kwargs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of `x` [..., features], under `torch.autocast` in and of its dtype."""
+        return super().forward(in_autocast(x))

@@ -19,26 +19,29 @@ from octavo.nn.norm import reset_norm_
 from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
-WAYS = {
-    kind: f"The layer has {', '.join(f'{part}_{kind}' for part in PARTS)}; with fuse_qkv_params=True it has {kind}."
-    for kind in ("weight", "bias")
-}
-"""Parameter of a layer of one that a layer of three does not have → the way."""
+_WAYS: dict[tuple[str, ...], str] = {PARTS: "with fuse_qkv_params=True"}
 
 
-class _State(ModuleState):
+class State(ModuleState):
     """FP8 state of the joint matrix, on the device of its parts."""
 
     @property
     def weight(self) -> Tensor | None:
-        """The query's weight."""
+        """The weight of the first part."""
         module = self._module()
-        return None if module is None else getattr(module, "query_weight", None)
+        return getattr(module, self.parts[0], None) if isinstance(module, Parts) else None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the weights."""
+        module = self._module()
+        return tuple(f"{name}_weight" for name in module.names) if isinstance(module, Parts) else ()
 
 
 class Parts(nn.Module):
     """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are there in a forward."""
 
+    names: tuple[str, ...] = PARTS
     groups: int
     init_method: Init | None
     joined: tuple[Tensor, Tensor | None] | None
@@ -46,7 +49,7 @@ class Parts(nn.Module):
 
     def parts(self, kind: str) -> list[Any]:
         """Query, key and value of a kind, "weight" or "bias": parameters, under FSDP1 tensors, None for absent biases."""
-        return [getattr(self, f"{part}_{kind}") for part in PARTS]
+        return [getattr(self, f"{part}_{kind}") for part in self.names]
 
     def _join(self, kind: str) -> Tensor | None:
         query, key, value = self.parts(kind)
@@ -56,7 +59,9 @@ class Parts(nn.Module):
         if name in ("weight", "bias"):
             joined = vars(self).get("joined")
             if joined is None:  # what a script wrote there would be lost
-                raise MissingName(way_of(f"{type(self).__name__}.{name}", WAYS))
+                there = ", ".join(f"{part}_{name}" for part in self.names)
+                way = f"The layer has {there}; {_WAYS.get(self.names, 'without parameters_split')} it has {name}."
+                raise MissingName(way_of(f"{type(self).__name__}.{name}", {name: way}))
             return joined[name == "bias"]
         return super().__getattr__(name)
 
@@ -71,13 +76,15 @@ class Parts(nn.Module):
     def reset_parameters(self) -> None:
         """Initial values for each part by itself."""
         if isinstance(self, LayerNormLinear):
-            reset_norm_(self.layer_norm_weight, self.layer_norm_bias)
+            reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.zero_centered_gamma)
         with self.draws():
             for weight, bias in zip(self.parts("weight"), self.parts("bias"), strict=True):
                 init_linear_(weight, bias, self.init_method)
 
 
-class _Product(nn.Module):
+class Product(nn.Module):
+    """The forward of `octavo.nn.Linear`, without being an `nn.Linear`."""
+
     forward, unread = _linear.Linear.forward, _linear.Linear.unread
 
     def extra_repr(self) -> str:
@@ -85,7 +92,7 @@ class _Product(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-class Linear(Parts, _Product):
+class Linear(Parts, Product):
     """`octavo.nn.Linear` of three parameters; no `nn.Linear`, whose weight code for all of these would fill."""
 
 
@@ -102,7 +109,7 @@ def separate(layer: Any, heads: int, groups: int, init_method: Init | None = Non
         parts = [None] * 3 if parameter is None else split_qkv(parameter.detach(), heads, groups)
         for name, part in zip(PARTS, parts, strict=True):
             layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
-    layer.fp8_state = _State(layer)
+    layer.fp8_state = State(layer)
     if init_method is not None:
         layer.reset_parameters()
 

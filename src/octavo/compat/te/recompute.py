@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
+from octavo.compat.notices import say_once
 from octavo.errors import InputError
 from octavo.fp8.autocast import recomputing
 from octavo.parallel.world import RngStateTracker
@@ -40,6 +41,21 @@ class _Restored(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> None:
         self._tracker().set_states(self._now)
+
+
+def get_activation_recompute_contexts() -> tuple[
+    contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
+]:
+    """The contexts of a checkpointed forward and of its recomputation, `context_fn` of PyTorch's `checkpoint`.
+
+    Layers also find the scales of their forward without them.
+    """
+    return recomputing()
+
+
+def prepare_te_modules_for_fsdp(fsdp_root: Any) -> None:
+    """No effect: layers save no further activations that could be sharded. Said once."""
+    say_once("prepare_te_modules_for_fsdp", "prepare_te_modules_for_fsdp has no effect: saved activations stay on their rank.")
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,20 +10,27 @@ _ATTENTION = "octavo.compat.te.attention"
 _AUTOCAST = "octavo.compat.te.autocast"
 _CHECKPOINT = "octavo.compat.te.recompute"
 _ROTARY = "octavo.compat.te.rotary"
+_GLOBAL_STATE = "octavo.compat.te.global_state"
 
 _MODULES = {_LAYERS: "Linear LayerNormLinear LayerNormMLP LayerNorm RMSNorm GroupedLinear"}
 _ATTENTIONS = {_ATTENTION: "DotProductAttention MultiheadAttention", _ROTARY: "RotaryPositionEmbedding"}
 _LAYER = {_ATTENTION: "TransformerLayer"}
+_RECOMPUTE = "checkpoint CudaRNGStatesTracker"
+_AVAILABLE = (
+    "autocast fp8_autocast fp8_model_init quantized_model_init get_default_recipe is_fp8_available "
+    "is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available"
+)
 _QUANTIZATION = {
-    _AUTOCAST: "autocast fp8_autocast fp8_model_init quantized_model_init get_default_recipe is_fp8_available "
-    "is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available check_fp8_support"
+    _AUTOCAST: f"{_AVAILABLE} check_fp8_support check_fp8_block_scaling_support check_mxfp8_support check_nvfp4_support "
+    "check_recipe_support get_default_fp8_recipe",
+    _GLOBAL_STATE: "FP8GlobalStateManager",
 }
 _PYTORCH: Names = {
     **_MODULES,
     _ATTENTION: "DotProductAttention MultiheadAttention TransformerLayer",
     _ROTARY: "RotaryPositionEmbedding",
-    _CHECKPOINT: "checkpoint CudaRNGStatesTracker",
-    _AUTOCAST: _QUANTIZATION[_AUTOCAST].replace(" check_fp8_support", "") + " is_bf16_available",
+    _CHECKPOINT: _RECOMPUTE,
+    _AUTOCAST: f"{_AVAILABLE} is_bf16_available",
 }
 
 MODULES: dict[str, Names] = {
@@ -46,7 +53,9 @@ MODULES: dict[str, Names] = {
     "transformer_engine.pytorch.attention.dot_product_attention": {_ATTENTION: "DotProductAttention"},
     "transformer_engine.pytorch.attention.multi_head_attention": {_ATTENTION: "MultiheadAttention"},
     "transformer_engine.pytorch.attention.rope": {_ROTARY: "RotaryPositionEmbedding apply_rotary_pos_emb"},
-    "transformer_engine.pytorch.distributed": {_CHECKPOINT: "checkpoint CudaRNGStatesTracker"},
+    "transformer_engine.pytorch.distributed": {
+        _CHECKPOINT: f"{_RECOMPUTE} get_activation_recompute_contexts prepare_te_modules_for_fsdp"
+    },
     "transformer_engine.pytorch.fp8": _QUANTIZATION,
     "transformer_engine.pytorch.quantization": _QUANTIZATION,
 }
@@ -58,7 +67,6 @@ WAYS = {
     "make_graphed_callables": "octavo.graphed(model) records a training step as a CUDA graph.",
     "get_cpu_offload_context": "octavo.transform(model, offload=True) keeps saved activations in host memory.",
     "InferenceParams": "Octavo's layers train and keep no cache of keys and values.",
-    "FP8GlobalStateManager": "octavo.fp8.inspect(module) shows scales and histories; is_fp8_available says what a GPU has.",
     "initialize_ub": "Tensor-parallel communication is set for a whole model, by octavo.init's tensor_parallel_degree.",
     "CustomRecipe": _FP4,
     "Float8Tensor": _TENSORS,
@@ -71,7 +79,6 @@ WAYS = {
     "parallel_cross_entropy": "Octavo's decoder computes its loss in chunks; for logits use torch.nn.functional.cross_entropy.",
     "moe_permute": "Sort tokens with torch.argsort, and use GroupedLinear.",
     "moe_unpermute": "Use torch.index_add.",
-    "prepare_te_modules_for_fsdp": "Leave it out: it saves memory of Transformer Engine's own activations.",
     "onnx_export": "octavo.export(model, folder) writes Hugging Face's files.",
     "transformer_engine_torch": "It is Transformer Engine's compiled extension: use its layers.",
 }

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo.compat.te.device import default_device
+from octavo.errors import InputError
 
 REQUIRED = inspect.Parameter.empty
 _PARALLEL = "sequence_parallel=False fuse_wgrad_accumulation=False tp_group=None tp_size=1"
@@ -120,3 +121,10 @@ def _ranks(values: Mapping[str, Any]) -> int:
 def normal(weight: torch.Tensor) -> None:
     """Transformer Engine's initial values where a layer is given no `init_method`."""
     nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def refuse_fp8(**results: bool) -> None:
+    """Raise an InputError for a result or a gradient in FP8."""
+    for name, wanted in results.items():
+        if wanted:
+            raise InputError(f"{name}=True is not supported: results and gradients are in the compute dtype. Leave it out.")

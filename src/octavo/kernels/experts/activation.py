@@ -19,10 +19,9 @@ from octavo.kernels.tiles import adjacent_columns, cdiv
 
 
 def _arguments(name: str, columns: int, weights: Tensor, routes: Routes, tiles: activation.Tiles) -> dict[str, Any]:
-    curve, gated = reference.ACTIVATIONS[name]
     return {
         "weights_ptr": weights, "experts_ptr": routes.experts, "experts": len(routes.ends), "EXPERT_ROWS": TILE,
-        "CURVE": curve, "GATED": gated, "BLOCK": 0, "TILE_R": tiles.rows, "TILE_C": tiles.columns, "num_warps": tiles.warps,
+        "BLOCK": 0, "TILE_R": tiles.rows, "TILE_C": tiles.columns, "num_warps": tiles.warps, **activation.constants(name),
     }  # fmt: skip
 
 
@@ -68,8 +67,8 @@ def launch_backward(
 def expert_activation(name: str, x: Tensor, weights: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
     """An activation [R, F] times the weight of each row, computed in float32 and stored as `quantizer` says.
 
-    name: of `reference.ACTIVATIONS`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R]. quantizer: with a
-    scale and an amax an expert, float32 [E].
+    name: of `reference.activation_named`. x: [R, F], or [R, 2F], all gates before all ups. weights: float32 [R]. quantizer:
+    with a scale and an amax an expert, float32 [E].
     """
     if routes.tile == TILE:
         return launch(name, x, weights, routes, quantizer)

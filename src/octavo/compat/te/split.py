@@ -1,0 +1,85 @@
+"""Layers whose rows are several parameters, by names: `parameters_split` of Transformer Engine's Linear and LayerNormLinear.
+
+Each forward joins them, as `octavo.compat.te.parts` does with query, key and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.compat.te.parts import Parts, Product, State
+from octavo.compat.te.signatures import refuse_fp8
+from octavo.compat.te.state import Stateful
+from octavo.errors import InputError
+from octavo.nn import linear as _linear
+
+
+def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
+    """Name → rows of each parameter; names alone share the rows evenly.
+
+    Raises:
+        InputError: no names, names that are no strings or not distinct, or sizes that do not add up to `rows`.
+    """
+    if isinstance(parameters_split, Mapping):
+        given = list(parameters_split.items())
+    else:
+        names = list(parameters_split)
+        given = [(name, rows // max(1, len(names))) for name in names]
+    sizes = {name.rstrip("_"): size for name, size in given if isinstance(name, str) and isinstance(size, int) and size > 0}
+    if not given or len(sizes) < len(given) or sum(sizes.values()) != rows:
+        raise InputError(
+            f"parameters_split={parameters_split!r}: give distinct names, whose number divides the {rows} rows, or a "
+            f"dictionary of names and whole numbers of rows that add up to {rows}."
+        )
+    return sizes
+
+
+class Split(Parts, Stateful):
+    """Base: parameters NAME_weight and NAME_bias."""
+
+    names: tuple[str, ...]
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        **residual: Any,
+    ) -> Any:
+        """inp [..., in_features] → [..., out_features]."""
+        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        return super().forward(inp, is_first_microbatch, **residual)
+
+    def _join(self, kind: str) -> Tensor | None:
+        parts = self.parts(kind)
+        return None if parts[0] is None else torch.cat(parts)
+
+
+class SplitLinear(Split, Product):  # type: ignore[misc]
+    """`Linear` of several parameters."""
+
+
+class SplitLayerNormLinear(Split, _linear.LayerNormLinear):  # type: ignore[misc]
+    """`LayerNormLinear` of several parameters."""
+
+
+def split(layer: Any, parameters_split: Any) -> None:
+    """Give a layer the parameters that `parameters_split` names, in place of `weight` and `bias`."""
+    sizes = split_sizes(parameters_split, layer.out_features)
+    own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
+    for name in sizes:
+        if f"{name}_weight" in layer._parameters or hasattr(type(layer), f"{name}_weight"):
+            raise InputError(f"parameters_split={parameters_split!r}: the layer has another {name}_weight. Take another name.")
+    layer.__class__ = SplitLayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else SplitLinear
+    layer.names, layer.joined = tuple(sizes), None
+    for kind, parameter in own.items():
+        parts = [None] * len(sizes) if parameter is None else parameter.detach().split(list(sizes.values()))
+        for name, part in zip(sizes, parts, strict=True):
+            layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
+    layer.fp8_state = State(layer)
+    layer.reset_parameters()

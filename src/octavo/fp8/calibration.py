@@ -1,0 +1,57 @@
+"""Calibration: amaxes of inputs and weights, measured while products run in high precision.
+
+The rule is Transformer Engine's: the amax of each operand replaces the newest entry of its history, and no scale changes. The
+next forward of training in FP8 takes it into the scales as if a cast had measured it; an FP8 evaluation before that uses the
+scales as they are. (There it has to be a forward of the layer itself, here it may be one of another layer beside it.) Recipes
+without a history have nothing to calibrate. In compiled code each record is a break between two graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from octavo.errors import InputError
+from octavo.fp8.recipe import Operand, Recipe
+from octavo.fp8.scaling import ModuleState
+from octavo.kernels.quantize.cast_scaled import amax
+
+_recipes: list[Recipe] = []
+"""That of the context around; empty outside of one."""
+
+
+@contextlib.contextmanager
+def calibrating(recipe: Recipe | None) -> Iterator[None]:
+    """Products in high precision inside record amaxes in the histories of `recipe`; None: they do not."""
+    before = list(_recipes)
+    _recipes[:] = [] if recipe is None or recipe.history is None else [recipe]
+    try:
+        yield
+    finally:
+        _recipes[:] = before
+
+
+def observe(state: ModuleState, operand: Operand, matrix: Tensor) -> None:
+    """Record the amax of an operand [..., K] of a product in high precision, inside of `calibrating`.
+
+    Raises:
+        InputError: a stack of experts.
+    """
+    if _recipes:
+        _record(state, operand, matrix.detach(), _recipes[0])
+
+
+@torch.compiler.disable
+def _record(state: ModuleState, operand: Operand, matrix: Tensor, around: Recipe) -> None:
+    if state.experts:
+        raise InputError(
+            "calibrating: experts of LayerNormMoE cannot be calibrated. Leave calibrating out, and train in FP8 for a step."
+        )
+    recipe = state.under(around)
+    if recipe is not None and recipe.history is not None and recipe.casts[operand].delayed:
+        if not state.trained:
+            state.recipe = recipe  # for `inspect`
+        state.slot(operand, recipe, matrix.device).amax.copy_(amax(matrix.reshape(-1, matrix.shape[-1])))
