@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
-    ("_version", "errors", "dtypes", "hub"),
+    ("_version", "errors", "dtypes", "hub", "versions"),
     ("hardware", "storage", "libraries", "job_ranks"),
     ("config",),
     ("launch",),
@@ -62,6 +62,7 @@ LIGHT = (
     "octavo.launch",
     "octavo.launch.supervisor",
     "octavo.libraries",
+    "octavo.versions",
     "octavo.migrate.run_file",
     "octavo.migrate.script",
     "octavo.config.degrees",

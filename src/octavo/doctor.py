@@ -38,6 +38,7 @@ from octavo.hardware import (
     supports_fp8,
     system_memory_gib,
 )
+from octavo.versions import TESTED, requirement, untested
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Package:
 
 
 PACKAGES = (
-    Package("torch", "torch", "everything", "pip install 'torch>=2.11,<2.15'", required=True),
-    Package("triton", "triton", "kernels on GPUs", "pip install 'triton>=3.6,<3.9'", required=True),
-    Package("transformers", "transformers", "models in and out", "pip install 'transformers>=5.14,<5.25'", required=True),
+    Package("torch", "torch", "everything", f"pip install '{requirement('torch')}'", required=True),
+    Package("triton", "triton", "kernels on GPUs", f"pip install '{requirement('triton')}'", required=True),
+    Package("transformers", "transformers", "models in and out", f"pip install '{requirement('transformers')}'", required=True),
     Package("tokenizers", "tokenizers", "text to tokens", "pip install tokenizers", required=True),
     Package("datasets", "datasets", "corpora", "pip install 'datasets>=4'", required=True),
     Package("safetensors", "safetensors.torch", "checkpoints", "pip install 'safetensors>=0.6'", required=True),
@@ -316,6 +317,8 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
         elif package["status"] == "broken":
             why = f"it is installed and cannot be imported: {package['error']}; it is for {package['purpose']}"
             missing.append({"what": package["name"], "why": why, "command": _import_remedy(package["module"])})
+        elif package["name"] in TESTED and (why := untested(package["name"])):
+            missing.append({"what": package["name"], "why": why, "command": package["install"]})
     system, gpus = found["system"], found["gpus"]
     missing += filter(None, (_no_gpu(found), _old_cudnn(found)))
     if isinstance(gpus, list):

@@ -94,6 +94,11 @@ def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, siz
     return found, records, {name: full(p) for name, p in model.named_parameters()}
 
 
+def fsdp2_group(module):
+    """FSDP2's own record of a module's parameters."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
 def weights_in_fp8(model):
     """The weights that hooks of blocks keep alive."""
     hooks = [hook for part in model.layers.modules() for hook in part._forward_pre_hooks.values()]

@@ -20,8 +20,7 @@ from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate, settle, shard, sharded_modules
-from octavo.parallel.fsdp2 import direct_gather
-from octavo.parallel.fsdp2.groups import group_of
+from octavo.parallel.fsdp2 import adapter, direct_gather
 
 pytestmark = ranks.alone
 
@@ -31,8 +30,8 @@ WAYS = (True, False)
 
 def outside_of_blocks(model):
     """FSDP2's records of the parameters of embedding, norm and head."""
-    of_blocks = {group_of(module) for module in sharded_modules(model.layers)}
-    groups = dict.fromkeys(group_of(module) for module in sharded_modules(model))
+    of_blocks = {sharded.fsdp2_group(module) for module in sharded_modules(model.layers)}
+    groups = dict.fromkeys(sharded.fsdp2_group(module) for module in sharded_modules(model))
     return [parameter for group in groups if group and group not in of_blocks for parameter in group.fsdp_params]
 
 
@@ -42,9 +41,9 @@ def gathered(direct):
     own, copied = [], []
     in_place, by_copies = direct_gather._gather, _fsdp_param_group.foreach_all_gather
 
-    def noted(group):
-        own.append([parameter._param_fqn for parameter in group.fsdp_params])
-        return in_place(group)
+    def noted(group, wholes):
+        own.append([parameter._raw._param_fqn for parameter in group.parameters])
+        in_place(group, wholes)
 
     def noted_too(parameters, *rest):
         copied.append([parameter._param_fqn for parameter in parameters])
@@ -136,7 +135,7 @@ class Life:
         settle(self.model)
         assert self.bytes_there() == 0
         self.change()
-        behind = group_of(self.model.norm)
+        behind = sharded.fsdp2_group(self.model.norm)
         # An interrupt runs no hooks behind the forward: the next one settles.
         for error, left in ((ZeroDivisionError, False), (KeyboardInterrupt, True)):
 
@@ -335,14 +334,14 @@ def not_in_backward():
     """Whether a group begins to be gathered in a backward, as it is and as told not to."""
     world.init({})
     model = sharded.build(BF16, None, sizes={"vocab_size": 18})
-    group, begun = group_of(model.embedding), []
+    group, begun = sharded.fsdp2_group(model.embedding), []
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=world.state.device))
     for wanted in (False, True):
         settle(model)
         model.embedding.set_unshard_in_backward(wanted)
         with group.use_training_state(TrainingState.PRE_BACKWARD):
             group.unshard()
-        begun.append(isinstance(group._all_gather_result, direct_gather._InPlace))
+        begun.append(isinstance(group._all_gather_result, adapter.InPlace))
     settle(model)
     return begun
 
@@ -435,7 +434,7 @@ def order_of_streams():
     model = sharded.build(BF16, None, sizes={"vocab_size": 18})
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     settle(model)
-    group, log, in_place, gather = group_of(model.norm), [], [], direct_gather._all_gather
+    group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather._all_gather
     streams = group.device_handle = Streams(log)
     group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream = Stream("gathering", log), Stream("copies", log)
     group.comm_ctx.all_gather_state = AllGatherState(None, "event of a block")  # its buffer, of the stream of copies

@@ -256,7 +256,7 @@ def casts_of_a_step(keep, sizes, recipe, micro_batches, recompute):
             fp8_gather.cast = cast
         found.append((len(calls), sharded.bytes_held(weights)))
     there = sum(rows.stop > rows.start for weight in weights for rows in weight.matrices.values())
-    return found, there, bytes_of_rows, sum(weight.shard.numel() for weight in weights)
+    return found, there, bytes_of_rows, sum(weight.parameter.shard.numel() for weight in weights)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -19,6 +19,7 @@ from octavo.bench.peers import Entry
 from octavo.bench.plain import Experts
 from octavo.kernels import gemm
 from octavo.models.description import kernels_on
+from octavo.parallel.fsdp2.adapter import groups_of
 
 
 def attention_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.device) -> str:
@@ -53,9 +54,8 @@ def frees_blocks(model: nn.Module) -> bool | None:
 
     Ends are kept by every entry: what differs is the blocks.
     """
-    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-    return any(group.post_forward_mesh_info is not None for group in groups) if groups else None
+    groups = groups_of(module for module in model.modules() if isinstance(module, FSDPModule))
+    return any(group.frees_after_forward for group in groups) if groups else None
 
 
 def _of_pytorch(case: AnyCase, device: torch.device) -> str:

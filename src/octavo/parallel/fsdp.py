@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError, warn
@@ -27,9 +26,8 @@ from octavo.nn.mlp import LayerNormMLP
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, single_rank
+from octavo.parallel.fsdp2.adapter import backward_is_open, end_passes, forward_is_open, group_of, groups_of
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
-from octavo.parallel.fsdp2.groups import group_of, make_trainable
-from octavo.parallel.fsdp2.reduction import drop_gradients, holds_gradients
 from octavo.parallel.gathered import travels
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
@@ -121,9 +119,8 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _spare_copies(model, units, how, whole=inner.size() == 1)
-    for group in {group_of(module): None for module in sharded_modules(model)}:
-        if group is not None:
-            make_trainable(group)
+    for each in groups_of(sharded_modules(model)):
+        each.make_trainable()
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
     direct_gather.use([_fsdp(part) for part in (*front, *last, model)])
     _prefetch([[part] for part in front], units, [[part] for part in last])
@@ -252,38 +249,28 @@ def settle(model: nn.Module) -> None:
     """
     if not isinstance(model, FSDPModule) or checkpoints.graph_task() != -1:  # a backward computes its forward again
         return
-    states: list[Any] = [module._get_fsdp_state() for module in sharded_modules(model)]
-    _drop_abandoned_gradients(model, states)
-    for state in states:
-        group = state._fsdp_param_group
-        state._training_state = TrainingState.IDLE
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._modules_to_run_forward.clear()  # of a group whose forward ended in the middle
-        if group is not None:
-            group._training_state = TrainingState.IDLE
-            group.wait_for_unshard()
-            group.reshard()
+    modules = list(sharded_modules(model))
+    _drop_abandoned_gradients(model, modules)
+    end_passes(modules)
 
 
-def _drop_abandoned_gradients(model: nn.Module, states: Sequence[Any]) -> None:
+def _drop_abandoned_gradients(model: nn.Module, modules: Sequence[FSDPModule]) -> None:
     """After a backward that has not ended drop what no rank has summed; says so if micro-batches before it are lost with it."""
-    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-    abandoned = any(state._state_ctx.post_backward_final_callback_queued for state in states)
-    if abandoned:
+    groups = groups_of(modules)
+    if backward_is_open(modules):
         for group in groups:
-            drop_gradients(group)
+            group.drop_gradients()
         if vars(model).get(_ACCUMULATED):
             warn(
                 "a backward ended in an exception. The gradients of the micro-batches before it, which were not summed over "
                 "the ranks yet, contain a part of its own, and are dropped: begin the step anew with its first micro-batch."
             )
-    vars(model)[_ACCUMULATED] = any(map(holds_gradients, groups))
+    vars(model)[_ACCUMULATED] = any(group.holds_gradients for group in groups)
 
 
 def _settle_after_exception(root: nn.Module, *_: Any) -> None:
     """Have `parameters()` be the shards at once, as for an optimizer that is made before the next forward."""
-    if _fsdp(root)._get_fsdp_state()._state_ctx.iter_forward_root is not None:  # FSDP2 has not ended this forward
+    if forward_is_open(_fsdp(root)):
         settle(root)
 
 
@@ -311,9 +298,8 @@ def _use_own_class(model: nn.Module) -> None:
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         """Drop all gradients: of the shards, and of micro-batches that the ranks have not summed yet."""
         settle(self)
-        for module in sharded_modules(self):
-            if (group := group_of(module)) is not None:
-                drop_gradients(group)
+        for group in groups_of(sharded_modules(self)):
+            group.drop_gradients()
         base.zero_grad(self, set_to_none)
 
     vars(model).pop(mark, None)  # FSDP2's own
@@ -330,7 +316,7 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 def _reshard_after_evaluation(block: nn.Module, inputs: Any, output: Tensor) -> None:
     """No backward follows that would free the parameters of a part that stays gathered behind its forward."""
     group = group_of(_fsdp(block))
-    if group is None or group.post_forward_mesh_info is not None:
+    if group is None or group.frees_after_forward:
         return
     if not torch.is_grad_enabled() or (not block.training and checkpoints.graph_task() == -1):
         _fsdp(block).reshard()

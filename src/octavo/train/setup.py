@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from octavo import versions
 from octavo.build import build_model
 from octavo.checkpoint.reader import check_stored_weights, read_state, restore
 from octavo.data.loader import BatchLoader
@@ -50,9 +52,18 @@ def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> in
     return step
 
 
+@functools.cache  # a run and its twin without FP8 say it once
+def _warn_of_untested_versions() -> None:
+    for package in versions.TESTED:
+        if sentence := versions.untested(package):
+            warn(f"{sentence}: pip install '{versions.requirement(package)}'")
+
+
 def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:
     """Model, optimizer and data; and the validation batches, empty without a validation split."""
     config = plan.config
+    if state.rank == 0:
+        _warn_of_untested_versions()
     if plan.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has its own peak
         if config.train.deterministic:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.groups import group_of
-from octavo.parallel.fsdp2.reduction import Reduction, before_reduction, use_reduction
+from octavo.parallel.fsdp2.adapter import Group, group_of
+from octavo.parallel.fsdp2.reduction import Reduction, use_reduction
 
 
 class ReduceScatter(Reduction):
@@ -50,23 +50,22 @@ def use(modules: Sequence[FSDPModule]) -> None:
     """
     for group, module in {group_of(module): module for module in modules}.items():
         if group is not None:
-            use_reduction(module, ReduceScatter(group._reduce_scatter_comm))
+            use_reduction(module, ReduceScatter(group.reduce_scatter))
             _reduce_in_own_dtype(group)
 
 
-def _reduce_in_own_dtype(group: Any) -> None:
+def _reduce_in_own_dtype(group: Group) -> None:
     accumulated = False
 
     def choose() -> None:
         # The same choice on all ranks: not by what this one has accumulated, which may be nothing.
         nonlocal accumulated
-        own = group.force_sum_reduction_for_comms and not accumulated and _are_bf16(group.fsdp_params)
-        group._reduce_dtype = None if own else torch.float32  # None: of the gradients' own dtype
-        accumulated = not group.reduce_grads
+        own = group.forces_sums and not accumulated and _are_bf16(group)
+        group.reduce_in(None if own else torch.float32)  # None: the gradients' own dtype
+        accumulated = not group.reduces
 
-    before_reduction(group, choose)
+    group.before_reduction("dtype", choose)
 
 
-def _are_bf16(parameters: Sequence[Any]) -> bool:
-    gathered = [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
-    return all(whole.grad is None or whole.grad.dtype == torch.bfloat16 for whole in gathered)
+def _are_bf16(group: Group) -> bool:
+    return all(parameter.gradient_dtype in (None, torch.bfloat16) for parameter in group.parameters)

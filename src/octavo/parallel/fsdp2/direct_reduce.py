@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.groups import group_of, one_is_large
-from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of
+from octavo.parallel.fsdp2.adapter import Group, Parameter, groups_of
+from octavo.parallel.fsdp2.sizes import one_is_large
 from octavo.parallel.storages import ALONE, uses_of
 
 # PyTorch 2.12 renamed it, and warns of the old name.
@@ -49,39 +48,33 @@ class _Running:
 def use(modules: Sequence[FSDPModule], dtype: torch.dtype | None, *, one_host: bool) -> None:
     """Reduce the gradients of these modules so, where they are summed. dtype: of sums; None: of the gradients."""
     running = _Running()
-    for group in dict.fromkeys(group_of(module) for module in modules):
-        if group is not None and isinstance(group.mesh_info, FSDPMeshInfo) and not isinstance(group.mesh_info, DDPMeshInfo):
+    for group in groups_of(modules):
+        if group.is_sharded and not group.replicated:
             _Reduction(group, running, dtype, one_host).install()
 
 
 class _Reduction:
     """The reductions of one group of parameters, whose ranks have no replicas."""
 
-    def __init__(self, group: Any, running: _Running, dtype: torch.dtype | None, one_host: bool) -> None:
+    def __init__(self, group: Group, running: _Running, dtype: torch.dtype | None, one_host: bool) -> None:
         self.group, self.running, self.dtype, self.one_host = group, running, dtype, one_host
-        self.ranks = group._reduce_scatter_process_group
+        self.ranks = group.reduction_ranks
         self.accumulated = False
 
     def install(self) -> None:
         """Run in front of FSDP2's reduction of the group, and of its wait at the end of a backward."""
-        before_reduction(self.group, self.reduce)
-        finalize = self.group.finalize_backward
-
-        def finalize_backward() -> None:
-            self.running.wait(self.group.device_handle)
-            finalize()
-
-        self.group.finalize_backward = finalize_backward
+        self.group.before_reduction("direct", self.reduce)
+        self.group.before_end_of_backward(lambda: self.running.wait(self.group.device))
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Begin to reduce the large gradients of the group."""
         group, accumulated = self.group, self.accumulated
-        self.accumulated = not group.reduce_grads
-        summed = group.force_sum_reduction_for_comms and group.gradient_divide_factor == 1.0
-        if not summed or not group.reduce_grads or group._all_reduce_hook is not None:
+        self.accumulated = not group.reduces
+        summed = group.forces_sums and group.divides_by == 1.0
+        if not summed or not group.reduces or group.has_hook:
             return
-        found = {parameter: gradient_of(parameter) for parameter in group.fsdp_params}
+        found = {parameter: parameter.gradient() for parameter in group.parameters}
         gradients = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
         widened = self.dtype if accumulated else None  # not by what this rank has accumulated, which may be nothing
         if not one_is_large([gradient.numel() for gradient in gradients.values()]):
@@ -92,18 +85,18 @@ class _Reduction:
         if dtype is None:
             return
         for parameter in gradients:
-            drop_gradient(parameter)  # also if the reduction fails
-        device, stream = group.device_handle, group.comm_ctx.reduce_scatter_stream
+            parameter.drop_gradient()  # also if the reduction fails
+        device, stream = group.device, group.reduction_stream
         self.running.wait(device)
         # Autograd can hand over a view of what the rest of the backward writes.
         own = [gradient if uses_of(gradient) <= ALONE else gradient.clone() for gradient in gradients.values()]
         stream.wait_stream(device.current_stream())
         with device.stream(stream):
             for parameter, gradient in zip(gradients, own, strict=True):
-                add_to_shard(parameter, self._sum(gradient, dtype))
+                parameter.add_to_shard(self._sum(gradient, dtype))
             self.running.gradients, self.running.event = own, stream.record_event()
 
-    def _dtype_of_sums(self, gradients: dict[Any, Tensor]) -> torch.dtype | None:
+    def _dtype_of_sums(self, gradients: dict[Parameter, Tensor]) -> torch.dtype | None:
         """The dtype of the sums, the same on all ranks; None: these gradients are left to FSDP2."""
         given = {gradient.dtype for gradient in gradients.values()}
         if len(given) != 1 or not all(self._in_order(*pair) for pair in gradients.items()):
@@ -113,10 +106,10 @@ class _Reduction:
         widened = own == torch.bfloat16 and wanted == torch.float32 and self.one_host
         return wanted if own == wanted or widened else None
 
-    def _in_order(self, parameter: Any, gradient: Tensor) -> bool:
+    def _in_order(self, parameter: Parameter, gradient: Tensor) -> bool:
         """True if the rows of each rank follow each other in memory, as many for each."""
-        by_rows = parameter.fsdp_placement.dim == 0 and gradient.dim() > 0 and gradient.shape[0] % self.ranks.size() == 0
-        return by_rows and gradient.is_contiguous() and not parameter.offload_to_cpu
+        divides = gradient.dim() > 0 and gradient.shape[0] % self.ranks.size() == 0
+        return parameter.is_by_rows and divides and gradient.is_contiguous()
 
     def _sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's rows of the sum."""

@@ -18,7 +18,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, checkpoints
@@ -37,6 +36,7 @@ from octavo.kernels.quantize.cast import cast, transpose
 from octavo.kernels.quantize.cast_scaled import amax
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.scales import inverse_
+from octavo.parallel.fsdp2.adapter import Form, Group, Parameter, group_of
 
 _BESIDE_THEIR_BASE = ("lora", "ia3", "vera")
 """Adapters of PEFT that use the output of their base layer, and not its weight."""
@@ -57,19 +57,6 @@ class _Mode:
         self.first = autocast.first_microbatch() if first is None else first
 
 
-@dataclass
-class _Form:
-    """FSDP2's tensors of one form of a weight between gatherings.
-
-    Autograd accumulates gradients in `whole` and saves `columnwise`: a backward must find those of its forward.
-    """
-
-    outputs: list[Tensor] = field(default_factory=list)
-    inner: list[Tensor] = field(default_factory=list)
-    whole: nn.Parameter | None = None
-    columnwise: Tensor | None = None
-
-
 def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Let the weights of the FP8 layers in `blocks`, each of which is sharded, travel in FP8 under an autocast."""
     forward = _Mode()
@@ -88,7 +75,7 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         group = _group(block)
         read = _read_by_others(block)
-        weights = [_shared(each, group, forward) for each in group.fsdp_params if each._module_info.module not in read]
+        weights = [_shared(each, group, forward) for each in group.parameters if each.module not in read]
         if found := [weight for weight in weights if weight is not None]:
             block.register_forward_pre_hook(_gather_again(block, found, forward), prepend=True)
             _complete_in_backward(group, found)
@@ -117,7 +104,7 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
     by_group = defaultdict(list)  # experts that are spread have groups of their own
     for weight in weights:
         if weight.needs_amax():
-            by_group[weight.parameter.mesh_info.shard_process_group].append(weight)
+            by_group[weight.parameter.shard_group].append(weight)
     for group, own in by_group.items():
         parts = [weight.amax() for weight in own]
         largest = torch.cat([part.flatten() for part in parts])
@@ -127,73 +114,59 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
             weight.largest = found.view(part.shape)
 
 
-def _shared(parameter: Any, group: Any, forward: _Mode) -> _SharedWeight | None:
-    state = _state_of(parameter._module_info.module, parameter._module_info.param_name)
+def _shared(parameter: Parameter, group: Group, forward: _Mode) -> _SharedWeight | None:
+    state = _state_of(parameter.module, parameter.name)
     if state is None:
         return None
-    parameter.reset_sharded_param()  # a local tensor with room for padding, which then stays the same object
+    parameter.pad()
     weight = _SharedWeight(parameter, group, state, forward)
     # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never
     # be freed. The hook of the block keeps the object alive.
     proxy = weakref.proxy(weight)
-    tensor = parameter._sharded_local_tensor
-    tensor.fsdp_pre_all_gather = functools.partial(_SharedWeight.before, proxy)
-    tensor.fsdp_post_all_gather = functools.partial(_SharedWeight.after, proxy)
-    parameter._init_extensions()
+    parameter.extend(functools.partial(_SharedWeight.before, proxy), functools.partial(_SharedWeight.after, proxy))
     return weight
 
 
 def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight], forward: _Mode) -> Callable[..., None]:
     """A hook that drops weights prefetched or kept for another autocast or evaluation, so that FSDP2 gathers them again."""
+    group = _group(block)
 
     def hook(*_: Any) -> None:
-        group = _group(block)
         if not forward.running and checkpoints.graph_task() == -1:  # a part of the model that is called by itself
             forward.note()
-        if _is_there(group) and checkpoints.graph_task() == -1 and not all(weight.is_of_forward() for weight in weights):
-            _free(group)
+        if group.is_there and checkpoints.graph_task() == -1 and not all(weight.is_of_forward() for weight in weights):
+            group.free()
 
     return hook
 
 
-def _complete_in_backward(group: Any, weights: Sequence[_SharedWeight]) -> None:
+def _complete_in_backward(group: Group, weights: Sequence[_SharedWeight]) -> None:
     """Have a backward find the weights as it reads them, whoever gathered them and when.
 
     It does not gather what is there: blocks that stay gathered, those that their caller gathered, and those that were fetched
     ahead for another run of the forward, where blocks run in an order of their own or more than once.
     """
-    gather = group.pre_backward
 
-    def pre_backward(*arguments: Any) -> None:
-        begins = group._training_state != TrainingState.PRE_BACKWARD
-        if begins and _is_there(group) and not all(weight.is_of_backward() for weight in weights):
-            _free(group)
-        gather(*arguments)
-        if not group.is_unsharded:
+    def check() -> None:
+        if group.is_there and not all(weight.is_of_backward() for weight in weights):
+            group.free()
+
+    def complete() -> None:
+        if not group.is_gathered:
             raise InputError(
-                f"set_unshard_in_backward(False): {group._module_fqn} has FP8 weights, which backward reads for the gradient "
+                f"set_unshard_in_backward(False): {group.name} has FP8 weights, which backward reads for the gradient "
                 "of its input. Leave it True, or keep them gathered by set_reshard_after_forward(False)."
             )
         for weight in weights:
             weight.complete()
 
-    group.pre_backward = pre_backward
-
-
-def _is_there(group: Any) -> bool:
-    """True if a group is gathered, or on its way."""
-    return group.is_unsharded or group._all_gather_result is not None
-
-
-def _free(group: Any) -> None:
-    group.wait_for_unshard()
-    group.reshard()
+    group.around_pre_backward(check, complete)
 
 
 class _SharedWeight:
     """One FP8 weight of a sharded module: a matrix [N, K], or those of E experts one after the other, [E · N, K]."""
 
-    def __init__(self, parameter: Any, group: Any, state: ModuleState, forward: _Mode) -> None:
+    def __init__(self, parameter: Parameter, group: Group, state: ModuleState, forward: _Mode) -> None:
         self.parameter, self.group, self.state, self.forward = parameter, group, state, forward
         self.how: Cast | None = None  # of the current gathering; None: in the parameter's dtype
         self.backward_how: Cast | None = None  # of the last forward with gradients
@@ -202,7 +175,7 @@ class _SharedWeight:
         self.is_complete = False  # `columnwise` has the values of this gathering
         self.shard_rows: Tensor | None = None  # this rank's, in FP8, where the step gathers them again
         self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts by it
-        self.others: dict[Cast | None, _Form] = {}
+        self.others: dict[Cast | None, tuple[Form, Tensor | None]] = {}  # with the columnwise layout of each
         self.matrices = _matrices(parameter, state)
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
         # place: another stream may still read the last value of a tensor that is dropped.
@@ -219,12 +192,6 @@ class _SharedWeight:
         """True if the last gathering was in the form of the current forward, and for its backward where it has one."""
         return self.how == self.wanted() and (not self.forward.grads or self.is_of_backward())
 
-    @property
-    def shard(self) -> Tensor:
-        """This rank's rows, padded."""
-        own: Tensor = self.parameter._sharded_param_data.view(self.parameter.padded_sharded_param_size)
-        return own
-
     def needs_amax(self) -> bool:
         """True if this forward casts the weight by its own amax."""
         how = self.wanted()
@@ -232,16 +199,16 @@ class _SharedWeight:
 
     def amax(self) -> Tensor:
         """Amax of this rank's rows of each matrix: 0 of one that it has none of."""
-        largest = torch.zeros_like(self.scale)
+        largest, shard = torch.zeros_like(self.scale), self.parameter.shard
         for index, rows in self.matrices.items():
-            largest[index] = amax(self.shard[rows])
+            largest[index] = amax(shard[rows])
         return largest
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """The shard to gather, and True in a backward."""
-        own = self.shard
+        own = self.parameter.shard
         backward = checkpoints.graph_task() != -1
-        in_forward = not backward and (self.forward.running or self.group._training_state == TrainingState.FORWARD)
+        in_forward = not backward and (self.forward.running or self.group.in_forward)
         recipe = self._recipe() if in_forward else None
         how = None if recipe is None else recipe.casts[Operand.WEIGHT]
         if backward:
@@ -260,20 +227,20 @@ class _SharedWeight:
             held = self._cast(own, amax, how, mesh)
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
-        return (held.view(own.dtype) if self._fills_numbers() else held,), backward
+        return (held.view(own.dtype) if self._fills_numbers(own) else held,), backward
 
-    def _fills_numbers(self) -> bool:
+    def _fills_numbers(self, shard: Tensor) -> bool:
         """True if the FP8 rows travel as numbers of the dtype of norms and biases, which travel with them.
 
         FSDP2 copies elements, and a group of several dtypes byte by byte. It wants a shard that some rank pads in its own
         width.
         """
-        rows, columns = self.parameter._orig_size
-        return rows % self.parameter.mesh_info.shard_mesh_size == 0 and columns % self.shard.dtype.itemsize == 0
+        rows, columns = self.parameter.size
+        return rows % self.parameter.ranks == 0 and columns % shard.dtype.itemsize == 0
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         """Give the module the whole weight, and autograd a parameter without values."""
-        rows, columns = self.parameter._orig_size
+        rows, columns = self.parameter.size
         if self.how is None:
             self.state.gathered = None
             return gathered[0], ()
@@ -311,7 +278,7 @@ class _SharedWeight:
 
     def _is_kept(self) -> bool:
         """True if gathered weights stay from forward to backward, by FSDP2's present setting."""
-        return self.group.post_forward_mesh_info is None
+        return not self.group.frees_after_forward
 
     def _recipe(self) -> Recipe | None:
         """The recipe of this forward, if it casts weights with one scale a tensor."""
@@ -320,7 +287,7 @@ class _SharedWeight:
 
     def _is_gathered_again(self, backward: bool) -> bool:
         """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
-        micro_batch_follows = self.forward.first is not None and not self.group.reduce_grads
+        micro_batch_follows = self.forward.first is not None and not self.group.reduces
         return micro_batch_follows or not (backward or self._is_kept())
 
     def _is_chosen(self, how: Cast) -> bool:
@@ -373,29 +340,21 @@ class _SharedWeight:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _change(self, how: Cast | None) -> None:
-        """Exchange FSDP2's tensors of the current form for those of another."""
-        parameter = self.parameter
-        whole = parameter.__dict__.pop("_unsharded_param", None)
-        self.others[self.how] = _Form(parameter.all_gather_outputs, parameter._unsharded_inner_tensors, whole, self.columnwise)
-        if whole is not None and whole.grad is not None:  # of micro-batches that came before
-            total = parameter.unsharded_accumulated_grad
-            parameter.unsharded_accumulated_grad = whole.grad if total is None else total + whole.grad
-            whole.grad = None
-        form = self.others.pop(how, None) or _Form()
-        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = form.outputs, form.inner
-        if form.whole is not None:
-            parameter._unsharded_param = form.whole
-        self.how, self.columnwise, self.state.gathered = how, form.columnwise, None
+        """Exchange FSDP2's tensors of the current form for those of another: a backward must find those of its forward."""
+        self.others[self.how] = self.parameter.take_form(), self.columnwise
+        form, columnwise = self.others.pop(how, (Form(), None))
+        self.parameter.put_form(form)
+        self.how, self.columnwise, self.state.gathered = how, columnwise, None
 
 
-def _matrices(parameter: Any, state: ModuleState) -> dict[int | tuple[()], slice]:
+def _matrices(parameter: Parameter, state: ModuleState) -> dict[int | tuple[()], slice]:
     """This rank's rows of each matrix of a weight, by the index of its scale; padding goes with a matrix that is alone."""
-    high = parameter.padded_sharded_param_size[0]
+    high = parameter.padded_rows
     if state.experts is None:
         return {(): slice(0, high)}
     held = len(range(state.experts)[state.own_experts or slice(None)])
-    height = parameter._orig_size[0] // held
-    first = parameter.mesh_info.shard_mesh_rank * high
+    height = parameter.size[0] // held
+    first = parameter.rank * high
     edges = (min(max(expert * height - first, 0), high) for expert in range(held + 1))
     return dict(enumerate(slice(*pair) for pair in itertools.pairwise(edges)))
 
@@ -414,7 +373,8 @@ def _state_of(module: nn.Module, parameter: str) -> ModuleState | None:
     return next((state for state in states if state.weight_name == parameter), None)
 
 
-def _group(block: nn.Module) -> Any:
-    """FSDP2's record of the parameters of `block`, which has no public name."""
+def _group(block: nn.Module) -> Group:
     assert isinstance(block, FSDPModule)
-    return block._get_fsdp_state()._fsdp_param_group
+    group = group_of(block)
+    assert group is not None
+    return group

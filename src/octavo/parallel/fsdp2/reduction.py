@@ -1,74 +1,15 @@
-"""The hook in front of FSDP2's reduction of a group's gradients, and the buffers of an exchange in place of its own."""
+"""The buffers of an exchange that reduces a group's gradients in place of FSDP2's own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from octavo.parallel.fsdp2.groups import group_of
-
-
-def before_reduction(group: Any, action: Callable[[], None]) -> None:
-    """Call `action` in every backward when the gradients of a group are complete, reduced then or not."""
-    reduce = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        action()
-        reduce(*unused)
-
-    group.post_backward = post_backward
-
-
-def gradient_of(parameter: Any) -> Tensor | None:
-    """The gradient of a gathered `FSDPParam`, of all micro-batches; None without one."""
-    if not hasattr(parameter, "_unsharded_param"):  # no forward yet
-        return None
-    parameter.accumulate_unsharded_grad_if_needed()
-    if parameter.unsharded_accumulated_grad is not None:
-        return cast(Tensor, parameter.unsharded_accumulated_grad_data)
-    return None if parameter.unsharded_param.grad is None else cast(Tensor, parameter.unsharded_grad_data)
-
-
-def drop_gradient(parameter: Any) -> None:
-    """Leave FSDP2 no gradient of an `FSDPParam` to reduce."""
-    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
-
-
-def holds_gradients(group: Any) -> bool:
-    """True if a group has gradients of backwards that its ranks have not reduced, or not over the replicas."""
-    parameters = _once_gathered(group)
-    unreduced = any(p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in parameters)
-    return unreduced or group._partial_reduce_output is not None
-
-
-def drop_gradients(group: Any) -> None:
-    """Drop the gradients of `holds_gradients`."""
-    for parameter in _once_gathered(group):
-        drop_gradient(parameter)
-    group._partial_reduce_output = None
-
-
-def _once_gathered(group: Any) -> list[Any]:
-    """The `FSDPParam`s of a group that have had a whole parameter."""
-    return [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
-
-
-def add_to_shard(parameter: Any, gradient: Tensor) -> None:
-    """Make a gradient of its shard that of an `FSDPParam`, or add it."""
-    shard = parameter.sharded_param
-    gradient = gradient.to(shard.dtype).contiguous()
-    if shard.grad is None:
-        shard.grad = parameter.to_sharded_dtensor(gradient)
-    else:
-        shard.grad._local_tensor += gradient
-    for hook in (shard._post_accumulate_grad_hooks or {}).values():
-        hook(shard)
+from octavo.parallel.fsdp2.adapter import group_of, use_reduce_scatter
 
 
 class Reduction:
@@ -101,5 +42,6 @@ class Reduction:
 
 def use_reduction(module: FSDPModule, reduction: Reduction) -> None:
     """Reduce the gradients of a module by this `Reduction`, which has FSDP2's `__call__`."""
-    module.set_custom_reduce_scatter(cast(ReduceScatter, reduction))
-    before_reduction(group_of(module), reduction.begin)
+    use_reduce_scatter(module, reduction)
+    if (group := group_of(module)) is not None:
+        group.before_reduction("buffers", reduction.begin)

@@ -7,29 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.parallel.fsdp2.groups import group_of
-from octavo.parallel.fsdp2.reduction import add_to_shard, before_reduction, drop_gradient, gradient_of
+from octavo.parallel.fsdp2.adapter import Group, groups_of
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
     """Have the gradients of these modules be those of their shards as they are. Their ranks have no replicas."""
-    for module in modules:
-        group = group_of(module)
-        before_reduction(group, partial(_hand_over_all, group))
+    for group in groups_of(modules):
+        group.before_reduction("hand over", partial(_hand_over_all, group))
 
 
 @torch.no_grad()
-def _hand_over_all(group: Any) -> None:
+def _hand_over_all(group: Group) -> None:
     """Leave FSDP2 no gradients to reduce, unless it would change them."""
-    plain = group._all_reduce_hook is None and group.gradient_divide_factor in (None, 1.0)
-    if group.reduce_grads and plain:
-        for parameter in group.fsdp_params:
-            gradient = gradient_of(parameter)
+    if group.reduces and not group.has_hook and group.divides_by in (None, 1.0):
+        for parameter in group.parameters:
+            gradient = parameter.gradient()
             if gradient is not None:
-                drop_gradient(parameter)
-                add_to_shard(parameter, gradient)
+                parameter.drop_gradient()
+                parameter.add_to_shard(gradient)

@@ -1,0 +1,501 @@
+"""FSDP2's private parts, in this file alone: parameter groups, their parameters, and the methods that Octavo replaces.
+
+`fully_shard` gives a module a group of parameters that are gathered and reduced together. Octavo gathers weights as FP8, large
+matrices in place, and reduces gradients without copies, for which FSDP2 has no public means. `Group` and `Parameter` have the
+public names of what is read and changed; nothing else in Octavo names an attribute of FSDP2.
+
+What is replaced, on the instance of each group and in this order:
+
+1. `init_all_gather_outputs`, `init_unsharded_param` of its parameters run outside of inference mode (`Group.make_trainable`).
+2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), whatever the order of their calls.
+3. `unshard` and `wait_for_unshard` gather in place where the group is fit (`Group.gather_in_place`).
+4. `finalize_backward` first runs the actions of `Group.before_end_of_backward`, and frees a gathering in place that is left.
+5. `pre_backward` checks the gathered weights before and behind its own gathering (`Group.around_pre_backward`).
+
+`tests/contract/test_fsdp2.py` holds PyTorch to these names, and to the order in which it calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.profiler import record_function
+
+from octavo.errors import InputError
+from octavo.versions import requirement
+
+GROUP = (
+    "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "device_handle", "comm_ctx", "reduce_grads",
+    "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "is_unsharded", "unshard",
+    "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_module_fqn",
+    "_with_fqn", "_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "_partial_reduce_output",
+    "_all_reduce_hook", "_reshard_after_forward_event", "_to_unsharded", "_wait_all_gather_streams_on_event",
+    "_reduce_scatter_process_group", "_all_gather_process_group",
+)  # fmt: skip
+"""Names of an `FSDPParamGroup` that this file uses. The last two are of groups over several ranks."""
+PARAMETER = (
+    "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
+    "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "device", "sharded_state", "sharded_param",
+    "all_gather_outputs", "unsharded_accumulated_grad", "init_all_gather_outputs", "alloc_all_gather_outputs",
+    "init_unsharded_param", "free_unsharded_param", "reset_sharded_param", "accumulate_unsharded_grad_if_needed",
+    "to_sharded_dtensor",
+)  # fmt: skip
+"""Names of an `FSDPParam` that this file uses, before its first gathering."""
+LATER = ("_reduce_dtype",), ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
+"""Names that a first forward gives an `FSDPParamGroup`, and an `FSDPParam`."""
+
+BEFORE_REDUCTION = ("direct", "hand over", "dtype", "buffers")
+"""Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
+
+direct: large gradients are reduced from where they are. hand over: those of a single rank become those of its shards. dtype:
+what is left travels in this dtype. buffers: the next reduction asks for its buffers anew.
+"""
+
+
+class InPlace(AllGatherResult):
+    """FSDP2's record of a gathering that nothing has waited for, of one into the parameters' own memory."""
+
+
+@dataclass
+class Form:
+    """A parameter's tensors in one form of its gathered values, between gatherings.
+
+    Attributes:
+        outputs, inner: gathered tensors, and those that an extension has put in their place.
+        whole: the parameter that the module has while it is gathered, in which autograd accumulates gradients.
+    """
+
+    outputs: list[Tensor] = field(default_factory=list)
+    inner: list[Tensor] = field(default_factory=list)
+    whole: nn.Parameter | None = None
+
+
+class Parameter:
+    """A sharded parameter.
+
+    Attributes:
+        module, name: the module that has it, and its name there.
+        size: of the whole.
+        rank, ranks: this rank's place among those that have parts of it, and their number.
+        shard_group: their process group.
+        device: of the shard.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        _check(raw, PARAMETER, "parameters")
+        self._raw = raw
+        self.module: nn.Module = raw._module_info.module
+        self.name: str = raw._module_info.param_name
+        self.size: torch.Size = raw._orig_size
+        self.device: torch.device = raw.device
+        mesh = raw.mesh_info
+        over_ranks = isinstance(mesh, FSDPMeshInfo)
+        self.rank: int = mesh.shard_mesh_rank if over_ranks else 0
+        self.ranks: int = mesh.shard_mesh_size if over_ranks else 1
+        self.shard_group: Any = mesh.shard_process_group if over_ranks else None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows, padded, [padded rows, …]."""
+        own: Tensor = self._raw._sharded_param_data.view(self._raw.padded_sharded_param_size)
+        return own
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of a shard, padding included."""
+        return int(self._raw.padded_sharded_param_size[0])
+
+    @property
+    def is_by_rows(self) -> bool:
+        """True if each rank has consecutive rows, on its device."""
+        return self._raw.fsdp_placement.dim == 0 and not self._raw.offload_to_cpu
+
+    @property
+    def is_cast_alone(self) -> bool:
+        """True if the whole is the shards, cast, of one rank behind the other."""
+        raw = self._raw
+        extended = hasattr(raw._sharded_local_tensor, "fsdp_pre_all_gather")
+        return self.is_by_rows and raw.sharded_state == ShardedState.SHARDED and not extended
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Of the gradient of the gathered parameter in the last backward; None without one."""
+        whole = vars(self._raw).get("_unsharded_param")
+        return None if whole is None or whole.grad is None else whole.grad.dtype
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of the gathered parameter, of all micro-batches; None without one."""
+        raw = self._raw
+        if not hasattr(raw, "_unsharded_param"):  # no forward yet
+            return None
+        raw.accumulate_unsharded_grad_if_needed()
+        if raw.unsharded_accumulated_grad is not None:
+            return cast(Tensor, raw.unsharded_accumulated_grad_data)
+        return None if raw.unsharded_param.grad is None else cast(Tensor, raw.unsharded_grad_data)
+
+    @property
+    def holds_gradient(self) -> bool:
+        """True with a gradient that the ranks have not reduced."""
+        raw = self._raw
+        if not hasattr(raw, "_unsharded_param"):
+            return False
+        return raw.unsharded_accumulated_grad is not None or raw.unsharded_param.grad is not None
+
+    def drop_gradient(self) -> None:
+        """Leave FSDP2 no gradient to reduce."""
+        if hasattr(self._raw, "_unsharded_param"):
+            self._raw.unsharded_accumulated_grad = self._raw.unsharded_param.grad = None
+
+    def add_to_shard(self, gradient: Tensor) -> None:
+        """Make a gradient of the shard that of its parameter, or add it."""
+        shard = self._raw.sharded_param
+        gradient = gradient.to(shard.dtype).contiguous()
+        if shard.grad is None:
+            shard.grad = self._raw.to_sharded_dtensor(gradient)
+        else:
+            shard.grad._local_tensor += gradient
+        for hook in (shard._post_accumulate_grad_hooks or {}).values():
+            hook(shard)
+
+    def pad(self) -> None:
+        """Make the shard a tensor with room for padding, which then stays the same object."""
+        self._raw.reset_sharded_param()
+
+    def extend(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Gather what `before` returns for the padded shard, and make the parameter by `after`: PyTorch's tensor extensions."""
+        tensor = self._raw._sharded_local_tensor
+        tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
+        self._raw._init_extensions()
+
+    def take_form(self) -> Form:
+        """Take the tensors of the present form away; a gradient of micro-batches before stays with the parameter."""
+        raw = self._raw
+        whole = raw.__dict__.pop("_unsharded_param", None)
+        if whole is not None and whole.grad is not None:
+            total = raw.unsharded_accumulated_grad
+            raw.unsharded_accumulated_grad = whole.grad if total is None else total + whole.grad
+            whole.grad = None
+        return Form(raw.all_gather_outputs, raw._unsharded_inner_tensors, whole)
+
+    def put_form(self, form: Form) -> None:
+        """The next gathering writes into these tensors."""
+        self._raw.all_gather_outputs, self._raw._unsharded_inner_tensors = form.outputs, form.inner
+        if form.whole is not None:
+            self._raw._unsharded_param = form.whole
+
+    @torch.inference_mode(False)  # a later forward may save it for backward
+    def allocate(self, ranks: int) -> Tensor:
+        """The memory of the whole, of the current stream: the rows of all ranks, padding behind them, flat."""
+        raw, shard = self._raw, self._raw._sharded_param_data
+        raw.init_all_gather_outputs([shard.numel()], [raw.param_dtype or shard.dtype], ranks, raw.device)
+        raw.alloc_all_gather_outputs()
+        (whole,) = raw.all_gather_outputs
+        assert isinstance(whole, Tensor)
+        return whole
+
+    @property
+    def flat_shard(self) -> Tensor:
+        """This rank's elements, with zeros where it has fewer rows than the first."""
+        return cast(Tensor, self._raw._sharded_param_data)
+
+
+class Group:
+    """The parameters that FSDP2 gathers and reduces together.
+
+    Attributes:
+        parameters: in FSDP2's order.
+        device: PyTorch's module of streams and events for the group's device.
+        replicated: its ranks have replicas, over which gradients are summed too.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        _check(raw, GROUP[:-2], "groups of parameters")
+        self._raw = raw
+        self.parameters = [Parameter(parameter) for parameter in raw.fsdp_params]
+        self.device: Any = raw.device_handle
+        self.is_sharded = isinstance(raw.mesh_info, FSDPMeshInfo)
+        self.replicated = self.is_sharded and isinstance(raw.mesh_info, DDPMeshInfo)
+        self._before_reduction: dict[str, Callable[[], None]] = {}
+        if self.is_sharded:
+            _check(raw, GROUP[-2:], "groups of parameters over ranks")
+
+    def make_trainable(self) -> None:
+        """Have FSDP2 make the whole parameters outside of inference mode, whatever the mode of the first forward.
+
+        Made in it, as by an evaluation before training, they would be refused by every later forward with gradients.
+        """
+        for raw in self._raw.fsdp_params:
+            for name in ("init_all_gather_outputs", "init_unsharded_param"):
+                setattr(raw, name, torch.inference_mode(False)(getattr(raw, name)))
+
+    @property
+    def name(self) -> str:
+        """Of its module, below the root."""
+        return str(self._raw._module_fqn)
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The ranks that have parts of its parameters."""
+        return cast(dist.ProcessGroup, self._raw._all_gather_process_group)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True while the modules have their whole parameters."""
+        return bool(self._raw.is_unsharded)
+
+    @property
+    def is_there(self) -> bool:
+        """True if it is gathered, or on its way."""
+        return self._raw.is_unsharded or self._raw._all_gather_result is not None
+
+    @property
+    def in_forward(self) -> bool:
+        """True in the forward of its module."""
+        return bool(self._raw._training_state == TrainingState.FORWARD)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """True if it is freed between forward and backward, by the present setting."""
+        return self._raw.post_forward_mesh_info is not None
+
+    @property
+    def reduces(self) -> bool:
+        """True if this backward sums gradients over the ranks, False for a micro-batch that accumulates."""
+        return bool(self._raw.reduce_grads)
+
+    @property
+    def forces_sums(self) -> bool:
+        """True if gradients are summed, and not averaged."""
+        return bool(self._raw.force_sum_reduction_for_comms)
+
+    @property
+    def divides_by(self) -> float | None:
+        """What gradients are divided by; None: the number of ranks."""
+        return cast("float | None", self._raw.gradient_divide_factor)
+
+    @property
+    def has_hook(self) -> bool:
+        """True if the user's hook runs between the sums of shards and of replicas."""
+        return self._raw._all_reduce_hook is not None
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """The exchange that reduces its gradients."""
+        return self._raw._reduce_scatter_comm
+
+    @property
+    def reduction_ranks(self) -> dist.ProcessGroup:
+        """The ranks that sum its gradients."""
+        return cast(dist.ProcessGroup, self._raw._reduce_scatter_process_group)
+
+    @property
+    def reduction_stream(self) -> Any:
+        """The stream of reductions."""
+        return self._raw.comm_ctx.reduce_scatter_stream
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True with gradients of backwards that its ranks have not reduced, or not over the replicas."""
+        return any(each.holds_gradient for each in self.parameters) or self._raw._partial_reduce_output is not None
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of `holds_gradients`."""
+        for parameter in self.parameters:
+            parameter.drop_gradient()
+        self._raw._partial_reduce_output = None
+
+    def reduce_in(self, dtype: torch.dtype | None) -> None:
+        """Reduce in this dtype; None: in the gradients' own."""
+        self._raw._reduce_dtype = dtype
+
+    def free(self) -> None:
+        """Free what is gathered or on its way."""
+        self._raw.wait_for_unshard()
+        self._raw.reshard()
+
+    def before_reduction(self, kind: str, action: Callable[[], None]) -> None:
+        """Run `action`, of a kind of `BEFORE_REDUCTION`, in every backward when the gradients are complete, reduced or not."""
+        if kind not in BEFORE_REDUCTION or kind in self._before_reduction:
+            raise ValueError(f"{kind}: one action each of {', '.join(BEFORE_REDUCTION)}")
+        first = not self._before_reduction
+        self._before_reduction[kind] = action
+        self._before_reduction = {
+            each: self._before_reduction[each] for each in BEFORE_REDUCTION if each in self._before_reduction
+        }
+        if first:
+            reduce = self._raw.post_backward
+
+            def post_backward(*unused: Any) -> None:
+                for before in self._before_reduction.values():
+                    before()
+                reduce(*unused)
+
+            self._raw.post_backward = post_backward
+
+    def before_end_of_backward(self, action: Callable[[], None]) -> None:
+        """Run `action` when a backward of the root ends, before FSDP2 waits for its own reductions."""
+        finalize = self._raw.finalize_backward
+
+        def finalize_backward() -> None:
+            action()
+            finalize()
+
+        self._raw.finalize_backward = finalize_backward
+
+    def around_pre_backward(self, before: Callable[[], None], behind: Callable[[], None]) -> None:
+        """Run `before` when a backward first reaches the group, and `behind` whenever FSDP2 has gathered it for one."""
+        raw, gather = self._raw, self._raw.pre_backward
+
+        def pre_backward(*arguments: Any) -> None:
+            if raw._training_state != TrainingState.PRE_BACKWARD:
+                before()
+            gather(*arguments)
+            behind()
+
+        raw.pre_backward = pre_backward
+
+    def gather_in_place(self, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
+        """Gather by `gather`, which fills the memory of the group's parameters, wherever the group is `fit` for it.
+
+        `gather` gets flat tensors of all ranks' rows, in the order of `parameters`. It runs in the stream of gatherings,
+        behind all that is enqueued in the computing stream. An asynchronous `unshard` of the caller's own is FSDP2's.
+        """
+        _InPlaceGathering(self, fit, gather).install()
+
+
+class _InPlaceGathering:
+    """The gatherings of one group, by FSDP2's own methods where it is not fit."""
+
+    def __init__(self, group: Group, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
+        self.group, self.raw, self.fit, self.gather = group, group._raw, fit, gather
+        self.plain_unshard, self.plain_wait = self.raw.unshard, self.raw.wait_for_unshard
+        self.plain_finalize = self.raw.finalize_backward
+
+    def install(self) -> None:
+        """Run in place of FSDP2's gathering of the group, and behind its clearing at the end of a backward."""
+        self.raw.unshard, self.raw.wait_for_unshard = self.unshard, self.wait_for_unshard
+        self.raw.finalize_backward = self.finalize_backward
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begin to gather, unless that is over or under way."""
+        raw = self.raw
+        there = raw._all_gather_result is not None or raw.is_unsharded
+        unwanted = not raw.unshard_in_backward and raw._training_state == TrainingState.PRE_BACKWARD
+        if async_op or there or unwanted or not self._is_fit():
+            self.plain_unshard(async_op)
+            return
+        with record_function(raw._with_fqn("FSDP::all_gather")):
+            raw._all_gather_result = self._gather()
+
+    def wait_for_unshard(self) -> None:
+        """Have the current stream wait for the gathering, and give the modules their whole parameters."""
+        raw = self.raw
+        result = raw._all_gather_result
+        if not isinstance(result, InPlace):
+            self.plain_wait()
+            return
+        if raw._training_state == TrainingState.FORWARD and (before := raw.comm_ctx.all_gather_state) is not None:
+            # The buffer of the part before, which FSDP2 keeps until the next part has waited.
+            raw._wait_all_gather_streams_on_event(before.event)
+            raw.comm_ctx.all_gather_state = None
+        raw.device_handle.current_stream().wait_event(result.all_gather_event)
+        for parameter in raw.fsdp_params:
+            parameter.init_unsharded_param()
+        raw._to_unsharded()
+        raw._all_gather_result = None
+
+    def finalize_backward(self) -> None:
+        """End a backward; what it has gathered for a forward that was behind it already is freed, as FSDP2's buffer is."""
+        left = isinstance(self.raw._all_gather_result, InPlace)
+        self.plain_finalize()  # has the current stream wait
+        if left:
+            for parameter in self.raw.fsdp_params:
+                parameter.free_unsharded_param()
+
+    def _is_fit(self) -> bool:
+        """True if FSDP2 would only cast and gather, and the caller agrees; the same on all ranks."""
+        default = type(self.raw._all_gather_comm) is DefaultAllGather and self.raw._reshard_after_forward_event is None
+        return default and self.fit(self.group)
+
+    @torch.no_grad()
+    def _gather(self) -> InPlace:
+        raw = self.raw
+        ranks, device = raw._all_gather_process_group.size(), raw.device_handle
+        wholes = [parameter.allocate(ranks) for parameter in self.group.parameters]
+        _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
+        stream.wait_stream(device.current_stream())  # which may still use the memory that it has freed
+        # Autograd has saved views of a matrix that is freed and gathered again, with the same values.
+        with device.stream(stream), _unsafe_preserve_version_counter(tuple(wholes)):
+            self.gather(self.group, wholes)
+            return InPlace(wholes[0], stream.record_event(), None, [], [], [])
+
+
+def group_of(module: FSDPModule) -> Group | None:
+    """The group of a module's own parameters, the same object each time; None without any."""
+    raw: Any = module._get_fsdp_state()._fsdp_param_group
+    if raw is None:
+        return None
+    known = vars(raw).get("octavo_group")
+    if known is None:
+        known = raw.octavo_group = Group(raw)
+    return cast(Group, known)
+
+
+def groups_of(modules: Iterable[FSDPModule]) -> list[Group]:
+    """The groups of modules, each once, in their order."""
+    found = dict.fromkeys(group_of(module) for module in modules)
+    return [group for group in found if group is not None]
+
+
+def use_reduce_scatter(module: FSDPModule, reduction: Any) -> None:
+    """Reduce the gradients of a module by this exchange, which has the methods of FSDP2's `ReduceScatter`."""
+    module.set_custom_reduce_scatter(cast(ReduceScatter, reduction))
+
+
+def backward_is_open(modules: Iterable[FSDPModule]) -> bool:
+    """True if a backward of these modules has begun and not ended."""
+    return any(_state(module)._state_ctx.post_backward_final_callback_queued for module in modules)
+
+
+def forward_is_open(root: FSDPModule) -> bool:
+    """True if FSDP2 has not ended the forward of a root, as after an exception."""
+    return _state(root)._state_ctx.iter_forward_root is not None
+
+
+def end_passes(modules: Iterable[FSDPModule]) -> None:
+    """End a forward or backward that an exception, or its caller, has left open, and free what is gathered."""
+    for module in modules:
+        state = _state(module)
+        group = state._fsdp_param_group
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._modules_to_run_forward.clear()  # of a group whose forward ended in the middle
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group.wait_for_unshard()
+            group.reshard()
+
+
+def _state(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def _check(raw: Any, names: Sequence[str], what: str) -> None:
+    """Raise an InputError if FSDP2 has changed."""
+    if missing := [name for name in names if not hasattr(raw, name)]:
+        raise InputError(
+            f"torch {torch.__version__}: FSDP2's {what} have no {', '.join(missing)}, by which Octavo shards. "
+            f"pip install '{requirement('torch')}', or train on one rank."
+        )

@@ -1,0 +1,156 @@
+"""PyTorch's autograd and activation checkpoints: what tells a forward from its recomputation, and the end of a backward."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from private_names import Name, check
+
+NAMES = (
+    Name(
+        "torch._C._current_graph_task_id",
+        ("fp8/checkpoints.py",),
+        "whether a backward runs on this thread; the public `torch.is_grad_enabled` is true in a recomputation too",
+    ),
+    Name(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        ("nn/head.py",),
+        "whether this backward keeps its graph: the gradient of the logits overwrites them only where it does not",
+    ),
+    Name(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        ("fp8/checkpoints.py",),
+        "the saved-tensor hook of the innermost checkpoint, which holds what forward and recomputation share",
+    ),
+    Name(
+        "torch.utils.checkpoint._checkpoint_impl",
+        ("fp8/checkpoints.py",),
+        "the frame of a checkpoint on the stack; before torch 2.14 it is that of the public `checkpoint`",
+        ("function",),
+        "2.14",
+    ),
+    Name(
+        "torch.autograd.Variable._execution_engine",
+        ("fp8/buffers.py",),
+        "`queue_callback`: scales are updated once a backward ends; FSDP2 and DDP end theirs by it",
+    ),
+    Name(
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        ("parallel/fsdp2/adapter.py", "parallel/fsdp2/fp8_gather.py"),
+        "a saved weight is freed and gathered again with the same values; FSDP2 uses it for that too",
+        ("tensors",),
+    ),
+    Name(
+        "torch._C._are_functorch_transforms_active",
+        ("kernels/autograd.py",),
+        "`torch.func` is refused by name: its transforms would see through custom autograd functions",
+    ),
+    Name(
+        "torch._C._storage_Use_Count",
+        ("parallel/storages.py",),
+        "whether autograd handed over a view of what the rest of a backward writes",
+    ),
+    Name(
+        "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+        ("kernels/algorithms.py",),
+        "no measurement of products under a mode that sees every operation",
+        (),
+    ),
+)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
+def test_name(name):
+    if name.since and tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, name.since.split("."))):
+        pytest.skip(f"of torch {name.since}")
+    check(name)
+
+
+class Seen(torch.autograd.Function):
+    """Notes the number of the backward, whether it keeps its graph, and its end."""
+
+    notes: list = []  # noqa: RUF012 - of one test
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        Seen.notes += [torch._C._current_graph_task_id(), keeps]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: Seen.notes.append("end"))
+        return grad
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_backward_has_a_number_and_ends_behind_its_last_function(keeps):
+    assert torch._C._current_graph_task_id() == -1
+    Seen.notes = []
+    x = torch.ones(2, requires_grad=True)
+    first = x * 2
+    first.register_hook(lambda grad: Seen.notes.append("a later function"))
+    Seen.apply(first).sum().backward(retain_graph=keeps)
+    number, *rest = Seen.notes
+    assert number >= 0
+    assert rest == [keeps, "a later function", "end"]
+    assert torch._C._current_graph_task_id() == -1
+
+
+def checkpoint_frames():
+    """What the hooks of a checkpoint hold: free variables of the first pass, and of its recomputation."""
+    found = []
+
+    def block(x):
+        pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack = getattr(pack, "_torchdynamo_orig_callable", pack)
+        found.append((pack.__code__.co_freevars, dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))))
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    return found
+
+
+def test_a_checkpoint_shares_a_frame_with_its_recomputation():
+    """`octavo.fp8.checkpoints.innermost` finds the same object in both."""
+    (names, cells), (again_names, again_cells) = checkpoint_frames()
+    assert "frame" in names
+    assert "target_frame_ref" in again_names
+    assert again_cells["target_frame_ref"].cell_contents() is cells["frame"].cell_contents
+
+
+def test_the_stack_of_a_checkpoint_holds_its_generator():
+    from octavo.fp8 import checkpoints
+
+    assert "gen" in checkpoints._CHECKPOINT.co_varnames
+    inside = []
+    x = torch.ones(2, requires_grad=True)
+    for enabled in (True, False):  # `enclosing` reads the stack where the hook alone says nothing
+        with contextlib.nullcontext() if enabled else torch.no_grad():
+            torch.utils.checkpoint.checkpoint(
+                lambda y: inside.append(len(checkpoints.enclosing())) or y * 1, x, use_reentrant=False
+            )
+    assert inside == [1, 1]
+
+
+def test_uses_of_a_storage_are_counted():
+    alone = torch.empty(3)
+    one = torch._C._storage_Use_Count(alone.untyped_storage()._cdata)
+    view = alone[1:]
+    assert torch._C._storage_Use_Count(alone.untyped_storage()._cdata) == one + 1
+    del view
+    assert torch._C._storage_Use_Count(alone.untyped_storage()._cdata) == one
+
+
+def test_saved_values_that_are_written_again_under_the_counter_are_no_error():
+    weight = torch.ones(2, requires_grad=True)
+    values = torch.ones(2)
+    product = weight * values
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter((values,)):
+        values.zero_().add_(1)
+    product.sum().backward()
+    assert torch.equal(weight.grad, torch.ones(2))

@@ -1,0 +1,176 @@
+"""PyTorch's FSDP2: the names of `octavo/parallel/fsdp2/adapter.py`, their signatures, and the order of PyTorch's calls.
+
+No public means gathers weights as FP8 by the scales of a forward, gathers or reduces where a tensor lies, or ends a forward
+that an exception left. Tensor extensions, custom reduce-scatters and lists of prefetches are public, and are used.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from private_names import SOURCE, used_in
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
+
+import ranks
+from octavo.errors import InputError
+from octavo.parallel.fsdp2 import adapter
+
+pytestmark = ranks.alone
+
+IMPORTED = {"_fully_shard", "_fsdp_api", "_fsdp_collectives", "_fsdp_common", "_fsdp_param"}
+STATE = {"_get_fsdp_state", "_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
+SIGNATURES = {
+    (_fsdp_param_group.FSDPParamGroup, "unshard"): ("self", "async_op"),
+    (_fsdp_param_group.FSDPParamGroup, "wait_for_unshard"): ("self",),
+    (_fsdp_param_group.FSDPParamGroup, "reshard"): ("self",),
+    (_fsdp_param_group.FSDPParamGroup, "pre_backward"): ("self", "default_prefetch", "unused"),
+    (_fsdp_param_group.FSDPParamGroup, "post_backward"): ("self", "unused"),
+    (_fsdp_param_group.FSDPParamGroup, "finalize_backward"): ("self",),
+    (_fsdp_param_group.FSDPCommContext, "get_all_gather_streams"): ("self", "async_op", "training_state"),
+    (_fsdp_param.FSDPParam, "init_all_gather_outputs"): (
+        "self", "all_gather_input_numels", "all_gather_input_dtypes", "world_size", "device",
+    ),
+    (_fsdp_param.FSDPParam, "init_unsharded_param"): ("self",),
+    (_fsdp_param.FSDPParam, "to_sharded_dtensor"): ("self", "tensor"),
+}  # fmt: skip
+
+
+def names():
+    """All names of FSDP2 in the adapter."""
+    later = {name for group in adapter.LATER for name in group}
+    return {*adapter.GROUP, *adapter.PARAMETER} | later | STATE | IMPORTED
+
+
+def test_every_name_of_the_adapter_is_one_of_these():
+    known = names() | {"_local_tensor", "_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter"}
+    own = {name for name in used_in(SOURCE / "parallel" / "fsdp2" / "adapter.py") if name not in known}
+    assert own <= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering"}
+
+
+@pytest.mark.parametrize(("owner", "name"), SIGNATURES)
+def test_signature(owner, name):
+    found = tuple(inspect.signature(inspect.unwrap(getattr(owner, name))).parameters)
+    assert found[: len(SIGNATURES[owner, name])] == SIGNATURES[owner, name]  # version 2.11 has more optional ones
+
+
+def test_the_record_of_a_gathering():
+    fields = _fsdp_collectives.AllGatherResult._fields
+    assert fields[:3] == ("all_gather_output", "all_gather_event", "all_gather_work")
+    assert len(fields) == 6
+    assert isinstance(adapter.InPlace(*[None] * 6), tuple)
+
+
+def test_states():
+    assert {"IDLE", "FORWARD", "PRE_BACKWARD"} <= _fsdp_common.TrainingState.__members__.keys()
+    assert "SHARDED" in _fsdp_param.ShardedState.__members__
+    assert issubclass(_fsdp_common.HSDPMeshInfo, _fsdp_common.FSDPMeshInfo)
+    assert issubclass(_fsdp_common.HSDPMeshInfo, _fsdp_common.DDPMeshInfo)
+    assert not issubclass(_fsdp_common.FSDPMeshInfo, _fsdp_common.DDPMeshInfo)
+
+
+def sharded():
+    """Two layers that FSDP2 shards, and the root around them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+METHODS = ("unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
+
+
+def note_calls(raw, label, log):
+    """Replace methods of a group, on the instance as the adapter does, by ones that note their calls."""
+
+    def noted(name, plain):
+        def run(*given):
+            log.append(f"{label}.{name}")
+            return plain(*given)
+
+        return run
+
+    for name in METHODS:
+        setattr(raw, name, noted(name, getattr(raw, name)))
+
+
+def calls():
+    """What FSDP2 calls in a forward, its backward, and what a group and its parameters have behind them."""
+    model = sharded()
+    log = []
+    groups = [adapter.group_of(layer) for layer in model]
+    assert adapter.group_of(model) is None
+    assert adapter.groups_of([*model, model, *model]) == groups
+    for label, group in zip("ab", groups, strict=True):
+        note_calls(group._raw, label, log)
+    loss = model(torch.ones(1, 4)).sum()
+    forward = list(log)
+    log.clear()
+    assert not adapter.forward_is_open(model)
+    loss.backward()
+    backward = list(log)
+    for group in groups:
+        for name in (*adapter.GROUP, *adapter.LATER[0]):
+            assert hasattr(group._raw, name), name
+        for parameter in group._raw.fsdp_params:
+            for name in (*adapter.PARAMETER, "param_dtype", "_unsharded_param"):
+                assert hasattr(parameter, name), name
+    state = model._get_fsdp_state()
+    assert isinstance(state, _fsdp_state.FSDPState)
+    for name in STATE - {"_get_fsdp_state"}:
+        assert hasattr(state, name), name
+    return forward, backward
+
+
+def test_the_order_of_calls():
+    for forward, backward in ranks.run(2, calls):
+        first = ["a.unshard", "a.wait_for_unshard", "a.reshard"]
+        second = [call.replace("a.", "b.") for call in first]
+        assert [call for call in forward if call[0] == "a"] == first
+        assert [call for call in forward if call[0] == "b"] == second
+        own = [call for call in backward if call[0] == "b"]
+        assert own[:5] == ["b.pre_backward", "b.unshard", "b.wait_for_unshard", "b.post_backward", "b.reshard"]
+        assert own[-1] == "b.finalize_backward"
+        assert backward.index("b.pre_backward") < backward.index("a.pre_backward") < backward.index("b.finalize_backward")
+
+
+def order_of_replacements():
+    """What runs when the gradients of a group are complete, and when a backward ends, whatever the order of the calls."""
+    model = sharded()
+    log = []
+    group = adapter.group_of(model[0])
+    for kind in ("buffers", "hand over", "dtype", "direct"):
+        group.before_reduction(kind, lambda kind=kind: log.append(kind))
+    group.before_end_of_backward(lambda: log.append("end"))
+    group.around_pre_backward(lambda: log.append("before"), lambda: log.append(group.is_gathered))
+    with pytest.raises(ValueError, match="one action each of direct, hand over"):
+        group.before_reduction("dtype", log.clear)
+    model(torch.ones(1, 4)).sum().backward()
+    return log
+
+
+def test_what_is_replaced_runs_in_the_written_order():
+    assert ranks.run(2, order_of_replacements) == [["before", True, *adapter.BEFORE_REDUCTION, "end"]] * 2
+
+
+def lacking():
+    """The answer to a version whose groups lack a name."""
+    model = sharded()
+    raw = model[0]._get_fsdp_state()._fsdp_param_group
+    del raw.comm_ctx
+    with pytest.raises(InputError) as error:
+        adapter.group_of(model[0])
+    return str(error.value)
+
+
+def test_a_broken_contract_is_refused_by_name():
+    for message in ranks.run(2, lacking):
+        assert (
+            "FSDP2's groups of parameters have no comm_ctx, by which Octavo shards. pip install 'torch>=2.11,<2.15'" in message
+        )

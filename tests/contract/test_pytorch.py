@@ -1,0 +1,156 @@
+"""Private parts of PyTorch beside FSDP2, autograd and attention: products, hooks of modules, tensors over ranks, files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from private_names import Name, check
+from torch import nn
+
+_FOREACH = "one launch for many tensors; the public optimizers and `clip_grad_norm_` use it, and it has no public name"
+_HOOKS = "a layer whose hooks must run is called, and not computed by its block; `nn.Module` lists them nowhere else"
+_LOADING = "a model with code of its own at loading or saving is not rebuilt as a decoder"
+_PRODUCT = (
+    "FP8 products and grouped ones with chosen scales and accumulation; `F.scaled_mm` came with torch 2.10 without them all"
+)
+NAMES = (
+    Name("torch._scaled_mm", ("kernels/gemm.py", "kernels/algorithms.py", "doctor.py", "bench/kernels/products.py"), _PRODUCT),
+    Name("torch._scaled_grouped_mm", ("kernels/gemm.py", "bench/kernels/grouped.py"), _PRODUCT),
+    Name("torch._grouped_mm", ("kernels/gemm.py", "kernels/experts/gemm.py", "bench/plain.py"), _PRODUCT),
+    Name("torch._foreach_add_", ("train/adamw.py",), _FOREACH),
+    Name("torch._foreach_copy_", ("fp8/buffers.py", "parallel/averaging.py"), _FOREACH),
+    Name("torch._foreach_mul_", ("train/adamw.py", "train/optimizer.py", "parallel/averaging.py"), _FOREACH),
+    Name("torch._foreach_norm", ("train/optimizer.py",), _FOREACH),
+    Name("torch.ops.aten._unsafe_view", ("nn/norm.py", "nn/mlp.py"), "a result that is no view of what autograd saved"),
+    Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", ("kernels/gemm.py",), "whether this CPU has products in bf16"),
+    Name("torch.Tensor._make_subclass", ("parallel/deferred_init.py",), "a parameter of a subclass, with its class"),
+    Name("torch.Tensor._version", ("fp8/buffers.py",), "whether somebody wrote a tensor since"),
+    Name("torch.nn.modules.module._has_any_global_hook", ("kernels/autograd.py",), _HOOKS, ()),
+    Name("torch.nn.modules.module._IncompatibleKeys", ("compat/smp/state_dicts.py",), "what `load_state_dict` returns"),
+    Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),
+    Name("torch.optim.optimizer._use_grad_for_differentiable", ("train/adamw.py",), "the decorator of `Optimizer.step`"),
+    Name(
+        "torch.optim.AdamW._init_group",
+        ("train/adamw.py",),
+        "PyTorch's own states, for `state_dict`s that both read",
+        ("self", "group"),
+    ),
+    Name(
+        "torch.distributed._composable_state._module_state_mapping",
+        ("fp8/quantizer.py",),
+        "whether a model of this process is sharded",
+    ),
+    Name(
+        "torch.distributed.distributed_c10d._get_default_store",
+        ("parallel/calls.py", "watchdog/watchdog.py"),
+        "the store of the ranks' rendezvous, for heartbeats beside collectives",
+        (),
+    ),
+    Name(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        ("parallel/shards.py", "collectives/whole.py"),
+        "experts that are sharded twice over one dimension",
+    ),
+    Name(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        ("parallel/shards.py",),
+        "which rows of a parameter a rank has",
+        ("global_shape", "mesh", "placements"),
+    ),
+    Name(
+        "torch.distributed.tensor.DTensor._local_tensor",
+        ("parallel/deferred_init.py", "parallel/fsdp2/adapter.py"),
+        "a shard, without autograd",
+    ),
+    Name(
+        "torch.distributed.checkpoint.utils._DistWrapper",
+        ("compat/smp/patches.py",),
+        "collectives of SMP's checkpoints over a group",
+    ),
+    Name(
+        "torch.distributed.checkpoint._fsspec_filesystem.FsspecReader",
+        ("compat/smp/checkpoint.py",),
+        "SMP's checkpoints at URLs",
+    ),
+    Name(
+        "torch.distributed.checkpoint._traverse.set_element", ("compat/smp/checkpoint.py",), "nested keys of SMP's checkpoints"
+    ),
+    Name(
+        "torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2",
+        ("compat/smp/fsdp.py",),
+        "a strategy that SMP's scripts name",
+    ),
+    Name(
+        "torch.utils._pytree.tree_leaves",
+        ("parallel/module_init.py", "train/nonfinite.py"),
+        "tensors in nested results",
+        ("tree",),
+    ),
+    Name("torch.utils._pytree.tree_map", ("compat/smp/checkpoint.py",), "tensors in nested states", ("func", "tree")),
+    Name(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        ("parallel/module_init.py",),
+        "random draws of a module's initialisation",
+    ),
+)
+ATTRIBUTES = {
+    "_forward_hooks": _HOOKS, "_forward_pre_hooks": _HOOKS, "_backward_hooks": _HOOKS, "_backward_pre_hooks": _HOOKS,
+    "_state_dict_hooks": _LOADING, "_state_dict_pre_hooks": _LOADING, "_load_state_dict_pre_hooks": _LOADING,
+    "_load_state_dict_post_hooks": _LOADING, "_non_persistent_buffers_set": _LOADING,
+    "_compiled_call_impl": "a compiled block is recomputed as a whole: its graphs save other tensors",
+}  # fmt: skip
+"""Of an `nn.Module`."""
+OTHERS = {
+    "_cdata": "the number of a storage: two tensors that share memory",
+    "_cuda_getCurrentRawStream": "the current stream without an object around it, for cuBLASLt by ctypes; in builds with CUDA",
+    "_schema": "of an operator: which arguments are outputs, under `TorchDispatchMode`",
+    "_post_accumulate_grad_hooks": "the public `register_post_accumulate_grad_hook` keeps a parameter's hooks here",
+    "_fsdp_flattened": "PyTorch's FSDP marks parameters by it",
+    "_fsdp_use_orig_params": "PyTorch's FSDP sets it on a module, which a sharded one refuses with the reason",
+    "_ddp_params_and_buffers_to_ignore": "DDP looks for it on a module, which a sharded one refuses with the reason",
+    "_checkpoint_wrapped_module": "the module in PyTorch's checkpoint wrapper",
+    "_module_classes_to_ignore": "of PyTorch's `MixedPrecision`: refused where it asks for something",
+    "_reset_parameters": "what `nn.MultiheadAttention` has for `reset_parameters`",
+    "_torchdynamo_orig_callable": "the function in a wrapper of torch.compile",
+}
+"""Attributes of other objects."""
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
+def test_name(name):
+    check(name)
+
+
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_attribute_of_a_module(attribute):
+    assert hasattr(nn.Linear(1, 1), attribute)
+
+
+def test_attributes_of_other_objects():
+    assert nn.MultiheadAttention(2, 1)._reset_parameters
+    x = torch.empty(2)
+    assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != torch.empty(2).untyped_storage()._cdata
+    parameter = nn.Parameter(torch.ones(1))
+    calls = []
+    parameter.register_post_accumulate_grad_hook(calls.append)
+    (parameter * 1).sum().backward()
+    assert calls == [parameter]
+    assert list(parameter._post_accumulate_grad_hooks.values()) == [calls.append]
+    assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
+
+
+def test_a_hook_registers_where_octavo_looks():
+    layer = nn.Linear(1, 1)
+    for register, kept in (
+        (layer.register_forward_hook, "_forward_hooks"),
+        (layer.register_forward_pre_hook, "_forward_pre_hooks"),
+        (layer.register_full_backward_hook, "_backward_hooks"),
+        (layer.register_full_backward_pre_hook, "_backward_pre_hooks"),
+        (layer.register_state_dict_post_hook, "_state_dict_hooks"),
+        (layer.register_state_dict_pre_hook, "_state_dict_pre_hooks"),
+        (layer.register_load_state_dict_pre_hook, "_load_state_dict_pre_hooks"),
+        (layer.register_load_state_dict_post_hook, "_load_state_dict_post_hooks"),
+    ):
+        assert not getattr(layer, kept)
+        register(lambda *_: None)
+        assert getattr(layer, kept), kept
