@@ -76,6 +76,28 @@ NAMES = (
         "torch.distributed.checkpoint._traverse.set_element", ("compat/smp/checkpoint.py",), "nested keys of SMP's checkpoints"
     ),
     Name(
+        "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
+        ("compat/smp/patches.py",),
+        "SMP's scripts call the public functions around it, whose states have rows of a process group",
+        ("state_dict", "storage_writer", "process_group"),
+    ),
+    Name(
+        "torch.distributed.checkpoint.state_dict_loader._load_state_dict",
+        ("compat/smp/patches.py",),
+        "as `_save_state_dict`",
+        ("state_dict", "storage_reader", "process_group"),
+    ),
+    Name(
+        "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+        ("compat/smp/checkpoint.py", "compat/smp/safe_globals.py"),
+        "local states of PyTorch's FSDP1 have shards of this class",
+    ),
+    Name(
+        "torch.distributed.remote_device._remote_device",
+        ("compat/smp/safe_globals.py",),
+        "where a shard is, in files that an older PyTorch wrote",
+    ),
+    Name(
         "torch.distributed.fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2",
         ("compat/smp/fsdp.py",),
         "a strategy that SMP's scripts name",
@@ -105,6 +127,9 @@ OTHERS = {
     "_cuda_getCurrentRawStream": "the current stream without an object around it, for cuBLASLt by ctypes; in builds with CUDA",
     "_schema": "of an operator: which arguments are outputs, under `TorchDispatchMode`",
     "_post_accumulate_grad_hooks": "the public `register_post_accumulate_grad_hook` keeps a parameter's hooks here",
+    "_flat_param": "the parameter in which PyTorch's FSDP1 joins those of a module, by its name in a state dict",
+    "_use_orig_params": "whether PyTorch's FSDP1 shows a module's own parameters beside it",
+    "_process_group": "the ranks of a `ShardedTensor`",
     "_fsdp_flattened": "PyTorch's FSDP marks parameters by it",
     "_fsdp_use_orig_params": "PyTorch's FSDP sets it on a module, which a sharded one refuses with the reason",
     "_ddp_params_and_buffers_to_ignore": "DDP looks for it on a module, which a sharded one refuses with the reason",

@@ -31,6 +31,12 @@ NAMES = (
         ("self", "module"),
     ),
     Name(
+        "transformers.PreTrainedModel._check_and_adjust_attn_implementation",
+        ("compat/smp/substitutes.py",),
+        "replaced: published scripts ask for flash_attention_2, which a transformed model does not need",
+        ("self", "attn_implementation"),
+    ),
+    Name(
         "transformers.PreTrainedModel._keys_to_ignore_on_save",
         ("models/convert.py",),
         "parameters that are not in a saved folder",
