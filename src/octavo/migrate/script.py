@@ -35,9 +35,6 @@ _ESTIMATORS = {
 }  # fmt: skip
 """Estimators, with their positional arguments."""
 
-_DEFAULTS = {"torch.sagemaker.moe.moe_config.MoEConfig": ("moe_load_balancing", "sinkhorn", "smp_moe")}
-"""Call → an argument with a default that is refused, the default, and the argument that switches it off by False."""
-
 
 @dataclass(frozen=True)
 class Use:
@@ -240,7 +237,6 @@ class _Reader:
                 for each in (name, exact):
                     if each in NAMES and not unset:
                         self._use(word.value.lineno, each)
-            self._default(node, canonical(dotted))
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
         if dotted is not None and canonical(dotted) in _ESTIMATORS:
@@ -252,13 +248,6 @@ class _Reader:
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
                 self._gpu(node.lineno, f'"{text}"')
-
-    def _default(self, node: ast.Call, name: str) -> None:
-        """A row of the table that an argument left out stands for."""
-        argument, value, switch = _DEFAULTS.get(name, ("", "", ""))
-        given = {word.arg: self._values.of(word.value) for word in node.keywords}
-        if argument and not node.args and not {argument, None} & set(given) and given.get(switch, True) is not False:
-            self._use(node.lineno, f"{name}({argument}={json.dumps(value)})")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
