@@ -54,8 +54,6 @@ _ESTIMATORS = {
 
 _SAME = {"torch.sagemaker.state_handler.state": "torch.sagemaker.state"}
 """Other names of an object → the one in the table."""
-_DEFAULTS = {"torch.sagemaker.moe.moe_config.MoEConfig": ("moe_load_balancing", "sinkhorn", "smp_moe")}
-"""Call → an argument with a default that is refused, the default, and the argument that switches it off by False."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +301,6 @@ class _Reader:
                     self._put(word.value.lineno, absent)
             if REST in given or any(isinstance(each, ast.Starred) for each in node.args):
                 self._note(node, f"arguments of {canonical(dotted)} are made at run time")
-            self._default(node, canonical(dotted))
         self._indirect(node, dotted)
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
@@ -344,13 +341,6 @@ class _Reader:
         """The positional arguments of an estimator that an expression names; None for another."""
         dotted = self._dotted(function)
         return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
-
-    def _default(self, node: ast.Call, name: str) -> None:
-        """A row of the table that an argument left out stands for."""
-        argument, value, switch = _DEFAULTS.get(name, ("", "", ""))
-        given = self._values.arguments(node)[1]
-        if argument and not node.args and not {argument, REST} & set(given) and given.get(switch, True) is not False:
-            self._use(node.lineno, f"{name}({argument}={json.dumps(value)})")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
