@@ -6,6 +6,7 @@ key, then its value. A slice of whole groups is a working attention layer, at an
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from typing import Any
 
@@ -78,6 +79,20 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
     return _ShortAttentionFunction.apply(qkv, heads, groups, scale)
 
 
+class Attending(abc.ABC):
+    """How a call attends where no mask and no pattern says it; stands in the place of `attention_mask`."""
+
+    @abc.abstractmethod
+    def core(self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D]."""
+
+    @abc.abstractmethod
+    def context(
+        self, layer: MultiheadAttention, x: Tensor, delta: Tensor | None, rotary: Any, first: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """x and delta [B, T, hidden] → the residual stream, and the input of the output product [B, T, H·D]."""
+
+
 class DotProductAttention(nn.Module):
     """softmax(q · kᵀ · scale) · v; `octavo.nn.attend` says which kernel computes it.
 
@@ -132,7 +147,7 @@ class DotProductAttention(nn.Module):
         query_layer: Tensor,
         key_layer: Tensor,
         value_layer: Tensor,
-        attention_mask: Tensor | Pattern | None = None,
+        attention_mask: Tensor | Pattern | Attending | None = None,
         *,
         attn_mask_type: str | None = None,
         handover: Handover | None = None,
@@ -146,6 +161,8 @@ class DotProductAttention(nn.Module):
         if te_arguments:
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
         check_input(self, query_layer, key_layer, value_layer, dtypes=FLOATS_OF_PYTORCH)
+        if isinstance(attention_mask, Attending):
+            return attention_mask.core(self, query_layer, key_layer, value_layer)
         causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)
@@ -258,7 +275,7 @@ class MultiheadAttention(ResidualLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | Pattern | None = None,
+        attention_mask: Tensor | Pattern | Attending | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,
@@ -278,8 +295,11 @@ class MultiheadAttention(ResidualLayer):
         x = hidden_states
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
-        angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
-        if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
+        taken = isinstance(attention_mask, Attending)
+        angles = None if taken else cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
+        if isinstance(attention_mask, Attending):
+            h, context = attention_mask.context(self, x, delta, rotary_pos_emb, is_first_microbatch)
+        elif angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
             h, qkv = self._qkv(x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:

@@ -1,6 +1,6 @@
 """Masks in Transformer Engine's sense, True where nothing is attended to, as those of `octavo.nn`, True where something is.
 
-A query without any key sees itself: there its output has no meaning, and would otherwise be NaN. Shapes: B batch, T tokens.
+Queries and keys are the same tokens here. The result of a query without any key is 0. Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.errors import InputError, unknown
 
 PLAIN = {"causal": "causal", "causal_bottom_right": "causal", "no_mask": "no_mask"}
-"""Mask types without a mask; queries and keys are the same tokens, so that bottom right is top left."""
+"""Mask types without a mask, of as many queries as keys, so that bottom right is top left."""
 TYPES = (*PLAIN, "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
 
 
@@ -66,16 +66,15 @@ def mask_and_type(
     if not kind.startswith("arbitrary"):
         allowed = allowed & allowed.new_ones(1, 1, shape[1], 1)  # [B, 1, T, T]
         allowed = allowed & ~excluded.transpose(-1, -2)  # padding attends to nothing
-    diagonal = torch.eye(shape[1], dtype=torch.bool, device=allowed.device)
-    return allowed | (diagonal & ~allowed.any(-1, keepdim=True)), base
+    return allowed, base
 
 
 def _checked(kind: str, mask: Any, shape: tuple[int, int]) -> Tensor:
     tokens = shape[1]
     if isinstance(mask, tuple):
-        if len(mask) != 2 or mask[0].shape != mask[1].shape:
-            raise InputError("attention_mask is a tuple of two masks of different lengths: there is no cross-attention here.")
-        mask = mask[1]
+        if len(mask) != 2:
+            raise InputError(f"attention_mask is {len(mask)} masks: give one, or two of queries and keys.")
+        mask = mask[1]  # both are one: others are of `octavo.compat.te.core`
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         shown = type(mask).__name__ if not isinstance(mask, Tensor) else mask.dtype
         raise InputError(

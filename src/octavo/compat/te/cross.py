@@ -1,0 +1,35 @@
+"""Cross-attention's products in an attention layer: the query of its input, key and value of an encoder's output.
+
+Parameters are Transformer Engine's: `layernorm_query` (with a norm) or `query_layer`, and `key_value`, of key_weight and
+value_weight, or with `fuse_qkv_params` one weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.compat.te.split import split
+from octavo.nn.linear import LayerNormLinear, Linear
+
+
+def make_cross(attention: Any, *, fused: bool) -> None:
+    """Replace the joint product of an `octavo.nn.MultiheadAttention`, in place."""
+    first: Any = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
+    weight = first.weight
+    make = {"params_dtype": weight.dtype, "device": weight.device, "get_rng_state_tracker": first.draws.tracker}
+    options: dict[str, Any] = {"bias": first.bias is not None, "init_method": first.init_method, **make}
+    sizes = first.in_features, attention.heads * attention.head_dim
+    if attention.input_layernorm:
+        of_norm = {"normalization": first.normalization, "zero_centered_gamma": first.zero_centered_gamma}
+        attention.layernorm_query = LayerNormLinear(*sizes, first.eps, **options, **of_norm)
+        attention.layernorm_query.streams_norm = first.streams_norm
+        del attention.layernorm_qkv
+    else:
+        attention.query_layer = Linear(*sizes, **options)
+        del attention.qkv
+    attention.key_value = Linear(first.in_features, 2 * attention.groups * attention.head_dim, **options)
+    if not fused:
+        attention.grouped = False  # key above value
+        split(attention.key_value, ("key", "value"))
+        if attention.input_layernorm:
+            split(attention.layernorm_query, ("query",))
