@@ -68,3 +68,61 @@ def attention(q, k, v, sequences, **how):
         out = out.index_put((torch.tensor(sample), torch.arange(q0, q1)), found)
         tops.append(top)
     return out.flatten(2), torch.stack(tops).amax(0)
+
+
+def turned(x, at, *, interleaved, columns, base=10000.0):
+    """x [T, H, D] with the first columns of each head turned: pairs of neighbours, or of the two halves. at: positions [T]."""
+    half = columns // 2
+    angle = at.double()[:, None] * base ** (-torch.arange(half, dtype=torch.float64) * 2 / columns)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    first, second = (x[..., 0:columns:2], x[..., 1:columns:2]) if interleaved else (x[..., :half], x[..., half:columns])
+    made = torch.complex(first, second) * turn
+    both = (made.real, made.imag)
+    head = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return torch.cat((head, x[..., columns:]), -1)
+
+
+def rows(p, at, kind, parts, heads, groups, grouped):
+    """Weights or biases of queries, keys and values (or of keys and values) of parameters in Transformer Engine's orders."""
+    if f"{at}{parts[0]}_{kind}" in p:
+        return [p[f"{at}{part}_{kind}"] for part in parts]
+    joint = p.get(f"{at}{kind}")
+    if joint is None:
+        return [None] * len(parts)
+    counts = [heads // groups if part == "query" else 1 for part in parts]
+    if grouped:  # by key-value head
+        return [
+            x.flatten(0, 1)
+            for x in joint.unflatten(0, (groups, -1)).split([n * joint.shape[0] // groups // sum(counts) for n in counts], 1)
+        ]
+    return list(joint.split([n * groups * joint.shape[0] // (sum(counts) * groups) for n in counts]))
+
+
+def mha(p, x, at, sequences, *, heads, groups, norm, grouped=True, encoded=None, rotate=None, kind="causal", **how):
+    """Attention of hidden states x [B, Tq, hidden] with the norm and products of the parameters `at`…
+
+    rotate(x [B, T, H, D], sequences as (sample, first, end)).
+    """
+    import plain
+
+    sides = [(n, a, b) for n, a, b, *_ in sequences], [(n, a, b) for n, _, _, a, b in sequences]
+    if encoded is None:
+        first = f"{at}layernorm_qkv." if norm else f"{at}qkv."
+        parts = "query", "key", "value"
+        weights, biases = (rows(p, first, name, parts, heads, groups, grouped) for name in ("weight", "bias"))
+    else:
+        first = f"{at}layernorm_query." if norm else f"{at}query_layer."
+        found = [
+            rows(p, first, name, ["query"], heads, heads, False)
+            + rows(p, f"{at}key_value.", name, ["key", "value"], groups, groups, grouped)
+            for name in ("weight", "bias")
+        ]
+        weights, biases = found
+    y = plain.norm("LayerNorm", x, p[f"{first}layer_norm_weight"], p[f"{first}layer_norm_bias"], 1e-5) if norm else x
+    sources = y, *((y, y) if encoded is None else (encoded, encoded))
+    dim = weights[1].shape[0] // groups
+    q, k, v = (plain.linear(s, w, b).unflatten(-1, (-1, dim)) for s, w, b in zip(sources, weights, biases, strict=True))
+    if rotate is not None:
+        q, k = rotate(q, sides[0]), rotate(k, sides[1])
+    made, _ = attention(q, k, v, sequences, kind=kind, sink=p.get(f"{at}core_attention.softmax_offset"), **how)
+    return plain.linear(made, p[f"{at}proj.weight"], p.get(f"{at}proj.bias"))

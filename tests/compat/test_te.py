@@ -360,7 +360,7 @@ def test_checkpoint_repeats_its_forward(te):
 
 
 def test_what_is_not_here_is_refused_by_name(te):
-    with pytest.raises(InputError, match="unknown layer_type 'decode'.* Did you mean 'decoder'"):
+    with pytest.raises(InputError, match=r"unknown layer_type 'decode'.* Did you mean 'decoder'"):
         te.TransformerLayer(32, 64, 4, layer_type="decode")
     with pytest.raises(InputError, match="tp_size=2"):
         te.Linear(8, 8, tp_size=2)

@@ -43,7 +43,7 @@ def _packed(argument: str, values: dict[str, Any]) -> bool:
 def _prepare(attention: Any, taken: dict[str, Any], values: dict[str, Any], *, cross: bool = False) -> None:
     """Bring the parts of an `octavo.nn.MultiheadAttention` to Transformer Engine's names, order and kinds."""
     attention.interleaved, attention.grouped = taken["rotary_pos_interleaved"], taken["qkv_weight_interleaved"]
-    attention.attention_type = "cross" if cross else "self"
+    attention.attention_type, attention.rows_grouped = "cross" if cross else "self", attention.grouped
     make = {"dtype": values.get("params_dtype"), "device": values.get("device")}
     set_softmax(attention.core_attention, taken["softmax_type"], attention.heads, make)
     if cross:

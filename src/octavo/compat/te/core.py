@@ -172,7 +172,7 @@ class Call(_attention.Attending):
             out = _attention.DotProductAttention.forward(layer, q, k, v, mask, attn_mask_type=base)
             return out.transpose(0, 1) if first else out
         out, top = self._segmented(layer, q, k, v)
-        return (out.flatten(2), top) if layer.return_max_logit else out.flatten(2)  # type: ignore[return-value]
+        return out.flatten(2) if top is None else (out.flatten(2), top)  # type: ignore[return-value]
 
     def _segmented(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         if layer.context is not None:

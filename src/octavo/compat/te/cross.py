@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.compat.te.split import split
+from octavo.compat.te.parts import separate_rows
 from octavo.nn.linear import LayerNormLinear, Linear
 
 
@@ -30,6 +30,6 @@ def make_cross(attention: Any, *, fused: bool) -> None:
     attention.key_value = Linear(first.in_features, 2 * attention.groups * attention.head_dim, **options)
     if not fused:
         attention.grouped = False  # key above value
-        split(attention.key_value, ("key", "value"))
+        separate_rows(attention.key_value, ("key", "value"))
         if attention.input_layernorm:
-            split(attention.layernorm_query, ("query",))
+            separate_rows(attention.layernorm_query, ("query",))
