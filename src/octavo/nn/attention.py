@@ -83,8 +83,8 @@ class Attending(abc.ABC):
     """How a call attends where no mask and no pattern says it; stands in the place of `attention_mask`."""
 
     @abc.abstractmethod
-    def core(self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D]."""
+    def core(self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D], or a tuple that begins with it."""
 
     @abc.abstractmethod
     def context(
@@ -162,7 +162,8 @@ class DotProductAttention(nn.Module):
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
         check_input(self, query_layer, key_layer, value_layer, dtypes=FLOATS_OF_PYTORCH)
         if isinstance(attention_mask, Attending):
-            return attention_mask.core(self, query_layer, key_layer, value_layer)
+            made: Tensor = attention_mask.core(self, query_layer, key_layer, value_layer)
+            return made
         causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)

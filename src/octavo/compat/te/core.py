@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from octavo.compat.notices import say_once
 from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair
 from octavo.compat.te.recompute import checkpoint
-from octavo.compat.te.rotary import check_angles, chunks, tables, turned
-from octavo.compat.te.sequences import cumulative, joined, lengths_of, places, positions
+from octavo.compat.te.rotary import check_angles, tables, turned
+from octavo.compat.te.sequences import chunks, cumulative, joined, lengths_of, places, positions
 from octavo.errors import InputError, unknown
 from octavo.nn import attention as _attention
+from octavo.nn.norm import forward_residual
 from octavo.nn.rotary import Rotation
 from octavo.nn.scores import Scores, alibi_slopes
 from octavo.nn.segments import Segment, Sight, attend_segments
@@ -67,7 +68,7 @@ class Settings:
         return {name: "causal" if "causal" in self.kind else "no_mask", "window_size": self.native}
 
 
-def set_softmax(core: nn.Module, softmax_type: str, heads: int, make: dict[str, Any]) -> None:
+def set_softmax(core: Any, softmax_type: str, heads: int, make: dict[str, Any]) -> None:
     """Give an attention its `softmax_offset` [H]: a parameter if learnable, zeros if off by one, else None."""
     if softmax_type not in SOFTMAX:
         raise unknown("softmax_type", str(softmax_type), SOFTMAX)
@@ -158,12 +159,12 @@ class Call(_attention.Attending):
         everything = (tokens[1], tokens[1])
         return (found if found is not None else mask_and_type(kind, self.mask, everything, tokens, device)[0]), base
 
-    def core(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def core(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """softmax(…) · v of q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D]; with return_max_logit a pair."""
         if self.given.get("checkpoint_core_attention"):
             tracker = layer.draws.tracker
             once = replace(self, given=self.given | {"checkpoint_core_attention": False})
-            return checkpoint(once.core, layer, q, k, v, get_rng_state_tracker=tracker)  # type: ignore[no-any-return]
+            return checkpoint(once.core, layer, q, k, v, get_rng_state_tracker=tracker)
         sides = v.shape[-1] == q.shape[-1]
         if sides and self.is_plain(layer, q.shape[1], k.shape[1]):
             mask, base = self.native((k.shape[0], k.shape[1]), k.device)
@@ -172,7 +173,7 @@ class Call(_attention.Attending):
             out = _attention.DotProductAttention.forward(layer, q, k, v, mask, attn_mask_type=base)
             return out.transpose(0, 1) if first else out
         out, top = self._segmented(layer, q, k, v)
-        return out.flatten(2) if top is None else (out.flatten(2), top)  # type: ignore[return-value]
+        return out.flatten(2) if top is None else (out.flatten(2), top)
 
     def _segmented(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         if layer.context is not None:
@@ -357,7 +358,7 @@ def crossed(
     if encoded is None:
         raise InputError("cross-attention takes encoder_output: give hidden states of the encoder.")
     if layer.input_layernorm:
-        h, q = _attention.forward_residual(layer.layernorm_query, x, delta, first)
+        h, q = forward_residual(layer.layernorm_query, x, delta, first)
     else:
         h = x if delta is None else x + delta
         q = layer.query_layer(h, first)

@@ -18,16 +18,16 @@ def make_cross(attention: Any, *, fused: bool) -> None:
     weight = first.weight
     make = {"params_dtype": weight.dtype, "device": weight.device, "get_rng_state_tracker": first.draws.tracker}
     options: dict[str, Any] = {"bias": first.bias is not None, "init_method": first.init_method, **make}
-    sizes = first.in_features, attention.heads * attention.head_dim
+    hidden, rows = first.in_features, attention.heads * attention.head_dim
     if attention.input_layernorm:
         of_norm = {"normalization": first.normalization, "zero_centered_gamma": first.zero_centered_gamma}
-        attention.layernorm_query = LayerNormLinear(*sizes, first.eps, **options, **of_norm)
+        attention.layernorm_query = LayerNormLinear(hidden, rows, first.eps, **options, **of_norm)
         attention.layernorm_query.streams_norm = first.streams_norm
         del attention.layernorm_qkv
     else:
-        attention.query_layer = Linear(*sizes, **options)
+        attention.query_layer = Linear(hidden, rows, **options)
         del attention.qkv
-    attention.key_value = Linear(first.in_features, 2 * attention.groups * attention.head_dim, **options)
+    attention.key_value = Linear(hidden, 2 * attention.groups * attention.head_dim, **options)
     if not fused:
         attention.grouped = False  # key above value
         separate_rows(attention.key_value, ("key", "value"))

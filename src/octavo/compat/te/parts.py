@@ -61,7 +61,10 @@ class Parts(nn.Module):
         parts = self.parts(kind)
         if parts[0] is None:
             return None
-        return merge_qkv(*parts, self.groups) if self.names == PARTS else torch.cat(parts)
+        if self.names != PARTS:
+            return torch.cat(parts)
+        query, key, value = parts
+        return merge_qkv(query, key, value, self.groups)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):

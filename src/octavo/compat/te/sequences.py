@@ -46,7 +46,8 @@ def cumulative(name: str, tensor: Any) -> tuple[int, ...]:
     if not isinstance(tensor, Tensor) or tensor.dim() != 1 or not len(tensor) or tensor.dtype not in (torch.int32, torch.int64):
         shown = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError(f"{name} is {shown}: give cumulative lengths, torch.int32 [sequences + 1].")
-    return _once(tensor, read)  # type: ignore[no-any-return]
+    found: tuple[int, ...] = _once(tensor, read)
+    return found
 
 
 def lengths_of(mask: Tensor) -> tuple[int, ...]:
@@ -65,7 +66,8 @@ def lengths_of(mask: Tensor) -> tuple[int, ...]:
             )
         return tuple((~padded).sum(1).tolist())
 
-    return _once(mask, read)  # type: ignore[no-any-return]
+    found: tuple[int, ...] = _once(mask, read)
+    return found
 
 
 def places(
