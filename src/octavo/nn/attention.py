@@ -23,7 +23,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input, forward_residual
+from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, L2Normalization, ResidualLayer, check_input, forward_residual
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
@@ -179,6 +179,19 @@ class DotProductAttention(nn.Module):
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 
 
+def _norm_of_heads(
+    kind: str | None, head_dim: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | None
+) -> nn.Module | None:
+    """A norm of queries or keys, head by head."""
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps)
+    if kind not in NORM_LAYERS:
+        raise unknown("qk_norm_type", kind, (*NORM_LAYERS, "L2Normalization"))
+    return NORM_LAYERS[kind](head_dim, eps, params_dtype=dtype, device=device)
+
+
 class MultiheadAttention(ResidualLayer):
     """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
 
@@ -187,8 +200,8 @@ class MultiheadAttention(ResidualLayer):
 
     `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
     product is not added but returned behind the result. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
-    `qk_norm_type` "RMSNorm" or "LayerNorm" normalises queries and keys head by head (`q_norm`, `k_norm`), after the rotation or
-    with `qk_norm_before_rope` before it.
+    `qk_norm_type` "RMSNorm", "LayerNorm" or "L2Normalization" normalises queries and keys head by head (`q_norm`, `k_norm`),
+    after the rotation or with `qk_norm_before_rope` before it.
     """
 
     def __init__(
@@ -247,12 +260,7 @@ class MultiheadAttention(ResidualLayer):
             self.layernorm_qkv.streams_norm = return_layernorm_output
         else:
             self.qkv = Linear(*sizes, **first)
-        if qk_norm_type is not None and qk_norm_type not in NORM_LAYERS:
-            raise unknown("qk_norm_type", qk_norm_type, NORM_LAYERS)
-        self.q_norm, self.k_norm = (
-            NORM_LAYERS[qk_norm_type](head_dim, qk_norm_eps, params_dtype=params_dtype, device=device) if qk_norm_type else None
-            for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (_norm_of_heads(qk_norm_type, head_dim, qk_norm_eps, params_dtype, device) for _ in range(2))
         self.norm_first = qk_norm_before_rope and qk_norm_type is not None
         self.proj = Linear(
             self.heads * head_dim,

@@ -113,8 +113,8 @@ def attend_segments(
         found = [sight.spans(segment) for segment in segments]
         if all(spans is not None for spans in found):
             spans = [span for each in found if each for span in each]
-            out: Tensor = _Segments.apply(q, k, v, scores.sink, spans, sight.window, scale)
-            return out, None
+            whole: Tensor = _Segments.apply(q, k, v, scores.sink, spans, sight.window, scale)
+            return whole, None
     plain = plain or scores.sink is not None
     cut = _cut(q, [segment[:4] for segment in segments]), *(_cut(x, [(*s[:2], *s[4:]) for s in segments]) for x in (k, v))
     made: list[Tensor] = []
@@ -134,7 +134,10 @@ def attend_segments(
             causal = sight == (None, 0, sight.bottom_right) and queries == keys and mask is None
             part = _by_library(own_q, own_k, own_v, see, causal=causal, scale=scale, dropout=dropout)
         made.append(part)
-    return _put_together(made, segments, q, v.shape[-1]), torch.stack(tops).amax(0) if top else None
+    out = _put_together(made, segments, q, v.shape[-1])
+    if not out.requires_grad:  # no pair at all: gradients are 0 all the same
+        out = out + sum(x[:0].sum() for x in (q, k, v))
+    return out, torch.stack(tops).amax(0) if top else None
 
 
 class _Segments(torch.autograd.Function):

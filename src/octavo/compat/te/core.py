@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compat.notices import say_once
-from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair
+from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair, without_effect
 from octavo.compat.te.recompute import checkpoint
 from octavo.compat.te.rotary import check_angles, tables, turned
 from octavo.compat.te.sequences import chunks, cumulative, joined, lengths_of, places, positions
@@ -259,6 +259,8 @@ class Call(_attention.Attending):
         if self.kind == "arbitrary":
             return whole, self._arbitrary(queries, keys)
         if not padding:
+            if self.mask is not None:
+                without_effect(self.kind)
             return whole, None
         masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
         for mask, tokens, what in zip(masks, (queries, keys), ("queries", "keys"), strict=True):

@@ -32,6 +32,12 @@ def window_pair(window: Any) -> tuple[int, int] | None:
     return None if pair in ((-1, -1), (-1, 0)) else pair
 
 
+def without_effect(kind: str) -> None:
+    """Warn of a mask beside a type that has none."""
+    message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
+    warnings.warn(message, stacklevel=3)  # which Python shows once
+
+
 def mask_and_type(
     kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor | None, str]:
@@ -54,8 +60,7 @@ def mask_and_type(
     base = "causal" if causal else "no_mask"
     if kind in PLAIN:
         if mask is not None:
-            message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
-            warnings.warn(message, stacklevel=2)  # which Python shows once
+            without_effect(kind)
         if left < 0 and (causal or right < 0):
             return None, base
         return _allowed(shape[1], left, right, device)[None, None], base

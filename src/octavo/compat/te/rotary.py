@@ -104,6 +104,7 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """`t`, [T, B, H, D], for "bshd" [B, T, H, D] or for "thd" [T, H, D], rotated by the angles `freqs` [T or more, 1, 1, Dr].
 
+    Contiguous, whatever the strides of `t`.
     `fused` is without effect: both ways compute in float32. start_positions: int [B], the position of each sequence's first
     token. cu_seqlens: of "thd", where sequences begin and end; their positions begin at 0. cp_size, cp_rank: ranks that share
     each sequence, in 2 · cp_size chunks, of which this one has two.
@@ -132,7 +133,7 @@ def apply_rotary_pos_emb(
             starts = start_positions.cpu()
             number = torch.bucketize(torch.arange(len(t)), torch.tensor(ends[1:]), right=True).clamp(max=len(starts) - 1)
             at = torch.where(at < 0, at, at + starts[number])
-        return turned(t[None], tables(freqs, at[None]), interleaved=interleaved)[0]
+        return turned(t[None], tables(freqs, at[None]), interleaved=interleaved)[0].contiguous()
     first = tensor_format == "sbhd"
     at = chunks(t.shape[0 if first else 1], cp_size, cp_rank)[None]
     if start_positions is not None:
@@ -140,4 +141,4 @@ def apply_rotary_pos_emb(
     cos, sin = tables(freqs, at)
     if first:  # samples and tokens change places in the tables: t keeps its order
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
-    return turned(t, (cos, sin), interleaved=interleaved)
+    return turned(t, (cos, sin), interleaved=interleaved).contiguous()
