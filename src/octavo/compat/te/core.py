@@ -30,6 +30,8 @@ from octavo.nn.segments import Segment, Sight, attend_segments
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_PLACES = {"cu_seqlens_q": "cu_seqlens_q_padded", "cu_seqlens_kv": "cu_seqlens_kv_padded"}
+"""Lengths → where the sequences begin."""
 TAKEN = (
     *LENGTHS, "max_seqlen_q", "max_seqlen_kv", "pad_between_seqs", "core_attention_bias_type", "core_attention_bias",
     "alibi_slopes", "softcap", "checkpoint_core_attention",
@@ -294,7 +296,7 @@ class Call(_attention.Attending):
             raise InputError("cu_seqlens_q_padded and cu_seqlens_kv_padded go together: give both, or none.")
         found = []
         for name, ends, padded, tokens in zip(LENGTHS, (q_ends, kv_ends), (q_padded, kv_padded), (queries, keys), strict=False):
-            begins = None if padded is None else cumulative(f"{name}_padded", padded)
+            begins = None if padded is None else cumulative(_PLACES[name], padded)
             found.append(places(name, cumulative(name, ends), begins, tokens, packed=self.packed))
             if not self.packed and len(found[-1]) != batch:
                 raise InputError(f"{name} is of {len(found[-1])} sequences: there are {batch} samples.")
@@ -346,7 +348,7 @@ class Call(_attention.Attending):
     def _positions(self, name: str, tokens: int) -> Tensor:
         if not self.packed:
             return chunks(tokens, 1, 0)
-        ends = self.given.get(f"{name}_padded")
+        ends = self.given.get(_PLACES[name])
         ends = self.given.get(name) if ends is None else ends
         if ends is None and name == "cu_seqlens_kv" and self.encoded is None:
             return self._positions("cu_seqlens_q", tokens)
