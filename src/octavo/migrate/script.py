@@ -299,6 +299,12 @@ class _Reader:
                 absent = unknown_argument(canonical(dotted), word.arg) if word.arg else None
                 if absent is not None:
                     self._put(word.value.lineno, absent)
+            for argument in (
+                given.keys() - {word.arg for word in node.keywords} - {REST}
+            ):  # of a dictionary whose keys are known
+                absent = unknown_argument(canonical(dotted), argument)
+                if absent is not None:
+                    self._put(node.lineno, absent)
             if REST in given or any(isinstance(each, ast.Starred) for each in node.args):
                 self._note(node, f"arguments of {canonical(dotted)} are made at run time")
         self._indirect(node, dotted)
@@ -331,6 +337,8 @@ class _Reader:
                 given = self._dotted(each)
                 if given is not None and is_module(given):
                     self._note(node, f"{given} is given to {function or 'a call'}: its uses there are not seen")
+                elif given is not None and function == "partial" and library_of(given) is not None:
+                    self._note(node, f"{canonical(given)} is given to partial: its arguments there are not seen")
 
     def _note(self, node: ast.AST, text: str) -> None:
         note = f"line {self.script.place(getattr(node, 'lineno', 0))}: {text}"
