@@ -33,10 +33,10 @@ _TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's 
 _GRAD = "Gradients are made in backward and go to .grad."
 _OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
 _SPLIT = "A parameter is one matrix here: take slices of its rows."
-_SOFTMAX = "Scores are scaled and go through a plain softmax."
+_SOFTMAX = "Scores are scaled and go through a plain softmax; layers of octavo.compat.te have more."
 _CONTEXT = "Call set_context_parallel_group, or octavo.init with a context_parallel_degree for a whole model."
-_DECODER = "There is no cross-attention."
-_THD = "Pass [B, T, …] and a mask that keeps documents apart."
+_DECODER = "Cross-attention: octavo.compat.te, with layer_type='decoder' or attention_type='cross'."
+_THD = "Pass [B, T, …] and a mask that keeps documents apart, or use octavo.compat.te, which packs sequences."
 
 _PARALLEL = {
     "name": FREE,
