@@ -19,15 +19,15 @@ def published(logits, limit=assignment.LIMIT):
     return columns, steps
 
 
-@pytest.mark.parametrize(("tokens", "experts", "visited"), [(64, 4, 1), (50, 8, 2), (37, 16, 5), (1, 3, 2), (9, 2, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(64, 4, 1), (50, 8, 2), (37, 16, 5), (1, 3, 2), (9, 2, 2)])
 @pytest.mark.parametrize("shift", [0.0, 30.0, -30.0])
-def test_factors_and_experts_are_those_of_the_published_rule(tokens, experts, visited, shift):
+def test_factors_and_experts_are_those_of_the_published_rule(tokens, experts, top_k, shift):
     logits = torch.randn(tokens, experts) + torch.linspace(-1, 1, experts) + shift
     wanted, _ = published(logits)
     torch.testing.assert_close(sinkhorn_factors(logits).double().exp(), wanted, rtol=1e-3, atol=1e-9)
     transported = logits.double() + wanted.log()
-    found = transported.gather(1, sinkhorn(logits, visited))
-    best = transported.topk(visited).values
+    found = transported.gather(1, sinkhorn(logits, top_k))
+    best = transported.topk(top_k).values
     torch.testing.assert_close(found.sort(descending=True).values, best, rtol=0, atol=2e-4)  # ties may go either way
 
 
@@ -87,9 +87,9 @@ def test_more_steps_than_the_rule_takes_change_no_bit(monkeypatch):
     assert len(looked) == assignment.LIMIT
 
 
-@pytest.mark.parametrize(("tokens", "experts", "visited"), [(12, 4, 2), (7, 4, 3), (5, 8, 1), (0, 4, 2), (3, 3, 3)])
-def test_round_robin_has_loads_that_differ_by_one_at_most(tokens, experts, visited):
-    chosen = round_robin(torch.randn(tokens, experts), visited)
-    assert chosen.tolist() == [[(token * visited + i) % experts for i in range(visited)] for token in range(tokens)]
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(12, 4, 2), (7, 4, 3), (5, 8, 1), (0, 4, 2), (3, 3, 3)])
+def test_round_robin_has_loads_that_differ_by_one_at_most(tokens, experts, top_k):
+    chosen = round_robin(torch.randn(tokens, experts), top_k)
+    assert chosen.tolist() == [[(token * top_k + i) % experts for i in range(top_k)] for token in range(tokens)]
     loads = torch.bincount(chosen.flatten(), minlength=experts)
     assert loads.max() - loads.min() <= 1

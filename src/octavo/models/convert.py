@@ -318,7 +318,7 @@ def other_model(different: str) -> InputError:
 def warn_of_other_weights(spec: ModelSpec) -> None:
     """Warn, once for a shape of experts, where Hugging Face's model weights experts otherwise than this decoder in evaluation.
 
-    It does after "sinkhorn", but for two or more visited experts with probabilities as they are, which its Qwen3-MoE can have.
+    It does after "sinkhorn", except for a top-k of 2 or more with probabilities as they are, which its Qwen3-MoE can have.
     """
     if spec.mixtures and spec.assignment == "sinkhorn":
         if spec.visited == 1:

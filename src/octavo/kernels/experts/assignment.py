@@ -3,7 +3,7 @@
 The iteration stops by a flag on the device, and the host reads it once in `STRIDE` steps: a GPU is waited for once a call in
 most cases, and the result does not depend on the stride. In a CUDA graph all `LIMIT` steps run, with the same result.
 
-Legend: T tokens, V experts that a token visits, E experts.
+Legend: T tokens, K experts of a token (`top_k`), E experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EPS = 1e-8
 @torch.compiler.disable
 @torch.no_grad()
 def sinkhorn_factors(logits: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Logarithms of the factors of the experts, float32 [E], of logits float32 [T, E]: tokens visit the largest sums of both.
+    """Logarithms of the factors of the experts, float32 [E], of logits float32 [T, E]: tokens go to the largest sums of both.
 
     The factors of tokens and experts that give exp(logits) rows of sum 1 / T and columns of sum 1 / E, found in turn. A
     token's own factor changes no order of its experts. counted: bool [T], the tokens that take part; all if absent. NaN and
@@ -64,13 +64,13 @@ def sinkhorn_factors(logits: Tensor, counted: Tensor | None = None) -> Tensor:
     return factors.log()
 
 
-def sinkhorn(logits: Tensor, visited: int, counted: Tensor | None = None) -> Tensor:
-    """Experts of each token by `sinkhorn_factors`: int64 [T, V]."""
+def sinkhorn(logits: Tensor, top_k: int, counted: Tensor | None = None) -> Tensor:
+    """Experts of each token by `sinkhorn_factors`: int64 [T, K]."""
     logits = logits.detach()
-    return torch.topk(logits + sinkhorn_factors(logits, counted), visited, dim=-1).indices
+    return torch.topk(logits + sinkhorn_factors(logits, counted), top_k, dim=-1).indices
 
 
-def round_robin(logits: Tensor, visited: int) -> Tensor:
-    """Experts V·t to V·t + V - 1 modulo E of token t, int64 [T, V]: loads that differ by one at most, whatever the logits."""
+def round_robin(logits: Tensor, top_k: int) -> Tensor:
+    """Experts K·t to K·t + K - 1 modulo E of token t, int64 [T, K]: loads that differ by one at most, whatever the logits."""
     tokens, experts = logits.shape
-    return torch.arange(tokens * visited, device=logits.device).remainder(experts).view(tokens, visited)
+    return torch.arange(tokens * top_k, device=logits.device).remainder(experts).view(tokens, top_k)
