@@ -265,6 +265,18 @@ def test_what_no_kernel_computes_is_named_once(te, capsys):
     said = capsys.readouterr().err
     assert said.count("core_attention_bias_type='alibi' runs in plain PyTorch, in float32") == 1
     assert said.count("softcap runs in plain PyTorch") == 1
+    q, k, v = drawn(1, 5, 3, groups=HEADS)
+    library, by_mask = "runs in PyTorch's scaled_dot_product_attention, and", "attention with a mask"
+    for _ in range(2):
+        core(q, k, v, window_size=(1, 1), attn_mask_type="no_mask")
+        core(q, k, v, torch.zeros(1, 1, 5, 3, dtype=torch.bool), attn_mask_type="arbitrary")
+        core(k, k, v, torch.zeros(1, 1, 1, 3, dtype=torch.bool), attn_mask_type="padding")
+        te.DotProductAttention(HEADS, (DIM, 4), qkv_format="bshd")(q, k, v[..., :4])
+        te.DotProductAttention(HEADS, DIM, qkv_format="bshd", attention_dropout=0.5)(q, k, v)
+    said = capsys.readouterr().err
+    for what in ("window_size=(1, 1)", "attn_mask_type='arbitrary'", "kv_channels of two sizes", "attention_dropout"):
+        assert said.count(f"{what} {library}") == 1
+    assert said.count(f"attn_mask_type='padding' runs in PyTorch's scaled_dot_product_{by_mask}") == 1
     kinds = {"attn_mask_type": "padding_causal", "cu_seqlens_q": ends((2,)), "cu_seqlens_kv": ends((2,))}
     te.DotProductAttention(HEADS, DIM, qkv_format="bshd", softmax_type="learnable")(*drawn(1, 3, 3, groups=HEADS), **kinds)
     assert not capsys.readouterr().err  # lengths and offsets have kernels
@@ -277,14 +289,14 @@ REFUSED = [
     ({}, {"attn_mask_type": "padding", "cu_seqlens_q": (2,), "cu_seqlens_kv": (2,)}, "of 1 sequences: there are 2 samples"),
     ({}, {"attn_mask_type": "padding", "cu_seqlens_q": (2, 2), "cu_seqlens_q_padded": (4, 4), "cu_seqlens_kv": (2, 2)},
      "go together"),
-    ({}, {"attn_mask_type": "padding", "cu_seqlens_kv": (2, 2)}, "give both"),
+    ({}, {"attn_mask_type": "padding", "cu_seqlens_kv": (2, 2)}, "cu_seqlens_kv without cu_seqlens_q: .* give both"),
     ({}, {"attn_mask_type": "padding", "softcap": 1.0}, "attention_mask of NoneType for the queries"),
     ({}, {"core_attention_bias_type": "post_scale_bias"}, "without core_attention_bias"),
     ({}, {"core_attention_bias": torch.zeros(1, 1, 4, 4)}, "with core_attention_bias"),
     ({}, {"core_attention_bias_type": "alib"}, "Did you mean 'alibi'"),
     ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 3, 4, 4)}, "1, 3, 4, 4"),
     ({}, {"alibi_slopes": torch.zeros(4)}, "pass 'alibi'"),
-    ({}, {"core_attention_bias_type": "alibi", "alibi_slopes": torch.zeros(3)}, r"alibi_slopes has the shape \[3\]"),
+    ({}, {"core_attention_bias_type": "alibi", "alibi_slopes": torch.zeros(3)}, r"alibi_slopes is torch.float32 \[3\]"),
     ({}, {"core_attention_bias_type": "alibi", "softcap": 1.0}, "softcap=1.0 with"),
     ({}, {"score_mod": max}, "score_mod"),
     ({}, {"inference_params": 1}, "inference_params"),
@@ -299,6 +311,111 @@ def test_refused(te, make, call, message):
     call = {name: ends(value) if "cu_seqlens" in name else value for name, value in call.items()}
     with pytest.raises(InputError, match=message):
         te.DotProductAttention(HEADS, DIM, **{"qkv_format": "bshd"} | make)(*drawn(2, 4, 4, groups=HEADS), **call)
+
+
+@pytest.mark.parametrize("order", ["bshd", "thd"])
+@pytest.mark.parametrize("keys", [9, 5, 3])
+def test_lengths_of_queries_alone_are_refused(te, order, keys):
+    """Also with as many keys: they may be of other tokens."""
+    q, k, v = drawn(1, 5, keys, groups=HEADS)
+    core = te.DotProductAttention(HEADS, DIM, qkv_format=order, attn_mask_type="padding", attention_type="cross")
+    with pytest.raises(InputError, match="cu_seqlens_q without cu_seqlens_kv: sequences are of queries and of keys"):
+        core(*(ordered(x, order) for x in (q, k, v)), cu_seqlens_q=ends((3,)))
+
+
+PADDED = {"cu_seqlens_q_padded": (4, 4), "cu_seqlens_kv_padded": (4, 4)}
+LENGTHS = {"cu_seqlens_q": (2, 3), "cu_seqlens_kv": (3, 1), "attn_mask_type": "padding"}
+CONTRADICTIONS = [
+    ({"max_seqlen_q": 3}, "max_seqlen_q=3, and the longest sequence has 4 tokens: give at least 4"),
+    ({"max_seqlen_kv": 3, "attn_mask_type": "no_mask"}, "max_seqlen_kv=3, and the longest sequence has 4"),
+    ({"max_seqlen_kv": 3, "softcap": 1.0}, "max_seqlen_kv=3, and the longest sequence has 4"),
+    ({"max_seqlen_q": 2} | LENGTHS, "max_seqlen_q=2, and the longest sequence has 3"),
+    ({"max_seqlen_kv": 2} | LENGTHS, "max_seqlen_kv=2, and the longest sequence has 3"),
+    ({"max_seqlen_q": 4.0}, "max_seqlen_q is float: give a whole number"),
+    ({"max_seqlen_q": True}, "max_seqlen_q is bool"),
+    ({"pad_between_seqs": True}, "True is of packed sequences"),
+    ({"pad_between_seqs": True} | LENGTHS, "True is of packed sequences"),
+    ({"pad_between_seqs": "no"}, "pad_between_seqs='no': give True"),
+    ({"cu_seqlens_q_padded": (4, 5), "cu_seqlens_kv_padded": (4, 4)} | LENGTHS,
+     r"cu_seqlens_q_padded=\[0, 4, 9\]: samples of 4 tokens begin at \[0, 4, 8\]"),
+    ({"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 5, 6)},
+     r"core_attention_bias is torch.float32 \[1, 1, 5, 6\]: give a tensor \[2 or 1, 4 or 1, 4 or 1, 4\]"),
+    ({"attention_mask": torch.zeros(3, 1, 4, 4, dtype=torch.bool), "attn_mask_type": "arbitrary"}, r"\[2 or 1, 4 or 1, 4, 4\]"),
+    ({"attention_mask": torch.zeros(2, 3, 4, 4, dtype=torch.bool), "attn_mask_type": "arbitrary", "softcap": 1.0},
+     r"\[2 or 1, 4 or 1, 4, 4\]"),
+    ({"attention_mask": torch.zeros(1, 2, 1, 4, 4, dtype=torch.bool), "attn_mask_type": "arbitrary"}, r"2 or 1, 4 or 1, 4, 4"),
+    ({"attention_mask": (torch.arange(4) >= torch.tensor([[2], [2]]))[:, None, None]} | LENGTHS,
+     "attention_mask of torch.bool .* beside cu_seqlens_q has other lengths"),
+    ({"attention_mask": torch.zeros(4, 4, dtype=torch.bool)} | LENGTHS, "beside cu_seqlens_q has other lengths"),
+    ({"softcap": -1.0}, "softcap=-1.0: give a finite number"),
+    ({"softcap": torch.nan}, "softcap=nan"),
+    ({"checkpoint_core_attention": "yes"}, "checkpoint_core_attention = 'yes' is neither"),
+    ({"bottom_right_diagonal": "yes"}, "bottom_right_diagonal = 'yes' is neither"),
+    ({"core_attention_bias_type": "alibi", "alibi_slopes": [1.0] * 4}, r"alibi_slopes is list: give a tensor \[4\]"),
+    ({"core_attention_bias_type": "pre_scale_bias", "core_attention_bias": 0.5}, "core_attention_bias is float: give a tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), CONTRADICTIONS, ids=[message for _, message in CONTRADICTIONS])
+def test_arguments_that_contradict_the_tensors_or_each_other_are_refused(te, call, message):
+    call = {name: ends(value) if name in (*PADDED, *LENGTHS) and "cu_" in name else value for name, value in call.items()}
+    with pytest.raises(InputError, match=message):
+        te.DotProductAttention(HEADS, DIM, qkv_format="bshd")(*drawn(2, 4, 4, groups=HEADS), **call)
+
+
+def test_arguments_that_agree_change_nothing(te):
+    core = te.DotProductAttention(HEADS, DIM, qkv_format="bshd", attn_mask_type="padding")
+    inputs = drawn(2, 4, 4, groups=HEADS)
+    call = {name: ends(value) for name, value in LENGTHS.items() if "cu_" in name}
+    wanted = core(*inputs, **call)
+    masks = tuple(
+        (torch.arange(4) >= torch.tensor(LENGTHS[f"cu_seqlens_{side}"])[:, None])[:, None, None] for side in ("q", "kv")
+    )
+    for more in (
+        {"max_seqlen_q": 3, "max_seqlen_kv": torch.tensor(3), "pad_between_seqs": False},
+        {name: ends(value) for name, value in PADDED.items()},
+        {"attention_mask": masks},
+    ):
+        assert torch.equal(core(*inputs, **call, **more), wanted)
+    padded = core(*inputs, masks[0], max_seqlen_q=3)  # of keys too: the longest of its samples
+    assert torch.equal(padded, core(*inputs, masks[0]))
+    with pytest.raises(InputError, match="max_seqlen_q=2, and the longest sequence has 3"):
+        core(*inputs, masks[0], max_seqlen_q=2)
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 1.0}, {n: ends(v) for n, v in LENGTHS.items() if "cu_" in n}], ids=str)
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ((2, 4, 3, DIM), (2, 4, 3, DIM), "4 and 3 heads: the layer has num_attention_heads=4 and num_gqa_groups=4"),
+        ((3, 4, 4, DIM), (3, 4, 4, DIM), r"are \[2, 4, 4, 8\], \[3, 4, 4, 8\] and \[3, 4, 4, 8\]: give \[B, T, H, D\]"),
+        ((1, 4, 4, DIM), (1, 4, 4, DIM), r"with one B, keys and values of one T"),
+        ((2, 4, 4, DIM), (2, 3, 4, DIM), r"and \[2, 3, 4, 8\]: give"),
+        ((2, 4, 4, 6), (2, 4, 4, DIM), r"\[2, 4, 4, 6\] and"),
+    ],
+    ids=["heads", "samples", "one sample", "values", "sizes"],
+)
+def test_tensors_that_do_not_fit_are_refused(te, key, value, message, more):
+    call = more | ({"attn_mask_type": "padding"} if "cu_seqlens_q" in more else {})
+    core = te.DotProductAttention(HEADS, DIM, qkv_format="bshd")
+    with pytest.raises(InputError, match=message):
+        core(torch.randn(2, 4, HEADS, DIM), torch.randn(key), torch.randn(value), **call)
+    with pytest.raises(InputError, match=r"float32, torch\.float64: give one dtype"):
+        core(*(torch.randn(2, 4, HEADS, DIM) for _ in range(2)), torch.randn(2, 4, HEADS, DIM).double(), **call)
+
+
+def test_padding_between_packed_sequences_is_said_truly(te):
+    core = te.DotProductAttention(HEADS, DIM, qkv_format="thd", attn_mask_type="padding")
+    inputs, lengths, gaps = [x[0] for x in drawn(1, 8, 8, groups=HEADS)], ends((2, 3)), ends((4, 4))
+    call = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
+    places = {"cu_seqlens_q_padded": gaps, "cu_seqlens_kv_padded": gaps}
+    with pytest.raises(InputError, match="True without the places of the sequences: give cu_seqlens_q_padded"):
+        core(*inputs, **call, pad_between_seqs=True)
+    with pytest.raises(InputError, match="False, and by cu_seqlens_q_padded there is padding between them"):
+        core(*inputs, **call, **places, pad_between_seqs=False)
+    assert torch.equal(core(*inputs, **call, **places), core(*inputs, **call, **places, pad_between_seqs=True))
+    tight = {"cu_seqlens_q_padded": lengths, "cu_seqlens_kv_padded": lengths}
+    assert torch.equal(core(*inputs, **call, **tight, pad_between_seqs=False), core(*inputs, **call))
 
 
 def test_lengths_that_are_none_are_refused(te):
@@ -324,10 +441,27 @@ def test_lengths_that_are_none_are_refused(te):
         biased(*drawn(2, 3, 3, groups=HEADS), first, attn_mask_type="padding")
 
 
-def test_lengths_changed_in_place_are_read_again(te):
-    core = te.DotProductAttention(HEADS, DIM, qkv_format="bshd", attn_mask_type="padding")
-    inputs, lengths = drawn(2, 4, 4, groups=HEADS), ends((2, 3))
-    call = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
-    assert not core(*inputs, **call)[0, 2:].any()
-    lengths.copy_(ends((3, 3)))
-    assert core(*inputs, **call)[0, 2].any()
+def written(tensor, value):
+    """By a way that autograd's version of the tensor does not show."""
+    tensor.data.copy_(value)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, written], ids=["copy_", ".data"])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_lengths_written_between_calls_are_those_of_each_forward(te, write, again, cap):
+    core = te.DotProductAttention(HEADS, DIM, qkv_format="bshd", attn_mask_type="padding", softcap=cap)
+    lengths, mask = ends((2, 3)), (torch.arange(4) >= torch.tensor([[2], [3]]))[:, None, None]
+    other, other_mask = ends((3, 4)), (torch.arange(4) >= torch.tensor([[3], [4]]))[:, None, None]
+    for tensor, changed, call in (
+        (lengths, other, {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}),
+        (mask, other_mask, {"attention_mask": mask}),
+    ):
+        inputs = drawn(2, 4, 4, groups=HEADS)
+        first = core(*inputs, **call, checkpoint_core_attention=again)
+        write(tensor, changed)
+        assert not first[0, 2:].any()
+        first.sum().backward()  # of the lengths of its forward
+        assert not inputs[2].grad[0, 2:].any()
+        assert inputs[2].grad[0, :2].any()
+        assert core(*inputs, **call, checkpoint_core_attention=again)[0, 2].any()

@@ -298,7 +298,31 @@ def test_refused_by_name(te):
         with pytest.raises(InputError, match=rf"{name}.forward\(inference_params=1\)"):
             layer(x, inference_params=1, encoder_output=x if layer is decoder else None)
     packed = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="thd", attn_mask_type="padding")
-    with pytest.raises(InputError, match="sequences take cu_seqlens_q"):
+    with pytest.raises(InputError, match="no cu_seqlens_q and cu_seqlens_kv: sequences are"):
         packed(x[:, 0])
     with pytest.raises(InputError, match="angles are there for 4 positions: a token has position 4"):
         packed(plain.fresh(5, HIDDEN), cu_seqlens_q=ends((5,)), rotary_pos_emb=te.RotaryPositionEmbedding(DIM)(4))
+    packed_rows = plain.fresh(7, HIDDEN)
+    with pytest.raises(InputError, match=r"table of shape \[1, 5, 8\]: give \(cos, sin\), each \[1 or 1, 7, 8\]"):
+        packed(packed_rows, cu_seqlens_q=ends((5,)), rotary_pos_emb=(torch.rand(1, 5, DIM), torch.rand(1, 5, DIM)))
+    with pytest.raises(InputError, match="max_seqlen_q=4, and the longest sequence has 5"):
+        packed(packed_rows, cu_seqlens_q=ends((5,)), max_seqlen_q=4)
+    encoded = plain.fresh(5, 2, HIDDEN)
+    with pytest.raises(InputError, match="max_seqlen_kv=4, and the longest sequence has 5"):
+        decoder(x, encoder_output=encoded, max_seqlen_q=3, max_seqlen_kv=4)
+    with pytest.raises(InputError, match=r"are \[2, 3, 4, 8\], \[1, 5, 4, 8\]"):
+        decoder(x, encoder_output=encoded[:, :1])
+    for rotary in ("x", (torch.rand(9, 1, 1, DIM),), 3):
+        for interleaved in (False, True):
+            layer = te.MultiheadAttention(HIDDEN, HEADS, rotary_pos_interleaved=interleaved)
+            with pytest.raises(InputError, match=r"rotary_pos_emb is|rotary angles are"):
+                layer(x, rotary_pos_emb=rotary)
+
+
+def test_angles_of_padded_places_that_end_behind_the_tokens(te):
+    """The last place has no padding, and its end says otherwise: a sequence fits all the same."""
+    layer = te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal")
+    x, angles = plain.fresh(7, HIDDEN), te.RotaryPositionEmbedding(DIM)(9)
+    call = {"cu_seqlens_q": ends((3, 3)), "rotary_pos_emb": angles}
+    wide = layer(torch.cat((x, x[:1])), cu_seqlens_q_padded=ends((4, 4)), **call)
+    torch.testing.assert_close(layer(x, cu_seqlens_q_padded=ends((4, 4)), **call), wide[:7])

@@ -110,10 +110,37 @@ def test_refused(te):
         "'thd' is of 3 dimensions": {"tensor_format": "thd"},
         "cp_size=2: ranks share": {"cp_size": 2, "start_positions": torch.zeros(2).int()},
         "for 8 positions: a token has position 9": {"start_positions": torch.tensor([0, 2])},
-        r"rotary angles are \[8, 16\]": {"freqs": angles[:, 0, 0]},
+        r"start_positions are torch.int64 \[1\]: give torch.int32 \[2\], one for each": {"start_positions": torch.tensor([0])},
+        r"start_positions are torch.int64 \[3\]": {"start_positions": torch.tensor([0, 0, 0])},
+        r"start_positions are torch.float32 \[2\]": {"start_positions": torch.zeros(2)},
+        r"start_positions are torch.bool \[2\]": {"start_positions": torch.zeros(2).bool()},
+        "start_positions are list": {"start_positions": [0, 0]},
+        r"start_positions=\[0, -1\]: positions begin at 0, and one is -1": {"start_positions": torch.tensor([0, -1])},
+        "cp_rank=2 with cp_size=2: ranks are 0 to 1": {"cp_size": 2, "cp_rank": 2},
+        "cp_rank=1 with cp_size=1": {"cp_rank": 1},
+        "cp_rank=-1: give a whole number of at least 0": {"cp_size": 2, "cp_rank": -1},
+        "cp_size=0: give a whole number of at least 1": {"cp_size": 0},
+        "cp_size=1.0: give a whole number": {"cp_size": 1.0},
+        "for 8 positions: a token has position 15": {"cp_size": 2},
+        "7 tokens of a rank with cp_size=2: they are two chunks": {"cp_size": 2, "t": t[:7]},
+        r"rotary angles are torch.float32 \[8, 16\]": {"freqs": angles[:, 0, 0]},
+        r"rotary angles are torch.int64 \[8, 1, 1, 16\]": {"freqs": angles.long()},
         "rotary angles of 20 columns: give an even number of at most 16": {"freqs": torch.zeros(8, 1, 1, 20)},
+        "rotary angles of 0 columns": {"freqs": torch.zeros(8, 1, 1, 0)},
+        r"t is torch.int64 \[8, 2, 3, 16\]": {"t": t.long()},
+        "cu_seqlens with tensor_format 'sbhd': they are of packed": {"cu_seqlens": ends((4, 4))},
     }.items():
         with pytest.raises(InputError, match=message):
-            apply_rotary_pos_emb(t, **{"freqs": angles} | call)
+            apply_rotary_pos_emb(**{"t": t, "freqs": angles} | call)
     with pytest.raises(InputError, match="'thd' takes cu_seqlens"):
         apply_rotary_pos_emb(t[:, 0], angles, "thd")
+    for message, call in {
+        r"start_positions are torch.int64 \[1\]: give torch.int32 \[2\]": {"start_positions": torch.tensor([1])},
+        "positions begin at 0, and one is -2": {"start_positions": torch.tensor([1, -2])},
+        "for 8 positions: a token has position 10": {"start_positions": torch.tensor([0, 6])},
+        "cu_seqlens: sequences end at token 9, and there are 8": {"cu_seqlens": ends((3, 6))},
+        r"cu_seqlens: sequence 0 has 6 tokens, and 2 ranks share it in 4 chunks": {"cu_seqlens": ends((6, 10)), "cp_size": 2},
+        "cp_rank=3 with cp_size=2": {"cp_size": 2, "cp_rank": 3},
+    }.items():
+        with pytest.raises(InputError, match=message):
+            apply_rotary_pos_emb(t[:, 0], angles, "thd", **{"cu_seqlens": ends((3, 5))} | call)

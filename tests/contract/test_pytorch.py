@@ -24,7 +24,7 @@ NAMES = (
     Name("torch.ops.aten._unsafe_view", ("nn/norm.py", "nn/mlp.py"), "a result that is no view of what autograd saved"),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", ("kernels/gemm.py",), "whether this CPU has products in bf16"),
     Name("torch.Tensor._make_subclass", ("parallel/deferred_init.py",), "a parameter of a subclass, with its class"),
-    Name("torch.Tensor._version", ("fp8/buffers.py", "compat/te/sequences.py"), "whether somebody wrote a tensor since"),
+    Name("torch.Tensor._version", ("fp8/buffers.py",), "whether somebody wrote a tensor since"),
     Name("torch.nn.modules.module._has_any_global_hook", ("kernels/autograd.py",), _HOOKS, ()),
     Name("torch.nn.modules.module._IncompatibleKeys", ("compat/smp/state_dicts.py",), "what `load_state_dict` returns"),
     Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),

@@ -282,3 +282,19 @@ def test_a_scale_that_short_attention_refuses(scale):
     layer.core_attention.softmax_scale = scale
     with pytest.raises(octavo.errors.InputError, match=f"softmax_scale = {scale}: .* more than 0"):
         layer(torch.randn(1, 3, 32).bfloat16())
+
+
+@pytest.mark.parametrize("order", ["bshd", "sbhd"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [((2, 5, 3, 8), (2, 5, 3, 8)), ((1, 5, 4, 8), (1, 5, 4, 8)), ((2, 5, 4, 8), (2, 4, 4, 8)), ((2, 5, 4, 6), (2, 5, 4, 6)),
+     ((2, 5, 4, 8), (2, 5, 2, 8)), ((2, 5, 8), (2, 5, 8))],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(order, key, value):
+    """Some of PyTorch's kernels compute them all the same."""
+    inputs = [torch.randn(shape) for shape in ((2, 5, 4, 8), key, value)]
+    inputs = [x.transpose(0, 1) for x in inputs] if order == "sbhd" else inputs
+    layer = attention.DotProductAttention(4, 8, qkv_format=order)
+    for kind in ("causal", "no_mask"):
+        with pytest.raises(InputError, match=r"query, key and value are .*: give \["):
+            layer(*inputs, attn_mask_type=kind)

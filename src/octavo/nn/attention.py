@@ -161,6 +161,8 @@ class DotProductAttention(nn.Module):
         if te_arguments:
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
         check_input(self, query_layer, key_layer, value_layer, dtypes=FLOATS_OF_PYTORCH)
+        taken = isinstance(attention_mask, Attending)  # samples first
+        _check_shapes(query_layer, key_layer, value_layer, first=self.sequence_first and not taken)
         if isinstance(attention_mask, Attending):
             made: Tensor = attention_mask.core(self, query_layer, key_layer, value_layer)
             return made
@@ -177,6 +179,19 @@ class DotProductAttention(nn.Module):
         with self.draws() if dropout else contextlib.nullcontext():
             out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context, handover=handover)
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, first: bool) -> None:
+    """Raise an InputError unless samples, tokens and heads fit: not every kernel does for others."""
+    sample = 1 if first else 0
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    fits = fits and q.shape[sample] == k.shape[sample] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+    if not fits:
+        order = "T, B" if first else "B, T"
+        raise InputError(
+            f"query, key and value are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}: give [{order}, H, D] and twice "
+            f"[{order}, G, D], with one B, keys and values of one T, and H a multiple of G."
+        )
 
 
 def _norm_of_heads(

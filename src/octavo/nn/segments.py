@@ -29,6 +29,9 @@ from octavo.kernels.autograd import attention_begins, refuse_second_derivative
 from octavo.nn.attend import MASKED_PAIRS, scaled_dot_product
 from octavo.nn.scores import NOTHING, Scores, plain_attention
 
+LIBRARY, PLAIN = "PyTorch's scaled_dot_product_attention", "plain PyTorch, in float32"
+"""Ways without a kernel of Octavo's, by name."""
+
 
 class Segment(NamedTuple):
     """Samples b0 … b1: their queries q0 … q1 have the keys k0 … k1, the ends not included."""
@@ -94,7 +97,7 @@ class Sight(NamedTuple):
 
 def attend_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], sight: Sight, *, scale: float, scores: Scores = NOTHING,
-    mask: Tensor | None = None, dropout: float = 0.0, top: bool = False,
+    mask: Tensor | None = None, dropout: float = 0.0, top: bool = False, told: Callable[[str], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out [B, Tq, H, Dv], 0 without a key, and with `top` the largest logit of each head, float32 [H]; differentiable once.
 
@@ -107,6 +110,7 @@ def attend_segments(
         mask: bool [B or 1, H or 1, Tq, Tk], True where a query attends to a key, for one segment of all queries and keys.
         dropout: the probability with which a softmax's value is dropped.
         top: also give the largest logits.
+        told: called with `LIBRARY` or `PLAIN` if that computes it.
     """
     plain = top or scores.beyond_sink() or (scores.sink is not None and (dropout or mask is not None))
     if not (plain or dropout or mask is not None) and v.shape[-1] == q.shape[-1]:
@@ -116,6 +120,8 @@ def attend_segments(
             whole: Tensor = _Segments.apply(q, k, v, scores.sink, spans, sight.window, scale)
             return whole, None
     plain = plain or scores.sink is not None
+    if told is not None:
+        told(PLAIN if plain else LIBRARY)
     cut = _cut(q, [segment[:4] for segment in segments]), *(_cut(x, [(*s[:2], *s[4:]) for s in segments]) for x in (k, v))
     made: list[Tensor] = []
     tops = [torch.full((q.shape[2],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)]

@@ -231,6 +231,12 @@ def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
     Raises:
         InputError: the angles do not fit samples, tokens or heads, or are different for queries and keys.
     """
+    pair = isinstance(rotary, tuple) and len(rotary) in (2, 3) and all(isinstance(table, Tensor) for table in rotary[:2])
+    if not (rotary is None or isinstance(rotary, Tensor) or pair):
+        raise InputError(
+            f"rotary_pos_emb is {type(rotary).__name__}: give (cos, sin), each [batch or 1, sequence, columns], or Transformer "
+            "Engine's tensor of angles [sequence, 1, 1, columns]."
+        )
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
     if rotary is None:

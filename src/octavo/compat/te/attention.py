@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.compat.te.core import Call, Settings, set_softmax
+from octavo.compat.te.call import Settings
+from octavo.compat.te.core import Call, set_softmax
 from octavo.compat.te.cross import make_cross
 from octavo.compat.te.device import default_device
 from octavo.compat.te.layers import Kind
@@ -81,11 +82,12 @@ def _taken(values: dict[str, Any]) -> dict[str, Any]:
 
 def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple[Any, str | None]:
     """What stands for `attention_mask` in the layer of `octavo.nn`, and its mask type. x: its hidden states."""
-    tokens = (x.shape[1], x.shape[0]) if attention.sequence_first else (x.shape[0], x.shape[1])
-    apart = isinstance(rotary, tuple) and rotary[0].dim() == 4 and rotary[0] is not rotary[1]  # other angles for keys
-    if apart or _special(attention) or not call.is_plain(attention.core_attention, tokens[1], tokens[1]):
+    batch, tokens = (x.shape[1], x.shape[0]) if attention.sequence_first else (x.shape[0], x.shape[1])
+    apart = isinstance(rotary, tuple) and len(rotary) == 2 and rotary[0] is not rotary[1]
+    apart = apart and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # others for keys
+    if apart or _special(attention) or not call.is_plain(attention.core_attention, tokens, tokens):
         return call, None
-    return call.native(tokens, x.device)
+    return call.native(batch, attention.heads, tokens, tokens, x.device)
 
 
 class DotProductAttention(Stateless, _attention.DotProductAttention, metaclass=Kind):
@@ -171,6 +173,14 @@ class DotProductAttention(Stateless, _attention.DotProductAttention, metaclass=K
                 raise InputError(
                     f"qkv_format={order!r} with a tensor {list(part.shape)}: it has {3 if packed else 4} dimensions."
                 )
+        if not parts[0].dtype == parts[1].dtype == parts[2].dtype:
+            found = ", ".join(str(part.dtype) for part in parts)
+            raise InputError(f"query_layer, key_layer and value_layer are {found}: give one dtype.")
+        if parts[0].shape[-2] != self.heads or parts[1].shape[-2] != self.groups:
+            raise InputError(
+                f"query_layer and key_layer of {parts[0].shape[-2]} and {parts[1].shape[-2]} heads: the layer has "
+                f"num_attention_heads={self.heads} and num_gqa_groups={self.groups}."
+            )
         q, k, v = (x[None] if packed else x.transpose(0, 1) if order == "sbhd" else x for x in parts)
         made: Any = super().forward(q, k, v, call)
         out, top = made if isinstance(made, tuple) else (made, None)
@@ -251,7 +261,7 @@ class MultiheadAttention(Stateful, _attention.MultiheadAttention, metaclass=Kind
         encoded = _batched(encoder_output, first, self.packed) if self.attention_type == "cross" else None
         call, rest = Call.of(
             self.settings, attn_mask_type, window_size, bottom_right_diagonal, attention_mask, arguments, packed=self.packed,
-            encoded=encoded,
+            encoded=encoded, own_keys=self.attention_type == "self",
         )  # fmt: skip
         rest |= {"inference_params": inference_params, "encoder_output": None if encoded is not None else encoder_output}
         x = hidden_states[None] if self.packed else hidden_states
@@ -358,10 +368,12 @@ class TransformerLayer(Stateful, _block.TransformerLayer, metaclass=Kind):
             own |= {
                 "cu_seqlens_kv": arguments.get("cu_seqlens_q"),
                 "cu_seqlens_kv_padded": arguments.get("cu_seqlens_q_padded"),
+                "max_seqlen_kv": arguments.get("max_seqlen_q"),
             }
         call, rest = Call.of(
-            self.settings, self_attn_mask_type, window_size, bottom_right_diagonal, attention_mask, own, packed=self.packed
-        )
+            self.settings, self_attn_mask_type, window_size, bottom_right_diagonal, attention_mask, own, packed=self.packed,
+            own_keys=True,
+        )  # fmt: skip
         rest["inference_params"] = inference_params
         if not decodes:
             rest |= {

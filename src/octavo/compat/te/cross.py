@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from octavo.compat.te.parts import separate_rows
+from octavo.errors import InputError
 from octavo.nn.linear import LayerNormLinear, Linear
+from octavo.nn.norm import forward_residual
 
 
 def make_cross(attention: Any, *, fused: bool) -> None:
@@ -33,3 +37,22 @@ def make_cross(attention: Any, *, fused: bool) -> None:
         separate_rows(attention.key_value, ("key", "value"))
         if attention.input_layernorm:
             separate_rows(attention.layernorm_query, ("query",))
+
+
+def crossed(
+    layer: Any, x: Tensor, delta: Tensor | None, encoded: Tensor | None, first: bool | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The stream, queries of x [B, T, H, D], keys and values of the encoder's output [B, Tk, G, D]."""
+    if encoded is None:
+        raise InputError("cross-attention takes encoder_output: give hidden states of the encoder.")
+    if layer.input_layernorm:
+        h, q = forward_residual(layer.layernorm_query, x, delta, first)
+    else:
+        h = x if delta is None else x + delta
+        q = layer.query_layer(h, first)
+    joint = layer.key_value(encoded, first)
+    if layer.grouped:
+        k, v = joint.unflatten(-1, (layer.groups, 2 * layer.head_dim)).chunk(2, -1)
+    else:
+        k, v = joint.unflatten(-1, (2 * layer.groups, layer.head_dim)).chunk(2, -2)
+    return h, q.unflatten(-1, (layer.heads, layer.head_dim)), k, v

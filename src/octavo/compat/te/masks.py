@@ -39,7 +39,7 @@ def without_effect(kind: str) -> None:
 
 
 def mask_and_type(
-    kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int], device: torch.device
+    kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int, int], device: torch.device
 ) -> tuple[Tensor | None, str]:
     """(the mask for `octavo.nn`, bool [B or 1, H or 1, T, T] or None; its mask type for a call without a mask).
 
@@ -47,7 +47,7 @@ def mask_and_type(
         kind: Transformer Engine's mask type.
         mask: bool [B, 1, 1, T] for padding, any shape that broadcasts to [B, H, T, T] for "arbitrary".
         window: (left, right) keys around each query, -1 for all.
-        shape: B, T.
+        shape: B, H, T.
 
     Raises:
         InputError: an unknown type, a mask of another dtype or shape, a type without its mask.
@@ -63,23 +63,30 @@ def mask_and_type(
             without_effect(kind)
         if left < 0 and (causal or right < 0):
             return None, base
-        return _allowed(shape[1], left, right, device)[None, None], base
+        return _allowed(shape[2], left, right, device)[None, None], base
     excluded = _checked(kind, mask, shape)
     allowed = ~excluded
     if left >= 0 or right >= 0:
-        allowed = allowed & _allowed(shape[1], left, right, device)
+        allowed = allowed & _allowed(shape[2], left, right, device)
     if not kind.startswith("arbitrary"):
-        allowed = allowed & allowed.new_ones(1, 1, shape[1], 1)  # [B, 1, T, T]
+        allowed = allowed & allowed.new_ones(1, 1, shape[2], 1)  # [B, 1, T, T]
         allowed = allowed & ~excluded.transpose(-1, -2)  # padding attends to nothing
     return allowed, base
 
 
-def _checked(kind: str, mask: Any, shape: tuple[int, int]) -> Tensor:
-    tokens = shape[1]
+def is_arbitrary(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> bool:
+    """True if it is bool and of a shape that broadcasts to [batch, heads, queries, keys], with all queries and keys."""
+    leading = (1,) * (4 - mask.dim()) + tuple(mask.shape[:-2])
+    fits = mask.dtype == torch.bool and 2 <= mask.dim() <= 4 and mask.shape[-2:] == (queries, keys)
+    return fits and leading[0] in (1, batch) and leading[1] in (1, heads)
+
+
+def _checked(kind: str, mask: Any, shape: tuple[int, int, int]) -> Tensor:
+    batch, heads, tokens = shape
     if isinstance(mask, tuple):
         if len(mask) != 2:
             raise InputError(f"attention_mask is {len(mask)} masks: give one, or two of queries and keys.")
-        mask = mask[1]  # both are one: others are of `octavo.compat.te.core`
+        mask = mask[1]  # both are one: others are of `octavo.compat.te.call`
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         shown = type(mask).__name__ if not isinstance(mask, Tensor) else mask.dtype
         raise InputError(
@@ -87,10 +94,11 @@ def _checked(kind: str, mask: Any, shape: tuple[int, int]) -> Tensor:
             "attended to."
         )
     if kind == "arbitrary":
-        if mask.shape[-2:] != (tokens, tokens):
-            raise InputError(f"attention_mask has the shape {list(mask.shape)}: 'arbitrary' takes [B, H, {tokens}, {tokens}].")
+        if not is_arbitrary(mask, batch, heads, tokens, tokens):
+            takes = f"[{batch} or 1, {heads} or 1, {tokens}, {tokens}]"
+            raise InputError(f"attention_mask has the shape {list(mask.shape)}: 'arbitrary' takes {takes}.")
         return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    wanted = (shape[0], 1, 1, tokens)
+    wanted = (batch, 1, 1, tokens)
     if tuple(mask.shape) not in (wanted, (1, *wanted[1:])):
         raise InputError(f"attention_mask has the shape {list(mask.shape)}: {kind!r} takes {list(wanted)}.")
     return mask

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compat.te.device import default_device
-from octavo.compat.te.sequences import chunks, cumulative, positions
+from octavo.compat.te.sequences import INTEGERS, chunks, cumulative, positions, shown
 from octavo.errors import InputError, unknown
 from octavo.nn.rotary import rotate
 
@@ -58,11 +58,35 @@ class RotaryPositionEmbedding(nn.Module):
 
 def check_angles(freqs: Any, head_dim: int) -> None:
     """Raise an InputError unless they are [positions, 1, 1, Dr], with an even Dr of at most `head_dim`."""
-    if not isinstance(freqs, Tensor) or freqs.dim() != 4 or freqs.shape[1:3] != (1, 1):
-        shown = list(freqs.shape) if isinstance(freqs, Tensor) else type(freqs).__name__
-        raise InputError(f"rotary angles are {shown}: give [positions, 1, 1, columns], as RotaryPositionEmbedding does.")
-    if freqs.shape[-1] > head_dim or freqs.shape[-1] % 2:
+    if not isinstance(freqs, Tensor) or freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or not freqs.is_floating_point():
+        raise InputError(
+            f"rotary angles are {shown(freqs)}: give numbers [positions, 1, 1, columns], as RotaryPositionEmbedding does."
+        )
+    if freqs.shape[-1] > head_dim or freqs.shape[-1] % 2 or not freqs.shape[-1]:
         raise InputError(f"rotary angles of {freqs.shape[-1]} columns: give an even number of at most {head_dim}, a head's.")
+
+
+def _starts(given: Any, sequences: int) -> Tensor | None:
+    """start_positions on the host, int [sequences]; an InputError unless they are."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) or given.dtype not in INTEGERS or tuple(given.shape) != (sequences,):
+        raise InputError(f"start_positions are {shown(given)}: give torch.int32 [{sequences}], one for each sequence.")
+    starts = given.cpu()
+    if sequences and int(starts.min()) < 0:
+        raise InputError(f"start_positions={starts.tolist()[:8]}: positions begin at 0, and one is {int(starts.min())}.")
+    return starts
+
+
+def _check_shared(size: Any, rank: Any, starts: Any) -> None:
+    """Raise an InputError unless `rank` is one of `size` ranks, whose sequences have no start positions."""
+    for name, value, least in (("cp_size", size, 1), ("cp_rank", rank, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={value!r}: give a whole number of at least {least}.")
+    if rank >= size:
+        raise InputError(f"cp_rank={rank} with cp_size={size}: ranks are 0 to {size - 1}.")
+    if size > 1 and starts is not None:
+        raise InputError(f"start_positions with cp_size={size}: ranks share sequences that begin at position 0. Leave one out.")
 
 
 def tables(freqs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,34 +134,37 @@ def apply_rotary_pos_emb(
     each sequence, in 2 · cp_size chunks, of which this one has two.
 
     Raises:
-        InputError: another format, angles that do not fit, positions beyond them, or start positions of shared sequences.
+        InputError: another format, angles that do not fit, positions beyond them, start positions that are not one for each
+            sequence or are negative, start positions of shared sequences, or a rank that is none of `cp_size`.
     """
     if tensor_format not in FORMATS:
         raise unknown("tensor_format", str(tensor_format), FORMATS)
-    packed = tensor_format == "thd"
-    if t.dim() != (3 if packed else 4):
+    packed, first = tensor_format == "thd", tensor_format == "sbhd"
+    if not isinstance(t, Tensor) or t.dim() != (3 if packed else 4) or not t.is_floating_point():
         raise InputError(
-            f"t has the shape {list(t.shape)}: tensor_format {tensor_format!r} is of {3 if packed else 4} dimensions."
+            f"t is {shown(t)}: tensor_format {tensor_format!r} is of {3 if packed else 4} dimensions, and of floating point."
         )
-    if cp_size > 1 and start_positions is not None:
-        raise InputError(
-            f"start_positions with cp_size={cp_size}: ranks share sequences that begin at position 0. Leave one out."
-        )
+    _check_shared(cp_size, cp_rank, start_positions)
     check_angles(freqs, t.shape[-1])
     if packed:
         if cu_seqlens is None:
             raise InputError("tensor_format 'thd' takes cu_seqlens, where sequences begin and end.")
         ends = cumulative("cu_seqlens", cu_seqlens)
+        starts = _starts(start_positions, len(ends) - 1)
         at = positions(ends, len(t), parts=cp_size, part=cp_rank)
-        if start_positions is not None:
-            starts = start_positions.cpu()
+        if starts is not None and len(starts):
             number = torch.bucketize(torch.arange(len(t)), torch.tensor(ends[1:]), right=True).clamp(max=len(starts) - 1)
             at = torch.where(at < 0, at, at + starts[number])
         return turned(t[None], tables(freqs, at[None]), interleaved=interleaved)[0].contiguous()
-    first = tensor_format == "sbhd"
-    at = chunks(t.shape[0 if first else 1], cp_size, cp_rank)[None]
-    if start_positions is not None:
-        at = at + start_positions.cpu()[:, None]
+    if cu_seqlens is not None:
+        raise InputError(
+            f"cu_seqlens with tensor_format {tensor_format!r}: they are of packed sequences, 'thd'. Leave one out."
+        )
+    tokens, samples = (t.shape[0], t.shape[1]) if first else (t.shape[1], t.shape[0])
+    starts = _starts(start_positions, samples)
+    at = chunks(tokens, cp_size, cp_rank)[None]
+    if starts is not None:
+        at = at + starts[:, None]
     cos, sin = tables(freqs, at)
     if first:  # samples and tokens change places in the tables: t keeps its order
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
