@@ -374,6 +374,7 @@ def test_arguments_that_agree_change_nothing(te):
     for more in (
         {"max_seqlen_q": 3, "max_seqlen_kv": torch.tensor(3), "pad_between_seqs": False},
         {name: ends(value) for name, value in PADDED.items()},
+        {f"{name}_padded": value for name, value in call.items()},  # no padding between sequences
         {"attention_mask": masks},
     ):
         assert torch.equal(core(*inputs, **call, **more), wanted)
@@ -409,11 +410,13 @@ def test_padding_between_packed_sequences_is_said_truly(te):
     inputs, lengths, gaps = [x[0] for x in drawn(1, 8, 8, groups=HEADS)], ends((2, 3)), ends((4, 4))
     call = {"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths}
     places = {"cu_seqlens_q_padded": gaps, "cu_seqlens_kv_padded": gaps}
-    with pytest.raises(InputError, match="True without the places of the sequences: give cu_seqlens_q_padded"):
+    with pytest.raises(InputError, match="True without the places of the sequences, which are shorter than the tokens"):
         core(*inputs, **call, pad_between_seqs=True)
     with pytest.raises(InputError, match="False, and by cu_seqlens_q_padded there is padding between them"):
         core(*inputs, **call, **places, pad_between_seqs=False)
     assert torch.equal(core(*inputs, **call, **places), core(*inputs, **call, **places, pad_between_seqs=True))
+    short = [x[:5] for x in inputs]  # no room for padding
+    assert torch.equal(core(*short, **call, pad_between_seqs=True), core(*short, **call))
     tight = {"cu_seqlens_q_padded": lengths, "cu_seqlens_kv_padded": lengths}
     assert torch.equal(core(*inputs, **call, **tight, pad_between_seqs=False), core(*inputs, **call))
 

@@ -184,8 +184,11 @@ class Given:
             if given is not None:
                 check_longest(name, given, longest)
 
-    def _check_padding(self, padded: dict[str, bool]) -> None:
-        """Raise an InputError unless pad_between_seqs is true. padded: by `_PLACES`, True where sequences have gaps."""
+    def _check_padding(self, padded: dict[str, bool], *, full: bool = False) -> None:
+        """Raise an InputError unless pad_between_seqs is true.
+
+        padded: by `_PLACES`, True where sequences have gaps. full: sequences leave no token for padding.
+        """
         pads = self.given.get("pad_between_seqs")
         if pads is None:
             return
@@ -195,9 +198,10 @@ class Given:
             raise InputError(
                 'pad_between_seqs=True is of packed sequences ("thd"): samples have their padding by lengths or masks.'
             )
-        if pads and not padded:
+        if pads and not padded and not full:
             raise InputError(
-                "pad_between_seqs=True without the places of the sequences: give cu_seqlens_q_padded and cu_seqlens_kv_padded."
+                "pad_between_seqs=True without the places of the sequences, which are shorter than the tokens: give "
+                "cu_seqlens_q_padded and cu_seqlens_kv_padded."
             )
         if not pads and any(padded.values()):
             name = next(name for name, gaps in padded.items() if gaps)
@@ -282,9 +286,9 @@ class Given:
                 raise InputError(f"{name} is of {len(found[-1])} sequences: there are {batch} samples.")
             if longest in self.given:
                 check_longest(longest, self.given[longest], max((end - first for _, first, end in found[-1]), default=0))
-            if padded is not None:
+            if padded is not None and self.packed:
                 gaps[_PLACES[name]] = padded[:-1] != ends[:-1]
-        self._check_padding(gaps)
+        self._check_padding(gaps, full=(q_ends[-1], kv_ends[-1]) == (queries, keys))
         return joined(*found)
 
     def _copied_mask(self) -> Any:

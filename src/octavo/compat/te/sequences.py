@@ -88,7 +88,7 @@ def places(
         if lengths and max(lengths) > tokens:
             raise InputError(f"{name} has a sequence of {max(lengths)} tokens: a sample has {tokens}.")
         whole = tuple(tokens * sample for sample in range(len(ends)))
-        if padded is not None and tuple(padded) != whole:
+        if padded is not None and tuple(padded) not in (whole, tuple(ends)):  # the latter: no padding between sequences
             raise InputError(
                 f"{name}_padded={list(padded)[:8]}: samples of {tokens} tokens begin at {list(whole)[:8]}. Leave it out, or "
                 'pass packed sequences ("thd").'
