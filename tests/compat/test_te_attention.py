@@ -347,6 +347,8 @@ CONTRADICTIONS = [
     ({"attention_mask": (torch.arange(4) >= torch.tensor([[2], [2]]))[:, None, None]} | LENGTHS,
      "attention_mask of torch.bool .* beside cu_seqlens_q has other lengths"),
     ({"attention_mask": torch.zeros(4, 4, dtype=torch.bool)} | LENGTHS, "beside cu_seqlens_q has other lengths"),
+    ({"attention_mask": (None,), "attn_mask_type": "padding", "softcap": 1.0}, "attention_mask is 1 masks: give one, or two"),
+    ({"attention_mask": (None, None, None)} | LENGTHS, "attention_mask is 3 masks: give one, or two"),
     ({"softcap": -1.0}, "softcap=-1.0: give a finite number"),
     ({"softcap": torch.nan}, "softcap=nan"),
     ({"checkpoint_core_attention": "yes"}, "checkpoint_core_attention = 'yes' is neither"),

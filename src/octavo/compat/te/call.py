@@ -176,7 +176,7 @@ class Given:
     def _check_samples(self, queries: int, keys: int) -> None:
         """Raise an InputError unless max_seqlen_… and pad_between_seqs are true of samples without lengths."""
         self._check_padding({})
-        masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
+        masks = self._masks()
         for name, mask, tokens in zip(LONGEST, masks, (queries, keys), strict=True):
             given, longest = self.given.get(name), tokens
             if isinstance(given, int) and given < tokens and "padding" in self.kind and isinstance(mask, Tensor):
@@ -248,7 +248,7 @@ class Given:
             if self.mask is not None:
                 without_effect(self.kind)
             return whole, None
-        masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
+        masks = self._masks()
         for mask, tokens, what in zip(masks, (queries, keys), ("queries", "keys"), strict=True):
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (batch, 1, 1, tokens):
                 raise InputError(
@@ -291,6 +291,14 @@ class Given:
         self._check_padding(gaps, full=(q_ends[-1], kv_ends[-1]) == (queries, keys))
         return joined(*found)
 
+    def _masks(self) -> tuple[Any, Any]:
+        """The masks of queries and of keys."""
+        if not isinstance(self.mask, tuple | list):
+            return self.mask, self.mask
+        if len(self.mask) != 2:
+            raise InputError(f"attention_mask is {len(self.mask)} masks: give one, or two of queries and keys.")
+        return self.mask[0], self.mask[1]
+
     def _copied_mask(self) -> Any:
         """Padding masks for a recomputation, which has those of its forward; others, of Tq × Tk, are not copied."""
         if "padding" not in self.kind:
@@ -309,7 +317,7 @@ class Given:
         """Raise an InputError if masks beside lengths have other ones."""
         if self.mask is None:
             return
-        masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
+        masks = self._masks()
         lengths = [one.q1 - one.q0 for one in segments], [one.k1 - one.k0 for one in segments]
         for name, mask, own in zip(LENGTHS, masks, lengths, strict=False):
             fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
