@@ -60,7 +60,7 @@ class Internal(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refused by name."""
-        raise NotImplementedError(f"{cls.__name__} is an internal of Transformer Engine: Octavo has nothing like it.")
+        raise NotImplementedError(f"{cls.__name__} is an internal of Transformer Engine: {cls.reason}")
 
 
 def window(kind: str, size: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -89,9 +89,9 @@ VALUES: dict[str, Any] = {
 """Internals that tests need at work."""
 
 
-def stand_in(name: str, path: str) -> Any:
-    """What stands for an internal."""
-    return VALUES[name] if name in VALUES else Internal(path, (), {})
+def stand_in(name: str, path: str, reason: str = "Octavo has nothing like it.") -> Any:
+    """What stands for an internal. reason: for the message of its use."""
+    return VALUES[name] if name in VALUES else Internal(path, (), {"reason": reason})
 
 
 class Internals(MetaPathFinder, Loader):
@@ -113,12 +113,13 @@ def missing(module: ModuleType, first: Callable[[str], Any] | None) -> Callable[
     def find(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        path = f"{module.__name__}.{name}"
+        if first is None:
+            return stand_in(name, path)
         try:
-            if first is not None:
-                return first(name)
-        except AttributeError:
-            pass
-        return stand_in(name, f"{module.__name__}.{name}")
+            return first(name)
+        except AttributeError as error:  # with the way to the same end
+            return stand_in(name, path, str(error))
 
     return find
 

@@ -55,6 +55,9 @@ def test_layers(dtype):
 def test_an_internal():
     FusedAttnBackend["FP8"].name("x")
 
+def test_an_internal_with_a_substitute():
+    Float8Quantizer(1)
+
 def test_a_derived_internal():
     Derived()
 
@@ -72,11 +75,12 @@ def test_files_that_import_internals_run_and_name_what_is_refused(tmp_path):
     process = command_lines.CommandLine(command_lines.python, tmp_path / "process", arguments)
     assert process.wait(120) == 1
     said = process.stdout
-    assert "3 failed, 1 passed" in said, said
-    assert "3 refused by name" in said
+    assert "4 failed, 1 passed" in said, said
+    assert "4 refused by name" in said
     for reason in (
         "transformer_engine.pytorch.cpp_extensions.fused_attn.FusedAttnBackend.name is an internal of Transformer Engine",
-        "Derived is an internal of Transformer Engine",
+        "Derived is an internal of Transformer Engine: Octavo has nothing like it.",
+        "transformer_engine.pytorch.Float8Quantizer is an internal of Transformer Engine: transformer_engine.pytorch.Float8Qua",
         "Linear(fuse_wgrad_accumulation=True) is not supported",
     ):
         assert said.count(f"\n{reason}") == 1, said
