@@ -277,6 +277,9 @@ def test_what_no_kernel_computes_is_named_once(te, capsys):
     for what in ("window_size=(1, 1)", "attn_mask_type='arbitrary'", "kv_channels of two sizes", "attention_dropout"):
         assert said.count(f"{what} {library}") == 1
     assert said.count(f"attn_mask_type='padding' runs in PyTorch's scaled_dot_product_{by_mask}") == 1
+    assert "window_size=None" not in said
+    core(k, k, v, attn_mask_type="no_mask", window_size=(1, 2))
+    assert f"window_size=(1, 2) runs in PyTorch's scaled_dot_product_{by_mask}" in capsys.readouterr().err
     kinds = {"attn_mask_type": "padding_causal", "cu_seqlens_q": ends((2,)), "cu_seqlens_kv": ends((2,))}
     te.DotProductAttention(HEADS, DIM, qkv_format="bshd", softmax_type="learnable")(*drawn(1, 3, 3, groups=HEADS), **kinds)
     assert not capsys.readouterr().err  # lengths and offsets have kernels

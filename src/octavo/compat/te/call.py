@@ -160,7 +160,9 @@ class Given:
         found, base = self._native((batch, heads, keys), device)
         self._check_samples(queries, keys)
         if found is not None:
-            self._say({f"attn_mask_type={self.kind!r}": self.kind not in PLAIN, f"window_size={self.window}": True}, MASKED)
+            plain = self.kind in PLAIN
+            windowed = plain or self.window is not None
+            self._say({f"attn_mask_type={self.kind!r}": not plain, f"window_size={self.window}": windowed}, MASKED)
         return found, base
 
     def _native(self, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor | None, str]:
