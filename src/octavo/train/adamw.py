@@ -50,7 +50,9 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *lists)
-            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = ([local(tensor) for tensor in kind] for kind in lists)
+            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = (
+                [x.to_local() if isinstance(x, DTensor) else x for x in kind] for kind in lists
+            )
             own: list[tuple[Tensor, ...]] = []
             rest: list[tuple[Tensor, ...]] = []
             for row in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
