@@ -284,3 +284,16 @@ class LayerNorm(_Norm):
 
 NORM_LAYERS: dict[str, type[_Norm]] = {norm.normalization: norm for norm in (LayerNorm, RMSNorm)}
 """By the name of the normalisation."""
+
+
+class L2Normalization(nn.Module):
+    """x / √(Σ x² + eps) over the last dimension, without parameters, in float32 (float64). The result has x's dtype."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] → the same shape."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * (wide.square().sum(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
