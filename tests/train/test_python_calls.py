@@ -5,11 +5,11 @@ import sys
 import threading
 from pathlib import Path
 
-import ranks
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
+import ranks
 from octavo.train.adamw import AdamW
 
 SOURCE = str(Path(octavo.__file__).parent)
@@ -18,6 +18,7 @@ KERNELS = str(Path(SOURCE, "kernels"))
 
 def calls(layers):
     """By function, in the fourth step of a tiny Llama under delayed scaling: forward, backward, clipping, optimizer."""
+    torch.manual_seed(0)  # ranks hold the same weights
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers}
     model = octavo.transform(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)))
     optimizer = AdamW(model.parameters(), lr=1e-3)
