@@ -166,6 +166,9 @@ def inherited() -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(__file__).absolute().parent.parent.parent)  # where Octavo is not installed, but imported from a folder
+    # The folder that gives a script the old names is the script's: the job's other processes have no uncaught errors of it.
+    site = Path(root, "octavo", "compat", "site").resolve()
+    paths = [path for path in paths if Path(path).resolve() != site]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if root in paths else [root])])
     found["OCTAVO_COMPAT_LINES"] = "1"  # the log follows the run, and ranks do not split each other's lines
     return found

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
-from octavo.launch import failure, inputs
+from octavo.launch import failure, faults, inputs
 from octavo.launch.job import identity, now, read, stopped_reason, write
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -77,7 +77,7 @@ def main(folder: Path) -> int:
 
 def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) -> int:
     """Start the command and wait for its end, asking it to stop where that is due."""
-    environment = dict(os.environ, OCTAVO_LAUNCH_PARENT=str(os.getpid()))
+    environment = dict(os.environ, OCTAVO_LAUNCH_PARENT=str(os.getpid()), **{faults.VARIABLE: str(folder / faults.NAME)})
     deadline = None if job["max_run"] is None else time.monotonic() + job["max_run"]
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
