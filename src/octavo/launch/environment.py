@@ -1,15 +1,17 @@
-"""A script's view of its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
+"""A script's view of its job: SageMaker's variables, arguments and files.
 
-Hyperparameters keep their types: SageMaker carries them as JSON. As arguments they are `str(value)`, sorted by name; in
-variables JSON, and text as it is. SMP's configuration is the hyperparameter `mp_parameters`; it becomes an argument only for a
-script that declares it, since others would refuse it.
+Hyperparameters keep their types: SageMaker carries them as JSON. For the estimator they arrive as its training toolkit hands
+them over: arguments are `str(value)`, sorted by name; in variables they are JSON, and text as it is. For the trainer they
+arrive as its drivers do it: JSON in both, and text that is JSON counts as its value. SMP's configuration is the hyperparameter
+`mp_parameters`; it becomes an argument only for a script that declares it, since others would refuse it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,44 @@ def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def arguments_in_json(hyperparameters: Mapping[str, Any]) -> list[str]:
+    """The command line of a script that the trainer starts, in the given order."""
+    return [part for name, value in hyperparameters.items() for part in (f"--{name}", _in_json(_value_of(_value_of(value))))]
+
+
+def _value_of(value: Any) -> Any:
+    """The value of text that is JSON; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _in_json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How hyperparameters become text.
+
+    Attributes:
+        arguments: of the script.
+        variable: the text of a variable.
+        stored: the text of one in hyperparameters.json.
+        name: the end of SM_HP_…, before it is put in capitals.
+        value: the value of one in SM_HPS.
+    """
+
+    arguments: Callable[[Mapping[str, Any]], list[str]]
+    variable: Callable[[Any], str]
+    stored: Callable[[Any], str]
+    name: Callable[[str], str]
+    value: Callable[[Any], Any]
+
+
 def variables_of(
     layout: Layout,
     hyperparameters: Mapping[str, Any],
@@ -95,8 +135,11 @@ def variables_of(
     script: str,
     instance_type: str,
     arguments: list[str],
+    encoding: Encoding | None = None,
 ) -> dict[str, str]:
-    """SageMaker's variables of a job in `folder`; channels: name → its folder."""
+    """SageMaker's variables of a job in `folder`; channels: name → its folder; encoding: `TOOLKIT` by default."""
+    encoding = encoding or TOOLKIT
+    hyperparameters = {name: encoding.value(value) for name, value in hyperparameters.items()}
     handed = dict(hyperparameters)
     if layout.parameters is not None:
         handed["mp_parameters"] = layout.parameters
@@ -136,11 +179,17 @@ def variables_of(
         "output_dir": str(folder / "output"),
         "output_data_dir": str(folder / "output" / "data"),
         "output_intermediate_dir": str(folder / "output" / "intermediate"),
+        "output_failure": str(folder / "output" / "failure"),
+        "input_data_dir": str(folder / "input" / "data"),
+        "source_dir": str(folder / "code"),
+        "entry_script": script,
+        "host_count": 1,
+        "current_host_rank": 0,
     }
     own["training_env"] = dict(own, job_name=folder.name, is_master=True, master_hostname=HOST, hyperparameters=handed)
     own |= {f"channel_{name}": path for name, path in channels.items()}
-    own |= {f"hp_{name}": value for name, value in handed.items()}
-    return {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
+    found = {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
+    return found | {f"SM_HP_{encoding.name(name).upper()}": encoding.variable(value) for name, value in handed.items()}
 
 
 def resources_of(instance_type: str) -> dict[str, Any]:
@@ -178,3 +227,9 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+TOOLKIT = Encoding(arguments_of, _text, json.dumps, str, lambda value: value)
+"""Of the estimator."""
+DRIVERS = Encoding(arguments_in_json, _in_json, _in_json, lambda name: name.replace("-", "_"), _value_of)
+"""Of the trainer."""

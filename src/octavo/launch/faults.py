@@ -15,7 +15,7 @@ from typing import Any
 
 NAME = "faults.jsonl"
 VARIABLE = "OCTAVO_LAUNCH_FAULTS"
-"""Environment variable of a job's command: the path of its file. A script's process takes it, so that its children have none."""
+"""Environment variable of a job's command: the path of its file. A script's process takes it away from its children."""
 _LOST = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Socket closed|remote process exited|ncclRemoteError|"
     r"failed to recv, got 0 bytes"

@@ -33,6 +33,11 @@ JOBS = Path("jobs")
 _NAME = re.compile(r"[A-Za-z0-9](-*[A-Za-z0-9]){0,62}")
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0
+_HELD_SECONDS = 3.0
+"""Time that a line of Octavo's may wait for the end of the job, whose reason it may be."""
+_SECONDARY = {"InProgress": "Training"}
+_LOGS = {"All": True, "Training": True, "Rules": False, "None": False}
+"""Values of the SDK's `logs`: there are no rules here."""
 
 
 class JobFailed(OctavoError):
@@ -49,6 +54,8 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.name = self.job_name = folder.name
+        self.told = False
+        """Whether this process has raised, or would have raised, for the job's end."""
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: {self.status}>"
@@ -94,13 +101,16 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The job in SageMaker's words, with `ExitCode` and `Folder`."""
-        state = self.state
+        state, record = self.state, read(self.folder / "job.json")
         return {
             "TrainingJobName": self.name,
             "TrainingJobStatus": state["status"],
+            "SecondaryStatus": _SECONDARY.get(state["status"], state["status"]),
             "FailureReason": state.get("reason") or "",
             "ExitCode": state.get("exit_code"),
             "ModelArtifacts": {"S3ModelArtifacts": self.model_data},
+            "HyperParameters": record.get("estimator", {}).get("hyperparameters"),
+            "CreationTime": record.get("created"),
             "TrainingStartTime": state.get("began"),
             "TrainingEndTime": state.get("ended"),
             "Folder": str(self.folder),
@@ -109,11 +119,10 @@ class Job:
     def logs(self, wait: bool = True) -> None:
         """Print the log; until the job has ended, unless `wait` is False."""
         for text in self.follow(wait):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            _print(text)
 
     def follow(self, wait: bool = True) -> Iterator[str]:
-        """The log in pieces, as it grows."""
+        """The log in pieces, as it grows; empty pieces while nothing is written."""
         at, rest = 0, b""
         while True:
             ended = not wait or self.status in FINAL  # asked before the log is read: nothing is written after it
@@ -129,31 +138,49 @@ class Job:
                 if rest:
                     yield rest.decode(errors="replace") + "\n"
                 return
+            yield ""
             time.sleep(_POLL_SECONDS)
 
-    def wait(self, logs: bool = False) -> None:
-        """Wait for the end of the job, with its log on stdout if `logs`.
+    def wait(self, logs: Any = False) -> None:
+        """Wait for the end of the job, with its log on stdout if `logs`, as the SDK writes it: True, "All", ["All"].
 
         Raises:
+            InputError: `logs` is none of the SDK's values.
             JobFailed: it failed, or was killed.
             RunStopped: it was stopped.
         """
-        if logs:
-            self.logs()
+        if wants_logs(logs):
+            self._print_but_reason()
         while self.status not in FINAL:
             time.sleep(_POLL_SECONDS)
         self.check()
 
+    def _print_but_reason(self) -> None:
+        """Print the log until the end, without a last line of Octavo's that the error of `check` repeats."""
+        held, idle = "", 0
+        for text in self.follow():
+            idle = 0 if text else idle + 1
+            held += text
+            start = held.rstrip("\n").rfind("\n") + 1
+            whole = not held[start:].startswith("octavo: ") or idle * _POLL_SECONDS > _HELD_SECONDS
+            _print(held if whole else held[:start])
+            held = "" if whole else held[start:]
+        if held.removeprefix("octavo: ").strip().rstrip(".") != self.state.get("reason"):
+            _print(held)
+
     def check(self) -> None:
         """Raise for an ended job that is not completed, with the errors of `wait`."""
+        self.told = True
         state = self.state
         if state["status"] == "Failed":
-            raise JobFailed(
-                f"job {self.name} failed with exit code {state['exit_code']}: {state['reason']}. Its log is {self.log_file}.",
-                state["exit_code"] or EXIT_FAILED,
-            )
+            raise JobFailed(self.failure(), state["exit_code"] or EXIT_FAILED)
         if state["status"] == "Stopped":
             raise RunStopped(f"job {self.name}: {state['reason']}. Its folder is {self.folder}.")
+
+    def failure(self) -> str:
+        """The message about a failed job."""
+        state = self.state
+        return f"job {self.name} failed with exit code {state['exit_code']}: {state['reason']}. Its log is {self.log_file}."
 
     def stop(self, wait: bool = True) -> None:
         """Stop the job: its ranks get SIGTERM, and 120 seconds to save. Nothing happens to one that has ended.
@@ -162,6 +189,7 @@ class Job:
             InputError: it runs on another machine.
         """
         state = self.state
+        self.told = self.told or wait  # the caller asks for its end
         if state["status"] in FINAL:
             warn(f"job {self.name} has ended already: {state['status']}.")
             return
@@ -196,6 +224,26 @@ class Job:
             return True
         ticks = start_ticks(state["pid"])
         return state.get("boot") == boot() and ticks is not None and ticks == state["ticks"]
+
+
+def wants_logs(logs: Any) -> bool:
+    """True if the SDK's `logs` asks for the log of a job: True, "All", "Training", or a list of these.
+
+    Raises:
+        InputError: another value.
+    """
+    if logs is None or isinstance(logs, bool):
+        return bool(logs)
+    names = [logs] if isinstance(logs, str) else logs
+    if not isinstance(names, list | tuple) or not all(name in _LOGS for name in names):
+        raise InputError(f"logs = {logs!r}: give True, False, or a list of {', '.join(map(repr, _LOGS))}.")
+    return any(_LOGS[name] for name in names)
+
+
+def _print(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def main(folder: Path) -> int:
     job = read(folder / "job.json")
     state: dict[str, Any] = {"status": "InProgress", "exit_code": None, "reason": "", "began": now(), **identity()}
     write(folder / "state.json", state)
+    code = 0
     try:
         code = _run(folder, job, state, stop)
         if stop.asked or code == EXIT_STOPPED:
@@ -60,10 +61,14 @@ def main(folder: Path) -> int:
             state |= {"status": "Completed"}
         if state["status"] != "Failed" and job["send_to"]:
             for part in ("model", "output/data"):
-                inputs.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}")
+                inputs.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}", job["output_key"])
+        if job["send_checkpoints"]:  # of a failed job too: the next resumes from them
+            inside, address, key = job["send_checkpoints"]
+            inputs.send(folder / inside, address, key)
     except InputError as error:  # of `send`
-        code = EXIT_FAILED
-        state |= {"status": "Failed", "reason": f"{str(error).rstrip('.')}. The results stay in {folder}"}
+        before = f"{state['reason']}. " if state["status"] == "Failed" else ""
+        code = code or EXIT_FAILED
+        state |= {"status": "Failed", "reason": f"{before}{str(error).rstrip('.')}. The results stay in {folder}"}
     except OSError as error:
         code = EXIT_FAILED
         state |= {"status": "Failed", "reason": str(error).rstrip(".")}
@@ -93,7 +98,7 @@ def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) 
         told = False
         while (code := process.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
-                stop.ask(f"max_run = {job['max_run']} seconds were over")
+                stop.ask(f"{job['runtime_key']} = {job['max_run']} seconds were over")
             if stop.asked and not told:
                 told = True
                 write(folder / "state.json", state | {"status": "Stopping"})
