@@ -34,6 +34,8 @@ def mapped(value: Any, folder: Path, channels: Iterable[str], key: str) -> Any:
         parts = [part for part in found["inside"].split("/") if part]
         if parts and (parts[0] not in _FOLDERS or ".." in parts):
             raise InputError(f"{key} = {value!r}: a job has the folders {', '.join(f'{_ROOT}/{name}' for name in _FOLDERS)}.")
+        if parts[:3] == ["input", "data", "code"] and "code" not in channels:  # where the SDK's version 3 has it
+            parts = parts[2:]
         if parts[:2] == ["input", "data"] and len(parts) > 2 and parts[2] not in (known := sorted(channels)):
             there = f"Channels of fit(inputs=…): {', '.join(known)}." if known else "Give it in fit(inputs={…})."
             raise InputError(f"{key} = {value!r}: this job has no channel {parts[2]!r}. {there}")

@@ -15,6 +15,7 @@ from octavo.launch import job
 from octavo.launch.distribution import read_distribution
 from octavo.launch.environment import check_hyperparameters, check_variables
 from octavo.launch.job import Job
+from octavo.launch.keys import ESTIMATOR
 from octavo.launch.request import Request, jobs_of
 from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, REFUSED, without_effect
 from octavo.launch.starting import run, start
@@ -44,6 +45,8 @@ class PyTorch:
     Raises:
         InputError: an unknown argument, or arguments that contradict each other or this machine.
     """
+
+    face = ESTIMATOR.face
 
     def __init__(
         self,
@@ -127,9 +130,11 @@ class PyTorch:
             RunStopped: the job was stopped early.
         """
         job.wants_logs(logs)
+        if self.face != ESTIMATOR.face:
+            raise InputError(f"this job was started by {self.face}: an estimator reads its log and stops it; call train there.")
         if experiment_config is not None:
             warn("estimator: experiment_config has no meaning on this machine.")
-        self.latest_training_job = started = start(self._request(), inputs, job_name, self._record(), waits=wait)
+        self.latest_training_job = started = start(self._request(), inputs, job_name, self._record(), waits=wait, kind=Job)
         self.jobs.append(started)
         if wait:
             run(started, logs)

@@ -37,6 +37,7 @@ class Request:
         base_job_name: beginning of the job's name; None: that of the script.
         dependencies: files and folders beside the script.
         ignored: patterns of names in `source_dir` that are left out.
+        requirements: a file of packages in the folder, of which a message says that it is not installed.
         max_run: seconds.
         checkpoints: the address of checkpoints.
         checkpoint_path: their folder below /opt/ml.
@@ -57,6 +58,7 @@ class Request:
     base_job_name: str | None = None
     dependencies: Sequence[str] = field(default_factory=list)
     ignored: Sequence[str] = ()
+    requirements: str | None = "requirements.txt"
     max_run: float | None = None
     checkpoints: str | None = None
     checkpoint_path: str | None = None

@@ -79,3 +79,42 @@ NOT_HERE = {
     "update_profiler": "Give torch.profiler to the script.",
 }
 """Methods of the SDK's estimator that are not here, with the way."""
+
+TRAINER_MEANINGLESS = (
+    "role", "sagemaker_session", "training_image", "training_image_config", "tags", "input_s3_key_prefix",
+    "local_container_root", "config_mgr",
+)  # fmt: skip
+"""Arguments of the trainer that are accepted: a job runs here, under this user, in this Python."""
+TRAINER_REFUSED = {
+    "algorithm_name": "an algorithm of AWS's marketplace is not here. Give a script in source_code.",
+    "model_package_config": "there is no registry of models. Leave it out.",
+    "training_recipe": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
+    "recipe_overrides": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
+}
+TRAINER_WITHOUT_EFFECT: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "refused": {
+        "SourceCode": {
+            "command": "a job runs entry_script: leave command out.",
+            "args": "they belong to command: give hyperparameters.",
+        },
+        "Compute": {
+            "instance_groups": "give instance_type and instance_count: the ranks of a job are alike.",
+            "instance_preferences": "give instance_type.",
+            "training_plan_arn": REFUSED["training_plan"],
+        },
+        "Networking": {"enable_network_isolation": REFUSED["enable_network_isolation"]},
+    },
+    "said": {
+        "Compute": {
+            "volume_size_in_gb": 30,
+            "volume_kms_key_id": None,
+            "keep_alive_period_in_seconds": 0,
+            "enable_managed_spot_training": None,
+            "instance_placement_config": None,
+        },
+        "Networking": {"security_group_ids": None, "subnets": None},
+        "StoppingCondition": {"max_wait_time_in_seconds": None, "max_pending_time_in_seconds": None},
+        "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
+    },
+}
+"""Values of the trainer's configurations: refused with the way; and without effect, with the value that asks for nothing."""

@@ -22,6 +22,10 @@ class Session:
         )
 
 
-def get_execution_role(sagemaker_session: Any = None) -> str:
+class LocalSession(Session):
+    """The SDK's session of its local mode."""
+
+
+def get_execution_role(sagemaker_session: Any = None, use_default: bool = False) -> str:
     """A role of nobody: jobs run under this user."""
     return "local"

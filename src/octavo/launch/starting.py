@@ -10,19 +10,26 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import InputError, warn
 from octavo.launch import code, container_paths, environment, inputs, job
 from octavo.launch.distribution import Layout
 from octavo.launch.job import Job
+from octavo.launch.keys import ESTIMATOR, TRAINER
 from octavo.launch.request import Request, jobs_of
 from octavo.storage import describe_fault
 
+_SPEAKER = {ESTIMATOR.face: "estimator", TRAINER.face: "trainer"}
 _LITERAL = re.compile(r"""["'](/opt/ml(?:/[^"'\s]*)?)["']""")
 
 
-def start(request: Request, given: Any, job_name: str | None, record: Mapping[str, Any], *, waits: bool) -> Job:
+Kind = TypeVar("Kind", bound=Job)
+
+
+def start(
+    request: Request, given: Any, job_name: str | None, record: Mapping[str, Any], *, waits: bool, kind: type[Kind]
+) -> Kind:
     """Start a job in the background.
 
     Args:
@@ -31,6 +38,7 @@ def start(request: Request, given: Any, job_name: str | None, record: Mapping[st
         job_name: its name; None: one is made.
         record: the arguments of the face that has asked for it, stored with the job.
         waits: the job ends with this process.
+        kind: class of the result.
 
     Raises:
         InputError: nothing was started.
@@ -77,7 +85,7 @@ def start(request: Request, given: Any, job_name: str | None, record: Mapping[st
             "created": job.now(),
         }
         job.write(folder / "job.json", content)
-        started = _supervise(folder, environment.inherited() | variables | variables_of_script, waits=waits)
+        started = _supervise(folder, environment.inherited() | variables | variables_of_script, waits=waits, kind=kind)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
         if isinstance(error, OSError) and error.errno == errno.E2BIG:
@@ -91,10 +99,10 @@ def start(request: Request, given: Any, job_name: str | None, record: Mapping[st
     for note in layout.notes:
         warn(note)
     if (hyperparameters, variables_of_script) != (request.hyperparameters, request.environment):
-        warn(f"estimator: paths below /opt/ml are those of the job: {folder}")
+        warn(f"{_SPEAKER[keys.face]}: paths below /opt/ml are those of the job: {folder}")
     _say_literals(folder, request.hyperparameters)
-    if (folder / "code" / "requirements.txt").is_file():
-        warn(f"requirements.txt is not installed by a job: use {sys.executable} -m pip install -r for what is missing.")
+    if request.requirements is not None and (folder / "code" / request.requirements).is_file():
+        warn(f"{request.requirements} is not installed by a job: use {sys.executable} -m pip install -r for what is missing.")
     warn(f"job {folder.name} in {folder}" + ("" if waits else ", in the background"))
     return started
 
@@ -176,7 +184,7 @@ def _command(
     return command, variables
 
 
-def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool) -> Job:
+def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind: type[Kind]) -> Kind:
     """Start the job's supervisor, and wait until it has it in hand."""
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
@@ -187,7 +195,7 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool) -> Jo
             stderr=log,
             start_new_session=True,
         )
-    found = Job(folder)
+    found = kind(folder)
 
     def in_hand() -> bool:
         return (folder / "state.json").is_file() or not folder.is_dir()  # a script may remove its own folder at once
