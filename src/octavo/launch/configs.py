@@ -76,7 +76,7 @@ Networking = _class(
 InputData = _class("InputData", "A channel.", "channel_name", "data_source", "content_type")
 Channel = _class(
     "Channel", "A channel, as AWS's interface has it.", "channel_name", "data_source", "content_type", "compression_type",
-    "record_wrapper_type", "input_mode", "shuffle_config", "enable_ffm",
+    "record_wrapper_type", "input_mode", "shuffle_config",
 )  # fmt: skip
 DataSource = _class("DataSource", "The data of a channel.", "s3_data_source", "file_system_data_source", "dataset_source")
 S3DataSource = _class(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError, OctavoError, RunStopped, nearest, some, warn
+from octavo.launch import faults
 from octavo.storage import folder_fault, why_unusable, write_atomic
 
 FINAL = ("Completed", "Failed", "Stopped")
@@ -33,8 +34,6 @@ JOBS = Path("jobs")
 _NAME = re.compile(r"[A-Za-z0-9](-*[A-Za-z0-9]){0,62}")
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0
-_HELD_SECONDS = 3.0
-"""Time that a line of Octavo's may wait for the end of the job, whose reason it may be."""
 _SECONDARY = {"InProgress": "Training"}
 _LOGS = {"All": True, "Training": True, "Rules": False, "None": False}
 """Values of the SDK's `logs`: there are no rules here."""
@@ -122,7 +121,7 @@ class Job:
             _print(text)
 
     def follow(self, wait: bool = True) -> Iterator[str]:
-        """The log in pieces, as it grows; empty pieces while nothing is written."""
+        """The log in pieces, as it grows."""
         at, rest = 0, b""
         while True:
             ended = not wait or self.status in FINAL  # asked before the log is read: nothing is written after it
@@ -138,7 +137,6 @@ class Job:
                 if rest:
                     yield rest.decode(errors="replace") + "\n"
                 return
-            yield ""
             time.sleep(_POLL_SECONDS)
 
     def wait(self, logs: Any = False) -> None:
@@ -157,15 +155,19 @@ class Job:
 
     def _print_but_reason(self) -> None:
         """Print the log until the end, without a last line of Octavo's that the error of `check` repeats."""
-        held, idle = "", 0
+        held = ""
         for text in self.follow():
-            idle = 0 if text else idle + 1
             held += text
             start = held.rstrip("\n").rfind("\n") + 1
-            whole = not held[start:].startswith("octavo: ") or idle * _POLL_SECONDS > _HELD_SECONDS
-            _print(held if whole else held[:start])
-            held = "" if whole else held[start:]
-        if held.removeprefix("octavo: ").strip().rstrip(".") != self.state.get("reason"):
+            last = held[start:]
+            # A rank records its error before it prints the line.
+            if last.startswith("octavo: ") and _is_reason(last, faults.first(self.folder / faults.NAME)):
+                _print(held[:start])
+                held = last
+            else:
+                _print(held)
+                held = ""
+        if not _is_reason(held, self.state.get("reason", "")):
             _print(held)
 
     def check(self) -> None:
@@ -238,6 +240,10 @@ def wants_logs(logs: Any) -> bool:
     if not isinstance(names, list | tuple) or not all(name in _LOGS for name in names):
         raise InputError(f"logs = {logs!r}: give True, False, or a list of {', '.join(map(repr, _LOGS))}.")
     return any(_LOGS[name] for name in names)
+
+
+def _is_reason(line: str, reason: str) -> bool:
+    return line.removeprefix("octavo: ").strip().rstrip(".") == reason.rstrip(".")
 
 
 def _print(text: str) -> None:

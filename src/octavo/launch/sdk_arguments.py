@@ -9,6 +9,7 @@ MEANINGLESS = (
     "code_location", "container_log_level", "debugger_hook_config", "disable_output_compression", "disable_profiler",
     "enable_infra_check", "enable_remote_debug", "enable_sagemaker_metrics", "enable_session_tag_chaining",
     "encrypt_inter_container_traffic", "framework_version", "image_uri", "image_uri_region", "input_mode",
+    "instance_placement_config",
     "keep_alive_period_in_seconds", "max_retry_attempts", "max_wait", "metric_definitions", "output_kms_key",
     "profiler_config", "py_version", "role", "rules", "sagemaker_session", "security_group_ids", "subnets", "tags",
     "tensorboard_output_config", "training_repository_access_mode", "training_repository_credentials_provider_arn",
@@ -91,30 +92,29 @@ TRAINER_REFUSED = {
     "training_recipe": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
     "recipe_overrides": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
 }
-TRAINER_WITHOUT_EFFECT: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "refused": {
-        "SourceCode": {
-            "command": "a job runs entry_script: leave command out.",
-            "args": "they belong to command: give hyperparameters.",
-        },
-        "Compute": {
-            "instance_groups": "give instance_type and instance_count: the ranks of a job are alike.",
-            "instance_preferences": "give instance_type.",
-            "training_plan_arn": REFUSED["training_plan"],
-        },
-        "Networking": {"enable_network_isolation": REFUSED["enable_network_isolation"]},
+TRAINER_CONFIGS_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "SourceCode": {
+        "command": "a job runs entry_script: leave command out.",
+        "args": "they belong to command: give hyperparameters.",
     },
-    "said": {
-        "Compute": {
-            "volume_size_in_gb": 30,
-            "volume_kms_key_id": None,
-            "keep_alive_period_in_seconds": 0,
-            "enable_managed_spot_training": None,
-            "instance_placement_config": None,
-        },
-        "Networking": {"security_group_ids": None, "subnets": None},
-        "StoppingCondition": {"max_wait_time_in_seconds": None, "max_pending_time_in_seconds": None},
-        "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
+    "Compute": {
+        "instance_groups": "give instance_type and instance_count: the ranks of a job are alike.",
+        "instance_preferences": "give instance_type.",
+        "training_plan_arn": REFUSED["training_plan"],
     },
+    "Networking": {"enable_network_isolation": REFUSED["enable_network_isolation"]},
 }
-"""Values of the trainer's configurations: refused with the way; and without effect, with the value that asks for nothing."""
+"""Values of the trainer's configurations that are refused, with the way."""
+TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
+    "Compute": {
+        "volume_size_in_gb": 30,
+        "volume_kms_key_id": None,
+        "keep_alive_period_in_seconds": 0,
+        "enable_managed_spot_training": None,
+        "instance_placement_config": None,
+    },
+    "Networking": {"security_group_ids": None, "subnets": None},
+    "StoppingCondition": {"max_wait_time_in_seconds": None, "max_pending_time_in_seconds": None},
+    "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
+}
+"""Values that have no effect, each with the one that asks for nothing."""

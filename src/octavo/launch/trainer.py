@@ -19,7 +19,7 @@ from octavo.launch.distribution import check_parameters
 from octavo.launch.environment import DRIVERS, check_hyperparameters, check_variables
 from octavo.launch.keys import TRAINER
 from octavo.launch.request import Request
-from octavo.launch.sdk_arguments import TRAINER_MEANINGLESS, TRAINER_REFUSED, TRAINER_WITHOUT_EFFECT
+from octavo.launch.sdk_arguments import TRAINER_CONFIGS_REFUSED, TRAINER_CONFIGS_SAID, TRAINER_MEANINGLESS, TRAINER_REFUSED
 from octavo.launch.starting import run, start
 from octavo.launch.training_job import TrainingJob
 
@@ -214,7 +214,7 @@ class ModelTrainer:
             command = value_of(code, "command")
             given = f"SourceCode.command = {command!r}: a job runs a script. " if command else "source_code has no script: "
             raise InputError(f'{given}Give SourceCode(source_dir=…, entry_script="train.py"), and hyperparameters.')
-        for config, names in TRAINER_WITHOUT_EFFECT["refused"].items():
+        for config, names in TRAINER_CONFIGS_REFUSED.items():
             for name, way in names.items():
                 value = value_of({"SourceCode": code, "Compute": compute, "Networking": self.networking}[config], name)
                 if value not in (None, False, []):
@@ -223,7 +223,7 @@ class ModelTrainer:
             raise InputError(
                 f'training_input_mode = {self.training_input_mode!r}: a channel is a folder of files here. Use "File".'
             )
-        kind = value_of(compute, "instance_type") or "ml.m5.xlarge"
+        kind, count = value_of(compute, "instance_type") or "ml.m5.xlarge", value_of(compute, "instance_count")
         source_dir, requirements = value_of(code, "source_dir"), value_of(code, "requirements")
         if requirements and not Path(source_dir or ".", requirements).is_file():
             raise InputError(f"SourceCode.requirements = {requirements!r} is not in source_dir = {source_dir!r}.")
@@ -242,7 +242,7 @@ class ModelTrainer:
             hyperparameters=hyperparameters,
             environment=check_variables(environment),
             instance_type="local" if kind == "local_cpu" else str(kind),
-            instance_count=value_of(compute, "instance_count") or 1,
+            instance_count=1 if count is None else count,
             distributed=self.distributed is not None,
             parameters=parameters,
             processes=processes,
@@ -295,7 +295,7 @@ class ModelTrainer:
         }
         return [
             f"{config}.{name}"
-            for config, names in TRAINER_WITHOUT_EFFECT["said"].items()
+            for config, names in TRAINER_CONFIGS_SAID.items()
             for name, met in names.items()
             if value_of(given[config], name) not in (None, False, [], *([met] if met else []))
         ]
