@@ -284,33 +284,6 @@ def test_entries_that_ran_one_after_the_other_are_named_in_the_results():
     assert measured <= one_after_the_other(several)
 
 
-def test_figures_of_other_families_are_in_benchmarks():
-    results = results_page()
-    both = [rows_of(f"one-gpu-{name}") for name in ("neox-20b-layers", "mistral-7b-layers-16k")]
-    for pair in zip(*both, strict=True):
-        peers = [next(row for row in rows if row["entry"] == "te-delayed") for rows in both]
-        figures = [
-            f"{row['tokens_per_second']:,.0f} | {row['step_ms']:.0f} | {row['peak_gib']:.1f} | {ratio_of(row, peer)}"
-            for row, peer in zip(pair, peers, strict=True)
-        ]
-        assert f"| {' | '.join(figures)} |" in results, pair[0]["entry"]
-
-
-@pytest.mark.parametrize(
-    ("name", "pairs"),
-    [
-        ("llama2-7b-8layers", [("octavo-default", "te-delayed")]),
-        ("fp8-head-neox-20b-layers", [("octavo-delayed-fast-fp8-head", "te-delayed-fp8-head")]),
-    ],
-)
-def test_figures_with_flash_attention_are_in_benchmarks(name, pairs):
-    entry = {row["entry"]: row for row in rows_of(f"one-gpu-flash-{name}")}
-    for names in pairs:
-        rows = [entry[one] for one in names]
-        cells = [f"{row['tokens_per_second']:,.0f} | {row['step_ms']:.0f} | {row['peak_gib']:.1f}" for row in rows]
-        assert f"| {' | '.join(cells)} | {ratio_of(*rows)} |" in results_page()
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
 def test_speeds_beside_the_best_peer_are_made_of_benchmarks(name):
     """Mend them with `python -m octavo.bench.readme PAGE`, or with the names of other results behind it."""
@@ -388,17 +361,6 @@ def test_figures_of_eight_layers_that_stay_gathered_are_in_benchmarks():
     assert "{:.1f} and {:.1f} ms of communication are in the open".format(*exposed) in text
     faster = f"{100 * (rates[1] / rates[0] - 1):.1f}% faster for {kept['peak_gib'] - plain['peak_gib']:.1f} GiB"
     assert faster in (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
-
-
-def test_figures_of_longer_measurements_beside_transformer_engine_are_in_benchmarks():
-    results = results_page()
-    for name in (
-        "llama-8b-8layers-again", "llama-8b-8layers-sums", "llama-1b-fp8-head-again", "llama-1b-fp8-head-sums",
-        "llama-1b-fp8-head-h100", "llama-1b-fp8-head-h100-beside",
-    ):  # fmt: skip
-        ours, theirs = (row["tokens_per_second"] for row in rows_of(f"one-gpu-flash-{name}"))
-        (line,) = [line for line in results.splitlines() if f"one-gpu-flash-{name}.json" in line]
-        assert line.endswith(f" | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.3f} |")
 
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():

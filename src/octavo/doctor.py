@@ -317,8 +317,8 @@ def _missing(found: dict[str, Any]) -> list[dict[str, str | None]]:
         elif package["status"] == "broken":
             why = f"it is installed and cannot be imported: {package['error']}; it is for {package['purpose']}"
             missing.append({"what": package["name"], "why": why, "command": _import_remedy(package["module"])})
-        elif package["name"] in TESTED and (why := untested(package["name"])):
-            missing.append({"what": package["name"], "why": why, "command": package["install"]})
+        elif package["name"] in TESTED and (sentence := untested(package["name"])):
+            missing.append({"what": package["name"], "why": sentence, "command": package["install"]})
     system, gpus = found["system"], found["gpus"]
     missing += filter(None, (_no_gpu(found), _old_cudnn(found)))
     if isinstance(gpus, list):

@@ -14,7 +14,7 @@ TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8)), "transformers
 
 
 def requirement(package: str) -> str:
-    """What pip takes for a tested version, such as "torch>=2.11,<2.15"."""
+    """Requirement of pip for a tested version, such as "torch>=2.11,<2.15"."""
     first, (major, minor) = TESTED[package]
     return f"{package}>={_text(first)},<{major}.{minor + 1}"
 

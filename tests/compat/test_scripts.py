@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import command_lines
 import octavo
@@ -157,6 +157,33 @@ def test_the_names_of_the_published_script_train_and_resume_from_a_checkpoint_of
         optimizer.param_groups[0]["lr"] *= 0.5
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_smp_training_of_experts_by_the_default_configuration(tmp_path):
+    parameters = {"SM_HP_MP_PARAMETERS": json.dumps({"expert_parallel_degree": 2}), "OMP_NUM_THREADS": "1"}
+    run_forked(tmp_path / "two", SCRIPTS / "smp_experts.py", tmp_path / "losses.json", environment=parameters)
+    degree, found = json.loads((tmp_path / "losses.json").read_text())
+    assert degree == 2
+    # Octavo itself on one rank assigns the experts of each rank's tokens by two micro-batches.
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=4, sliding_window=None,
+    )  # fmt: skip
+    moe = {"moe_load_balancing": "sinkhorn", "moe_z_loss_coeff": 0.001}
+    model = octavo.transform(AutoModelForCausalLM.from_config(config), dtype=torch.float32, device="cpu", moe=moe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+    wanted = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = [model(input_ids=part, labels=part, num_items_in_batch=60).loss for part in ids.chunk(2)]
+        sum(losses).backward()
+        optimizer.step()
+        wanted.append(sum(losses).item())
+    with torch.no_grad():
+        wanted.append(model.eval()(input_ids=ids, labels=ids).loss.item())
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_missing_name_ends_with_the_name_and_the_way(tmp_path):

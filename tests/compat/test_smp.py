@@ -171,6 +171,8 @@ def mixtral(**changes):
             {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2},
         ),
         ({"moe_load_balancing": "none"}, {"moe_load_balancing": "none", "moe_z_loss_coeff": 0.001}),
+        ({}, {"moe_load_balancing": "sinkhorn", "moe_z_loss_coeff": 0.001}),
+        ({"moe_load_balancing": "balanced"}, {"moe_load_balancing": "balanced", "moe_z_loss_coeff": 0.001}),
         ({"smp_moe": False, "moe_load_balancing": "sinkhorn"}, {}),
     ],
     ids=str,
@@ -203,11 +205,6 @@ def test_what_a_configuration_of_experts_asks_for_is_said_or_refused(tsm, capsys
     tsm.init()
     assert MoEConfig() == MoEConfig(True, 12345, "sinkhorn", False, True, 0.001, 0.001, False)
     for config, words in (
-        (
-            MoEConfig(),
-            r"moe_load_balancing='sinkhorn'\)\) \(SMP's default\) is not there: .* Set moe_load_balancing=\"aux_loss\"",
-        ),
-        (MoEConfig(moe_load_balancing="balanced"), r"'balanced'\)\) is not there"),
         (MoEConfig(moe_load_balancing="none", global_token_shuffle=True), "not shuffled between ranks"),
         ({"smp_moe": True}, "it is a MoEConfig"),
     ):
@@ -225,6 +222,17 @@ def test_what_a_configuration_of_experts_asks_for_is_said_or_refused(tsm, capsys
     with pytest.raises(InputError, match=r"octavo\.nn\.LayerNormMoE"):
         MoELayer(8)
     assert not isinstance(torch.nn.Linear(1, 1), MoELayer)
+    for asked, words in (
+        ({}, ()),
+        ({"moe_aux_loss_coeff": 0.3}, ('moe_aux_loss_coeff=0.3) has no effect with moe_load_balancing="sinkhorn"',)),
+        ({"moe_load_balancing": "balanced"}, ("SMP publishes no definition",)),
+    ):
+        notices._said.clear()
+        capsys.readouterr()
+        tsm.transform(mixtral(), config=MoEConfig(moe_z_loss_coeff=0, **asked))
+        said = capsys.readouterr().err
+        assert said.count("\n") == len(words)
+        assert all(word in said for word in words)
     notices._said.clear()
     capsys.readouterr()
     others = {"random_seed": 7, "moe_all_to_all_dispatcher": False, "use_cpu_initialization": 1, "global_token_shuffle": None}

@@ -50,6 +50,10 @@ IDLE = [
         {"moe__moe_load_balancing": "none", "moe__moe_aux_loss_coeff": 0.1},
         ["moe.moe_aux_loss_coeff = 0.1", 'moe.moe_load_balancing = "none"'],
     ),
+    (
+        {"moe__moe_load_balancing": "sinkhorn", "moe__moe_aux_loss_coeff": 0.1},
+        ["moe.moe_aux_loss_coeff = 0.1", 'moe.moe_load_balancing = "sinkhorn"'],
+    ),
     ({"checkpoint__async": True, "checkpoint__every": 0}, ["checkpoint.async = true", "checkpoint.every = 0"]),
 ]
 

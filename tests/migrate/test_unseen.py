@@ -25,6 +25,7 @@ def _read(tmp_path, text):
         ("te.Linear(**given())", "arguments of transformer_engine.pytorch.Linear are made at run time"),
         ("build(te)", "transformer_engine.pytorch is given to build: its uses there are not seen"),
         ("import importlib\nimportlib.import_module(input())", "import_module imports a module that is known only at run time"),
+        ("import functools\nfunctools.partial(te.Linear, nonsense=1)", "transformer_engine.pytorch.Linear is given to partial"),
         ("from elsewhere import *", "names that import * takes from elsewhere are not seen"),
         ("from .part import thing", ".part is a module of its own"),
         ("import beside", "beside is a module of its own"),
@@ -60,6 +61,9 @@ def test_a_module_is_not_said_to_run(tmp_path):
         ("import transformer_engine.pytorch as te\nte.Linear(1, 2, bias=False)", True),
         ("import transformer_engine.pytorch as te\nte.Linear(1, 2, bais=False)", False),
         ("import transformer_engine.pytorch as te\nte.autocast(enabled=True, calibration_config=3)", False),
+        ("import transformer_engine.pytorch as te\nkw = {'bias': False}\nte.Linear(1, 2, **kw)", True),
+        ("import transformer_engine.pytorch as te\nkw = {'nonsense': 1}\nte.Linear(1, 2, **kw)", False),
+        ("import transformer_engine.pytorch as te\nkw = {}\nkw.update(nonsense=1)\nte.Linear(1, 2, **kw)", False),
         ("import transformer_engine.pytorch as te\nte.autocast(enabled=False, calibrating=True)", True),
         ("import transformer_engine.pytorch as te\nte.fp8_autocast(False, True)", True),
         ("import transformer_engine.pytorch as te\nte.fp8_autocast(True, True)", True),
@@ -97,3 +101,8 @@ def test_every_name_of_the_layer_resolves_with_each_of_its_arguments():
                     assert find(dotted).status != "absent", dotted
                     for argument in arguments_of(source, name) or ():
                         assert unknown_argument(f"{module}.{name}", argument) is None
+
+
+def test_a_recipe_that_an_autocast_refuses_is_not_said_to_run_unchanged(tmp_path):
+    script = _read(tmp_path, "from transformer_engine.common.recipe import MXFP8BlockScaling\n")
+    assert any(line.startswith("As far as it is read, it runs unchanged") for line in lines(script))

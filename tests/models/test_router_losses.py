@@ -7,6 +7,7 @@ from llamas import SHAPES, assert_same_gradients, llama, tokens
 import octavo
 from octavo.config import MoeConfig
 from octavo.errors import InputError
+from octavo.models import convert
 
 MODELS = {
     "mixtral": SHAPES["mixtral"],
@@ -116,10 +117,13 @@ def test_labels_of_minus_100_alone_leave_the_losses_of_the_routers():
     assert not model.take_routing()[1].any()
 
 
+@pytest.mark.parametrize("balancing", ["aux_loss", "sinkhorn", "balanced"])
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputation_changes_no_bit_and_repeats_the_noise_of_routers(recompute):
+def test_recomputation_changes_no_bit_and_repeats_the_noise_of_routers(recompute, balancing):
     found = []
-    moe = BOTH | {"router_jitter_noise": 0.2}
+    moe = (BOTH if balancing == "aux_loss" else {"moe_load_balancing": balancing, "moe_z_loss_coeff": 0.2}) | {
+        "router_jitter_noise": 0.2
+    }
     for again in ({}, {"recompute": recompute}, {"recompute": recompute, "offload": True}):
         model = octavo.transform(llama(7, **MODELS["mixtral"]), dtype=torch.float32, moe=moe, **again)
         ids = tokens(3, 21)
@@ -152,7 +156,6 @@ def test_a_balancing_that_is_asked_for_or_left_out_after_the_transformation_is_r
 LLAMA = (
     "the model (llama) has no experts. Leave [moe] out, or train a model with experts in Octavo's blocks (mixtral, qwen3_moe)."
 )
-NO_OTHER = 'use "aux_loss", which balances them by the loss, or "none"'
 
 
 def test_moe_of_a_model_with_dense_layers_alone_is_refused():
@@ -168,9 +171,10 @@ def test_moe_of_a_model_with_dense_layers_alone_is_refused():
         ("plain", {"moe_load_balancing": "none"}, f'moe.moe_load_balancing = "none": {LLAMA}'),
         ("mixtral", {"moe_aux_loss_coeff": 0.1}, 'output_router_logits = false. Set moe.moe_load_balancing = "aux_loss"'),
         ("mixtral", {"moe_aux_loss_coeff": 0.1, "moe_load_balancing": "none"}, 'no effect: moe.moe_load_balancing = "none"'),
-        ("mixtral", {"moe_load_balancing": "sinkhorn"}, "moe_load_balancing = 'sinkhorn': tokens go to"),
-        ("mixtral", {"moe_load_balancing": "balanced"}, NO_OTHER),
-        ("mixtral", {"moe_load_balancing": "aux_los"}, "should be 'aux_loss' or 'none'"),
+        ("mixtral", {"moe_aux_loss_coeff": 0.1, "moe_load_balancing": "sinkhorn"}, 'moe.moe_load_balancing = "sinkhorn". Set'),
+        ("mixtral", {"moe_aux_loss_coeff": 0.1, "moe_load_balancing": "balanced"}, 'moe.moe_load_balancing = "balanced". Set'),
+        ("plain", {"moe_load_balancing": "sinkhorn"}, f'moe.moe_load_balancing = "sinkhorn": {LLAMA}'),
+        ("mixtral", {"moe_load_balancing": "aux_los"}, "should be 'aux_loss', 'sinkhorn', 'balanced' or 'none'"),
         ("mixtral", {"moe_z_loss_coeff": float("nan")}, "moe_z_loss_coeff = nan: Input should be a finite number"),
         ("mixtral", {"moe_aux_loss_coeff": -1.0}, "moe_aux_loss_coeff = -1.0: Input should be greater than or equal to 0"),
         ("mixtral", {"router_jitter_noise": 1.0}, "should be less than 1"),
@@ -195,3 +199,46 @@ def test_a_config_that_balances_experts_of_which_there_are_none_is_refused():
     assert model.config.output_router_logits
     with pytest.raises(InputError, match=r"no layer has experts \(mlp_only_layers"):
         octavo.transform(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "balancing", "words"),
+    [
+        ("mixtral", {"num_experts_per_tok": 1}, "sinkhorn", "by the sigmoid of its logit, and by 1 in"),
+        ("mixtral", {}, "sinkhorn", "by its probability, and by that divided by the sum"),
+        (
+            "qwen3-moe",
+            {"norm_topk_prob": False, "num_experts_per_tok": 1},
+            "sinkhorn",
+            "the sigmoid of its logit, and by its prob",
+        ),
+        ("qwen3-moe", {"norm_topk_prob": False, "num_experts_per_tok": 2}, "sinkhorn", None),
+        ("mixtral", {"num_experts_per_tok": 4, "num_local_experts": 4}, "sinkhorn", None),
+        ("mixtral", {}, "balanced", None),
+    ],
+    ids=str,
+)
+def test_hugging_faces_model_computes_the_logits_of_evaluation_or_that_is_said(shape, sizes, balancing, words, capsys):
+    convert._warn_once.cache_clear()
+    model = octavo.transform(llama(7, **(SHAPES[shape] | sizes)), dtype=torch.float32, moe={"moe_load_balancing": balancing})
+    with torch.no_grad():
+        for layer in model.layers:
+            if layer.experts is not None:
+                layer.layernorm_moe.router_weight.mul_(3)
+    theirs = octavo.to_huggingface(model)
+    said = capsys.readouterr().err
+    assert (words in said and "computes other logits" in said) if words else not said
+    ids = tokens(3, 21)
+    with torch.no_grad():
+        ours, other = model.eval()(input_ids=ids).logits, theirs(input_ids=ids).logits
+    assert torch.allclose(ours, other, rtol=1e-4, atol=1e-5) == (words is None)
+
+
+def test_a_checkpoint_by_sinkhorn_says_where_its_experts_are_weighted_otherwise(tmp_path):
+    models = [
+        octavo.transform(llama(7, **SHAPES["mixtral"]), moe={"moe_load_balancing": kind}) for kind in ("sinkhorn", "none")
+    ]
+    octavo.save(tmp_path / "step-1", models[0])
+    with pytest.warns(UserWarning, match="continues in another model: sinkhorn was True and is False"):
+        octavo.load(tmp_path / "step-1", models[1])
+    octavo.load(tmp_path / "step-1", models[0])

@@ -10,6 +10,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import InputError
+from octavo.kernels import gemm
+from octavo.nn.linear import high_precision
 
 SHAPES = [(12,), (5, 12), (2, 3, 12), (2, 1, 4, 12)]
 
@@ -260,3 +262,17 @@ def test_params_dtype_and_device(device):
     ]
     for layer in layers:
         assert {(p.dtype, p.device.type) for p in layer.parameters()} == {(torch.bfloat16, device)}
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)])
+def test_a_result_of_widened_products_may_be_written_in_place(shape, monkeypatch):
+    """As PyTorch's own may: GPT-like code adds its residual to it. Of CPUs without bf16 products."""
+    monkeypatch.setattr(gemm, "widens", lambda x: True)
+    x, weight = torch.randn(shape).bfloat16().requires_grad_(), torch.randn(8, 16).bfloat16().requires_grad_()
+    y = high_precision(x, weight)
+    y += 1
+    y.square().sum().backward()
+    wanted = [t.detach().double().requires_grad_() for t in (x, weight)]
+    (torch.nn.functional.linear(*wanted) + 1).square().sum().backward()
+    for found, exact in zip((x, weight), wanted, strict=True):
+        assert (found.grad.double() - exact.grad).norm() <= 2**-6 * exact.grad.norm()

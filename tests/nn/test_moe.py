@@ -251,3 +251,71 @@ def test_a_deep_copy_has_scales_of_its_own():
             y = twin(torch.randn(30, HIDDEN) * 9)[1]
         y.sum().backward()
     assert torch.equal(octavo.fp8.inspect(module)["experts.fc1"]["input"]["scale"], before)
+
+
+def assigned(module, x, counted=None, training=True):
+    """As `plain`, by "sinkhorn" or "balanced": (y, parameters, logits, experts), by their definitions."""
+    p = {name: parameter.detach().to(x).requires_grad_() for name, parameter in module.named_parameters()}
+    count, visited = module.mixture.count, module.mixture.visited
+    fc1, fc2 = (p[f"experts.{name}"].chunk(count) for name in ("fc1_weight", "fc2_weight"))
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * p["layer_norm_weight"]
+    logits = normed @ p["router_weight"].t()
+    weights = logits.sigmoid() if module.mixture.assignment == "sinkhorn" and visited == 1 else logits.softmax(-1)
+    if module.mixture.assignment == "balanced" and training:
+        chosen = torch.tensor([[(token * visited + i) % count for i in range(visited)] for token in range(len(x))])
+    else:
+        cost = logits.detach().exp()
+        transport = cost.clone()
+        if training:
+            taken = cost if counted is None else cost[counted]
+            rows, columns, change = None, cost.new_ones(count), 1.0
+            while change > 1e-4:
+                rows = 1 / (len(taken) * ((taken * columns).sum(1) + 1e-8))
+                before, columns = columns, 1 / (count * ((taken * rows[:, None]).sum(0) + 1e-8))
+                change = (columns - before).abs().mean()
+            transport = cost * columns
+        chosen = transport.topk(visited).indices
+    scores = weights.gather(1, chosen)
+    if module.mixture.assignment == "balanced" and module.mixture.normalized:
+        scores = scores / scores.sum(-1, keepdim=True)
+    tokens = []
+    for row, ws, experts in zip(normed, scores, chosen, strict=True):
+        parts = []
+        for weight, expert in zip(ws, experts, strict=True):
+            gate, up = (fc1[expert] @ row).chunk(2)
+            parts.append(weight * (fc2[expert] @ (functional.silu(gate) * up)))
+        tokens.append(torch.stack(parts).sum(0))
+    return torch.stack(tokens), p, logits, chosen
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("assignment", ["sinkhorn", "balanced"])
+@pytest.mark.parametrize(
+    ("count", "visited", "normalized"), [(4, 1, True), (4, 2, True), (5, 3, False), (3, 3, True), (1, 1, True)]
+)
+def test_assignments_and_every_gradient_are_those_of_their_definitions(
+    count, visited, normalized, assignment, padded, training
+):
+    module = layer(Experts(count, visited, normalized, assignment=assignment)).train(training)
+    with torch.no_grad():
+        module.router_weight.mul_(4)  # so that an assignment is another than that of the largest
+    x, dy = torch.randn(37, HIDDEN, requires_grad=True), torch.randn(37, HIDDEN)
+    counted = torch.arange(37) < 25 if padded else None
+    _, y, routing = module(x, counted=counted)
+    (y * dy).sum().add(routing[-2]).backward()  # and the z loss
+    exact = x.detach().double().requires_grad_()
+    wanted, parameters, logits, chosen = assigned(module, exact, counted, training)
+    squares = logits.logsumexp(-1).square()
+    (wanted * dy.double()).sum().add((squares if counted is None else squares[counted]).sum()).backward()
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), parameters[name].grad, rtol=1e-4, atol=1e-3, msg=name)
+    visits = torch.zeros(37, count).scatter_(1, chosen, 1.0)
+    assert torch.equal(routing[count : 2 * count], visits[:25].sum(0) if padded else visits.sum(0))
+
+
+def test_an_unknown_assignment_is_refused():
+    with pytest.raises(InputError, match=r"unknown assignment 'sinkhorm'\. Did you mean 'sinkhorn'"):
+        layer(Experts(4, 2, assignment="sinkhorm"))

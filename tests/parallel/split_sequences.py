@@ -15,6 +15,7 @@ from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
+from octavo.kernels.experts import assignment
 from octavo.parallel import offload, world
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.sharding import sharding_of
@@ -62,7 +63,7 @@ def build(
     state = world.state
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=torch.float32, strategy=strategy)
     if family == "mixtral":
-        options["moe"] = MoeConfig(moe_z_loss_coeff=0.3)
+        options.setdefault("moe", MoeConfig(moe_z_loss_coeff=0.3))
     return build_model(
         config(window, heads, family, queries),
         dtype=dtype,
@@ -90,6 +91,39 @@ def own_samples(given):
 
 def largest_error(found, wanted):
     return max(((found[n] - g).norm() / (g.norm() + 1e-6)).item() for n, g in wanted.items())
+
+
+def assigned_errors(degrees, balancing):
+    """(error of the loss, of the gradients) by an assignment, beside a whole model that assigns each rank's tokens apart."""
+    world.init(degrees)
+    moe, given = MoeConfig(moe_load_balancing=balancing, moe_z_loss_coeff=0.3), inputs("experts", world.state.device)
+    whole, split = (build("all_gather", family="mixtral", split=split, moe=moe) for split in (False, True))
+    with contextlib.ExitStack() as apart:
+        for name in ("sinkhorn", "round_robin"):
+            assign = by_ranks(getattr(assignment, name), world.state.cp_size, world.state.dp_size)
+            apart.enter_context(mock.patch.object(assignment, name, assign))
+        wanted = whole(**given).loss
+    wanted.backward()
+    found = split(**own_samples(given)).loss
+    found.backward()
+    return abs(found - wanted).item(), largest_error(gradients(split), gradients(whole))
+
+
+def by_ranks(assign, ranks, replicas):
+    """An assignment of each rank's tokens: of its samples chunk i and chunk 2n - 1 - i, as in `octavo.collectives.context`."""
+
+    def assigned(logits, visited, *masks):
+        chunks, *masks = (None if x is None else x.view(SAMPLES, 2 * ranks, -1, *x.shape[1:]) for x in (logits, *masks))
+        chosen = torch.empty(*chunks.shape[:-1], visited, dtype=torch.int64)
+        for samples in torch.arange(SAMPLES).chunk(replicas):
+            for rank in range(ranks):
+                own = samples[:, None], torch.tensor([rank, 2 * ranks - 1 - rank])
+                of_rank = [None if mask is None else mask[own].flatten() for mask in masks]
+                part = chunks[own]
+                chosen[own] = assign(part.flatten(0, 2), visited, *of_rank).view(*part.shape[:-1], visited)
+        return chosen.view(-1, visited)
+
+    return assigned
 
 
 def exact_cells(degrees, cases, strategies=("all_gather", "p2p", "a2a")):

@@ -36,6 +36,12 @@ def train(degrees, recipe, forced=None, micro_batches=1, dense=False, **options)
     return sharded.train(degrees, torch.float32, recipe, micro_batches, steps=3, **options)
 
 
+def train_assigned(degrees, balancing, micro_batches=1):
+    """As `train`, by an assignment."""
+    options = {"sizes": sharded.SIZES | EXPERTS, "moe": MoeConfig(moe_load_balancing=balancing, moe_z_loss_coeff=0.3)}
+    return sharded.train(degrees, torch.float32, None, micro_batches, steps=3, **options)
+
+
 def route_to(forced, logits):
     """All tokens to one expert, half of them to the next one also, and the others twice to the first."""
     second = torch.arange(len(logits)) % 2 + forced

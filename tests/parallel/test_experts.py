@@ -50,6 +50,26 @@ def test_a_family_of_which_some_layers_have_no_experts_equals_one_rank(layout, o
     )
 
 
+@pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
+@pytest.mark.parametrize(
+    ("size", "degrees"),
+    [(2, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 2}), (4, {"hybrid_shard_degree": 2})],
+    ids=str,
+)
+def test_each_rank_assigns_its_own_tokens_as_one_rank_in_micro_batches_does(size, degrees, balancing):
+    one = ranks.run(1, spread_experts.train_assigned, {}, balancing, size)[0]
+    many = ranks.run(size, spread_experts.train_assigned, degrees, balancing)
+    assert differences(one, many, loss=1e-6, gradient=1e-4) == []
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
+@pytest.mark.parametrize(("size", "more"), [(2, {}), (4, {"expert_parallel_degree": 2})], ids=str)
+def test_each_rank_assigns_its_own_part_of_sequences_without_padding(size, more, balancing):
+    for loss, gradient in ranks.run(size, split_sequences.assigned_errors, {"context_parallel_degree": 2} | more, balancing):
+        assert loss < 1e-5
+        assert gradient < 1e-4
+
+
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

@@ -15,9 +15,10 @@ import octavo
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.hardware import lookup
+from octavo.models import convert
 from octavo.nn.moe import routing_metrics
 from octavo.run.metrics import read_metrics
-from octavo.run.resume import BALANCED
+from octavo.run.resume import ASSIGNED, BALANCED
 from octavo.train.evaluate import perplexity, validate
 from octavo.train.plan import check
 from octavo.train.step import train_step
@@ -146,6 +147,33 @@ def test_a_run_that_continues_with_experts_balanced_over_other_tokens_says_so(ti
         given = [f"train.steps={steps}", f"train.micro_batch={micro}", 'moe.moe_load_balancing="none"', *constant]
         assert main(["train", str(run.file), *given]) == 0
     assert BALANCED not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
+def test_a_run_by_an_assignment_continues_to_the_last_bit_and_its_export_says_its_weights(
+    balancing, tiny_run, tmp_path, capsys
+):
+    convert._warn_once.cache_clear()
+    run = mixture(tiny_run(steps=4, every=2), tmp_path / "mixture")
+    with run.file.open("a") as file:
+        file.write(f'moe_load_balancing = "{balancing}"\n')
+    assert main(["train", str(run.file)]) == 0
+    first = read_metrics(run.output / "metrics.jsonl")
+    assert all(record["largest_expert_load"] < 1.25 for record in first)
+    shutil.rmtree(run.output / "checkpoints" / "step-4")
+    assert main(["train", str(run.file)]) == 0
+    again = read_metrics(run.output / "metrics.jsonl")
+    assert [(r["loss"], r["grad_norm"], r["expert_load"]) for r in first] == [
+        (r["loss"], r["grad_norm"], r["expert_load"]) for r in again
+    ]
+    capsys.readouterr()
+    assert main(["export", str(run.output), "--to", str(tmp_path / "trained")]) == 0
+    assert ("computes other logits" in capsys.readouterr().err) == (balancing == "sinkhorn")
+    longer = ["train.steps=5", "optimizer.schedule=constant"]
+    shutil.rmtree(run.output)
+    for steps, changed in ((["train.steps=2", *longer[1:]], False), ([*longer, "train.micro_batch=1"], True)):
+        assert main(["train", str(run.file), *steps]) == 0
+        assert (f"{ASSIGNED} was 2 sequences" in capsys.readouterr().err) == changed
 
 
 @pytest.mark.parametrize(

@@ -220,12 +220,15 @@ def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> No
 
 
 def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
-    """Refuse weights of other heads; warn of another rotation or norm, which a longer context may need. None: not recorded."""
+    """Refuse weights of other heads; warn of another rotation or norm, which a longer context may need, or of experts' weights.
+
+    None: not recorded.
+    """
     own = spec_record(model)
     if own is None or saved is None:
         return
     changed = {key: f"{key} was {saved[key]!r} and is {own[key]!r}" for key in own if saved.get(key, own[key]) != own[key]}
-    if wrong := [text for key, text in changed.items() if key not in ("rotary", "norm_eps")]:
+    if wrong := [text for key, text in changed.items() if key not in ("rotary", "norm_eps", "sinkhorn")]:
         raise InputError(f"checkpoint {path} holds another model: {'; '.join(wrong)}. Build the model that was saved.")
     if changed:
         warnings.warn(f"checkpoint {path} continues in another model: {'; '.join(changed.values())}.", stacklevel=6)

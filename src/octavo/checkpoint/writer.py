@@ -221,6 +221,7 @@ def spec_record(model: nn.Module) -> dict[str, Any] | None:
         "norm_eps": spec.norm_eps,
         "rotary": dict(spec.rotary),
         **({"experts_of_a_token": spec.visited, "normalized": spec.normalized} if spec.experts else {}),
+        **({"sinkhorn": spec.assignment == "sinkhorn"} if spec.experts else {}),  # which weights experts otherwise
     }
 
 

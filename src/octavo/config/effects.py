@@ -147,7 +147,7 @@ _NEEDS = (
     _Need(
         ("moe.moe_aux_loss_coeff",),
         ("moe.moe_load_balancing",),
-        lambda config: config.moe.moe_load_balancing != "none",
+        lambda config: config.moe.moe_load_balancing in (None, "aux_loss"),
         'moe.moe_load_balancing = "aux_loss"',
     ),
     _Need(

@@ -81,7 +81,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("train.compile", "torch_compile use_compile", ""),
     ("train.label_smoothing", "label_smoothing_factor", ""),
     ("train.seed", "random_seed manual_seed", ""),
-    ("moe.moe_load_balancing", "load_balancing moe_router_load_balancing_type output_router_logits", '"aux_loss" or "none"'),
+    (
+        "moe.moe_load_balancing",
+        "load_balancing moe_router_load_balancing_type output_router_logits",
+        '"aux_loss", "sinkhorn", "balanced" or "none"',
+    ),
     ("moe.moe_aux_loss_coeff", "router_aux_loss_coef aux_loss_coeff aux_loss_coef moe_aux_loss_weight", ""),
     ("moe.moe_z_loss_coeff", "router_z_loss_coef z_loss_coeff z_loss_coef moe_zloss_weight", ""),
     ("moe.router_jitter_noise", "moe_input_jitter_eps jitter_noise router_jitter", ""),

@@ -20,7 +20,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.cast_scaled import amax
 
 _recipes: list[Recipe] = []
-"""That of the context around; empty outside of one."""
+"""The recipe of the innermost calibration; empty outside of one."""
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ _SMP = (
     Name(
         "torch.sagemaker.transform(config=)",
         "differs",
-        'a MoEConfig: moe_load_balancing "aux_loss" and "none"; "sinkhorn", SMP\'s default, and "balanced" are refused',
+        "a MoEConfig: losses of routers are means over layers; global_token_shuffle is refused",
         'octavo.transform(model, moe={"moe_load_balancing": "aux_loss", …})',
     ),
     Name(
@@ -96,18 +96,8 @@ _SMP = (
     Name(
         "torch.sagemaker.moe.moe_config.MoEConfig",
         "differs",
-        'losses are means over layers; transform refuses moe_load_balancing "sinkhorn" (its default) and "balanced", and '
-        "global_token_shuffle",
+        'losses are means over layers; "balanced" is round robin; transform refuses global_token_shuffle',
         'octavo.transform(model, moe={"moe_load_balancing": "aux_loss", …}), [moe] of a run file',
-    ),
-    *(
-        Name(
-            f'torch.sagemaker.moe.moe_config.MoEConfig(moe_load_balancing="{kind}")',
-            "absent",
-            "refused by transform: tokens go to the experts of the largest probabilities",
-            'moe_load_balancing="aux_loss", or "none"',
-        )
-        for kind in ("sinkhorn", "balanced")
     ),
     Name(
         "torch.sagemaker.moe.moe_config.MoEConfig(global_token_shuffle=true)",

@@ -89,7 +89,8 @@ def _end(script: Script) -> list[str]:
     if script.is_module:
         told = "As far as it is read, every name is there" if script.notes else "Every name is there"
         return [f"{told}. It is a module: run the script that imports it."]
-    runs = "As far as it is read, it runs unchanged" if script.notes else "It runs unchanged"
+    refused = any("refused" in use.row.here for use in script.uses if use.row is not None)
+    runs = "As far as it is read, it runs unchanged" if script.notes or refused else "It runs unchanged"
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
     return [
         "Names are read here; values of arguments that Octavo cannot honour are refused in the run.",

@@ -279,11 +279,8 @@ def _moe(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
     if not given["moe"]:
         return
     asked = given["moe_load_balancing"]
-    if asked in ("aux_loss", "none"):
-        draft.put("moe.moe_load_balancing", asked, of("moe_load_balancing"))
-    else:
-        draft.put("moe.moe_load_balancing", "aux_loss", f"there is no {asked!r}: choose aux_loss or none")
-    if asked != "none":
+    draft.put("moe.moe_load_balancing", asked, of("moe_load_balancing"))
+    if asked == "aux_loss":
         draft.put("moe.moe_aux_loss_coeff", float(given["moe_aux_loss_coeff"]), of("moe_aux_loss_coeff"))
     draft.put("moe.moe_z_loss_coeff", float(given["moe_z_loss_coeff"]), of("moe_z_loss_coeff"))
     draft.notes.append("losses of [moe] are means over layers, where Megatron-LM, and SMP by it, adds layers up")

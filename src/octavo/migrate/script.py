@@ -54,8 +54,6 @@ _ESTIMATORS = {
 
 _SAME = {"torch.sagemaker.state_handler.state": "torch.sagemaker.state"}
 """Other names of an object → the one in the table."""
-_DEFAULTS = {"torch.sagemaker.moe.moe_config.MoEConfig": ("moe_load_balancing", "sinkhorn", "smp_moe")}
-"""Call → an argument with a default that is refused, the default, and the argument that switches it off by False."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +299,14 @@ class _Reader:
                 absent = unknown_argument(canonical(dotted), word.arg) if word.arg else None
                 if absent is not None:
                     self._put(word.value.lineno, absent)
+            for argument in (
+                given.keys() - {word.arg for word in node.keywords} - {REST}
+            ):  # of a dictionary whose keys are known
+                absent = unknown_argument(canonical(dotted), argument)
+                if absent is not None:
+                    self._put(node.lineno, absent)
             if REST in given or any(isinstance(each, ast.Starred) for each in node.args):
                 self._note(node, f"arguments of {canonical(dotted)} are made at run time")
-            self._default(node, canonical(dotted))
         self._indirect(node, dotted)
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
@@ -334,6 +337,8 @@ class _Reader:
                 given = self._dotted(each)
                 if given is not None and is_module(given):
                     self._note(node, f"{given} is given to {function or 'a call'}: its uses there are not seen")
+                elif given is not None and function == "partial" and library_of(given) is not None:
+                    self._note(node, f"{canonical(given)} is given to partial: its arguments there are not seen")
 
     def _note(self, node: ast.AST, text: str) -> None:
         note = f"line {self.script.place(getattr(node, 'lineno', 0))}: {text}"
@@ -344,13 +349,6 @@ class _Reader:
         """The positional arguments of an estimator that an expression names; None for another."""
         dotted = self._dotted(function)
         return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
-
-    def _default(self, node: ast.Call, name: str) -> None:
-        """A row of the table that an argument left out stands for."""
-        argument, value, switch = _DEFAULTS.get(name, ("", "", ""))
-        given = self._values.arguments(node)[1]
-        if argument and not node.args and not {argument, REST} & set(given) and given.get(switch, True) is not False:
-            self._use(node.lineno, f"{name}({argument}={json.dumps(value)})")
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":

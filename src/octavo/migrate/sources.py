@@ -36,7 +36,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def has_name(module: str, name: str) -> bool | None:
-    """Whether an installed module has a name; None if its source does not tell."""
+    """True if an installed module has a name; None if its source does not tell."""
     tree = _tree(module)
     if tree is None or _tree(f"{module}.{name}") is not None:
         return None if tree is None else True

@@ -536,7 +536,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _truth(value: Any) -> bool | None:
-    """Whether a value counts as true; None if that is not known."""
+    """Truth of a value; None if it is not known."""
     if isinstance(value, dict):
         return True if set(value) - {REST} else None if REST in value else False
     return None if value is UNKNOWN or isinstance(value, _Function) else bool(value)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from octavo.collectives.whole import whole_tensor
-from octavo.errors import InputError, OctavoError, first_line
+from octavo.errors import InputError, OctavoError, first_line, warn
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.own_code import float32_names
 from octavo.models.spec import ModelSpec
@@ -291,6 +291,7 @@ def check_decoder(model: Any) -> None:
         return
     check_tie(model)
     _check_config(model.config, spec)
+    warn_of_other_weights(spec)
     make: dict[str, Any] = {"dtype": model.dtype, "params_dtype": model.dtype, "buffer_dtype": model.rotary.dtype}
     reference: Any = written_class(model)(model.config, spec, **make, device="meta")
     different = difference_from(model, reference)
@@ -314,9 +315,34 @@ def other_model(different: str) -> InputError:
     )
 
 
+def warn_of_other_weights(spec: ModelSpec) -> None:
+    """Warn, once for a shape of experts, where Hugging Face's model weights experts otherwise than this decoder in evaluation.
+
+    It does after "sinkhorn", except for a top-k of 2 or more with probabilities as they are, which its Qwen3-MoE can have.
+    """
+    if spec.mixtures and spec.assignment == "sinkhorn":
+        if spec.visited == 1:
+            _warn_once(
+                _OTHER_WEIGHTS.format(ours="the sigmoid of its logit", theirs="1" if spec.normalized else "its probability")
+            )
+        elif spec.normalized and spec.visited < spec.experts:
+            _warn_once(_OTHER_WEIGHTS.format(ours="its probability", theirs="that divided by the sum of a token's experts"))
+
+
+_OTHER_WEIGHTS = (
+    'trained with moe_load_balancing = "sinkhorn": an expert\'s output is multiplied by {ours}, and by {theirs} in Hugging '
+    "Face's model, which computes other logits from the same weights. octavo.save keeps the model as it is."
+)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)
+
+
 _OF_TRAINING = {
     *("attention_dropout", "hidden_dropout", "embedding_dropout", "initializer_range", "padding"),
-    *("jitter", "balance", "router_z_loss"),
+    *("jitter", "balance", "router_z_loss", "assignment"),
 }
 """Fields of a spec that change no inference, or that `octavo.transform(moe=…)` sets beside the config."""
 

@@ -491,7 +491,7 @@ def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]
         qk_norm_type="RMSNorm" if spec.qk_norm else None,
         qk_norm_eps=spec.norm_eps,
         qk_norm_before_rope=True,
-        experts=Experts(spec.experts, spec.visited, spec.normalized, spec.jitter) if mixture else None,
+        experts=Experts(spec.experts, spec.visited, spec.normalized, spec.jitter, spec.assignment) if mixture else None,
         **make,
     )
     block.drops_apart = True  # as GPT-NeoX does

@@ -284,7 +284,7 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
     asked, coefficient = moe.moe_load_balancing, moe.moe_aux_loss_coeff
     balances = config.output_router_logits if asked is None else asked == "aux_loss"
     if coefficient is not None and not balances:
-        off = "the model's config has output_router_logits = false" if asked is None else 'moe.moe_load_balancing = "none"'
+        off = "the model's config has output_router_logits = false" if asked is None else f'moe.moe_load_balancing = "{asked}"'
         raise InputError(
             f"moe.moe_aux_loss_coeff = {coefficient:g} has no effect: {off}. "
             'Set moe.moe_load_balancing = "aux_loss", or leave the coefficient out.'
@@ -294,6 +294,7 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
         spec,
         balance=balance if balances else 0.0,
         router_z_loss=moe.moe_z_loss_coeff or 0.0,
+        assignment=asked if asked in ("sinkhorn", "balanced") else "largest",
         jitter=spec.jitter if moe.router_jitter_noise is None else moe.router_jitter_noise,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class ModelSpec:
         experts, visited: experts of each MLP (0 for none), and those of them that a token visits.
         normalized: a token's weights are the probabilities of its experts divided by their sum.
         jitter: in training the input of router and experts is multiplied by numbers from 1 − jitter to 1 + jitter.
+        assignment: of tokens to experts, as of `octavo.nn.Experts`.
         balance, router_z_loss: coefficients of the loss that balances the experts, and of the router's z loss.
         dense: layers with one MLP, of `dense_ffn_size`, in place of experts.
     """
@@ -70,6 +71,7 @@ class ModelSpec:
     visited: int = 1
     normalized: bool = True
     jitter: float = 0.0
+    assignment: Literal["largest", "sinkhorn", "balanced"] = "largest"
     balance: float = 0.0
     router_z_loss: float = 0.0
     dense: tuple[int, ...] = ()

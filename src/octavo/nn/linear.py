@@ -65,7 +65,7 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return gemm.high_precision_mm(flat(x), weight.t(), x.dtype, bias).view(*x.shape[:-1], weight.shape[0])
+        return unflat(gemm.high_precision_mm(flat(x), weight.t(), x.dtype, bias), (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -1,6 +1,7 @@
 """The feed-forward half of a block as a mixture of experts: norm, router, experts.
 
-No token is dropped. The router runs in float32.
+No token is dropped. The router runs in float32. In training another assignment than that of the largest probabilities can
+choose the experts, from this call's tokens on this rank alone; evaluation has no other.
 
 Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn_hidden_size.
 """
@@ -9,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import InputError
+from octavo.errors import InputError, unknown
 from octavo.kernels.autograd import refuse_transforms
-from octavo.kernels.experts import router
+from octavo.kernels.experts import assignment, router
 from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import compute_dtype, init_linear_
 from octavo.nn.norm import NormForm, ResidualLayer, check_input, flat, reset_norm_, residual_norm, unflat
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of
+
+Assignment = Literal["largest", "sinkhorn", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,16 @@ class Experts:
         visited: experts of a token, those of the largest probabilities.
         normalized: the weights of a token are its probabilities divided by their sum.
         jitter: in training the layer's input is multiplied by uniform numbers from 1 − jitter to 1 + jitter.
+        assignment: "largest": tokens visit the experts of their largest probabilities. "sinkhorn": in training those of
+            Sinkhorn's iteration; in evaluation too, weights are the probabilities as they are, and with one visited expert
+            the sigmoid of its logit. "balanced": in training round robin.
     """
 
     count: int
     visited: int
     normalized: bool = True
     jitter: float = 0.0
+    assignment: Assignment = "largest"
 
 
 class LayerNormMoE(ResidualLayer):
@@ -80,6 +87,8 @@ class LayerNormMoE(ResidualLayer):
             raise InputError(
                 f"router_jitter_noise = {experts.jitter} (jitter of a layer): use 0 for none, or a number below 1."
             )
+        if experts.assignment not in get_args(Assignment):
+            raise unknown("assignment", str(experts.assignment), get_args(Assignment))
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self.hidden_size, self.mixture, self.norm = hidden_size, experts, NormForm(normalization, eps, zero_centered_gamma)
         self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
@@ -108,9 +117,9 @@ class LayerNormMoE(ResidualLayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """input, delta [..., H] → (input + delta, the experts' result, the routing of this call).
 
-        counted: bool [...], the tokens of the routing; all if absent. The routing is float32 [2E + 2], sums over tokens: of
-        each expert's probability, of the tokens that visit it, of log-sum-exp² of the router's logits, and of its entropy. The
-        gradient goes through the first and the third.
+        counted: bool [...], the tokens of the routing, and of Sinkhorn's iteration; all if absent. The routing is float32
+        [2E + 2], sums over tokens: of each expert's probability, of the tokens that visit it, of log-sum-exp² of the router's
+        logits, and of its entropy. The gradient goes through the first and the third.
         """
         check_input(self, input, delta, size=self.hidden_size)
         refuse_transforms("layers that begin with a norm")
@@ -120,14 +129,29 @@ class LayerNormMoE(ResidualLayer):
         if self.training and self.mixture.jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)
         x, logits = _Router.apply(x, self.router_weight)
-        scores, chosen = self._route(logits)
+        counted = None if counted is None else counted.flatten()
+        largest = self.mixture.assignment == "largest" or not (self.training or self.mixture.assignment == "sinkhorn")
+        scores, chosen = self._route(logits) if largest else self._assign(logits, counted)
         y = self.experts(x.to(dtype), scores, chosen, is_first_microbatch)
-        return h, unflat(y, input.shape), self._routing(logits, chosen, None if counted is None else counted.flatten())
+        return h, unflat(y, input.shape), self._routing(logits, chosen, counted)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, V], and experts, int64 [T, V], of each token."""
         scores, chosen = torch.topk(logits.softmax(-1), self.mixture.visited, dim=-1)
         return scores / scores.sum(-1, keepdim=True) if self.mixture.normalized else scores, chosen
+
+    def _assign(self, logits: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `_route`, by the other assignments; the gradient goes through the weights alone."""
+        mixture = self.mixture
+        if mixture.assignment == "balanced":
+            chosen = assignment.round_robin(logits, mixture.visited)
+            scores = logits.softmax(-1).gather(1, chosen)
+            return scores / scores.sum(-1, keepdim=True) if mixture.normalized else scores, chosen
+        if self.training:
+            chosen = assignment.sinkhorn(logits, mixture.visited, counted)
+        else:
+            chosen = torch.topk(logits, mixture.visited, dim=-1).indices
+        return (logits.sigmoid() if mixture.visited == 1 else logits.softmax(-1)).gather(1, chosen), chosen
 
     def _routing(self, logits: Tensor, chosen: Tensor, counted: Tensor | None) -> Tensor:
         logarithms = logits.log_softmax(-1)
@@ -141,7 +165,8 @@ class LayerNormMoE(ResidualLayer):
 
     def extra_repr(self) -> str:
         """Width and experts of a token, for `print(model)`."""
-        return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}"
+        other = "" if self.mixture.assignment == "largest" else f", assignment={self.mixture.assignment}"
+        return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
 
 
 def balancing_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:

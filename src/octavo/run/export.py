@@ -27,7 +27,16 @@ from octavo.config.run import RunConfig
 from octavo.data.special_tokens import ROLES, SpecialTokens
 from octavo.data.tokenizer import other_beside
 from octavo.errors import InputError, first_line, nearest, some, unknown, warn
-from octavo.models.convert import Conversion, check_decoder, conversion_of, other_model, write_pretrained, write_weights
+from octavo.models.convert import (
+    Conversion,
+    check_decoder,
+    conversion_of,
+    other_model,
+    warn_of_other_weights,
+    write_pretrained,
+    write_weights,
+)
+from octavo.models.families import decoder_spec, with_moe
 from octavo.models.generation import FILE, GenerationFile, from_model_config, load_generation_config
 from octavo.models.sources import load_config
 from octavo.models.structure import difference_from, tensors_of, warn_of_hooks
@@ -250,6 +259,8 @@ def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
         hf_config = load_config(str(folder.model))
     else:  # a run of an older version
         hf_config = load_config(config.model.source, config.model.config)
+    if config.moe.moe_load_balancing == "sinkhorn" and (spec := with_moe(decoder_spec(hf_config)[0], hf_config, config.moe)):
+        warn_of_other_weights(spec)
     tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
     generation, dropped = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer, config)
     stored = StoredWeights(checkpoint)

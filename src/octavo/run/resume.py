@@ -28,7 +28,7 @@ CHANGEABLE: dict[str, str] = {
     "train.sample_prompt": "samples do not change the run",
     "train.sample_tokens": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
-    "train.micro_batch": "the same gradient, in another order of summation; only experts are balanced over other tokens",
+    "train.micro_batch": "the same gradient, in another order of summation; experts alone see other tokens together",
     "train.recompute": "the same numbers, for less memory",
     "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",
     "train.offload": "the same numbers, for less memory",
@@ -50,6 +50,7 @@ _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of older versions, whose run files leave these keys out."""
 
 BALANCED = "the number of sequences over which experts are balanced"
+ASSIGNED = "the group of tokens by which experts are assigned"
 VALIDATED = "the number of sequences in a validation"
 """Keys of a checkpoint's layout."""
 
@@ -229,14 +230,15 @@ def _show(value: Any) -> str:
 
 
 def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of a continuation on other ranks or another device, with experts balanced over other tokens, or other validations.
+    """Warn of a continuation on other ranks or another device, with other tokens for experts, or other validations.
 
-    saved, now: device, threads and ranks; `VALIDATED`; and, where the loss balances experts, `BALANCED`.
+    saved, now: device, threads and ranks; `VALIDATED`; and, where the loss balances experts, `BALANCED`, or where they are
+    assigned by other than the largest probabilities, `ASSIGNED`.
     """
     changed = {
         key: f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved.get(key, value) != value
     }
-    balanced, validated = (changed.pop(key, None) for key in (BALANCED, VALIDATED))
+    balanced, assigned, validated = (changed.pop(key, None) for key in (BALANCED, ASSIGNED, VALIDATED))
     if changed:
         warn(
             f"{checkpoint} continues, but {'; '.join(changed.values())}: sums have another order, so the losses may differ "
@@ -247,6 +249,8 @@ def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
             f"{checkpoint} continues, but {balanced} (micro-batch x data-parallel ranks): the losses from here on "
             "differ from those of an uninterrupted run."
         )
+    if assigned is not None:
+        warn(f"{checkpoint} continues, but {assigned}: the losses from here on differ from those of an uninterrupted run.")
     if validated is not None:
         warn(
             f"{checkpoint} continues, but {validated} (train.validate_batches x train.micro_batch or train.global_batch): "

@@ -22,7 +22,7 @@ from octavo.models.families import decoder_spec, with_moe
 from octavo.parallel.coordination import writing_ranks
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
-from octavo.run.resume import BALANCED, VALIDATED
+from octavo.run.resume import ASSIGNED, BALANCED, VALIDATED
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
 from octavo.train.plan import RunPlan, model_options
@@ -134,11 +134,15 @@ def restore_or_begin(context: TrainContext, latest: Path | None, seed: int) -> N
 
 
 def run_layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks, which set the order of sums; sequences of a validation, and those that balance experts."""
+    """Device, threads and ranks, which set the order of sums; sequences of a validation, and those of experts."""
     spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
     spec = with_moe(spec, plan.hf_config, plan.config.moe)
     balances = spec is not None and spec.mixtures and spec.balance
+    assigns = spec is not None and spec.mixtures and spec.assignment != "largest"
+    degrees = plan.degrees
+    group = f"{plan.micro_batch} sequences on each of {degrees.data} data-parallel x {degrees.context} context-parallel ranks"
     return {
+        **({ASSIGNED: group} if assigns else {}),
         **({BALANCED: plan.micro_batch * plan.degrees.data} if balances else {}),
         VALIDATED: plan.config.train.validation_sequences,
         "device": plan.hardware.name,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from octavo.compat.notices import say_once
-from octavo.config.moe import OTHER_BALANCING, MoeConfig
+from octavo.config.moe import MoeConfig
 from octavo.errors import InputError, check_flags, unknown
 from octavo.nn.moe import LayerNormMoE
 
@@ -27,7 +27,8 @@ class MoEConfig:
     Attributes:
         smp_moe: False: nothing below counts, and the model's config decides.
         random_seed: without effect: generators and initial values have the `random_seed` of `torch.sagemaker.init`.
-        moe_load_balancing: "aux_loss" or "none"; the others are refused by `transform`.
+        moe_load_balancing: as in `[moe]`. "sinkhorn" is that of Megatron-LM; of "balanced" SMP publishes no definition, and
+            tokens visit the experts round robin.
         global_token_shuffle: False.
         moe_all_to_all_dispatcher: without effect: either exchange gives the same numbers.
         moe_aux_loss_coeff, moe_z_loss_coeff: of means over the layers, where Megatron-LM adds them up.
@@ -90,22 +91,16 @@ def moe_of(config: Any) -> MoeConfig | None:
         )
     if not config.smp_moe:
         return None
-    if config.moe_load_balancing in OTHER_BALANCING:
-        default = " (SMP's default)" if config.moe_load_balancing == MoEConfig.moe_load_balancing else ""
-        raise InputError(
-            f"transform(config=MoEConfig(moe_load_balancing={config.moe_load_balancing!r})){default} is not there: tokens go "
-            'to the experts of the largest probabilities, in training as in inference. Set moe_load_balancing="aux_loss", '
-            'which balances the experts by moe_aux_loss_coeff in the loss, or "none".'
-        )
     if config.global_token_shuffle:
         raise InputError(f"transform(config=MoEConfig(…)): {_NO_SHUFFLE}")
     _tell(config)
     balances = config.moe_load_balancing == "aux_loss"
-    return MoeConfig(
-        moe_load_balancing="aux_loss" if balances else "none",
-        moe_aux_loss_coeff=config.moe_aux_loss_coeff if balances else None,
-        moe_z_loss_coeff=config.moe_z_loss_coeff,
-    )
+    settings = {
+        "moe_load_balancing": config.moe_load_balancing,
+        "moe_z_loss_coeff": config.moe_z_loss_coeff,
+        **({"moe_aux_loss_coeff": config.moe_aux_loss_coeff} if balances else {}),
+    }
+    return MoeConfig.from_dict(settings, where="MoEConfig(…)")
 
 
 def _tell(config: MoEConfig) -> None:
@@ -115,6 +110,21 @@ def _tell(config: MoEConfig) -> None:
             "MoEConfig",
             "MoEConfig: the losses of routers are means over the layers, and part of the loss that the model returns. "
             "Megatron-LM, from which SMP has its experts, adds layers up, in the gradients alone: docs/migrating.md.",
+        )
+    if config.moe_load_balancing in ("sinkhorn", "balanced") and config.moe_aux_loss_coeff not in (
+        0,
+        MoEConfig.moe_aux_loss_coeff,
+    ):
+        say_once(
+            "MoEConfig.moe_aux_loss_coeff",
+            f"MoEConfig(moe_aux_loss_coeff={config.moe_aux_loss_coeff:g}) has no effect with moe_load_balancing="
+            f'"{config.moe_load_balancing}", which has no loss: "aux_loss" has.',
+        )
+    if config.moe_load_balancing == "balanced":
+        say_once(
+            "MoEConfig.balanced",
+            'MoEConfig(moe_load_balancing="balanced"): SMP publishes no definition; in training token t visits k experts '
+            "from k·t on in turn, whatever its probabilities.",
         )
     if config.random_seed != MoEConfig.random_seed:
         say_once(

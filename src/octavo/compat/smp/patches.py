@@ -9,6 +9,7 @@
 * `FileSystemWriter` writes one checkpoint to several folders (`octavo.compat.smp.folders`).
 * `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
   checkpoints take `coordinator_rank` as a global rank.
+* Other packages' names and files of scripts: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
 
 Classes are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
 """

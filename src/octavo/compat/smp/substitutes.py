@@ -1,4 +1,4 @@
-"""What published SMP scripts ask of other packages before their first step, where it is not there: said once, and replaced.
+"""Replacements for parts of other packages that published SMP scripts ask for and this machine lacks; each is said once.
 
 * The process-group backend "smddp" of SageMaker's containers is NCCL, or gloo without GPUs.
 * `attn_implementation="flash_attention_2"` of transformers without flash-attn is its default: models of `transform` compute

@@ -4,7 +4,7 @@
 matrices in place, and reduces gradients without copies, for which FSDP2 has no public means. `Group` and `Parameter` have the
 public names of what is read and changed; nothing else in Octavo names an attribute of FSDP2.
 
-What is replaced, on the instance of each group and in this order:
+Replaced methods, on the instance of each group, in this order:
 
 1. `init_all_gather_outputs`, `init_unsharded_param` of its parameters run outside of inference mode (`Group.make_trainable`).
 2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), whatever the order of their calls.
@@ -281,7 +281,7 @@ class Group:
 
     @property
     def divides_by(self) -> float | None:
-        """What gradients are divided by; None: the number of ranks."""
+        """Divisor of the gradients; None: the number of ranks."""
         return cast("float | None", self._raw.gradient_divide_factor)
 
     @property

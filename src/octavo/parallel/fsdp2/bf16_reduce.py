@@ -7,6 +7,7 @@ ring sends less than an exchange of all ranks with all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,20 +17,28 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.adapter import Group, group_of
-from octavo.parallel.fsdp2.reduction import Reduction, use_reduction
+from octavo.parallel.fsdp2.adapter import Group, group_of, use_reduce_scatter
 
 
-class ReduceScatter(Reduction):
-    """Sums in float32 of gradients in their own dtype; plain: FSDP2's exchange, for gradients in float32."""
+class ReduceScatter:
+    """Sums in float32 of gradients in their own dtype; plain: FSDP2's exchange, for gradients in float32.
+
+    FSDP2 asks for two buffers: of all gradients, then of this rank's sums. A reduction may fail between the two, so each starts
+    anew.
+    """
 
     def __init__(self, plain: Any) -> None:
-        super().__init__()
-        self._plain = plain
+        self._plain, self._allocated = plain, 0
 
-    def sums(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of this rank's sums, in float32 whatever FSDP2 expects."""
-        return super().sums(numel, torch.float32, device)
+    def begin(self) -> None:
+        """The next buffer is the first."""
+        self._allocated = 0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer: of gradients in their dtype, of sums in float32 whatever FSDP2 expects."""
+        self._allocated += 1
+        dtype = dtype if self._allocated == 1 else torch.float32
+        return torch.empty(math.prod(int(side) for side in size), dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -50,7 +59,9 @@ def use(modules: Sequence[FSDPModule]) -> None:
     """
     for group, module in {group_of(module): module for module in modules}.items():
         if group is not None:
-            use_reduction(module, ReduceScatter(group.reduce_scatter))
+            reduction = ReduceScatter(group.reduce_scatter)
+            use_reduce_scatter(module, reduction)
+            group.before_reduction("buffers", reduction.begin)
             _reduce_in_own_dtype(group)
 
 
