@@ -19,18 +19,19 @@ _CONFIGS: Names = {
 }
 _DISTRIBUTED: Names = {"octavo.launch.configs": "MPI SMP DistributedConfig Torchrun"}
 _TRAINER: Names = {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Mode"}
+_TRAINED: Names = {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Compute HyperPodCompute"}
 _INPUTS: Names = {"octavo.launch.inputs": "FileSystemInput TrainingInput"}
 _ESTIMATOR: Names = {"octavo.launch.sdk": "PyTorch"}
 
 MODULES: dict[str, Names] = {
-    "sagemaker": _SESSION | _INPUTS,
+    "sagemaker": {**_SESSION, **_INPUTS},
     "sagemaker.session": _SESSION,
     "sagemaker.local": {"octavo.launch.session": "LocalSession"},
     "sagemaker.inputs": _INPUTS,
     "sagemaker.pytorch": _ESTIMATOR,
     "sagemaker.pytorch.estimator": _ESTIMATOR,
     # Version 3, and the same in late releases of version 2.
-    "sagemaker.train": _SESSION | {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Compute HyperPodCompute"},
+    "sagemaker.train": {**_SESSION, **_TRAINED},
     "sagemaker.train.model_trainer": _TRAINER,
     "sagemaker.train.configs": _CONFIGS,
     "sagemaker.train.distributed": _DISTRIBUTED,
