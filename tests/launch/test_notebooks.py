@@ -268,3 +268,26 @@ while one.latest_training_job is None or ("ValueError" in {script!r} and one.lat
         assert job.until(lambda: job.status == "Stopped", 100)
     else:
         job.stop()
+
+
+def test_a_script_of_smddp_reduces_over_the_ranks_that_it_asks_for(place, capfd):
+    (place / "shared-scripts" / "train.py").write_text(
+        """import json, os
+import smdistributed.dataparallel.torch.torch_smddp
+import torch
+import torch.distributed as dist
+dist.init_process_group("smddp")
+seen = torch.tensor([dist.get_rank() + 1.0, float(os.environ["LOCAL_RANK"])])
+dist.all_reduce(seen)
+assert "sagemaker_distributed_dataparallel_enabled" not in os.environ["SM_FRAMEWORK_PARAMS"]  # transformers would look for more
+if dist.get_rank() == 0:
+    print(dist.get_world_size(), seen.tolist())
+dist.destroy_process_group()
+"""
+    )
+    data = {"smdistributed": {"dataparallel": {"enabled": True}}}
+    one = PyTorch("train.py", source_dir="shared-scripts", instance_type="local", instance_count=2, distribution=data)
+    one.fit()
+    shown = capfd.readouterr()
+    assert "2 [3.0, 1.0]" in shown.out
+    assert shown.err.count("SageMaker's collectives are not here") == 1

@@ -7,8 +7,8 @@ other libraries. A job runs on this host: a note names GPUs of the type that it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from octavo.config.degrees import DEGREES, fit_degrees
 from octavo.config.parallel import InitConfig
@@ -42,6 +42,10 @@ _KEYS = {
 """Keys of each library's dictionary; MPI's options have no effect."""
 _SWITCHES = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "delayed_parameter_initialization")
 _TRUE = ("1", "1.0", "true", "yes", "on", "t", "y")
+_SMDDP = (
+    'distribution["smdistributed"]["dataparallel"]: SageMaker\'s collectives are not here. Ranks start as with '
+    '"torch_distributed", and the backend "smddp" is NCCL, or gloo without GPUs.'
+)
 _RANK_GIB = 0.5
 """Memory of a rank on a CPU before its model: the libraries that it imports."""
 
@@ -65,6 +69,20 @@ class Layout:
     notes: list[str] = field(default_factory=list)
 
 
+class Distribution(NamedTuple):
+    """An estimator's `distribution`.
+
+    Attributes:
+        ranks: several ranks.
+        parameters: SMP's, checked; None without SMP.
+        notes: what another library takes the place of.
+    """
+
+    ranks: bool
+    parameters: dict[str, Any] | None
+    notes: tuple[str, ...] = ()
+
+
 def layout_of(
     instance_type: str, instance_count: int, distribution: Mapping[str, Any] | None, hyperparameters: Mapping[str, Any]
 ) -> Layout:
@@ -73,8 +91,9 @@ def layout_of(
     Raises:
         InputError: an unknown machine or key, FP8 on GPUs without it, or degrees that do not fit the ranks.
     """
-    distributed, parameters = read_distribution(distribution)
-    return fit_layout(instance_type, instance_count, hyperparameters, distributed=distributed, parameters=parameters)
+    read = read_distribution(distribution)
+    layout = fit_layout(instance_type, instance_count, hyperparameters, distributed=read.ranks, parameters=read.parameters)
+    return replace(layout, notes=[*read.notes, *layout.notes])
 
 
 def fit_layout(
@@ -195,14 +214,14 @@ def _ranks(
     return use, use
 
 
-def read_distribution(distribution: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
-    """True for several ranks, and SMP's parameters, None without SMP.
+def read_distribution(distribution: Mapping[str, Any] | None) -> Distribution:
+    """Ranks, and SMP's parameters. SageMaker's data parallel library starts ranks, and has NCCL or gloo in its place.
 
     Raises:
         InputError: another library, or an unknown key.
     """
     if distribution is None:
-        return False, None
+        return Distribution(False, None)
     if not isinstance(distribution, Mapping):
         raise InputError(f"distribution = {distribution!r} is no dictionary.")
     known = ("torch_distributed", "pytorchddp", "smdistributed")
@@ -220,21 +239,26 @@ def read_distribution(distribution: Mapping[str, Any] | None) -> tuple[bool, dic
     if not isinstance(inside, Mapping):
         raise InputError(f'distribution["smdistributed"] is {inside!r}: write {{"modelparallel": {{"enabled": True}}}}.')
     for name in inside:
-        if name == "dataparallel" and _enabled(inside, name):
-            raise InputError(
-                'distribution["smdistributed"]["dataparallel"] is a library of SageMaker alone: use "torch_distributed", and '
-                '"nccl" as backend in the script.'
-            )
         if name not in ("modelparallel", "dataparallel"):
-            raise InputError(f'unknown key {name!r} in distribution["smdistributed"]. Known: modelparallel.')
-    if not _enabled(inside, "modelparallel"):
-        return distributed, None
+            raise InputError(f'unknown key {name!r} in distribution["smdistributed"]. Known: modelparallel, dataparallel.')
+    smddp, smp = _enabled(inside, "dataparallel"), _enabled(inside, "modelparallel")
+    if smddp and smp:
+        raise InputError(
+            'distribution["smdistributed"] enables "modelparallel" and "dataparallel", of which the SDK takes one: leave '
+            '"dataparallel" out.'
+        )
+    if smddp:
+        options = inside["dataparallel"].get("custom_mpi_options")
+        more = " custom_mpi_options has no effect." if options else ""
+        return Distribution(True, None, (f"{_SMDDP}{more}",))
+    if not smp:
+        return Distribution(distributed, None)
     if not distributed:
         raise InputError(
             'distribution enables "smdistributed" "modelparallel" without "torch_distributed", which starts its ranks: add '
             '"torch_distributed": {"enabled": True}.'
         )
-    return True, check_parameters(inside["modelparallel"].get("parameters") or {})
+    return Distribution(True, check_parameters(inside["modelparallel"].get("parameters") or {}))
 
 
 def _enabled(table: Mapping[str, Any], name: str) -> bool:

@@ -179,7 +179,7 @@ class PyTorch:
         return self.latest_training_job
 
     def _request(self) -> Request:
-        distributed, parameters = read_distribution(self.distribution)
+        read = read_distribution(self.distribution)
         return Request(
             entry=self.entry_point,
             source_dir=self.source_dir,
@@ -187,8 +187,9 @@ class PyTorch:
             environment=self.environment,
             instance_type=str(self.instance_type),
             instance_count=self.instance_count,
-            distributed=distributed,
-            parameters=parameters,
+            distributed=read.ranks,
+            parameters=read.parameters,
+            notes=read.notes,
             output=self.output_path,
             base_job_name=self.base_job_name,
             dependencies=self.dependencies,

@@ -32,6 +32,7 @@ class Request:
         instance_count: machines of this kind.
         distributed: several ranks.
         parameters: SMP's, checked; None without SMP.
+        notes: on libraries that are replaced.
         processes: ranks of a machine; None: one a GPU.
         output: the folder of jobs, or a remote address for results; None: ./jobs.
         base_job_name: beginning of the job's name; None: that of the script.
@@ -53,6 +54,7 @@ class Request:
     instance_count: int
     distributed: bool
     parameters: Mapping[str, Any] | None
+    notes: Sequence[str] = ()
     processes: int | None = None
     output: str | None = None
     base_job_name: str | None = None
