@@ -281,7 +281,8 @@ def test_a_script_of_the_sdk_starts_its_job_unchanged(place):
             for name in names.split():
                 assert hasattr(importlib.import_module(source), name), (home, name)
     (place / "launch.py").write_text(
-        """from sagemaker.core.helper.session_helper import Session, get_execution_role
+        """from sagemaker.core import image_uris
+from sagemaker.core.helper.session_helper import Session, get_execution_role
 from sagemaker.core.training.configs import FileSystemDataSource, InputData
 from sagemaker.modules.configs import Tag
 from sagemaker.modules.distributed import SMP as OLD
@@ -291,8 +292,10 @@ from sagemaker.train.distributed import SMP, Torchrun
 from sagemaker.train.model_trainer import Mode
 
 assert SMP is OLD
+region = Session().boto_session.region_name
+image = image_uris.retrieve(framework="pytorch", region=region, version="2.6", instance_type="ml.p5.48xlarge")
 model_trainer = ModelTrainer(
-    training_image="image", training_mode=Mode.SAGEMAKER_TRAINING_JOB, sagemaker_session=Session(), role=get_execution_role(),
+    training_image=image, training_mode=Mode.SAGEMAKER_TRAINING_JOB, sagemaker_session=Session(), role=get_execution_role(),
     source_code=SourceCode(source_dir="./src", entry_script="train.py"), distributed=Torchrun(smp=SMP(hybrid_shard_degree=1)),
     compute=Compute(instance_type="local", instance_count=1), hyperparameters={"checkpoint_dir": "/opt/ml/checkpoints"},
     tags=[Tag(key="a", value="b")],
@@ -308,5 +311,5 @@ SMP(tensor_parallel_degree=2)
     assert done.returncode == 2
     assert done.stdout == "done 0\nCompleted\n"
     assert "trainer: training_image, sagemaker_session, role, tags have no meaning" in done.stderr
-    last = f"octavo: {place}/launch.py, line 19: SMP(…): tensor_parallel_degree = 2, and this version of Octavo has no tensor "
+    last = f"octavo: {place}/launch.py, line 22: SMP(…): tensor_parallel_degree = 2, and this version of Octavo has no tensor "
     assert done.stderr.splitlines()[-1].startswith(last)

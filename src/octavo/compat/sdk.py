@@ -11,6 +11,7 @@ from octavo.compat import finder
 from octavo.compat.finder import REPLACE, Names, Shim
 
 _SESSION: Names = {"octavo.launch.session": "Session get_execution_role"}
+_IMAGES: Names = {"octavo.launch.session": "retrieve"}
 _CONFIGS: Names = {
     "octavo.launch.configs": "Channel CheckpointConfig Compute DataSource DatasetSource FileSystemDataSource HubAccessConfig "
     "HyperPodCompute InfraCheckConfig InputData InstanceGroup MetricDefinition ModelAccessConfig Networking OutputDataConfig "
@@ -26,6 +27,7 @@ _ESTIMATOR: Names = {"octavo.launch.sdk": "PyTorch"}
 MODULES: dict[str, Names] = {
     "sagemaker": {**_SESSION, **_INPUTS},
     "sagemaker.session": _SESSION,
+    "sagemaker.image_uris": _IMAGES,
     "sagemaker.local": {"octavo.launch.session": "LocalSession"},
     "sagemaker.inputs": _INPUTS,
     "sagemaker.pytorch": _ESTIMATOR,
@@ -41,6 +43,7 @@ MODULES: dict[str, Names] = {
     "sagemaker.modules.configs": _CONFIGS,
     "sagemaker.modules.distributed": _DISTRIBUTED,
     "sagemaker.core": {},
+    "sagemaker.core.image_uris": _IMAGES,
     "sagemaker.core.helper": {},
     "sagemaker.core.helper.session_helper": _SESSION,
     "sagemaker.core.inputs": _INPUTS,
@@ -51,7 +54,6 @@ MODULES: dict[str, Names] = {
 }
 WAYS = {
     "sagemaker": "Jobs run on this machine: octavo.launch.PyTorch and octavo.launch.ModelTrainer start them.",
-    "image_uris": "A job runs in this Python: leave the image out.",
 }
 
 SHIM = Shim("sagemaker", "SageMaker's SDK", MODULES, WAYS)

@@ -148,6 +148,9 @@ class MPI(DistributedConfig):
 
 
 def value_of(config: Any, name: str) -> Any:
-    """A value of a configuration, of the SDK's own classes too, whose unset values are objects; None if unset."""
-    value = getattr(config, name, None)
+    """A value of a configuration, of the SDK's own classes too, whose unset values are objects; None if unset.
+
+    config: a dictionary too.
+    """
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return None if type(value).__name__ == "Unassigned" else value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,10 @@ OF_RANKS = (
 """Variables of a launcher around the estimator, which are not those of its job."""
 
 
-def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Hyperparameters as they arrive: through JSON.
+def check_hyperparameters(
+    values: Mapping[str, Any] | None, arguments: Callable[[Mapping[str, Any]], list[str]] | None = None
+) -> dict[str, Any]:
+    """Hyperparameters as they arrive: through JSON. arguments: their form as arguments, `arguments_of` by default.
 
     Raises:
         InputError: a name that is no text, or a value that JSON does not have.
@@ -39,15 +42,17 @@ def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
     if values is not None and not isinstance(values, Mapping):
         raise InputError(f"hyperparameters = {values!r} is no dictionary of names and values.")
     for name, value in (values or {}).items():
-        if not isinstance(name, str) or not name or "=" in name or not _is_text(name):
-            raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.")
+        plain = isinstance(name, str) and _is_text(name) and not name.startswith("-") and not re.search(r"[\s=]", name)
+        if not name or not plain:
+            way = f" Write {name.lstrip('-')!r}." if isinstance(name, str) and name.startswith("-") else ""
+            raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.{way}")
         try:
             found[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"hyperparameters[{name!r}] = {value!r} cannot be handed over: {error}. Give text, numbers, true or false."
             ) from None
-        if not _is_text("".join(arguments_of({name: found[name]}))):
+        if not _is_text("".join((arguments or arguments_of)({name: found[name]}))):
             raise InputError(f"hyperparameters[{name!r}] = {value!r} has a character that no argument can carry.")
     return found
 
@@ -58,6 +63,9 @@ def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError: a name or a value that no process can be given.
     """
+    for name, value in values.items():
+        if value is None:
+            raise InputError(f'environment[{name!r}] = None is no text: leave it out, or give "".')
     found = {str(name): str(value) for name, value in values.items()}
     for name, value in found.items():
         if not name or "=" in name or not _is_text(name):
@@ -220,6 +228,14 @@ def inherited() -> dict[str, str]:
     paths = [path for path in paths if Path(path).resolve() != site]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if root in paths else [root])])
     found["OCTAVO_COMPAT_LINES"] = "1"  # the log follows the run, and ranks do not split each other's lines
+    return found
+
+
+def joined(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """A job's variables with those given for its script, whose PYTHONPATH goes before that of the job."""
+    found = {**own, **given}
+    if "PYTHONPATH" in given:
+        found["PYTHONPATH"] = os.pathsep.join(part for part in (given["PYTHONPATH"], own.get("PYTHONPATH")) if part)
     return found
 
 

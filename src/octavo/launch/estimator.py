@@ -17,7 +17,7 @@ from octavo.launch.environment import check_hyperparameters, check_variables
 from octavo.launch.job import Job
 from octavo.launch.keys import ESTIMATOR
 from octavo.launch.request import Request, jobs_of
-from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, REFUSED, without_effect
+from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, OF_TRAINER, REFUSED, without_effect
 from octavo.launch.starting import run, start
 
 
@@ -238,6 +238,8 @@ def _check_sdk(sdk: Mapping[str, Any]) -> None:
         if name in REFUSED and value is not None:
             raise InputError(f"{name} = {value!r}: {REFUSED[name]}")
         if name not in ARGUMENTS and name not in REFUSED:
+            if name in OF_TRAINER:
+                raise InputError(f"{name!r} is an argument of ModelTrainer: give PyTorch {OF_TRAINER[name]}.")
             guess = nearest(name, ARGUMENTS)
             hint = f" Did you mean {guess!r}?" if guess else ""
             raise InputError(f"unknown argument {name!r} of PyTorch.{hint} The SDK has none of this name.")

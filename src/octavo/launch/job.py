@@ -307,6 +307,16 @@ def new_name(base: str) -> str:
     return f"{start}-{moment}-{secrets.token_hex(1)}"
 
 
+def check_jobs(jobs: Path) -> None:
+    """Check that a folder of jobs can be used.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if fault := folder_fault(jobs):
+        raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {fault}")
+
+
 def make_folder(jobs: Path, name: str) -> Path:
     """A new folder of a job.
 
@@ -316,8 +326,7 @@ def make_folder(jobs: Path, name: str) -> Path:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InputError(f"job_name = {name!r} is no name of a job: at most 63 letters, digits and hyphens, not first or last.")
     folder = jobs / name
-    if fault := folder_fault(jobs):
-        raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {fault}")
+    check_jobs(jobs)
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()

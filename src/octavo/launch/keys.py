@@ -15,6 +15,7 @@ class Keys:
         smp: SMP's parameters.
         ranks: an argument that starts ranks.
         inputs: the channels.
+        call: a call with channels.
         output: the folder of jobs, or the address of results.
         checkpoints: the address of checkpoints.
         checkpoint_path: their folder in the job.
@@ -26,6 +27,7 @@ class Keys:
     smp: str
     ranks: str
     inputs: str
+    call: str
     output: str
     checkpoints: str
     checkpoint_path: str
@@ -38,6 +40,7 @@ ESTIMATOR = Keys(
     smp='distribution["smdistributed"]["modelparallel"]["parameters"]',
     ranks='distribution={"torch_distributed": {"enabled": True}}',
     inputs="inputs",
+    call="fit(inputs={…})",
     output="output_path",
     checkpoints="checkpoint_s3_uri",
     checkpoint_path="checkpoint_local_path",
@@ -49,6 +52,7 @@ TRAINER = Keys(
     smp="SMP(…)",
     ranks="distributed=Torchrun()",
     inputs="input_data_config",
+    call="input_data_config=[InputData(…)]",
     output="s3_output_path",
     checkpoints="CheckpointConfig.s3_uri",
     checkpoint_path="CheckpointConfig.local_path",

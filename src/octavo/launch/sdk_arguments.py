@@ -81,6 +81,33 @@ NOT_HERE = {
 }
 """Methods of the SDK's estimator that are not here, with the way."""
 
+OF_ESTIMATOR = {
+    "entry_point": "source_code=SourceCode(entry_script=…)",
+    "source_dir": "source_code=SourceCode(source_dir=…)",
+    "dependencies": "source_code=SourceCode(source_dir=…), a folder that holds them",
+    "instance_type": "compute=Compute(instance_type=…)",
+    "instance_count": "compute=Compute(instance_count=…)",
+    "distribution": "distributed=Torchrun(smp=SMP(…))",
+    "output_path": "output_data_config=OutputDataConfig(s3_output_path=…)",
+    "max_run": "stopping_condition=StoppingCondition(max_runtime_in_seconds=…)",
+    "checkpoint_s3_uri": "checkpoint_config=CheckpointConfig(s3_uri=…)",
+    "checkpoint_local_path": "checkpoint_config=CheckpointConfig(local_path=…)",
+    "image_uri": "training_image=…",
+    "inputs": "input_data_config=[InputData(…)]",
+}
+"""The estimator's arguments, for calls that mix both: their place in the trainer's."""
+OF_TRAINER = {
+    "source_code": "entry_point and source_dir",
+    "compute": "instance_type and instance_count",
+    "distributed": "distribution",
+    "stopping_condition": "max_run",
+    "output_data_config": "output_path",
+    "checkpoint_config": "checkpoint_s3_uri",
+    "input_data_config": "the channels in fit(inputs=…)",
+    "training_image": "image_uri",
+    "networking": "subnets and security_group_ids",
+}
+"""The trainer's arguments, likewise."""
 TRAINER_MEANINGLESS = (
     "role", "sagemaker_session", "training_image", "training_image_config", "tags", "input_s3_key_prefix",
     "local_container_root", "config_mgr",
@@ -116,5 +143,6 @@ TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
     "Networking": {"security_group_ids": None, "subnets": None},
     "StoppingCondition": {"max_wait_time_in_seconds": None, "max_pending_time_in_seconds": None},
     "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
+    "CheckpointConfig": {"local_path": "/opt/ml/checkpoints"},
 }
 """Values that have no effect, each with the one that asks for nothing."""

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.errors import InputError, warn
 from octavo.launch import code, container_paths, environment, inputs, job
+from octavo.launch.checkpoints import Checkpoints
 from octavo.launch.distribution import Layout
 from octavo.launch.job import Job
 from octavo.launch.keys import ESTIMATOR, TRAINER
@@ -25,6 +26,52 @@ _LITERAL = re.compile(r"""["'](/opt/ml(?:/[^"'\s]*)?)["']""")
 
 
 Kind = TypeVar("Kind", bound=Job)
+
+
+class Checked(NamedTuple):
+    """A job without faults, before it has a folder.
+
+    Attributes:
+        root: the folder of code, or the script's own.
+        script: in it.
+        files: of code.
+        layout: the processes.
+        jobs: the folder of jobs.
+        remote: an address for results; None without.
+        checkpoints: their folder and address.
+        channels: name → address.
+    """
+
+    root: Path
+    script: Path
+    files: list[Path]
+    layout: Layout
+    jobs: Path
+    remote: str | None
+    checkpoints: Checkpoints
+    channels: dict[str, str]
+
+
+def check(request: Request, given: Any) -> Checked:
+    """Find every fault of a job that can be found before it has a folder. given: its channels, as `fit` takes them.
+
+    Raises:
+        InputError: there is one.
+    """
+    keys = request.keys
+    request.check()
+    root, script = request.script()
+    jobs, remote = jobs_of(request.output, keys.output)
+    job.check_jobs(jobs)
+    channels = inputs.addresses(given, keys.inputs)
+    for name, address in channels.items():
+        if inputs.local_path(address, name) is None:
+            inputs.check_address(address, f"{keys.inputs}[{name!r}] = {address!r}")
+    files = code.files_of(root, jobs, request.ignored) if request.source_dir is not None else [script]
+    if script not in files and not any(file.samefile(script) for file in files):
+        raise InputError(f"{keys.entry} = {request.entry!r} is left out by ignore_patterns = {list(request.ignored)!r}.")
+    _mapped(request, Path(), channels)
+    return Checked(root, script, files, request.layout(), jobs, remote, request.kept(), channels)
 
 
 def start(
@@ -44,38 +91,26 @@ def start(
         InputError: nothing was started.
     """
     keys = request.keys
-    folder_of_code, script = request.script()
-    layout, (jobs, remote), kept = request.layout(), jobs_of(request.output, keys.output), request.kept()
-    channels = inputs.addresses(given, keys.inputs)
-    for name, address in channels.items():
-        if inputs.local_path(address, name) is None:
-            inputs.check_address(address, f"{keys.inputs}[{name!r}] = {address!r}")
-    files = code.files_of(folder_of_code, jobs, request.ignored) if request.source_dir is not None else [script]
-    if script not in files and not any(file.samefile(script) for file in files):
-        raise InputError(f"{keys.entry} = {request.entry!r} is left out by ignore_patterns = {list(request.ignored)!r}.")
-    code.check_dependencies(request.dependencies)
-    _mapped(request, Path(), channels)  # refused before there is a folder
+    root, script, files, layout, jobs, remote, kept, channels = check(request, given)
     folder = job.make_folder(jobs, job_name or job.new_name(request.base_job_name or script.stem)).absolute()
     try:
         for part in ("code", "input/config", "input/data", "model", "output/data"):
             (folder / part).mkdir(parents=True)
-        code.copy(files, folder_of_code, folder / "code")
+        code.copy(files, root, folder / "code")
         code.copy_dependencies(request.dependencies, folder / "code")
         kept.lay(folder, keys.checkpoints)
         laid = {
             name: str(inputs.lay(name, address, folder / "input" / "data", keys.inputs)) for name, address in channels.items()
         }
         hyperparameters, variables_of_script = _mapped(request, folder, channels)
-        command, variables = _command(
-            request, layout, folder, script.relative_to(folder_of_code).as_posix(), laid, hyperparameters
-        )
+        command, variables = _command(request, layout, folder, script.relative_to(root).as_posix(), laid, hyperparameters)
         content = {
             "estimator": dict(record),
             "command": command,
             "ranks": layout.ranks,
             "gpus": layout.gpus,
             "parameters": layout.parameters,
-            "source": str(folder_of_code),
+            "source": str(root),
             "inputs": channels,
             "send_to": remote,
             "send_checkpoints": [kept.inside, kept.remote, keys.checkpoints] if kept.remote else None,
@@ -85,7 +120,9 @@ def start(
             "created": job.now(),
         }
         job.write(folder / "job.json", content)
-        started = _supervise(folder, environment.inherited() | variables | variables_of_script, waits=waits, kind=kind)
+        started = _supervise(
+            folder, environment.joined(environment.inherited() | variables, variables_of_script), waits=waits, kind=kind
+        )
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
         if isinstance(error, OSError) and error.errno == errno.E2BIG:
@@ -127,7 +164,10 @@ def _mapped(request: Request, folder: Path, channels: Iterable[str]) -> tuple[di
     """Hyperparameters and variables with SageMaker's paths in the job's folder."""
     given: dict[str, Mapping[str, Any]] = {"hyperparameters": request.hyperparameters, "environment": request.environment}
     hyperparameters, variables = (
-        {name: container_paths.mapped(value, folder, channels, f"{what}[{name!r}]") for name, value in values.items()}
+        {
+            name: container_paths.mapped(value, folder, channels, f"{what}[{name!r}]", request.keys.call)
+            for name, value in values.items()
+        }
         for what, values in given.items()
     )
     return hyperparameters, variables

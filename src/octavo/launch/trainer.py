@@ -7,32 +7,37 @@ given, where the SDK's has an hour.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest, warn
-from octavo.launch import inputs, job
-from octavo.launch.configs import MPI, Compute, Mode, value_of
+from octavo.launch import job
+from octavo.launch.configs import Compute, Mode, value_of
 from octavo.launch.distribution import check_parameters
 from octavo.launch.environment import DRIVERS, check_hyperparameters, check_variables
 from octavo.launch.keys import TRAINER
 from octavo.launch.request import Request
-from octavo.launch.sdk_arguments import TRAINER_CONFIGS_REFUSED, TRAINER_CONFIGS_SAID, TRAINER_MEANINGLESS, TRAINER_REFUSED
-from octavo.launch.starting import run, start
+from octavo.launch.sdk_arguments import (
+    OF_ESTIMATOR,
+    TRAINER_CONFIGS_REFUSED,
+    TRAINER_CONFIGS_SAID,
+    TRAINER_MEANINGLESS,
+    TRAINER_REFUSED,
+)
+from octavo.launch.starting import check, run, start
 from octavo.launch.training_job import TrainingJob
+from octavo.launch.values import channels_of, config_of, hyperparameters_of, is_a, text_of
 
 _OWN = (
     "training_mode", "base_job_name", "source_code", "distributed", "compute", "networking", "stopping_condition",
     "output_data_config", "input_data_config", "checkpoint_config", "training_input_mode", "environment", "hyperparameters",
 )  # fmt: skip
-_PLAIN_SOURCE = {"s3_data_type": (None, "S3Prefix"), "s3_data_distribution_type": (None, "FullyReplicated")}
-_PLAIN_CHANNEL = {
-    "input_mode": (None, "File", "FastFile"), "compression_type": (None, "None"), "record_wrapper_type": (None, "None"),
-    "shuffle_config": (None,),
+_KINDS = {
+    "source_code": "SourceCode", "compute": "Compute", "networking": "Networking", "stopping_condition": "StoppingCondition",
+    "output_data_config": "OutputDataConfig", "checkpoint_config": "CheckpointConfig",
 }  # fmt: skip
-"""Values that describe a folder of files, which every channel is."""
+"""Argument → class of its value."""
 
 
 class ModelTrainer:
@@ -74,13 +79,15 @@ class ModelTrainer:
         checkpoint_config: Any = None,
         training_input_mode: str | None = "File",
         environment: Mapping[str, str] | None = None,
-        hyperparameters: Mapping[str, Any] | str | None = None,
+        hyperparameters: Mapping[str, Any] | str | Path | None = None,
         **sdk: Any,
     ) -> None:
         for name, value in sdk.items():
             if name in TRAINER_REFUSED and value is not None:
                 raise InputError(f"{name} = {value!r}: {TRAINER_REFUSED[name]}")
             if name not in TRAINER_MEANINGLESS and name not in TRAINER_REFUSED:
+                if name in OF_ESTIMATOR:
+                    raise InputError(f"{name!r} is an argument of PyTorch: give ModelTrainer {OF_ESTIMATOR[name]}.")
                 guess = nearest(name, (*_OWN, *TRAINER_MEANINGLESS))
                 hint = f" Did you mean {guess!r}?" if guess else ""
                 raise InputError(f"unknown argument {name!r} of ModelTrainer.{hint} The SDK has none of this name.")
@@ -92,16 +99,20 @@ class ModelTrainer:
         self.output_data_config, self.checkpoint_config = output_data_config, checkpoint_config
         self.input_data_config, self.training_input_mode = input_data_config, training_input_mode
         self.environment = environment
-        self.hyperparameters: Mapping[str, Any] = (
-            _of_file(hyperparameters) if isinstance(hyperparameters, str) else hyperparameters or {}
-        )
+        self.hyperparameters: Mapping[str, Any] = hyperparameters_of(hyperparameters)
         self.latest_training_job: TrainingJob | None = None
         self._request().check()
-        self._channels(None)
+        channels_of(self.input_data_config, TRAINER.inputs)
         ignored = [name for name, value in sdk.items() if value not in (None, [], {}, "")]
         ignored += self._without_effect()
         if ignored:
             warn(f"trainer: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in (*_OWN, "latest_training_job"):
+            guess = nearest(name, _OWN)
+            raise InputError(f"ModelTrainer has no {name!r} to set.{f' Did you mean {guess!r}?' if guess else ''}")
+        super().__setattr__(name, value)
 
     @property
     def _latest_training_job(self) -> TrainingJob | None:  # the SDK's name, which scripts use
@@ -139,10 +150,10 @@ class ModelTrainer:
             RunStopped: the job was stopped early.
         """
         job.wants_logs(logs)
-        request, channels = self._request(), self._channels(input_data_config)
-        request.check()
+        request, key = self._request(), TRAINER.inputs
+        channels = channels_of(self.input_data_config, key) | channels_of(input_data_config, key)
         if dry_run:
-            inputs.addresses(channels, TRAINER.inputs)
+            check(request, channels)
             return
         record = {
             "face": TRAINER.face,
@@ -209,60 +220,63 @@ class ModelTrainer:
         raise InputError("ModelTrainer.from_jumpstart_config: JumpStart is not here. Give a script in source_code.")
 
     def _request(self) -> Request:
-        code, compute = self.source_code, self.compute or Compute()
+        code, compute = self._config("source_code"), self._config("compute") or Compute()
+        networking, stopping = self._config("networking"), self._config("stopping_condition")
+        output, checkpoints = self._config("output_data_config"), self._config("checkpoint_config")
         if code is None or not value_of(code, "entry_script"):
             command = value_of(code, "command")
             given = f"SourceCode.command = {command!r}: a job runs a script. " if command else "source_code has no script: "
             raise InputError(f'{given}Give SourceCode(source_dir=…, entry_script="train.py"), and hyperparameters.')
         for config, names in TRAINER_CONFIGS_REFUSED.items():
             for name, way in names.items():
-                value = value_of({"SourceCode": code, "Compute": compute, "Networking": self.networking}[config], name)
+                value = value_of({"SourceCode": code, "Compute": compute, "Networking": networking}[config], name)
                 if value not in (None, False, []):
                     raise InputError(f"{config}.{name} = {value!r}: {way}")
+        ignored = value_of(code, "ignore_patterns") or ()
+        if isinstance(ignored, str) or not all(isinstance(one, str) for one in ignored):
+            raise InputError(f"SourceCode.ignore_patterns = {ignored!r}: give a list of patterns of names, such as ['data'].")
         if self.training_input_mode not in (None, "File", "FastFile"):
             raise InputError(
                 f'training_input_mode = {self.training_input_mode!r}: a channel is a folder of files here. Use "File".'
             )
         kind, count = value_of(compute, "instance_type") or "ml.m5.xlarge", value_of(compute, "instance_count")
-        source_dir, requirements = value_of(code, "source_dir"), value_of(code, "requirements")
+        source_dir = text_of(value_of(code, "source_dir"), "source_dir")
+        requirements = text_of(value_of(code, "requirements"), "SourceCode.requirements")
         if requirements and not Path(source_dir or ".", requirements).is_file():
             raise InputError(f"SourceCode.requirements = {requirements!r} is not in source_dir = {source_dir!r}.")
         processes, parameters = self._ranks()
         environment = self.environment or {}
         if not isinstance(environment, Mapping):
             raise InputError(f"environment = {environment!r} is no dictionary.")
-        hyperparameters = check_hyperparameters(self.hyperparameters)
+        hyperparameters = check_hyperparameters(self.hyperparameters, DRIVERS.arguments)
         if "mp_parameters" in hyperparameters:
             raise InputError('hyperparameters["mp_parameters"]: give SMP\'s parameters in Torchrun(smp=SMP(…)).')
-        output, checkpoints = self.output_data_config, self.checkpoint_config
-        output_path, address = value_of(output, "s3_output_path"), value_of(checkpoints, "s3_uri")
         return Request(
-            entry=str(value_of(code, "entry_script")),
-            source_dir=None if source_dir is None else str(source_dir),
+            entry=str(text_of(value_of(code, "entry_script"), TRAINER.entry)),
+            source_dir=source_dir,
             hyperparameters=hyperparameters,
             environment=check_variables(environment),
-            instance_type="local" if kind == "local_cpu" else str(kind),
+            instance_type="local" if kind == "local_cpu" else str(text_of(kind, "instance_type")),
             instance_count=1 if count is None else count,
             distributed=self.distributed is not None,
             parameters=parameters,
             processes=processes,
-            output=None if output_path is None else str(output_path),
-            base_job_name=self.base_job_name,
-            ignored=value_of(code, "ignore_patterns") or (),
+            output=text_of(value_of(output, "s3_output_path"), TRAINER.output),
+            base_job_name=text_of(self.base_job_name, "base_job_name"),
+            ignored=ignored,
             requirements=requirements,
-            max_run=value_of(self.stopping_condition, "max_runtime_in_seconds"),
-            checkpoints=None if address is None else str(address),
-            checkpoint_path=value_of(checkpoints, "local_path"),
+            max_run=value_of(stopping, "max_runtime_in_seconds"),
+            checkpoints=text_of(value_of(checkpoints, "s3_uri"), TRAINER.checkpoints),
+            checkpoint_path=text_of(value_of(checkpoints, "local_path"), TRAINER.checkpoint_path),
             keys=TRAINER,
             encoding=DRIVERS,
         )
 
     def _ranks(self) -> tuple[int | None, dict[str, Any] | None]:
         """Processes of a machine, and SMP's parameters."""
-        kind = type(self.distributed).__name__
         if self.distributed is None:
             return None, None
-        if isinstance(self.distributed, MPI) or kind != "Torchrun":
+        if not is_a(self.distributed, "Torchrun"):
             raise InputError(f"distributed = {self.distributed!r} is not started here: use Torchrun(), with one rank a GPU.")
         processes = value_of(self.distributed, "process_count_per_node")
         if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
@@ -270,76 +284,23 @@ class ModelTrainer:
         smp = value_of(self.distributed, "smp")
         if smp is None:
             return processes, None
-        if type(smp).__name__ != "SMP":
+        if not is_a(smp, "SMP"):
             raise InputError(f"Torchrun.smp = {smp!r}: give SMP(…), such as SMP(context_parallel_degree=8).")
         given = vars(smp) if not hasattr(smp, "model_dump") else smp.model_dump()
         return processes, check_parameters({name: value for name, value in given.items() if value is not None}, TRAINER.smp)
 
-    def _channels(self, more: Sequence[Any] | None) -> dict[str, Any]:
-        """Channel → address."""
-        found: dict[str, Any] = {}
-        for one in [*(self.input_data_config or ()), *(more or ())]:
-            name = value_of(one, "channel_name")
-            if type(one).__name__ not in ("InputData", "Channel") or not name:
-                raise InputError(f"input_data_config: {one!r}: give InputData(channel_name=…, data_source=…).")
-            found[name] = _address(one, f"input_data_config[{name!r}]")
-        return found
+    def _config(self, name: str) -> Any:
+        return config_of(getattr(self, name), _KINDS[name], name)
 
     def _without_effect(self) -> list[str]:
         """Values of the configurations that ask for something and have no effect."""
-        given = {
-            "Compute": self.compute,
-            "Networking": self.networking,
-            "StoppingCondition": self.stopping_condition,
-            "OutputDataConfig": self.output_data_config,
-        }
-        return [
+        given = {kind: self._config(name) for name, kind in _KINDS.items()}
+        if value_of(given["CheckpointConfig"], "s3_uri") is not None:  # the path is that of the address
+            given["CheckpointConfig"] = None
+        named = ["InputData.content_type"] * any(value_of(one, "content_type") for one in self.input_data_config or ())
+        return named + [
             f"{config}.{name}"
             for config, names in TRAINER_CONFIGS_SAID.items()
             for name, met in names.items()
             if value_of(given[config], name) not in (None, False, [], *([met] if met else []))
         ]
-
-
-def _address(channel: Any, key: str) -> str:
-    """The address of an `InputData` or a `Channel`."""
-    source = value_of(channel, "data_source")
-    for name, plain in _PLAIN_CHANNEL.items():
-        if value_of(channel, name) not in plain:
-            raise InputError(f"{key}: {name} = {value_of(channel, name)!r} is not there: a channel is a folder of files.")
-    if type(source).__name__ == "DataSource":
-        inner = [value_of(source, name) for name in ("s3_data_source", "file_system_data_source", "dataset_source")]
-        source = next((one for one in inner if one is not None), None)
-    kind = type(source).__name__
-    if kind == "FileSystemDataSource":
-        return inputs.mounted(str(value_of(source, "directory_path")), key)
-    if kind == "S3DataSource":
-        for name, plain in _PLAIN_SOURCE.items():
-            if value_of(source, name) not in plain:
-                raise InputError(
-                    f"{key}: {name} = {value_of(source, name)!r} is not there: a channel is a folder of files, {plain[1]!r}."
-                )
-        source = value_of(source, "s3_uri")
-    if not isinstance(source, str | Path) or not str(source):
-        raise InputError(f"{key} = {source!r} is no address: give a folder, file://… or s3://….")
-    return str(source)
-
-
-def _of_file(name: str) -> dict[str, Any]:
-    """Hyperparameters of a JSON or YAML file."""
-    path = inputs.expanded(name, "hyperparameters")
-    if not path.is_file():
-        raise InputError(f"hyperparameters = {name!r}: there is no such file. Give a dictionary, or a JSON or YAML file.")
-    text = path.read_text(encoding="utf-8")
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        import yaml  # type: ignore[import-untyped]
-
-        try:
-            found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InputError(f"hyperparameters = {name!r} is neither JSON nor YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"hyperparameters = {name!r} holds no names and values.")
-    return found
