@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 
@@ -144,7 +145,11 @@ def test_a_job_in_the_background_and_one_that_fails(place, capfd):
         one.train(logs=False)
     assert one.latest_training_job.failure_reason == "ValueError: no such thing"
     one.hyperparameters = {"seconds": 600}
+    one.output_data_config = OutputDataConfig(s3_output_path="out")
     one.train(wait=False)
+    background = one.latest_training_job
+    assert background.reached_by == f"TrainingJob.get({background.name!r}, output_path={str(place / 'out')!r})"
+    assert TrainingJob.get(background.name, output_path="out").training_job_status == "InProgress"
     with pytest.raises(TimeoutError, match=r"is InProgress after timeout = 0\.1 seconds"):
         one.latest_training_job.wait(timeout=0.1)
     one.latest_training_job.stop()
@@ -313,3 +318,20 @@ SMP(tensor_parallel_degree=2)
     assert "trainer: training_image, sagemaker_session, role, tags have no meaning" in done.stderr
     last = f"octavo: {place}/launch.py, line 22: SMP(…): tensor_parallel_degree = 2, and this version of Octavo has no tensor "
     assert done.stderr.splitlines()[-1].startswith(last)
+
+
+def test_ctrl_c_stops_the_job(place):
+    (place / "src" / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    (place / "launch.py").write_text(
+        "import signal\nfrom octavo.launch import ModelTrainer, SourceCode\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever the tests' shell has set
+        "ModelTrainer(source_code=SourceCode(source_dir='src', entry_script='train.py'), base_job_name='one').train()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "launch.py"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert "stopping job one-" in process.stderr.read()
+    (folder,) = (place / "jobs").iterdir()
+    assert TrainingJob.get(folder.name).training_job_status == "Stopped"

@@ -65,6 +65,15 @@ class Job:
         return self.folder / "log.txt"
 
     @property
+    def reached_by(self) -> str:
+        """A call that reaches the job from another process."""
+        return self._call("PyTorch.attach")
+
+    def _call(self, function: str) -> str:
+        elsewhere = "" if self.folder.parent == JOBS.absolute() else f", output_path={str(self.folder.parent)!r}"
+        return f"{function}({self.name!r}{elsewhere})"
+
+    @property
     def model_data(self) -> str:
         """The folder of the model."""
         return str(self.folder / "model")

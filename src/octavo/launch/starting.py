@@ -275,6 +275,6 @@ def _at_exit() -> None:
             elif running and waits:
                 warn(f"job {started.name} ends with this process, which waits for it: wait=False leaves it in the background.")
             elif running:
-                warn(f"job {started.name} goes on in the background: PyTorch.attach({started.name!r}) reaches it.")
+                warn(f"job {started.name} goes on in the background: {started.reached_by} reaches it.")
         except InputError as error:  # its state cannot be read
             warn(str(error))

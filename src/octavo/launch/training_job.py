@@ -6,20 +6,34 @@ from types import SimpleNamespace
 from typing import Any
 
 from octavo.launch import job
-from octavo.launch.job import FINAL, JOBS, Job
+from octavo.launch.job import FINAL, Job
+from octavo.launch.request import jobs_of
 
 
 class TrainingJob(Job):
     """A job by the names of the SDK's version 3."""
 
     @classmethod
-    def get(cls, training_job_name: str, session: Any = None, region: str | None = None) -> TrainingJob:
-        """The job of this name in ./jobs; session and region mean nothing here.
+    def get(
+        cls, training_job_name: str, session: Any = None, region: str | None = None, *, output_path: str | None = None
+    ) -> TrainingJob:
+        """The job of this name; from any process.
+
+        Args:
+            training_job_name: its name.
+            session: means nothing here.
+            region: means nothing here.
+            output_path: the folder of jobs, if it is not ./jobs.
 
         Raises:
             InputError: there is none.
         """
-        return cls(job.find(JOBS, training_job_name).folder)
+        return cls(job.find(jobs_of(output_path)[0], training_job_name).folder)
+
+    @property
+    def reached_by(self) -> str:
+        """A call that reaches the job from another process."""
+        return self._call("TrainingJob.get")
 
     @property
     def training_job_name(self) -> str:
