@@ -134,6 +134,27 @@ def test_a_dry_run_finds_what_a_start_would(place, changes, part):
     assert not (place / "jobs").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hyperparameters": {"a": "x" * 200_000, "b": 1}}, "hyperparameters['a'] of 200,000 characters is too long"),
+        (
+            {"environment": {"A": "x" * 200_000}, "hyperparameters": {"b": 1}},
+            "environment['A'] of 200,000 characters is too long",
+        ),
+        (
+            {"hyperparameters": {f"a{n}": "x" * 1000 for n in range(200)}},
+            "environment of 200,000 characters together are too long",
+        ),
+    ],
+)
+def test_values_too_long_for_a_process_are_named(place, changes, part):
+    with pytest.raises(InputError) as refused:
+        trainer(**changes).train()
+    assert part in str(refused.value)
+    assert not list((place / "jobs").iterdir())
+
+
 def test_a_path_of_the_script_goes_before_that_of_its_job():
     script = check_variables({"PYTHONPATH": "/mine", "A": 1})
     assert joined({"PYTHONPATH": "/octavo", "B": "2"}, script) == {"PYTHONPATH": "/mine:/octavo", "A": "1", "B": "2"}

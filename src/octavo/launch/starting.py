@@ -22,6 +22,8 @@ from octavo.launch.request import Request, jobs_of
 from octavo.storage import describe_fault
 
 _SPEAKER = {ESTIMATOR.face: "estimator", TRAINER.face: "trainer"}
+_LONG = 100_000
+"""Characters of one value; Linux takes 131,072 bytes, of SM_HPS with all of them too."""
 _LITERAL = re.compile(r"""["'](/opt/ml(?:/[^"'\s]*)?)["']""")
 
 
@@ -126,10 +128,7 @@ def start(
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
         if isinstance(error, OSError) and error.errno == errno.E2BIG:
-            raise InputError(
-                f"hyperparameters of {len(str(request.hyperparameters)):,} characters are too long for the variables of a "
-                "process: put long values into a file of source_dir."
-            ) from error
+            raise InputError(_too_long(request)) from error
         if isinstance(error, OSError):
             raise InputError(f"job {folder.name} was not started: {describe_fault(error)[0]}") from error
         raise
@@ -142,6 +141,16 @@ def start(
         warn(f"{request.requirements} is not installed by a job: use {sys.executable} -m pip install -r for what is missing.")
     warn(f"job {folder.name} in {folder}" + ("" if waits else ", in the background"))
     return started
+
+
+def _too_long(request: Request) -> str:
+    """The message for values that are longer than a process's variables may be."""
+    given = {"hyperparameters": request.hyperparameters, "environment": request.environment}
+    lengths = {f"{what}[{key!r}]": len(str(value)) for what, values in given.items() for key, value in values.items()}
+    what = max(lengths, key=lambda name: lengths[name], default="")
+    found = f"{what} of {lengths[what]:,} characters is" if lengths.get(what, 0) >= _LONG else ""
+    found = found or f"hyperparameters and environment of {sum(lengths.values()):,} characters together are"
+    return f"{found} too long for the variables of a process: put long values into a file of source_dir."
 
 
 def run(started: Job, logs: Any) -> None:
