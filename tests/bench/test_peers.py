@@ -324,6 +324,39 @@ def test_over_two_ranks_its_attention_is_compared_too(tmp_path, transformer_engi
     assert "flash-attn-4 was asked for, and Transformer Engine did not call it" in flash["error"]
 
 
+class Joint(torch.nn.Module):
+    """Calls attention with the joint product of queries, keys and values, whole: Transformer Engine where heads are alike."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.joint, self.attention, self.dim = torch.nn.Linear(8, 3 * 2 * 4), Attends(), dim
+
+    def forward(self, x_BTK):
+        shape = (3, 2, 4) if self.dim == -3 else (2, 3, 4)
+        joint = self.joint(x_BTK).unflatten(-1, shape)
+        return self.attention(None, None, None, qkv_layer=joint, qkv_interleave_dim=self.dim)
+
+
+class Attends(torch.nn.Module):
+    wrong = 1.0
+
+    def forward(self, q, k, v, qkv_layer, qkv_interleave_dim):
+        q, k, v = (x.transpose(1, 2) for x in qkv_layer.unbind(qkv_interleave_dim))
+        k = self.wrong * k
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dim", [-3, -2])
+def test_a_joint_product_is_compared_as_its_parts_are(dim):
+    layer, x = Joint(dim), torch.randn(2, 16, 8)
+    errors = te_attention.check(layer.attention, lambda: layer(x), causal=True)
+    assert list(errors) == ["output", "query gradient", "key gradient", "value gradient"]
+    assert max(errors.values()) < 1e-5
+    layer.attention.wrong = 1.5
+    with pytest.raises(InputError, match="its attention is wrong"):
+        te_attention.check(layer.attention, lambda: layer(x), causal=True)
+
+
 def test_a_layer_that_calls_attention_in_another_way_is_refused():
     attention, linear = torch.nn.Identity(), torch.nn.Linear(4, 4)
     with pytest.raises(InputError, match="its layer shows no q, k, v, out, d_out, dq, dk, dv: this version of Transformer"):

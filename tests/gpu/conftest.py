@@ -20,6 +20,8 @@ from octavo.bench import te_attention
 for folder in ("", "collectives", "parallel", "models", "nn", "train"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
+MOST_KEPT = 2**30
+"""Bytes of PyTorch's cache that a worker keeps from test to test."""
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
 if torch.cuda.is_available() and workers:
     # References run on the CPU; with threads for all cores each, workers would wait for one another.
@@ -38,3 +40,13 @@ def any_algorithm():
     """A run with `train.deterministic` leaves its process deterministic, and the next test's attention would be another."""
     yield
     torch.use_deterministic_algorithms(False)
+    for kernels in ("cudnn", "flash", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{kernels}_sdp")(True)
+
+
+@pytest.fixture(autouse=True)
+def memory_for_others():
+    """Workers of pytest-xdist share the GPU: what a test leaves in PyTorch's cache is the next one's, of another process."""
+    yield
+    if workers and torch.cuda.is_available() and torch.cuda.memory_reserved() > MOST_KEPT:
+        torch.cuda.empty_cache()

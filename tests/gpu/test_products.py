@@ -18,4 +18,6 @@ def test_contestants_of_experts_multiply_the_same(product, precision):
     with torch.device("cuda"):
         theirs, ours = (call() for call in CONTESTS[precision](product))
     real = slice(None) if product.kind == "weight gradient" else slice(product.rows)  # behind the last row is anything
-    torch.testing.assert_close(ours[real], theirs[real], rtol=2e-2, atol=1.0)
+    torch.testing.assert_close(
+        ours[real], theirs[real], rtol=2e-2, atol=2.0
+    )  # sums of 1,400 products in FP8, scaled in another way

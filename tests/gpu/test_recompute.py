@@ -33,14 +33,8 @@ RECIPES = {
 
 @pytest.fixture(autouse=True)
 def repeats():
-    """Attention's backward, else, adds in another order each time."""
-    kernels = ("cudnn", "flash", "mem_efficient")
-    before = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in kernels]
+    """Attention's backward, else, adds in another order each time. The folder's fixture ends it."""
     repeat_bits()
-    yield
-    torch.use_deterministic_algorithms(False)
-    for name, enabled in zip(kernels, before, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 def train(config, recipe, **options):

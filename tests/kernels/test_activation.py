@@ -267,6 +267,19 @@ def test_nan_stays_in_its_element(name):
 
 
 @interpreted
+@pytest.mark.parametrize("shape", [(5, 32, 16), (5, 32, 5)], ids=["tiles", "elements"])
+def test_no_gradient_passes_a_limit(shape):
+    """Neither a NaN nor an infinity, as of PyTorch's clamp."""
+    rows, columns, block = shape
+    dy, x = case(CLAMPED, rows, columns // block * block)
+    dy[1, 2], dy[3, 4] = torch.nan, torch.inf
+    x[1, 2], x[1, 2 + block], x[3, 4], x[3, 4 + block] = 3.0, 3.0, 40.0, -3.0  # beyond 2.5
+    dx = act.launch_backward(CLAMPED, dy, x, block, F32)[0].rowwise_data
+    assert torch.equal(dx == 0, reference.activation_backward(CLAMPED, dy, x, block) == 0)
+    assert dx.isfinite().all()
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["relu2", "swiglu"])
 @pytest.mark.parametrize("view", [lambda x: x.t().contiguous().t(), lambda x: torch.cat((x, x), 1)[:, 3 : 3 + x.shape[1]]])
 def test_views(name, view):

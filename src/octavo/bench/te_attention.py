@@ -163,7 +163,17 @@ def _watch(attention: nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]
     def keep(name: str, x: Tensor) -> None:
         seen[name] = x.detach().clone()
 
+    def keep_all(prefix: str, joint: Tensor, dim: int) -> None:
+        for name, x in zip("qkv", joint.unbind(dim), strict=True):
+            keep(prefix + name, x)
+
     def enter(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        joint = options.get("qkv_layer")
+        if joint is not None:  # of a joint product that its layer does not split
+            dim = options["qkv_interleave_dim"]
+            keep_all("", joint, dim)
+            joint.register_hook(lambda grad: keep_all("d", grad, dim))
+            return
         for name, x in zip("qkv", arguments, strict=False):
             keep(name, x)
             x.register_hook(partial(keep, f"d{name}"))

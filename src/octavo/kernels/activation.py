@@ -73,11 +73,10 @@ def _normal_below(x, bell):
 
 @triton.jit
 def _value_and_slope(x, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """f(x) and its derivative, float32; an unused result is not computed. With a LIMIT, of min(x, LIMIT).
+    """f(x) and its derivative, float32; an unused result is not computed. With a LIMIT, at min(x, LIMIT).
 
     Explicit `tl.fma` in sums of products: the same x gives the same f(x) in every kernel.
     """
-    given = x
     if LIMIT is not None:
         x = tl.where(x > LIMIT, LIMIT, x)  # NaN passes
     if CURVE == "relu":
@@ -111,8 +110,6 @@ def _value_and_slope(x, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.cons
         sigmoid = reciprocal(1.0 + exp(-twice_z))
         value = x * sigmoid
         slope = tl.fma(value * (1.0 - sigmoid), tl.fma(square, 0.134145, 1.0) * _TWICE_SQRT, sigmoid)
-    if LIMIT is not None:
-        slope = tl.where(given > LIMIT, 0.0, slope)
     return value, slope
 
 
@@ -122,6 +119,14 @@ def _factor(up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
     if LIMIT is not None:  # no early return: the compiler reads on behind it
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up
+
+
+@triton.jit
+def _through_gate(grad, gate, LIMIT: tl.constexpr):
+    """The gradient of a gate from that of min(gate, LIMIT): 0 beyond the limit, whatever arrives there, NaN too."""
+    if LIMIT is not None:
+        grad = tl.where(gate > LIMIT, 0.0, grad)
+    return grad
 
 
 @triton.jit
@@ -261,7 +266,7 @@ def activation_backward_tiles(
         factor = _factor(up, LIMIT, OFFSET)
         y = value * factor
         y, dy = _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
-        d_gate = dy * factor * slope
+        d_gate = _through_gate(dy * factor * slope, gate, LIMIT)
         d_up = _through_factor(dy * value, up, LIMIT)
         if partial_ptr is not None:
             partial = partial_ptr + row_tile.to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
@@ -332,7 +337,7 @@ def activation_backward_packed(
             factor = _factor(up, LIMIT, OFFSET)
             y = value * factor
             y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
-            dx = dy * factor * slope
+            dx = _through_gate(dy * factor * slope, gate, LIMIT)
             d_up = _through_factor(dy * value, up, LIMIT)
             if amax_ptr is not None:
                 largest = larger(largest, d_up)
