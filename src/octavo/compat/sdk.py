@@ -52,7 +52,15 @@ MODULES: dict[str, Names] = {
     "sagemaker.core.training": {},
     "sagemaker.core.training.configs": _CONFIGS,
 }
+_FOLDERS = "Give folders of this machine, or addresses that fsspec knows, as inputs and output_path."
 WAYS = {
+    "sagemaker.huggingface": "sagemaker.pytorch.PyTorch starts its script: leave transformers_version and pytorch_version out.",
+    "sagemaker.estimator": "sagemaker.pytorch.PyTorch starts a script: give it as entry_point.",
+    "sagemaker.debugger": "Leave it out: torch.profiler in the script writes a profile.",
+    "sagemaker.tuner": "Start a job for each set of hyperparameters: fit(wait=False).",
+    "sagemaker.train.tuner": "Start a job for each set of hyperparameters: train(wait=False).",
+    "sagemaker.s3": _FOLDERS,
+    "sagemaker.s3_utils": _FOLDERS,
     "sagemaker": "Jobs run on this machine: octavo.launch.PyTorch and octavo.launch.ModelTrainer start them.",
 }
 
