@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import octavo.launch
 from octavo.compat.missing import TABLE, way_of
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
@@ -355,10 +356,26 @@ def find(dotted: str) -> Name | None:
     if shim is None or whole:
         return row if whole else None
     if any(_has(shim.modules, name) for name in (dotted, *(name for name in around if name.rpartition(".")[2][:1].isupper()))):
+        if shim is SDK and row is None:
+            return _of_sdk(dotted)
         return Name(dotted, "same", row.here if row else f"as in {LIBRARIES[shim.root]}", row.change if row else "")
     module = dotted.rpartition(".")[0]
     names = " ".join(shim.modules.get(module, {}).values()).split()
     return _absent(dotted, shim.ways, names)
+
+
+def _of_sdk(dotted: str) -> Name:
+    """The row of a name of SageMaker's SDK, which has several homes for each."""
+    last = dotted.rpartition(".")[2]
+    if f"sagemaker.{last}" in NAMES:
+        row = NAMES[f"sagemaker.{last}"]
+        return Name(dotted, row.status, row.here, row.change)
+    if last in ("image_uris", "retrieve"):
+        return Name(dotted, "accepted", "a job runs in this Python", "leave it out")
+    if last == "MPI":
+        return Name(dotted, "differs", "ModelTrainer refuses it", "Torchrun()")
+    change = f"from octavo.launch import {last}" if last in octavo.launch.__all__ else ""
+    return Name(dotted, "same", "for jobs of this machine", change)
 
 
 def unknown_argument(dotted: str, argument: str) -> Name | None:
