@@ -18,7 +18,7 @@ from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, calibration, checkpoints, compiled
-from octavo.fp8.buffers import BufferSet
+from octavo.fp8.buffers import BufferSet, Session
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
@@ -121,11 +121,14 @@ class LinearQuantizer:
         compiling = torch.compiler.is_compiling()
         self.trains = self.grads or (not compiling and checkpoints.trains())
         self.records = self.trains and (compiling or checkpoints.graph_task() == -1)
-        self.session, around, self._drops = (None, autocast.first_microbatch(), False) if compiling else autocast.around_layer()
+        self.session: Session | None = None
+        if compiling:
+            around, self._drops = autocast.first_microbatch(), False
+        else:
+            self.session, around, self._drops = autocast.around_layer()
         # An evaluation leaves the FP8 weight of the micro-batches alone.
         self.first = (around if first is None else first) if self.trains else None
-        self._noted: BufferSet | None = None
-        """Whose forward has recorded an amax of this use."""
+        self._noted: BufferSet | None = None  # whose forward has recorded an amax of this use
         self.training = state.training
         self._drops_cached = self.trains and (compiling or self.training)
         self._input_scale: Tensor | None = None

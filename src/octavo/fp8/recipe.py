@@ -141,7 +141,7 @@ class DelayedScaling(Recipe):
             raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
 
     @functools.cached_property
-    def history(self) -> History:  # type: ignore[override]  # noqa: D102
+    def history(self) -> History:  # noqa: D102
         return History(self.amax_history_len, self.amax_compute_algo, self.margin)
 
 
