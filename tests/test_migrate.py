@@ -136,7 +136,7 @@ def test_names_that_are_not_there_come_first_to_change(place, capsys):
         "import torch.sagemaker as tsm\nimport transformer_engine.pytorch as te\ntsm.frobnicate()\nx = te.cpp_thing\n"
         "from transformer_engine.common.recipe import MXFP8BlockScaling\nfrom torch.sagemaker.nn.huggingface import nothing\n"
     )
-    assert main(["migrate", "old.py"]) == 0
+    assert main(["migrate", "old.py"]) == 1
     text = capsys.readouterr().out
     for name in (
         "torch.sagemaker.frobnicate (line 3)",
@@ -146,6 +146,14 @@ def test_names_that_are_not_there_come_first_to_change(place, capsys):
         assert name in text.splitlines()[-1]
     assert find("torch.sagemaker.frobnicate").status == "absent"
     assert find("sagemaker.model.Model").status == "absent"
+    assert find("sagemaker.modules.train.ModelTrainr").change.startswith("Did you mean ModelTrainer?")
+    for home in ("train", "train.model_trainer", "modules.train"):
+        row = find(f"sagemaker.{home}.ModelTrainer")
+        assert (row.here, row.change) == ("for jobs of this machine", "from octavo.launch import ModelTrainer")
+    assert find("sagemaker.train.configs.Tag").change == ""
+    assert find("sagemaker.core.helper.session_helper.get_execution_role").status == "accepted"
+    assert find("sagemaker.core.image_uris.retrieve").status == "accepted"
+    assert find("sagemaker.train.distributed.MPI").status == "differs"
     assert find("torch.sagemaker.state.cp_sise").change == "Did you mean cp_size?"
     assert all(hasattr(state, name) for name in STATE)
     assert "octavo.graphed" in find("transformer_engine.pytorch.make_graphed_callables").change

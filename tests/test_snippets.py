@@ -53,6 +53,9 @@ def furnished(tmp_path_factory):
     corpus = place / "texts" / "some.jsonl"
     corpus.write_text("".join(json.dumps({"text": WORDS * (1 + number % 5)}) + "\n" for number in range(60)))
     (place / "presets").symlink_to(ROOT / "presets")
+    (place / "src").mkdir()
+    (place / "src" / "train.py").write_text("import os\nopen(os.environ['SM_MODEL_DIR'] + '/' + os.environ['RANK'], 'x')\n")
+    (place / "data" / "train").mkdir(parents=True)
     (place / "folder").mkdir()
     train_tokenizer(["a few words and more words"] * 20, 300).save(place / "folder")
     AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(place / "folder")

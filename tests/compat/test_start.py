@@ -10,7 +10,7 @@ from octavo.errors import InputError
 
 
 def test_a_message_passes_a_hook_that_holds_stderr_back_as_that_of_torch_distributed_does(capfd):
-    hook = _excepthook(lambda *_: None)
+    hook = _excepthook(lambda *_: None, None)
     with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()):
         hook(InputError, InputError("no such name."), None)
     assert end.value.code == 2

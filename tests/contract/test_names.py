@@ -16,10 +16,10 @@ STANDARD = {
 }  # fmt: skip
 """Of Python itself."""
 OWN = {
-    "_bprop", "_bprop_tensors", "_error", "_extra_state", "_failed", "_fp8_state", "_hybrid_shard_zero2", "_id", "_token_id",
-    "_weight",
+    "_Interval", "_bprop", "_bprop_tensors", "_error", "_extra_state", "_failed", "_fp8_state", "_hybrid_shard_zero2", "_id",
+    "_token_id", "_weight",
 }  # fmt: skip
-"""Parts of Octavo's keys and names, and of arguments of Transformer Engine, in strings."""
+"""Parts of Octavo's keys and names, and of arguments of Transformer Engine and names of SMP, in strings."""
 TABLES = (test_attention, test_autograd, test_flash_attention, test_pytorch, test_transformer_engine, test_transformers)
 
 

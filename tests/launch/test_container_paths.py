@@ -66,7 +66,10 @@ def test_values(value, wanted):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("/opt/ml/input/data/test/a", r"hyperparameters\['data'\] = .* no channel 'test'.*Channels of fit\(inputs=…\): train"),
+        (
+            "/opt/ml/input/data/test/a",
+            r"hyperparameters\['data'\] = .* no channel 'test'.*Channels of fit\(inputs=\{…\}\): train",
+        ),
         ("/opt/ml/failure", "a job has the folders /opt/ml/checkpoints, /opt/ml/code"),
         ("/opt/ml/model/../../etc", "a job has the folders"),
     ],

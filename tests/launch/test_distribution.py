@@ -123,7 +123,17 @@ def test_what_a_script_without_ranks_lacks_is_said(gpus):
         (("local", 1, {"torch_distribution": {}}, {}), ["'torch_distribution'", "Did you mean 'torch_distributed'?"]),
         (("local", 1, {"mpi": {"enabled": True}}, {}), ['"torch_distributed"']),
         (("local", 1, {"torch_distributed": True}, {}), ['{"enabled": True}']),
-        (("local", 1, {"smdistributed": {"dataparallel": {"enabled": True}}}, {}), ["dataparallel", '"nccl"']),
+        (
+            (
+                "local",
+                1,
+                RANKS | {"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}},
+                {},
+            ),
+            ['"modelparallel" and "dataparallel"', 'leave "dataparallel" out'],
+        ),
+        (("local", 1, {"smdistributed": {"dataparallel": {"enable": True}}}, {}), ["'enable'", "Did you mean 'enabled'?"]),
+        (("local", 1, {"smdistributed": {"ddp": {"enabled": True}}}, {}), ["'ddp'", "modelparallel, dataparallel"]),
         (("local", 1, {"smdistributed": {"modelparallel": {"enabled": True}}}, {}), ["without", "torch_distributed"]),
         (("local", 1, smp(partitions=2), {}), ["'partitions' = 2", "SMP v1"]),
         (("local", 1, smp(context_paralel_degree=2), {}), ["Did you mean 'context_parallel_degree'?"]),
@@ -142,6 +152,17 @@ def test_contradictions_are_refused_with_both_names(gpus, arguments, parts):
         layout_of(*arguments)
     for part in parts:
         assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("others", [{}, RANKS, {"torch_distributed": {"enabled": False}}])
+def test_smddp_starts_the_ranks_of_torch_distributed_and_says_so(gpus, others):
+    gpus(8)
+    data = {"enabled": True, "custom_mpi_options": "-verbose"}
+    layout = layout_of("ml.p5en.48xlarge", 1, others | {"smdistributed": {"dataparallel": data}}, {})
+    assert (layout.ranks, layout.gpus, layout.parameters) == (8, 8, None)
+    (note,) = layout.notes
+    assert 'the backend "smddp" is NCCL, or gloo without GPUs. custom_mpi_options has no effect.' in note
+    assert layout_of("local", 1, others | {"smdistributed": {"dataparallel": {"enabled": False}}}, {}).notes == []
 
 
 def test_degrees_beyond_the_gpus_here_are_refused_with_those_that_fit(gpus):

@@ -21,7 +21,11 @@ HYPERPOD = (
     "distributed.checkpoint.s3_filesystem.S3FileSystem",
     "distributed.checkpoint.s3_filesystem.format_s3_path",
     "distributed.checkpoint.s3_filesystem.is_s3_uri",
+    "distributed.checkpoint.s3_filesystem.parse_s3_uri",
+    "distributed.checkpoint.s3_filesystem.get_s3_region_from_uri",
     "distributed.checkpoint.s3_filesystem.retry_with_jitter",
+    "distributed.checkpoint.state_dict_utils.compute_auto_checkpoint_interval",
+    "distributed.checkpoint.state_dict_utils._Interval",
 )
 
 

@@ -1,7 +1,10 @@
-"""Changes to classes and modules of other packages that can be taken back."""
+"""Changes to classes, modules and functions of other packages that can be taken back."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 _ABSENT = object()
@@ -18,6 +21,16 @@ class Changes:
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
+    def redirect(self, function: Any, to: Callable[..., Any]) -> None:
+        """Let every call of a function go to another, also by names that a script took from its module before.
+
+        Its code is replaced, so that `to` reaches the original through `copy_of` alone. function: without closure.
+        """
+        self.set(function, "__signature__", inspect.signature(to, follow_wrapped=False))
+        for name, value in (("__defaults__", None), ("__kwdefaults__", {"_octavo": to}), ("__code__", _call.__code__)):
+            self._before.append((function, name, getattr(function, name)))
+            setattr(function, name, value)
+
     def undo(self) -> None:
         """Put all of them back."""
         for owner, name, value in reversed(self._before):
@@ -28,6 +41,17 @@ class Changes:
             else:
                 delattr(owner, name)
         self._before.clear()
+
+
+def copy_of(function: Any) -> Any:
+    """A function with the same code, which `Changes.redirect` of the original leaves as it is."""
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _call(*args: Any, _octavo: Callable[..., Any], **kwargs: Any) -> Any:
+    return _octavo(*args, **kwargs)
 
 
 def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -33,5 +33,6 @@ def way_of(name: str, ways: Mapping[str, str], known: Iterable[str] = ()) -> str
         way = ways.get(around)
         around = around.rpartition(".")[0]
     guess = nearest(last, known)
-    hint = f" Did you mean {guess}?" if guess and way is None else ""
+    general = way is not None and way == ways.get(name.partition(".")[0])  # of the whole package
+    hint = f" Did you mean {guess}?" if guess and (way is None or general) else ""
     return f"{name} is not in Octavo's compatibility layer.{hint} {way + ' ' if way else ''}{TABLE}"

@@ -10,17 +10,59 @@ import os
 from octavo.compat import finder
 from octavo.compat.finder import REPLACE, Names, Shim
 
-_SESSION = "octavo.launch.session"
+_SESSION: Names = {"octavo.launch.session": "Session get_execution_role"}
+_IMAGES: Names = {"octavo.launch.session": "retrieve"}
+_CONFIGS: Names = {
+    "octavo.launch.configs": "Channel CheckpointConfig Compute DataSource DatasetSource FileSystemDataSource HubAccessConfig "
+    "HyperPodCompute InfraCheckConfig InputData InstanceGroup MetricDefinition ModelAccessConfig Networking OutputDataConfig "
+    "RemoteDebugConfig RetryStrategy S3DataSource SessionChainingConfig ShuffleConfig SourceCode StoppingCondition Tag "
+    "TensorBoardOutputConfig TrainingImageConfig TrainingRepositoryAuthConfig"
+}
+_DISTRIBUTED: Names = {"octavo.launch.configs": "MPI SMP DistributedConfig Torchrun"}
+_TRAINER: Names = {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Mode"}
+_TRAINED: Names = {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Compute HyperPodCompute"}
+_INPUTS: Names = {"octavo.launch.inputs": "FileSystemInput TrainingInput"}
+_ESTIMATOR: Names = {"octavo.launch.sdk": "PyTorch"}
 
 MODULES: dict[str, Names] = {
-    "sagemaker": {_SESSION: "Session get_execution_role"},
-    "sagemaker.session": {_SESSION: "Session get_execution_role"},
-    "sagemaker.inputs": {"octavo.launch.inputs": "TrainingInput"},
-    "sagemaker.pytorch": {"octavo.launch.sdk": "PyTorch"},
-    "sagemaker.pytorch.estimator": {"octavo.launch.sdk": "PyTorch"},
+    "sagemaker": {**_SESSION, **_INPUTS},
+    "sagemaker.session": _SESSION,
+    "sagemaker.image_uris": _IMAGES,
+    "sagemaker.local": {"octavo.launch.session": "LocalSession"},
+    "sagemaker.inputs": _INPUTS,
+    "sagemaker.pytorch": _ESTIMATOR,
+    "sagemaker.pytorch.estimator": _ESTIMATOR,
+    # Version 3, and the same in late releases of version 2.
+    "sagemaker.train": {**_SESSION, **_TRAINED},
+    "sagemaker.train.model_trainer": _TRAINER,
+    "sagemaker.train.configs": _CONFIGS,
+    "sagemaker.train.distributed": _DISTRIBUTED,
+    "sagemaker.modules": _SESSION,
+    "sagemaker.modules.train": {"octavo.launch.trainer": "ModelTrainer"},
+    "sagemaker.modules.train.model_trainer": _TRAINER,
+    "sagemaker.modules.configs": _CONFIGS,
+    "sagemaker.modules.distributed": _DISTRIBUTED,
+    "sagemaker.core": {},
+    "sagemaker.core.image_uris": _IMAGES,
+    "sagemaker.core.helper": {},
+    "sagemaker.core.helper.session_helper": _SESSION,
+    "sagemaker.core.inputs": _INPUTS,
+    "sagemaker.core.resources": {"octavo.launch.training_job": "TrainingJob"},
+    "sagemaker.core.shapes": _CONFIGS,
+    "sagemaker.core.training": {},
+    "sagemaker.core.training.configs": _CONFIGS,
 }
-_CLOUD = "Jobs run on this machine: octavo.launch.PyTorch starts them."
-WAYS = {"sagemaker": _CLOUD, "FileSystemInput": "Mount the file system, and give its folder as an input."}
+_FOLDERS = "Give folders of this machine, or addresses that fsspec knows, as inputs and output_path."
+WAYS = {
+    "sagemaker.huggingface": "sagemaker.pytorch.PyTorch starts its script: leave transformers_version and pytorch_version out.",
+    "sagemaker.estimator": "sagemaker.pytorch.PyTorch starts a script: give it as entry_point.",
+    "sagemaker.debugger": "Leave it out: torch.profiler in the script writes a profile.",
+    "sagemaker.tuner": "Start a job for each set of hyperparameters: fit(wait=False).",
+    "sagemaker.train.tuner": "Start a job for each set of hyperparameters: train(wait=False).",
+    "sagemaker.s3": _FOLDERS,
+    "sagemaker.s3_utils": _FOLDERS,
+    "sagemaker": "Jobs run on this machine: octavo.launch.PyTorch and octavo.launch.ModelTrainer start them.",
+}
 
 SHIM = Shim("sagemaker", "SageMaker's SDK", MODULES, WAYS)
 

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from octavo.compat.smp.beside import SHIMS as BESIDE
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.errors import InputError, OctavoError, warn
+from octavo.launch import faults
 
 SHIMS = (TE, SMP)
 LINES = "OCTAVO_COMPAT_LINES"
@@ -37,7 +39,8 @@ def install_all() -> None:
         sdk.install_if_absent()
     except InputError as error:  # of a package that was installed after the start
         warn(str(error))
-    sys.excepthook = _excepthook(sys.excepthook)
+    sys.excepthook = _excepthook(sys.excepthook, faults.of_this_process())
+    threading.excepthook = _thread_excepthook(threading.excepthook)
     atexit.register(_let_threads_end)
     if os.environ.get(LINES) == "1" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
@@ -53,18 +56,43 @@ def _let_threads_end() -> None:
         time.sleep(_SECONDS_OF_THREADS)
 
 
-def _excepthook(before: Callable[..., Any]) -> Callable[..., None]:
+def _excepthook(before: Callable[..., Any], job: faults.Faults | None) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        said = isinstance(error, OctavoError)
+        line = f"{_place(trace)}{error}" if said else _line(error)
+        printed = line if said else "".join(traceback.format_exception(kind, error, trace))
+        # What another rank of the job has printed already is not printed again.
+        shown = job is None or isinstance(error, KeyboardInterrupt) or job.record(printed, line)
         if not isinstance(error, OctavoError):
-            before(kind, error, trace)
+            if shown:
+                before(kind, error, trace)
             return
         # Not sys.stderr: torch.distributed's own hook holds it back, and drops it when this one raises.
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
-            warn(f"{_place(trace)}{error}")
+            if shown:
+                warn(line)
             sys.stderr.flush()
         raise SystemExit(error.exit_code)
 
     return hook
+
+
+def _thread_excepthook(before: Callable[..., Any]) -> Callable[..., None]:
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if isinstance(arguments.exc_value, OctavoError):
+            warn(f"{_place(arguments.exc_traceback)}{arguments.exc_value}")
+        else:
+            before(arguments)
+
+    return hook
+
+
+def _line(error: BaseException) -> str:
+    """An exception in one line, as at the end of its traceback."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    if isinstance(error, SyntaxError):
+        return lines[-1]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
 def _place(trace: TracebackType | None) -> str:

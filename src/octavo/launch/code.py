@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from octavo.errors import InputError
@@ -18,8 +19,8 @@ _MOST_CODE = 512 * 2**20
 _NOT_CODE = (".git", ".hg", ".venv", "__pycache__", ".ipynb_checkpoints", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
 
-def files_of(folder: Path, jobs: Path) -> list[Path]:
-    """The files of a folder of code, without those of version control, caches and jobs.
+def files_of(folder: Path, jobs: Path, ignored: Sequence[str] = ()) -> list[Path]:
+    """The files of a folder of code, without those of version control, caches and jobs; ignored: patterns of further names.
 
     Raises:
         InputError: more than 512 MiB.
@@ -34,8 +35,10 @@ def files_of(folder: Path, jobs: Path) -> list[Path]:
         if "job.json" in names and "code" in folders:  # another folder of jobs
             folders.clear()
             continue
-        folders[:] = [name for name in folders if name not in _NOT_CODE and Path(place, name) != skipped]
+        folders[:] = [name for name in folders if not _is_ignored(name, ignored) and Path(place, name) != skipped]
         for name in names:
+            if any(fnmatch(name, pattern) for pattern in ignored):
+                continue
             path = Path(place, name)
             if path.is_file():
                 total += path.stat().st_size
@@ -46,6 +49,10 @@ def files_of(folder: Path, jobs: Path) -> list[Path]:
                 "code alone, and data as inputs."
             )
     return found
+
+
+def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
+    return name in _NOT_CODE or any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def copy(paths: Iterable[Path], root: Path, target: Path) -> None:

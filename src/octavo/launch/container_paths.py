@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError
+from octavo.launch.keys import ESTIMATOR
 
 _ROOT = "/opt/ml"
 _PATH = re.compile(r"(?<![\w./-])/opt/ml(?P<inside>/[^\s,;:'\"]*|(?![\w-]))")
@@ -15,18 +16,18 @@ _FOLDERS = ("checkpoints", "code", "input", "model", "output")
 """Below /opt/ml, and below a job's folder."""
 
 
-def mapped(value: Any, folder: Path, channels: Iterable[str], key: str) -> Any:
+def mapped(value: Any, folder: Path, channels: Iterable[str], key: str, call: str = ESTIMATOR.call) -> Any:
     """`value` with every path below /opt/ml in the job's `folder`; lists and dictionaries too.
 
-    channels: names of the job's channels. key: for messages.
+    channels: names of the job's channels. key, call: for messages, the value's place and a call with channels.
 
     Raises:
         InputError: a folder of /opt/ml that no job has, or a channel that the job does not have.
     """
     if isinstance(value, Mapping):
-        return {name: mapped(inside, folder, channels, key) for name, inside in value.items()}
+        return {name: mapped(inside, folder, channels, key, call) for name, inside in value.items()}
     if isinstance(value, list | tuple):
-        return [mapped(inside, folder, channels, key) for inside in value]
+        return [mapped(inside, folder, channels, key, call) for inside in value]
     if not isinstance(value, str) or _ROOT not in value:
         return value
 
@@ -34,8 +35,10 @@ def mapped(value: Any, folder: Path, channels: Iterable[str], key: str) -> Any:
         parts = [part for part in found["inside"].split("/") if part]
         if parts and (parts[0] not in _FOLDERS or ".." in parts):
             raise InputError(f"{key} = {value!r}: a job has the folders {', '.join(f'{_ROOT}/{name}' for name in _FOLDERS)}.")
+        if parts[:3] == ["input", "data", "code"] and "code" not in channels:  # where the SDK's version 3 has it
+            parts = parts[2:]
         if parts[:2] == ["input", "data"] and len(parts) > 2 and parts[2] not in (known := sorted(channels)):
-            there = f"Channels of fit(inputs=…): {', '.join(known)}." if known else "Give it in fit(inputs={…})."
+            there = f"Channels of {call}: {', '.join(known)}." if known else f"Give it in {call}."
             raise InputError(f"{key} = {value!r}: this job has no channel {parts[2]!r}. {there}")
         return str(folder.joinpath(*parts))
 

@@ -7,15 +7,15 @@ other libraries. A job runs on this host: a note names GPUs of the type that it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from octavo.config.degrees import DEGREES, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError, nearest
 from octavo.hardware import Instance, find_instance, installed_gpus, lookup, system_memory_gib
+from octavo.launch.keys import ESTIMATOR, Keys
 
-_WHERE = 'distribution["smdistributed"]["modelparallel"]["parameters"]'
 SMP_PARAMETERS = (
     *DEGREES, "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
     "random_seed", "delayed_parameter_initialization",
@@ -42,6 +42,10 @@ _KEYS = {
 """Keys of each library's dictionary; MPI's options have no effect."""
 _SWITCHES = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "delayed_parameter_initialization")
 _TRUE = ("1", "1.0", "true", "yes", "on", "t", "y")
+_SMDDP = (
+    'distribution["smdistributed"]["dataparallel"]: SageMaker\'s collectives are not here. Ranks start as with '
+    '"torch_distributed", and the backend "smddp" is NCCL, or gloo without GPUs.'
+)
 _RANK_GIB = 0.5
 """Memory of a rank on a CPU before its model: the libraries that it imports."""
 
@@ -65,6 +69,20 @@ class Layout:
     notes: list[str] = field(default_factory=list)
 
 
+class Distribution(NamedTuple):
+    """An estimator's `distribution`.
+
+    Attributes:
+        ranks: several ranks.
+        parameters: SMP's, checked; None without SMP.
+        notes: what another library takes the place of.
+    """
+
+    ranks: bool
+    parameters: dict[str, Any] | None
+    notes: tuple[str, ...] = ()
+
+
 def layout_of(
     instance_type: str, instance_count: int, distribution: Mapping[str, Any] | None, hyperparameters: Mapping[str, Any]
 ) -> Layout:
@@ -72,6 +90,35 @@ def layout_of(
 
     Raises:
         InputError: an unknown machine or key, FP8 on GPUs without it, or degrees that do not fit the ranks.
+    """
+    read = read_distribution(distribution)
+    layout = fit_layout(instance_type, instance_count, hyperparameters, distributed=read.ranks, parameters=read.parameters)
+    return replace(layout, notes=[*read.notes, *layout.notes])
+
+
+def fit_layout(
+    instance_type: str,
+    instance_count: int,
+    hyperparameters: Mapping[str, Any],
+    *,
+    distributed: bool,
+    parameters: Mapping[str, Any] | None,
+    processes: int | None = None,
+    keys: Keys = ESTIMATOR,
+) -> Layout:
+    """The processes of a job, on this machine.
+
+    Args:
+        instance_type: a kind of machine.
+        instance_count: machines of this kind.
+        hyperparameters: for FP8 on GPUs without it.
+        distributed: several ranks; else the script runs as one process.
+        parameters: SMP's, checked; None without SMP.
+        processes: ranks of a machine; None: one for each of its GPUs.
+        keys: names in messages.
+
+    Raises:
+        InputError: an unknown machine, FP8 on GPUs without it, more ranks than GPUs, or degrees that do not fit the ranks.
     """
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
         raise InputError(f"instance_count = {instance_count!r} is no number of machines: give 1 or more.")
@@ -90,38 +137,58 @@ def layout_of(
             f'hyperparameters["fp8"] = {hyperparameters["fp8"]!r} and instance_type = {instance_type!r}: its GPUs, '
             f"{instance.gpu}, have no FP8 products. Set fp8 to 0, or give a type with them, such as ml.p5.48xlarge."
         )
-    distributed, parameters = read_distribution(distribution)
+    has = len(here) if instance_type == "local_gpu" else None if instance is None else instance.gpus
+    if processes is not None and has is not None and processes > has:
+        raise InputError(
+            f"process_count_per_node = {processes} and instance_type = {instance_type!r}, which has {has} GPUs: each "
+            f"process has its GPU. Give {has} or less, or leave it out."
+        )
+    chosen = None if parameters is None else dict(parameters)
     notes: list[str] = []
     if not distributed:
         gpus = len(here) if instance_type == "local_gpu" else 0 if instance is None else min(instance.gpus, len(here))
-        return Layout(None, gpus, instance, parameters, list(_without_ranks(instance_type, instance_count, instance, here)))
+        notes += _without_ranks(instance_type, instance_count, instance, here, keys)
+        return Layout(None, gpus, instance, chosen, notes)
     if instance_type == "local_gpu":
-        ranks, gpus = len(here), len(here)
+        ranks = gpus = processes or len(here)
     else:
-        ranks, gpus = _ranks(instance, instance_type, instance_count, here, notes)
+        ranks, gpus = _ranks(instance, instance_type, instance_count, processes, here, notes)
     if parameters is not None:
-        check_degrees(parameters, ranks, instance_type, instance_count, instance, here)
-    return Layout(ranks, gpus, instance, parameters, notes)
+        machines = f"instance_type = {instance_type!r}"
+        machines += f" with {instance.gpus} GPUs" if instance is not None else ""
+        machines += f", instance_count = {instance_count}"
+        machines += f", process_count_per_node = {processes}" if processes is not None else ""
+        if gpus and instance is not None and ranks < (processes or instance.gpus) * instance_count:
+            machines += f", and {len(here)} GPUs on this machine"
+        check_degrees(parameters, ranks, machines, keys)
+    return Layout(ranks, gpus, instance, chosen, notes)
 
 
-def _without_ranks(instance_type: str, instance_count: int, instance: Instance | None, here: list[str]) -> Iterator[str]:
-    """Notes on a job without `distribution`: missing GPUs, and instances without ranks."""
+def _without_ranks(
+    instance_type: str, instance_count: int, instance: Instance | None, here: list[str], keys: Keys
+) -> Iterator[str]:
+    """Notes on a job without ranks: missing GPUs, and instances."""
     if instance is not None and not here:
         yield f"{instance_type} has {instance.gpus} x {instance.gpu}; this machine has no GPU: the script runs on its CPU."
     elif instance is not None and len(here) < instance.gpus:
         yield f"{instance_type} has {instance.gpus} x {instance.gpu}; this machine has {len(here)} x {here[0]}."
     if instance_count > 1:
+        argument = keys.ranks.partition("=")[0]
         yield (
-            f"instance_count = {instance_count}, and distribution starts no ranks: the script runs once. Ranks need "
-            'distribution={"torch_distributed": {"enabled": True}}.'
+            f"instance_count = {instance_count}, and {argument} starts no ranks: the script runs once. Ranks need {keys.ranks}."
         )
 
 
 def _ranks(
-    instance: Instance | None, instance_type: str, instance_count: int, here: list[str], notes: list[str]
+    instance: Instance | None,
+    instance_type: str,
+    instance_count: int,
+    processes: int | None,
+    here: list[str],
+    notes: list[str],
 ) -> tuple[int, int]:
     """Ranks, and GPUs of this machine that they use."""
-    each = 1 if instance is None else instance.gpus
+    each = processes or (1 if instance is None else instance.gpus)
     asked = each * instance_count
     machines = f"{instance_count} x {instance_type}" if instance_count > 1 else instance_type
     if instance is None or not here:
@@ -147,14 +214,14 @@ def _ranks(
     return use, use
 
 
-def read_distribution(distribution: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
-    """True for several ranks, and SMP's parameters, None without SMP.
+def read_distribution(distribution: Mapping[str, Any] | None) -> Distribution:
+    """Ranks, and SMP's parameters. SageMaker's data parallel library starts ranks, and has NCCL or gloo in its place.
 
     Raises:
         InputError: another library, or an unknown key.
     """
     if distribution is None:
-        return False, None
+        return Distribution(False, None)
     if not isinstance(distribution, Mapping):
         raise InputError(f"distribution = {distribution!r} is no dictionary.")
     known = ("torch_distributed", "pytorchddp", "smdistributed")
@@ -172,21 +239,26 @@ def read_distribution(distribution: Mapping[str, Any] | None) -> tuple[bool, dic
     if not isinstance(inside, Mapping):
         raise InputError(f'distribution["smdistributed"] is {inside!r}: write {{"modelparallel": {{"enabled": True}}}}.')
     for name in inside:
-        if name == "dataparallel" and _enabled(inside, name):
-            raise InputError(
-                'distribution["smdistributed"]["dataparallel"] is a library of SageMaker alone: use "torch_distributed", and '
-                '"nccl" as backend in the script.'
-            )
         if name not in ("modelparallel", "dataparallel"):
-            raise InputError(f'unknown key {name!r} in distribution["smdistributed"]. Known: modelparallel.')
-    if not _enabled(inside, "modelparallel"):
-        return distributed, None
+            raise InputError(f'unknown key {name!r} in distribution["smdistributed"]. Known: modelparallel, dataparallel.')
+    smddp, smp = _enabled(inside, "dataparallel"), _enabled(inside, "modelparallel")
+    if smddp and smp:
+        raise InputError(
+            'distribution["smdistributed"] enables "modelparallel" and "dataparallel", of which the SDK takes one: leave '
+            '"dataparallel" out.'
+        )
+    if smddp:
+        options = inside["dataparallel"].get("custom_mpi_options")
+        more = " custom_mpi_options has no effect." if options else ""
+        return Distribution(True, None, (f"{_SMDDP}{more}",))
+    if not smp:
+        return Distribution(distributed, None)
     if not distributed:
         raise InputError(
             'distribution enables "smdistributed" "modelparallel" without "torch_distributed", which starts its ranks: add '
             '"torch_distributed": {"enabled": True}.'
         )
-    return True, check_parameters(inside["modelparallel"].get("parameters") or {})
+    return Distribution(True, check_parameters(inside["modelparallel"].get("parameters") or {}))
 
 
 def _enabled(table: Mapping[str, Any], name: str) -> bool:
@@ -208,56 +280,47 @@ def _is_true(value: Any) -> bool:
     return str(value).strip().lower() in _TRUE
 
 
-def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """SMP's parameters, checked key by key.
+def check_parameters(parameters: Mapping[str, Any], where: str = ESTIMATOR.smp) -> dict[str, Any]:
+    """SMP's parameters, checked key by key; where: their place in the call.
 
     Raises:
         InputError: an unknown key, one of SMP v1, a value of the wrong type, or a degree that Octavo does not have.
     """
     if not isinstance(parameters, Mapping):
-        raise InputError(f"{_WHERE} is {parameters!r}: write a dictionary, such as {{'context_parallel_degree': 8}}.")
+        raise InputError(f"{where} is {parameters!r}: write a dictionary, such as {{'context_parallel_degree': 8}}.")
     for name, value in parameters.items():
         if name in _SMP_1:
             raise InputError(
-                f"{_WHERE} has {name!r} = {value!r}, a key of SMP v1. Octavo has those of v2: {', '.join(SMP_PARAMETERS)}."
+                f"{where} has {name!r} = {value!r}, a key of SMP v1. Octavo has those of v2: {', '.join(SMP_PARAMETERS)}."
             )
         if name not in SMP_PARAMETERS:
             guess = nearest(name, SMP_PARAMETERS)
             hint = f" Did you mean {guess!r}?" if guess else ""
-            raise InputError(f"{_WHERE}: unknown key {name!r}.{hint} Known: {', '.join(SMP_PARAMETERS)}.")
-    InitConfig.from_dict({key: value for key, value in parameters.items() if key in InitConfig.model_fields}, where=_WHERE)
+            raise InputError(f"{where}: unknown key {name!r}.{hint} Known: {', '.join(SMP_PARAMETERS)}.")
+    InitConfig.from_dict({key: value for key, value in parameters.items() if key in InitConfig.model_fields}, where=where)
     for name in _SWITCHES:
         if not isinstance(parameters.get(name, False), bool):
-            raise InputError(f"{_WHERE}: {name} = {parameters[name]!r}: give True or False.")
+            raise InputError(f"{where}: {name} = {parameters[name]!r}: give True or False.")
     for name, way in _ABSENT.items():
         if parameters.get(name, 1) > 1:
             raise InputError(
-                f"{_WHERE}: {name} = {parameters[name]}, and this version of Octavo has no {name.split('_')[0]} parallelism: "
+                f"{where}: {name} = {parameters[name]}, and this version of Octavo has no {name.split('_')[0]} parallelism: "
                 f"set it to 1; {way}."
             )
     return dict(parameters)
 
 
-def check_degrees(
-    parameters: Mapping[str, Any],
-    ranks: int,
-    instance_type: str,
-    instance_count: int,
-    instance: Instance | None,
-    here: list[str],
-) -> None:
+def check_degrees(parameters: Mapping[str, Any], ranks: int, machines: str, keys: Keys = ESTIMATOR) -> None:
     """Check that SMP's degrees fit the ranks.
 
     Raises:
-        InputError: they do not; the message names the type of machine, the ranks, and the nearest degrees that fit.
+        InputError: they do not; the message names the machines, the ranks, and the nearest degrees that fit.
     """
     try:
         fit_degrees(**{key: parameters[key] for key in DEGREES if key in parameters}, world_size=ranks)
     except InputError as error:
-        machine = f"instance_type = {instance_type!r}"
-        if instance is not None:
-            machine += f" with {instance.gpus} GPUs, instance_count = {instance_count}"
-            if here and len(here) < instance.gpus * instance_count:
-                machine += f", and {len(here)} GPUs on this machine"
         reason = str(error).partition(", or start more ranks")[0].rstrip(".").replace("parallel.", "")
-        raise InputError(f"{_WHERE} and {machine}: {reason}.") from None
+        start = "parallel degrees do not fit"
+        raise InputError(
+            f"{keys.smp}: degrees do not fit{reason.removeprefix(start)}. The ranks are those of {machines}."
+        ) from None

@@ -1,15 +1,18 @@
-"""A script's view of its job: SageMaker's variables, arguments and files, as its training toolkit makes them.
+"""A script's view of its job: SageMaker's variables, arguments and files.
 
-Hyperparameters keep their types: SageMaker carries them as JSON. As arguments they are `str(value)`, sorted by name; in
-variables JSON, and text as it is. SMP's configuration is the hyperparameter `mp_parameters`; it becomes an argument only for a
-script that declares it, since others would refuse it.
+Hyperparameters keep their types: SageMaker carries them as JSON. For the estimator they arrive as its training toolkit hands
+them over: arguments are `str(value)`, sorted by name; in variables they are JSON, and text as it is. For the trainer they
+arrive as its drivers do it: JSON in both, and text that is JSON counts as its value. SMP's configuration is the hyperparameter
+`mp_parameters`; it becomes an argument only for a script that declares it, since others would refuse it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,10 @@ OF_RANKS = (
 """Variables of a launcher around the estimator, which are not those of its job."""
 
 
-def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Hyperparameters as they arrive: through JSON.
+def check_hyperparameters(
+    values: Mapping[str, Any] | None, arguments: Callable[[Mapping[str, Any]], list[str]] | None = None
+) -> dict[str, Any]:
+    """Hyperparameters as they arrive: through JSON. arguments: their form as arguments, `arguments_of` by default.
 
     Raises:
         InputError: a name that is no text, or a value that JSON does not have.
@@ -37,15 +42,17 @@ def check_hyperparameters(values: Mapping[str, Any] | None) -> dict[str, Any]:
     if values is not None and not isinstance(values, Mapping):
         raise InputError(f"hyperparameters = {values!r} is no dictionary of names and values.")
     for name, value in (values or {}).items():
-        if not isinstance(name, str) or not name or "=" in name or not _is_text(name):
-            raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.")
+        plain = isinstance(name, str) and _is_text(name) and not name.startswith("-") and not re.search(r"[\s=]", name)
+        if not name or not plain:
+            way = f" Write {name.lstrip('-')!r}." if isinstance(name, str) and name.startswith("-") else ""
+            raise InputError(f"hyperparameters: {name!r} is no name: it becomes an argument --name of the script.{way}")
         try:
             found[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"hyperparameters[{name!r}] = {value!r} cannot be handed over: {error}. Give text, numbers, true or false."
             ) from None
-        if not _is_text("".join(arguments_of({name: found[name]}))):
+        if not _is_text("".join((arguments or arguments_of)({name: found[name]}))):
             raise InputError(f"hyperparameters[{name!r}] = {value!r} has a character that no argument can carry.")
     return found
 
@@ -56,6 +63,9 @@ def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError: a name or a value that no process can be given.
     """
+    for name, value in values.items():
+        if value is None:
+            raise InputError(f'environment[{name!r}] = None is no text: leave it out, or give "".')
     found = {str(name): str(value) for name, value in values.items()}
     for name, value in found.items():
         if not name or "=" in name or not _is_text(name):
@@ -86,6 +96,44 @@ def arguments_of(hyperparameters: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def arguments_in_json(hyperparameters: Mapping[str, Any]) -> list[str]:
+    """The command line of a script that the trainer starts, in the given order."""
+    return [part for name, value in hyperparameters.items() for part in (f"--{name}", _in_json(_value_of(_value_of(value))))]
+
+
+def _value_of(value: Any) -> Any:
+    """The value of text that is JSON; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _in_json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How hyperparameters become text.
+
+    Attributes:
+        arguments: of the script.
+        variable: the text of a variable.
+        stored: the text of one in hyperparameters.json.
+        name: the end of SM_HP_…, before it is put in capitals.
+        value: the value of one in SM_HPS.
+    """
+
+    arguments: Callable[[Mapping[str, Any]], list[str]]
+    variable: Callable[[Any], str]
+    stored: Callable[[Any], str]
+    name: Callable[[str], str]
+    value: Callable[[Any], Any]
+
+
 def variables_of(
     layout: Layout,
     hyperparameters: Mapping[str, Any],
@@ -95,8 +143,11 @@ def variables_of(
     script: str,
     instance_type: str,
     arguments: list[str],
+    encoding: Encoding | None = None,
 ) -> dict[str, str]:
-    """SageMaker's variables of a job in `folder`; channels: name → its folder."""
+    """SageMaker's variables of a job in `folder`; channels: name → its folder; encoding: `TOOLKIT` by default."""
+    encoding = encoding or TOOLKIT
+    hyperparameters = {name: encoding.value(value) for name, value in hyperparameters.items()}
     handed = dict(hyperparameters)
     if layout.parameters is not None:
         handed["mp_parameters"] = layout.parameters
@@ -136,11 +187,17 @@ def variables_of(
         "output_dir": str(folder / "output"),
         "output_data_dir": str(folder / "output" / "data"),
         "output_intermediate_dir": str(folder / "output" / "intermediate"),
+        "output_failure": str(folder / "output" / "failure"),
+        "input_data_dir": str(folder / "input" / "data"),
+        "source_dir": str(folder / "code"),
+        "entry_script": script,
+        "host_count": 1,
+        "current_host_rank": 0,
     }
     own["training_env"] = dict(own, job_name=folder.name, is_master=True, master_hostname=HOST, hyperparameters=handed)
     own |= {f"channel_{name}": path for name, path in channels.items()}
-    own |= {f"hp_{name}": value for name, value in handed.items()}
-    return {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
+    found = {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
+    return found | {f"SM_HP_{encoding.name(name).upper()}": encoding.variable(value) for name, value in handed.items()}
 
 
 def resources_of(instance_type: str) -> dict[str, Any]:
@@ -166,8 +223,19 @@ def inherited() -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(__file__).absolute().parent.parent.parent)  # where Octavo is not installed, but imported from a folder
+    # The folder that gives a script the old names is the script's: the job's other processes have no uncaught errors of it.
+    site = Path(root, "octavo", "compat", "site").resolve()
+    paths = [path for path in paths if Path(path).resolve() != site]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if root in paths else [root])])
     found["OCTAVO_COMPAT_LINES"] = "1"  # the log follows the run, and ranks do not split each other's lines
+    return found
+
+
+def joined(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """A job's variables with those given for its script, whose PYTHONPATH goes before that of the job."""
+    found = {**own, **given}
+    if "PYTHONPATH" in given:
+        found["PYTHONPATH"] = os.pathsep.join(part for part in (given["PYTHONPATH"], own.get("PYTHONPATH")) if part)
     return found
 
 
@@ -175,3 +243,9 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+TOOLKIT = Encoding(arguments_of, _text, json.dumps, str, lambda value: value)
+"""Of the estimator."""
+DRIVERS = Encoding(arguments_in_json, _in_json, _in_json, lambda name: name.replace("-", "_"), _value_of)
+"""Of the trainer."""

@@ -6,22 +6,19 @@ A script and the call that starts it need no change but the import. The script r
 
 from __future__ import annotations
 
-import atexit
-import errno
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest, warn
-from octavo.launch import code, container_paths, environment, inputs, job
-from octavo.launch.distribution import Layout, layout_of
-from octavo.launch.environment import check_variables
-from octavo.launch.job import JOBS, Job
-from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
-from octavo.storage import describe_fault
+from octavo.launch import job
+from octavo.launch.distribution import read_distribution
+from octavo.launch.environment import check_hyperparameters, check_variables
+from octavo.launch.job import Job
+from octavo.launch.keys import ESTIMATOR
+from octavo.launch.request import Request, jobs_of
+from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, OF_TRAINER, REFUSED, without_effect
+from octavo.launch.starting import run, start
 
 
 class PyTorch:
@@ -40,11 +37,16 @@ class PyTorch:
         environment: further variables of the script.
         dependencies: files and folders that are copied beside the script.
         max_run: seconds after which a job is stopped.
+        checkpoint_s3_uri: a folder that is /opt/ml/checkpoints of each job, or a remote address, copied into it before the
+            script starts and from it at the end. Without it, checkpoints stay in the job's folder.
+        checkpoint_local_path: a folder in /opt/ml/checkpoints in its place.
         sdk: other arguments of the SDK; those that mean nothing here are named once.
 
     Raises:
         InputError: an unknown argument, or arguments that contradict each other or this machine.
     """
+
+    face = ESTIMATOR.face
 
     def __init__(
         self,
@@ -60,6 +62,8 @@ class PyTorch:
         environment: Mapping[str, str] | None = None,
         dependencies: Sequence[str] | None = None,
         max_run: float | None = None,
+        checkpoint_s3_uri: str | Path | None = None,
+        checkpoint_local_path: str | None = None,
         **sdk: Any,
     ) -> None:
         _check_sdk(sdk)
@@ -72,18 +76,16 @@ class PyTorch:
             raise InputError("dependencies is a list of paths, and environment a dictionary.")
         self.base_job_name = None if base_job_name is None else str(base_job_name)
         self.dependencies, self.max_run = [str(path) for path in dependencies or ()], max_run
+        self.checkpoint_s3_uri = None if checkpoint_s3_uri is None else str(checkpoint_s3_uri)
+        self.checkpoint_local_path = None if checkpoint_local_path is None else str(checkpoint_local_path)
         self.environment = check_variables(environment or {})
         self.latest_training_job: Job | None = None
         self.jobs: list[Job] = []
-        self._hyperparameters = _check_values(hyperparameters)
-        if max_run is not None and (isinstance(max_run, bool) or not isinstance(max_run, int | float) or not max_run > 0):
-            raise InputError(f"max_run = {max_run!r} is no number of seconds above 0.")
-        self._script()
-        self._layout()
-        _jobs_of(self.output_path)
-        code.check_dependencies(self.dependencies)
-        ignored = [name for name in sdk if name in MEANINGLESS and sdk[name] is not None]
-        if ignored:
+        self._hyperparameters = check_values(hyperparameters)
+        self._request().check()
+        if checkpoint_s3_uri is None and checkpoint_local_path is not None:
+            sdk["checkpoint_local_path"] = checkpoint_local_path
+        if ignored := without_effect(sdk):
             warn(f"estimator: {', '.join(ignored)} {'has' if len(ignored) == 1 else 'have'} no meaning on this machine.")
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -93,9 +95,9 @@ class PyTorch:
     def set_hyperparameters(self, **values: Any) -> None:
         """Set hyperparameters; others stay."""
         before = self._hyperparameters
-        self._hyperparameters = before | _check_values(values)
+        self._hyperparameters = before | check_values(values)
         try:
-            self._layout()
+            self._request().layout()
         except InputError:
             self._hyperparameters = before
             raise
@@ -109,7 +111,7 @@ class PyTorch:
         self,
         inputs: Any = None,
         wait: bool = True,
-        logs: str | bool | Sequence[str] = "All",
+        logs: str | bool | Sequence[str] | None = "All",
         job_name: str | None = None,
         experiment_config: Mapping[str, str] | None = None,
     ) -> None:
@@ -118,7 +120,7 @@ class PyTorch:
         Args:
             inputs: an address, or one for each channel: a local folder or file, `file://`, `s3://` and whatever fsspec knows.
             wait: until its end, with its log on stdout. Else it runs on in the background: `attach` reaches it by its name.
-            logs: False or "None": no log while waiting.
+            logs: the log while waiting: "All" or "Training", True, or a list of these; "None" or False: no log.
             job_name: by default that of the script and the time. A name is used once.
             experiment_config: means nothing here.
 
@@ -127,17 +129,15 @@ class PyTorch:
             JobFailed: the job failed; `exit_code` is that of the script.
             RunStopped: the job was stopped early.
         """
+        job.wants_logs(logs)
+        if self.face != ESTIMATOR.face:
+            raise InputError(f"this job was started by {self.face}: an estimator reads its log and stops it; call train there.")
         if experiment_config is not None:
             warn("estimator: experiment_config has no meaning on this machine.")
-        started = self._start(inputs, job_name, waits=wait)
-        if not wait:
-            return
-        try:
-            started.wait(logs=logs not in (False, None, "None", []))
-        except KeyboardInterrupt:
-            warn(f"stopping job {started.name} …")
-            started.stop()
-            raise
+        self.latest_training_job = started = start(self._request(), inputs, job_name, self._record(), waits=wait, kind=Job)
+        self.jobs.append(started)
+        if wait:
+            run(started, logs)
 
     def logs(self, wait: bool = True) -> None:
         """Print the log of the newest job, until its end unless `wait` is False."""
@@ -163,7 +163,7 @@ class PyTorch:
         other.pop("model_channel_name", None)
         if other:
             raise InputError(f"attach: unknown argument {next(iter(other))!r}. Known: training_job_name, output_path.")
-        found = job.find(_jobs_of(folder)[0], training_job_name)
+        found = job.find(jobs_of(folder)[0], training_job_name)
         made = cls.__new__(cls)
         record = job.read(found.folder / "job.json").get("estimator")
         if not isinstance(record, dict):
@@ -178,127 +178,37 @@ class PyTorch:
             raise InputError("this estimator has no job yet: call fit, or PyTorch.attach(name) for a job that runs.")
         return self.latest_training_job
 
-    def _script(self) -> tuple[Path, Path]:
-        """The folder to take along, or the script's own, and the script in it."""
-        if self.source_dir is not None and (":" in self.source_dir.partition("/")[0] or self.source_dir.endswith(".tar.gz")):
-            raise InputError(f"source_dir = {self.source_dir!r}: give a folder of this machine.")
-        folder = inputs.expanded(self.source_dir or ".", "source_dir")
-        if not folder.is_dir():
-            raise InputError(f"source_dir = {self.source_dir!r} is no folder. Give the one that holds {self.entry_point!r}.")
-        script = folder / inputs.expanded(self.entry_point, "entry_point")
-        if script.suffix != ".py":
-            raise InputError(f"entry_point = {self.entry_point!r} is no Python script: give a .py file.")
-        if not script.is_file():
-            near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
-            hint = f" Did you mean {near!r}?" if near else ""
-            raise InputError(f"entry_point = {self.entry_point!r} is not in {str(script.parent)!r}.{hint}")
-        if self.source_dir is None:
-            return script.parent.absolute(), script.absolute()
-        if not script.resolve().is_relative_to(folder.resolve()):
-            raise InputError(f"entry_point = {self.entry_point!r} lies outside of source_dir = {self.source_dir!r}.")
-        return folder.absolute(), script.absolute()
-
-    def _layout(self) -> Layout:
-        return layout_of(str(self.instance_type), self.instance_count, self.distribution, self._hyperparameters)
-
-    def _start(self, given: Any, job_name: str | None, *, waits: bool) -> Job:
-        folder_of_code, script = self._script()
-        layout, (jobs, remote) = self._layout(), _jobs_of(self.output_path)
-        channels = inputs.addresses(given)
-        for name, address in channels.items():
-            if inputs.local_path(address, name) is None:
-                inputs.check_address(address, f"inputs[{name!r}] = {address!r}")
-        files = code.files_of(folder_of_code, jobs) if self.source_dir is not None else [script]
-        code.check_dependencies(self.dependencies)
-        self._mapped(Path(), channels)  # refused before there is a folder
-        folder = job.make_folder(jobs, job_name or job.new_name(self.base_job_name or script.stem)).absolute()
-        try:
-            for part in ("code", "input/config", "input/data", "model", "output/data"):
-                (folder / part).mkdir(parents=True)
-            code.copy(files, folder_of_code, folder / "code")
-            code.copy_dependencies(self.dependencies, folder / "code")
-            laid = {name: str(inputs.lay(name, address, folder / "input" / "data")) for name, address in channels.items()}
-            hyperparameters, variables_of_script = self._mapped(folder, channels)
-            if (hyperparameters, variables_of_script) != (self._hyperparameters, self.environment):
-                (folder / "checkpoints").mkdir()
-                warn(f"estimator: paths below /opt/ml are those of the job: {folder}")
-            command, variables = self._command(
-                layout, folder, script.relative_to(folder_of_code).as_posix(), laid, hyperparameters
-            )
-            record = {
-                "estimator": self._record(),
-                "command": command,
-                "ranks": layout.ranks,
-                "gpus": layout.gpus,
-                "parameters": layout.parameters,
-                "source": str(folder_of_code),
-                "inputs": channels,
-                "send_to": remote,
-                "max_run": self.max_run,
-                "created": job.now(),
-            }
-            job.write(folder / "job.json", record)
-            started = _supervise(folder, environment.inherited() | variables | variables_of_script, waits=waits)
-        except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
-            if isinstance(error, OSError) and error.errno == errno.E2BIG:
-                raise InputError(
-                    f"hyperparameters of {len(str(self._hyperparameters)):,} characters are too long for the variables of a "
-                    "process: put long values into a file of source_dir."
-                ) from error
-            if isinstance(error, OSError):
-                raise InputError(f"job {folder.name} was not started: {describe_fault(error)[0]}") from error
-            raise
-        for note in layout.notes:
-            warn(note)
-        if (folder / "code" / "requirements.txt").is_file():
-            warn(f"requirements.txt is not installed by a job: use {sys.executable} -m pip install -r for what is missing.")
-        warn(f"job {folder.name} in {folder}" + ("" if waits else ", in the background"))
-        self.latest_training_job = started
-        self.jobs.append(started)
-        return started
-
-    def _mapped(self, folder: Path, channels: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Hyperparameters and variables with SageMaker's paths in the job's folder."""
-        given = {"hyperparameters": self._hyperparameters, "environment": self.environment}
-        found = (
-            {name: container_paths.mapped(value, folder, channels, f"{what}[{name!r}]") for name, value in values.items()}
-            for what, values in given.items()
-        )
-        hyperparameters, variables = found
-        return hyperparameters, variables
-
-    def _command(
-        self, layout: Layout, folder: Path, script: str, channels: Mapping[str, str], hyperparameters: Mapping[str, Any]
-    ) -> tuple[list[str], dict[str, str]]:
-        """The job's command, and its variables."""
-        handed = dict(hyperparameters)
-        if layout.parameters is not None and "--mp_parameters" in (folder / "code" / script).read_text(errors="replace"):
-            handed["mp_parameters"] = layout.parameters
-        arguments = environment.arguments_of(handed)
-        variables = environment.variables_of(
-            layout,
-            hyperparameters,
-            channels,
-            folder,
-            script=script,
+    def _request(self) -> Request:
+        read = read_distribution(self.distribution)
+        return Request(
+            entry=self.entry_point,
+            source_dir=self.source_dir,
+            hyperparameters=self._hyperparameters,
+            environment=self.environment,
             instance_type=str(self.instance_type),
-            arguments=arguments,
+            instance_count=self.instance_count,
+            distributed=read.ranks,
+            parameters=read.parameters,
+            notes=read.notes,
+            output=self.output_path,
+            base_job_name=self.base_job_name,
+            dependencies=self.dependencies,
+            max_run=self.max_run,
+            checkpoints=self.checkpoint_s3_uri,
+            checkpoint_path=self.checkpoint_local_path,
         )
-        config = folder / "input" / "config"
-        job.write(config / "hyperparameters.json", dict(hyperparameters))
-        job.write(config / "resourceconfig.json", environment.resources_of(str(self.instance_type)))
-        job.write(config / "inputdataconfig.json", environment.input_config(channels))
-        if layout.gpus == 0:
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, "-m", "octavo.compat", script, *arguments]
-        if layout.ranks is not None:
-            command = [sys.executable, "-P", "-m", "octavo.watchdog", str(layout.ranks), *command]
-        return command, variables
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise Missing(f"{type(self).__name__}.{name} is of AWS's cloud. {NOT_HERE[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _record(self) -> dict[str, Any]:
         """The fields that `attach` restores, without variables, which may be secrets."""
-        kept = ("entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies")
+        kept = (
+            "entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies",
+            "checkpoint_s3_uri", "checkpoint_local_path",
+        )  # fmt: skip
         values = {name: getattr(self, name) for name in kept}
         return values | {
             "distribution": None if self.distribution is None else dict(self.distribution),
@@ -307,22 +217,17 @@ class PyTorch:
         }
 
 
-def _jobs_of(output_path: str | Path | None) -> tuple[Path, str | None]:
-    """The folder of jobs for an `output_path`, and its remote address for results, or None."""
-    if output_path is None:
-        return JOBS, None
-    address = str(output_path)
-    if not address:
-        raise InputError("output_path is empty: give a folder, or leave it out for ./jobs.")
-    local = inputs.local_path(address, "output_path")
-    if local is None:
-        inputs.check_address(address, f"output_path = {address!r}")
-        return JOBS, address
-    return local, None
+class Missing(InputError, AttributeError):
+    """A name of the SDK that is not there, so that `hasattr` is False."""
 
 
-def _check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    found = environment.check_hyperparameters(values)
+def check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Hyperparameters, checked.
+
+    Raises:
+        InputError: a name or a value that no script can be given.
+    """
+    found = check_hyperparameters(values)
     if "mp_parameters" in found:
         raise InputError('hyperparameters["mp_parameters"]: give SMP\'s parameters in distribution["smdistributed"].')
     return found
@@ -332,51 +237,12 @@ def _check_sdk(sdk: Mapping[str, Any]) -> None:
     for name, value in sdk.items():
         if name in REFUSED and value is not None:
             raise InputError(f"{name} = {value!r}: {REFUSED[name]}")
-        if name not in MEANINGLESS and name not in REFUSED:
+        if name not in ARGUMENTS and name not in REFUSED:
+            if name in OF_TRAINER:
+                raise InputError(f"{name!r} is an argument of ModelTrainer: give PyTorch {OF_TRAINER[name]}.")
             guess = nearest(name, ARGUMENTS)
             hint = f" Did you mean {guess!r}?" if guess else ""
             raise InputError(f"unknown argument {name!r} of PyTorch.{hint} The SDK has none of this name.")
     mode = sdk.get("input_mode")
     if mode not in (None, "File", "FastFile"):
         raise InputError(f'input_mode = {mode!r}: a channel is a folder of files here. Use "File".')
-
-
-def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool) -> Job:
-    """Start the job's supervisor, and wait until it has it in hand."""
-    with (folder / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
-            env={**variables, **({"OCTAVO_LAUNCH_WAITS": "1"} if waits else {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-        )
-    found = Job(folder)
-
-    def in_hand() -> bool:
-        return (folder / "state.json").is_file() or not folder.is_dir()  # a script may remove its own folder at once
-
-    try:
-        while not in_hand():
-            if process.poll() is not None and not in_hand():  # asked again: a short job may have run in between
-                text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
-                raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
-            found.until(lambda: in_hand() or process.poll() is not None, 1.0)
-    except BaseException:  # such as Ctrl-C: its folder will be removed
-        process.kill()
-        process.wait()
-        raise
-    _SUPERVISORS.append(process)
-    return found
-
-
-_SUPERVISORS: list[subprocess.Popen[bytes]] = []
-
-
-@atexit.register
-def _leave_running() -> None:
-    """Jobs in the background outlive this process: no warning about them."""
-    for process in _SUPERVISORS:
-        if process.poll() is None:
-            process.returncode = 0

@@ -1,4 +1,4 @@
-"""Why a job failed, from the end of its log; where memory ran out, with the setting that divides it."""
+"""Why a job failed: its first uncaught error, or the end of its log; where memory ran out, with the setting that divides it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.degrees import divisors
+from octavo.launch import faults
 
 _TAIL_BYTES = 1 << 18
 _ERROR = re.compile(
@@ -17,6 +18,8 @@ _NO_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory|"
     r"MemoryError|std::bad_alloc|ended by SIGKILL"
 )
+_LONGEST = 1500
+"""Characters of a reason: a message of Octavo's names its way at its end."""
 _MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -26,7 +29,8 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
     errors = [found.strip().removeprefix("octavo: ").rstrip(".") for found in _ERROR.findall(text)]
-    last = next((line for line in errors if _NO_MEMORY.search(line)), errors[-1] if errors else "")
+    uncaught = faults.first(log.with_name(faults.NAME)).rstrip(".")
+    last = next((line for line in errors if _NO_MEMORY.search(line)), uncaught or (errors[-1] if errors else ""))
     what = _shown(last)
     if _NO_MEMORY.search(text):
         return f"out of memory ({what or 'see the log'}). {memory_advice(job)}"
@@ -45,7 +49,7 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
 
 
 def _shown(line: str) -> str:
-    return line if len(line) <= 400 else f"{line[:400]} …"
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
 
 
 def memory_advice(job: Mapping[str, Any]) -> str:

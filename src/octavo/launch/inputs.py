@@ -48,8 +48,43 @@ class TrainingInput:
         self.s3_data = s3_data
 
 
-def addresses(inputs: Any) -> dict[str, str]:
+class FileSystemInput:
+    """A channel on a file system of AWS that is mounted here: its folder is `directory_path`.
+
+    Args:
+        file_system_id: means nothing here.
+        file_system_type: means nothing here.
+        directory_path: the folder, as this machine has it mounted.
+        file_system_access_mode: "ro" or "rw"; the folder's own permissions count.
+        content_type: means nothing here.
+    """
+
+    def __init__(
+        self,
+        file_system_id: str,
+        file_system_type: str,
+        directory_path: str,
+        file_system_access_mode: str = "ro",
+        content_type: str | None = None,
+    ) -> None:
+        self.directory_path = directory_path
+
+
+def mounted(path: str, key: str) -> str:
+    """The folder of a file system of AWS. key: for the message.
+
+    Raises:
+        InputError: this machine does not have it.
+    """
+    if not Path(path).is_dir():
+        raise InputError(f"{key}: {path!r} of a file system of AWS is not here: mount it, and give its folder as text.")
+    return path
+
+
+def addresses(inputs: Any, key: str = "inputs") -> dict[str, str]:
     """Channel → address of the `inputs` of `fit`: an address, a `TrainingInput` (SageMaker's too), or a dictionary of these.
+
+    key: the argument, for messages.
 
     Raises:
         InputError: another form, a name that no channel may have, or a local path that does not exist.
@@ -60,15 +95,17 @@ def addresses(inputs: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for channel, value in table.items():
         if not isinstance(channel, str) or not _CHANNEL.fullmatch(channel) or channel.startswith("."):
-            raise InputError(f"inputs: {channel!r} is no name of a channel: letters, digits, - and _.")
+            raise InputError(f"{key}: {channel!r} is no name of a channel: letters, digits, - and _.")
         same = next((other for other in found if other.upper() == channel.upper()), None)
         if same is not None:
-            raise InputError(f"inputs: the channels {same!r} and {channel!r} would share SM_CHANNEL_{channel.upper()}.")
-        found[channel] = _address(channel, value)
+            raise InputError(f"{key}: the channels {same!r} and {channel!r} would share SM_CHANNEL_{channel.upper()}.")
+        found[channel] = _address(f"{key}[{channel!r}]", value)
     return found
 
 
-def _address(channel: str, value: Any) -> str:
+def _address(key: str, value: Any) -> str:
+    if isinstance(value, FileSystemInput):
+        value = mounted(value.directory_path, key)
     if isinstance(value, TrainingInput):
         value = value.s3_data
     config = getattr(value, "config", None)  # SageMaker's own classes
@@ -76,18 +113,18 @@ def _address(channel: str, value: Any) -> str:
         source = config.get("DataSource", {})
         value = source.get("S3DataSource", {}).get("S3Uri")
         if value is None:
-            raise InputError(f"inputs[{channel!r}] is a file system of AWS: mount it, and give its folder as text.")
+            value = mounted(str(source.get("FileSystemDataSource", {}).get("DirectoryPath")), key)
         if config.get("InputMode") == "Pipe":
-            raise InputError(f'inputs[{channel!r}] has the mode "Pipe": a channel is a folder of files here. Use "File".')
+            raise InputError(f'{key} has the mode "Pipe": a channel is a folder of files here. Use "File".')
     if isinstance(value, Path):
         value = str(value)
     if not isinstance(value, str) or not value:
-        raise InputError(f"inputs[{channel!r}] = {value!r} is no address: give a folder, file://… or s3://….")
-    local = local_path(value, f"inputs[{channel!r}]")
+        raise InputError(f"{key} = {value!r} is no address: give a folder, file://… or s3://….")
+    local = local_path(value, key)
     if local is None:
         return value
     if not local.exists():
-        raise InputError(f"inputs[{channel!r}] = {value!r} does not exist: give a folder or a file of this machine, or s3://….")
+        raise InputError(f"{key} = {value!r} does not exist: give a folder or a file of this machine, or s3://….")
     return str(local)
 
 
@@ -115,17 +152,17 @@ def expanded(path: str, key: str) -> Path:
     return storage.local_path(path, key)
 
 
-def lay(channel: str, address: str, folder: Path) -> Path:
-    """Make the folder of a channel in `folder`; returns it.
+def lay(channel: str, address: str, folder: Path, key: str = "inputs") -> Path:
+    """Make the folder of a channel in `folder`; returns it. key: the argument, for messages.
 
     Raises:
         InputError: the address cannot be read, or names nothing.
     """
     target = folder / channel
-    source = local_path(address, f"inputs[{channel!r}]")
+    source = local_path(address, f"{key}[{channel!r}]")
     if source is None:
         target.mkdir(parents=True)
-        _fetch(channel, address, target)
+        fetch(address, target, f"{key}[{channel!r}] = {address!r}")
     elif source.is_dir():
         target.symlink_to(source.resolve(), target_is_directory=True)
     else:
@@ -134,14 +171,20 @@ def lay(channel: str, address: str, folder: Path) -> Path:
     return target
 
 
-def _fetch(channel: str, address: str, target: Path) -> None:
-    key = f"inputs[{channel!r}] = {address!r}"
+def fetch(address: str, target: Path, key: str, *, may_be_empty: bool = False) -> None:
+    """Copy the files of a remote address into a folder. key: argument and address, for messages.
+
+    Raises:
+        InputError: the address cannot be read, or holds no file, unless it `may_be_empty`.
+    """
     system, root = _file_system(address, key)
     try:
         names = system.find(root)
+    except FileNotFoundError:
+        names = []
     except Exception as error:  # each of fsspec's file systems has its own
         raise InputError(f"{key} cannot be read: {first_line(error)}. Check the address and your credentials.") from error
-    if not names:
+    if not names and not may_be_empty:
         raise InputError(f"{key} holds no file. Check the address.")
     for name in names:
         inside = PurePosixPath(name).relative_to(root) if name != root else PurePosixPath(PurePosixPath(name).name)
@@ -155,13 +198,13 @@ def _fetch(channel: str, address: str, target: Path) -> None:
             raise InputError(f"{key}: {name!r} cannot be read: {first_line(error)}.") from error
 
 
-def send(folder: Path, address: str) -> None:
-    """Copy the files of a folder to a remote address.
+def send(folder: Path, address: str, key: str = "output_path") -> None:
+    """Copy the files of a folder to a remote address. key: the argument, for messages.
 
     Raises:
         InputError: the address cannot be written.
     """
-    key = f"output_path = {address!r}"
+    key = f"{key} = {address!r}"
     system, root = _file_system(address, key)
     try:
         for path in sorted(folder.rglob("*")):

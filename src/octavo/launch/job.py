@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError, OctavoError, RunStopped, nearest, some, warn
+from octavo.launch import faults
 from octavo.storage import folder_fault, why_unusable, write_atomic
 
 FINAL = ("Completed", "Failed", "Stopped")
@@ -33,6 +34,9 @@ JOBS = Path("jobs")
 _NAME = re.compile(r"[A-Za-z0-9](-*[A-Za-z0-9]){0,62}")
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0
+_SECONDARY = {"InProgress": "Training"}
+_LOGS = {"All": True, "Training": True, "Rules": False, "None": False}
+"""Values of the SDK's `logs`: there are no rules here."""
 
 
 class JobFailed(OctavoError):
@@ -49,6 +53,8 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self.name = self.job_name = folder.name
+        self.told = False
+        """Whether this process has raised, or would have raised, for the job's end."""
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: {self.status}>"
@@ -57,6 +63,15 @@ class Job:
     def log_file(self) -> Path:
         """The output of all ranks."""
         return self.folder / "log.txt"
+
+    @property
+    def reached_by(self) -> str:
+        """A call that reaches the job from another process."""
+        return self._call("PyTorch.attach")
+
+    def _call(self, function: str) -> str:
+        elsewhere = "" if self.folder.parent == JOBS.absolute() else f", output_path={str(self.folder.parent)!r}"
+        return f"{function}({self.name!r}{elsewhere})"
 
     @property
     def model_data(self) -> str:
@@ -94,13 +109,16 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The job in SageMaker's words, with `ExitCode` and `Folder`."""
-        state = self.state
+        state, record = self.state, read(self.folder / "job.json")
         return {
             "TrainingJobName": self.name,
             "TrainingJobStatus": state["status"],
+            "SecondaryStatus": _SECONDARY.get(state["status"], state["status"]),
             "FailureReason": state.get("reason") or "",
             "ExitCode": state.get("exit_code"),
             "ModelArtifacts": {"S3ModelArtifacts": self.model_data},
+            "HyperParameters": record.get("estimator", {}).get("hyperparameters"),
+            "CreationTime": record.get("created"),
             "TrainingStartTime": state.get("began"),
             "TrainingEndTime": state.get("ended"),
             "Folder": str(self.folder),
@@ -109,8 +127,7 @@ class Job:
     def logs(self, wait: bool = True) -> None:
         """Print the log; until the job has ended, unless `wait` is False."""
         for text in self.follow(wait):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            _print(text)
 
     def follow(self, wait: bool = True) -> Iterator[str]:
         """The log in pieces, as it grows."""
@@ -131,29 +148,50 @@ class Job:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def wait(self, logs: bool = False) -> None:
-        """Wait for the end of the job, with its log on stdout if `logs`.
+    def wait(self, logs: Any = False) -> None:
+        """Wait for the end of the job, with its log on stdout if `logs`, as the SDK writes it: True, "All", ["All"].
 
         Raises:
+            InputError: `logs` is none of the SDK's values.
             JobFailed: it failed, or was killed.
             RunStopped: it was stopped.
         """
-        if logs:
-            self.logs()
+        if wants_logs(logs):
+            self._print_but_reason()
         while self.status not in FINAL:
             time.sleep(_POLL_SECONDS)
         self.check()
 
+    def _print_but_reason(self) -> None:
+        """Print the log until the end, without a last line of Octavo's that the error of `check` repeats."""
+        held = ""
+        for text in self.follow():
+            held += text
+            start = held.rstrip("\n").rfind("\n") + 1
+            last = held[start:]
+            # A rank records its error before it prints the line.
+            if last.startswith("octavo: ") and _is_reason(last, faults.first(self.folder / faults.NAME)):
+                _print(held[:start])
+                held = last
+            else:
+                _print(held)
+                held = ""
+        if not _is_reason(held, self.state.get("reason", "")):
+            _print(held)
+
     def check(self) -> None:
         """Raise for an ended job that is not completed, with the errors of `wait`."""
+        self.told = True
         state = self.state
         if state["status"] == "Failed":
-            raise JobFailed(
-                f"job {self.name} failed with exit code {state['exit_code']}: {state['reason']}. Its log is {self.log_file}.",
-                state["exit_code"] or EXIT_FAILED,
-            )
+            raise JobFailed(self.failure(), state["exit_code"] or EXIT_FAILED)
         if state["status"] == "Stopped":
             raise RunStopped(f"job {self.name}: {state['reason']}. Its folder is {self.folder}.")
+
+    def failure(self) -> str:
+        """The message about a failed job."""
+        state = self.state
+        return f"job {self.name} failed with exit code {state['exit_code']}: {state['reason']}. Its log is {self.log_file}."
 
     def stop(self, wait: bool = True) -> None:
         """Stop the job: its ranks get SIGTERM, and 120 seconds to save. Nothing happens to one that has ended.
@@ -162,6 +200,7 @@ class Job:
             InputError: it runs on another machine.
         """
         state = self.state
+        self.told = self.told or wait  # the caller asks for its end
         if state["status"] in FINAL:
             warn(f"job {self.name} has ended already: {state['status']}.")
             return
@@ -196,6 +235,30 @@ class Job:
             return True
         ticks = start_ticks(state["pid"])
         return state.get("boot") == boot() and ticks is not None and ticks == state["ticks"]
+
+
+def wants_logs(logs: Any) -> bool:
+    """True if the SDK's `logs` asks for the log of a job: True, "All", "Training", or a list of these.
+
+    Raises:
+        InputError: another value.
+    """
+    if logs is None or isinstance(logs, bool):
+        return bool(logs)
+    names = [logs] if isinstance(logs, str) else logs
+    if not isinstance(names, list | tuple) or not all(name in _LOGS for name in names):
+        raise InputError(f"logs = {logs!r}: give True, False, or a list of {', '.join(map(repr, _LOGS))}.")
+    return any(_LOGS[name] for name in names)
+
+
+def _is_reason(line: str, reason: str) -> bool:
+    return line.removeprefix("octavo: ").strip().rstrip(".") == reason.rstrip(".")
+
+
+def _print(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -253,6 +316,16 @@ def new_name(base: str) -> str:
     return f"{start}-{moment}-{secrets.token_hex(1)}"
 
 
+def check_jobs(jobs: Path) -> None:
+    """Check that a folder of jobs can be used.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if fault := folder_fault(jobs):
+        raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {fault}")
+
+
 def make_folder(jobs: Path, name: str) -> Path:
     """A new folder of a job.
 
@@ -262,8 +335,7 @@ def make_folder(jobs: Path, name: str) -> Path:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InputError(f"job_name = {name!r} is no name of a job: at most 63 letters, digits and hyphens, not first or last.")
     folder = jobs / name
-    if fault := folder_fault(jobs):
-        raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {fault}")
+    check_jobs(jobs)
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 MEANINGLESS = (
-    "checkpoint_local_path", "checkpoint_s3_uri", "code_location", "container_arguments", "container_entry_point",
-    "container_log_level", "debugger_hook_config", "disable_output_compression", "disable_profiler", "enable_infra_check",
-    "enable_network_isolation", "enable_remote_debug", "enable_sagemaker_metrics", "enable_session_tag_chaining",
+    "code_location", "container_log_level", "debugger_hook_config", "disable_output_compression", "disable_profiler",
+    "enable_infra_check", "enable_remote_debug", "enable_sagemaker_metrics", "enable_session_tag_chaining",
     "encrypt_inter_container_traffic", "framework_version", "image_uri", "image_uri_region", "input_mode",
-    "keep_alive_period_in_seconds", "max_retry_attempts", "max_wait", "metric_definitions", "output_kms_key", "profiler_config",
-    "py_version", "role", "rules", "sagemaker_session", "security_group_ids", "subnets", "tags", "tensorboard_output_config",
-    "training_repository_access_mode", "training_repository_credentials_provider_arn", "use_spot_instances", "volume_kms_key",
-    "volume_size", "wait",
+    "instance_placement_config",
+    "keep_alive_period_in_seconds", "max_retry_attempts", "max_wait", "metric_definitions", "output_kms_key",
+    "profiler_config", "py_version", "role", "rules", "sagemaker_session", "security_group_ids", "subnets", "tags",
+    "tensorboard_output_config", "training_repository_access_mode", "training_repository_credentials_provider_arn",
+    "use_spot_instances", "volume_kms_key", "volume_size", "wait",
 )  # fmt: skip
 """Accepted: a job runs here, under this user, in this Python. `wait` is of `fit`; the SDK takes and forgets it."""
 
@@ -18,10 +21,13 @@ _RECIPE = "HyperPod's recipes are not here: give a script as entry_point, or tra
 REFUSED = {
     "training_recipe": _RECIPE,
     "recipe_overrides": _RECIPE,
+    "container_arguments": "give hyperparameters: the script is entry_point.",
+    "container_entry_point": "give the script as entry_point.",
     "git_config": "clone the repository, and give its folder as source_dir.",
     "instance_groups": "give instance_type and instance_count: the ranks of a job are alike.",
     "model_uri": "give the model as a channel of inputs.",
     "model_channel_name": "give the model as a channel of inputs.",
+    "enable_network_isolation": "a job has the network of this machine. Leave it out.",
     "training_plan": "a job starts at once, on this machine.",
     "compiler_config": "SageMaker's training compiler is not here.",
     "train_instance_type": "the SDK renamed it: give instance_type.",
@@ -31,7 +37,112 @@ REFUSED = {
 
 _OWN = (
     "entry_point", "source_dir", "hyperparameters", "instance_type", "instance_count", "distribution", "output_path",
-    "base_job_name", "environment", "dependencies", "max_run",
+    "base_job_name", "environment", "dependencies", "max_run", "checkpoint_s3_uri", "checkpoint_local_path",
 )  # fmt: skip
 ARGUMENTS = (*_OWN, *MEANINGLESS)
 """Every argument that is accepted, for the nearest of a mistyped one."""
+
+_MET: Mapping[str, tuple[Any, ...]] = {
+    "debugger_hook_config": (False,),
+    "disable_output_compression": (True,),
+    "disable_profiler": (True,),
+    "enable_infra_check": (False,),
+    "enable_remote_debug": (False,),
+    "enable_sagemaker_metrics": (False,),
+    "enable_session_tag_chaining": (False,),
+    "encrypt_inter_container_traffic": (False, True),
+    "input_mode": ("File",),
+    "keep_alive_period_in_seconds": (0,),
+    "max_retry_attempts": (0,),
+    "use_spot_instances": (False,),
+    "wait": (True,),
+}
+"""Values that ask for what a job has anyway, such as no debugger; ranks of one machine send nothing over a network."""
+
+
+def without_effect(given: Mapping[str, Any]) -> list[str]:
+    """The names among the given arguments that ask for something and have no effect."""
+    asked = {name: value for name, value in given.items() if value is not None and value not in ([], (), {}, "")}
+    return [name for name, value in asked.items() if not any(value is met or value == met for met in _MET.get(name, ()))]
+
+
+_ENDPOINT = "Load the folder model_data with transformers, and serve it from there."
+_STUDIO = "Read the log: estimator.logs()."
+NOT_HERE = {
+    "deploy": _ENDPOINT,
+    "create_model": _ENDPOINT,
+    "register": _ENDPOINT,
+    "transformer": _ENDPOINT,
+    "compile_model": _ENDPOINT,
+    "training_job_analytics": _STUDIO,
+    "get_app_url": _STUDIO,
+    "enable_default_profiling": "Give octavo.train's [metrics] or torch.profiler to the script.",
+    "update_profiler": "Give torch.profiler to the script.",
+}
+"""Methods of the SDK's estimator that are not here, with the way."""
+
+OF_ESTIMATOR = {
+    "entry_point": "source_code=SourceCode(entry_script=…)",
+    "source_dir": "source_code=SourceCode(source_dir=…)",
+    "dependencies": "source_code=SourceCode(source_dir=…), a folder that holds them",
+    "instance_type": "compute=Compute(instance_type=…)",
+    "instance_count": "compute=Compute(instance_count=…)",
+    "distribution": "distributed=Torchrun(smp=SMP(…))",
+    "output_path": "output_data_config=OutputDataConfig(s3_output_path=…)",
+    "max_run": "stopping_condition=StoppingCondition(max_runtime_in_seconds=…)",
+    "checkpoint_s3_uri": "checkpoint_config=CheckpointConfig(s3_uri=…)",
+    "checkpoint_local_path": "checkpoint_config=CheckpointConfig(local_path=…)",
+    "image_uri": "training_image=…",
+    "inputs": "input_data_config=[InputData(…)]",
+}
+"""The estimator's arguments, for calls that mix both: their place in the trainer's."""
+OF_TRAINER = {
+    "source_code": "entry_point and source_dir",
+    "compute": "instance_type and instance_count",
+    "distributed": "distribution",
+    "stopping_condition": "max_run",
+    "output_data_config": "output_path",
+    "checkpoint_config": "checkpoint_s3_uri",
+    "input_data_config": "the channels in fit(inputs=…)",
+    "training_image": "image_uri",
+    "networking": "subnets and security_group_ids",
+}
+"""The trainer's arguments, likewise."""
+TRAINER_MEANINGLESS = (
+    "role", "sagemaker_session", "training_image", "training_image_config", "tags", "input_s3_key_prefix",
+    "local_container_root", "config_mgr",
+)  # fmt: skip
+"""Arguments of the trainer that are accepted: a job runs here, under this user, in this Python."""
+TRAINER_REFUSED = {
+    "algorithm_name": "an algorithm of AWS's marketplace is not here. Give a script in source_code.",
+    "model_package_config": "there is no registry of models. Leave it out.",
+    "training_recipe": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
+    "recipe_overrides": _RECIPE.replace("entry_point", "SourceCode.entry_script"),
+}
+TRAINER_CONFIGS_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "SourceCode": {
+        "command": "a job runs entry_script: leave command out.",
+        "args": "they belong to command: give hyperparameters.",
+    },
+    "Compute": {
+        "instance_groups": "give instance_type and instance_count: the ranks of a job are alike.",
+        "instance_preferences": "give instance_type.",
+        "training_plan_arn": REFUSED["training_plan"],
+    },
+    "Networking": {"enable_network_isolation": REFUSED["enable_network_isolation"]},
+}
+"""Values of the trainer's configurations that are refused, with the way."""
+TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
+    "Compute": {
+        "volume_size_in_gb": 30,
+        "volume_kms_key_id": None,
+        "keep_alive_period_in_seconds": 0,
+        "enable_managed_spot_training": None,
+        "instance_placement_config": None,
+    },
+    "Networking": {"security_group_ids": None, "subnets": None},
+    "StoppingCondition": {"max_wait_time_in_seconds": None, "max_pending_time_in_seconds": None},
+    "OutputDataConfig": {"kms_key_id": None, "compression_type": "NONE"},
+    "CheckpointConfig": {"local_path": "/opt/ml/checkpoints"},
+}
+"""Values that have no effect, each with the one that asks for nothing."""

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
-from octavo.launch import failure, inputs
+from octavo.launch import failure, faults, inputs
 from octavo.launch.job import identity, now, read, stopped_reason, write
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -50,6 +50,7 @@ def main(folder: Path) -> int:
     job = read(folder / "job.json")
     state: dict[str, Any] = {"status": "InProgress", "exit_code": None, "reason": "", "began": now(), **identity()}
     write(folder / "state.json", state)
+    code = 0
     try:
         code = _run(folder, job, state, stop)
         if stop.asked or code == EXIT_STOPPED:
@@ -60,10 +61,14 @@ def main(folder: Path) -> int:
             state |= {"status": "Completed"}
         if state["status"] != "Failed" and job["send_to"]:
             for part in ("model", "output/data"):
-                inputs.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}")
+                inputs.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}", job["output_key"])
+        if job["send_checkpoints"]:  # of a failed job too: the next resumes from them
+            inside, address, key = job["send_checkpoints"]
+            inputs.send(folder / inside, address, key)
     except InputError as error:  # of `send`
-        code = EXIT_FAILED
-        state |= {"status": "Failed", "reason": f"{str(error).rstrip('.')}. The results stay in {folder}"}
+        before = f"{state['reason']}. " if state["status"] == "Failed" else ""
+        code = code or EXIT_FAILED
+        state |= {"status": "Failed", "reason": f"{before}{str(error).rstrip('.')}. The results stay in {folder}"}
     except OSError as error:
         code = EXIT_FAILED
         state |= {"status": "Failed", "reason": str(error).rstrip(".")}
@@ -77,7 +82,7 @@ def main(folder: Path) -> int:
 
 def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) -> int:
     """Start the command and wait for its end, asking it to stop where that is due."""
-    environment = dict(os.environ, OCTAVO_LAUNCH_PARENT=str(os.getpid()))
+    environment = dict(os.environ, OCTAVO_LAUNCH_PARENT=str(os.getpid()), **{faults.VARIABLE: str(folder / faults.NAME)})
     deadline = None if job["max_run"] is None else time.monotonic() + job["max_run"]
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
@@ -93,7 +98,7 @@ def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) 
         told = False
         while (code := process.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
-                stop.ask(f"max_run = {job['max_run']} seconds were over")
+                stop.ask(f"{job['runtime_key']} = {job['max_run']} seconds were over")
             if stop.asked and not told:
                 told = True
                 write(folder / "state.json", state | {"status": "Stopping"})

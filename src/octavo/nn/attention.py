@@ -170,7 +170,9 @@ class DotProductAttention(nn.Module):
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)
         dropout = self.attention_dropout if self.training else 0.0
-        q, k, v = (x.transpose(0, 1) if self.sequence_first else x for x in (query_layer, key_layer, value_layer))
+        q, k, v = query_layer, key_layer, value_layer
+        if self.sequence_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         pattern = attention_mask
         if pattern is None:
             pattern = Pattern(k.shape[1] * (1 if self.context is None else self.context.size), causal)

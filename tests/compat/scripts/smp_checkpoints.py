@@ -4,6 +4,11 @@ Step 3 runs five times: in the training itself, and in fresh models from a check
 off, so that the losses are those of plain transformers from the first weights, which `first.bin` has.
 """
 
+# isort: off
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict  # before torch.sagemaker
+from torch.distributed import destroy_process_group
+# isort: on
+
 import datetime
 import functools
 import json
@@ -27,7 +32,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.api import FullStateDictConfig, ShardedOptimStateDictConfig
@@ -194,7 +198,7 @@ def main(folder):
     if dist.get_rank() == 0:
         with open(f"{folder}/losses.json", "w") as file:
             json.dump([losses, *resumed], file)
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

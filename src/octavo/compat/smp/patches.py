@@ -11,7 +11,7 @@
   checkpoints take `coordinator_rank` as a global rank.
 * Other packages' names and files of scripts: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
 
-Classes are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
+Classes and functions are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
@@ -34,7 +33,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from octavo.compat.changes import Changes
+from octavo.compat.changes import Changes, copy_of
 from octavo.compat.smp import checkpoint as checkpoints
 from octavo.compat.smp import folders, optim, substitutes
 from octavo.compat.smp.asynchronous import maybe_finalize_async_calls
@@ -254,7 +253,7 @@ def _wrappers(changes: Changes) -> None:
 
 
 def _checkpoints(changes: Changes) -> None:
-    theirs, destroy = dcp_optimizer.load_sharded_optimizer_state_dict, dist.destroy_process_group
+    theirs, destroy = (copy_of(one) for one in (dcp_optimizer.load_sharded_optimizer_state_dict, dist.destroy_process_group))
 
     @functools.wraps(theirs)
     def load_optimizer(
@@ -315,7 +314,5 @@ def _checkpoints(changes: Changes) -> None:
     changes.set(_DistWrapper, "__init__", coordinated)
     for name, method in folders.patched().items():
         changes.set(FileSystemWriter, name, method)
-    changes.set(dcp_optimizer, "load_sharded_optimizer_state_dict", load_optimizer)
-    if hasattr(dcp, "load_sharded_optimizer_state_dict"):
-        changes.set(dcp, "load_sharded_optimizer_state_dict", load_optimizer)
-    changes.set(dist, "destroy_process_group", destroy_process_group)
+    changes.redirect(dcp_optimizer.load_sharded_optimizer_state_dict, load_optimizer)
+    changes.redirect(dist.destroy_process_group, destroy_process_group)

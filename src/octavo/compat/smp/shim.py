@@ -67,6 +67,8 @@ WAYS = {
     "torch.sagemaker.checkpoint.constants": "Leave its keys out of the state.",
     "torch.sagemaker.distributed.checkpoint.s3_filesystem": "Give s3:// URLs to save and load, which open them with fsspec.",
     "path_to_file_system": "Give a folder, or a URL for fsspec: DistributedFileSystemReader and -Writer open it.",
+    "compute_auto_checkpoint_interval": "Save every so many steps of your own choice.",
+    "_Interval": "Save every so many steps of your own choice.",
     "dp_rank": "Data-parallel ranks are state.rank // (cp_size * tp_size).",
 }
 

@@ -1,0 +1,77 @@
+"""Checkpoints of a job at the address that SageMaker keeps them at: there before the script starts, and after its end.
+
+A local folder is linked into the job, so that several jobs share it, and a job resumes from another's. A remote address is
+copied into the job's folder first, and gets its files at the end of the job, however it ends; SageMaker copies all the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from octavo.errors import InputError
+from octavo.launch import inputs
+from octavo.launch.keys import Keys
+from octavo.storage import folder_fault
+
+_DEFAULT = PurePosixPath("/opt/ml/checkpoints")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The folder of a job's checkpoints, and their address.
+
+    Attributes:
+        inside: the folder, relative to that of the job.
+        local: a folder of this machine that it links to; None without.
+        remote: an address of another; None without.
+    """
+
+    inside: str = "checkpoints"
+    local: Path | None = None
+    remote: str | None = None
+
+    def lay(self, folder: Path, key: str) -> None:
+        """Make the folder in a job's.
+
+        Raises:
+            InputError: the address cannot be read, or the linked folder cannot be made.
+        """
+        target = folder / self.inside
+        if self.local is None:
+            target.mkdir(parents=True)
+            if self.remote is not None:
+                inputs.fetch(self.remote, target, f"{key} = {self.remote!r}", may_be_empty=True)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.local.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(self.local, target_is_directory=True)
+
+
+def checkpoints_of(address: str | Path | None, path: str | Path | None, keys: Keys) -> Checkpoints:
+    """The checkpoints that the SDK's two arguments ask for. Without an address the path has no effect, as there.
+
+    Raises:
+        InputError: an address that is none, or a path outside of /opt/ml/checkpoints.
+    """
+    if address is None:
+        return Checkpoints()
+    given = PurePosixPath(_DEFAULT if path is None else str(path))
+    if not given.is_relative_to(_DEFAULT) or ".." in given.parts:
+        raise InputError(
+            f"{keys.checkpoint_path} = {str(path)!r}: {keys.checkpoints} has its files in {_DEFAULT} of a job, or in a folder "
+            "in it. Leave it out, and hand that path to the script."
+        )
+    inside = given.relative_to("/opt/ml").as_posix()
+    text = str(address)
+    if not text:
+        raise InputError(f"{keys.checkpoints} is empty: give a folder, or leave it out for one in the job's folder.")
+    local = inputs.local_path(text, keys.checkpoints)
+    if local is None:
+        inputs.check_address(text, f"{keys.checkpoints} = {text!r}")
+        return Checkpoints(inside, remote=text)
+    if local.exists() and not local.is_dir():
+        raise InputError(f"{keys.checkpoints} = {text!r} is no folder.")
+    if fault := folder_fault(local):
+        raise InputError(f"{keys.checkpoints} = {text!r} cannot be used: {fault}")
+    return Checkpoints(inside, local=local)

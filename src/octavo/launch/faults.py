@@ -1,0 +1,65 @@
+"""Uncaught errors of a job's ranks, in one file: the first is the job's reason, and what several ranks meet is printed once.
+
+A rank that has lost another, which ended before it, fails with it: its error is recorded, and not printed either. Errors of
+other processes that a script starts are not recorded, nor is what a script prints before `sys.exit`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+NAME = "faults.jsonl"
+VARIABLE = "OCTAVO_LAUNCH_FAULTS"
+"""Environment variable of a job's command: the path of its file. A script's process takes it away from its children."""
+_LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Socket closed|remote process exited|ncclRemoteError|"
+    r"failed to recv, got 0 bytes"
+)
+"""Errors of a rank whose peer has ended."""
+
+
+class Faults:
+    """The errors that the ranks of one job did not catch."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+
+    def record(self, text: str, reason: str) -> bool:
+        """Record an error of this rank; True if it is to be printed.
+
+        text: as it would be printed. reason: in one line.
+        """
+        try:
+            with self._path.open("a+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                before = _parsed(file.read())
+                file.write(json.dumps({"rank": self._rank, "reason": reason, "text": text}) + "\n")
+        except OSError:  # the job's folder was removed
+            return True
+        return not any(one["text"] == text for one in before) and not (before and _LOST.search(reason))
+
+
+def of_this_process() -> Faults | None:
+    """The file of this process's job; None outside of a job, and at a second call."""
+    path = os.environ.pop(VARIABLE, "")
+    return Faults(Path(path), int(os.environ.get("RANK", "0"))) if path else None
+
+
+def first(path: Path) -> str:
+    """The reason of the first error, rather of one that is no lost peer; empty if there is none."""
+    try:
+        found = _parsed(path.read_text(encoding="utf-8"))
+    except OSError:
+        return ""
+    own = [one["reason"] for one in found if not _LOST.search(one["reason"])]
+    return str(next(iter(own or [one["reason"] for one in found]), ""))
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,60 @@
+"""The names of a job's arguments in messages: those of the estimator, or of the trainer, whichever the user has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of arguments.
+
+    Attributes:
+        face: the class.
+        entry: the script.
+        smp: SMP's parameters.
+        ranks: an argument that starts ranks.
+        inputs: the channels.
+        call: a call with channels.
+        output: the folder of jobs, or the address of results.
+        checkpoints: the address of checkpoints.
+        checkpoint_path: their folder in the job.
+        runtime: the seconds after which a job is stopped.
+    """
+
+    face: str
+    entry: str
+    smp: str
+    ranks: str
+    inputs: str
+    call: str
+    output: str
+    checkpoints: str
+    checkpoint_path: str
+    runtime: str
+
+
+ESTIMATOR = Keys(
+    face="PyTorch",
+    entry="entry_point",
+    smp='distribution["smdistributed"]["modelparallel"]["parameters"]',
+    ranks='distribution={"torch_distributed": {"enabled": True}}',
+    inputs="inputs",
+    call="fit(inputs={…})",
+    output="output_path",
+    checkpoints="checkpoint_s3_uri",
+    checkpoint_path="checkpoint_local_path",
+    runtime="max_run",
+)
+TRAINER = Keys(
+    face="ModelTrainer",
+    entry="entry_script",
+    smp="SMP(…)",
+    ranks="distributed=Torchrun()",
+    inputs="input_data_config",
+    call="input_data_config=[InputData(…)]",
+    output="s3_output_path",
+    checkpoints="CheckpointConfig.s3_uri",
+    checkpoint_path="CheckpointConfig.local_path",
+    runtime="max_runtime_in_seconds",
+)

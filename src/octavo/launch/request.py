@@ -1,0 +1,150 @@
+"""What a job is asked to do, by the estimator or by the trainer: both are faces of the same job.
+
+Every fault that needs no folder is found by `Request.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InputError, nearest
+from octavo.launch import code, inputs
+from octavo.launch.checkpoints import Checkpoints, checkpoints_of
+from octavo.launch.distribution import Layout, fit_layout
+from octavo.launch.environment import TOOLKIT, Encoding
+from octavo.launch.job import JOBS
+from octavo.launch.keys import ESTIMATOR, Keys
+
+
+@dataclass
+class Request:
+    """A job to start.
+
+    Attributes:
+        entry: the script.
+        source_dir: the folder that is taken along; None for the script alone.
+        hyperparameters: of the script, checked.
+        environment: further variables, checked.
+        instance_type: a kind of machine.
+        instance_count: machines of this kind.
+        distributed: several ranks.
+        parameters: SMP's, checked; None without SMP.
+        notes: on libraries that are replaced.
+        processes: ranks of a machine; None: one a GPU.
+        output: the folder of jobs, or a remote address for results; None: ./jobs.
+        base_job_name: beginning of the job's name; None: that of the script.
+        dependencies: files and folders beside the script.
+        ignored: patterns of names in `source_dir` that are left out.
+        requirements: a file of packages in the folder, of which a message says that it is not installed.
+        max_run: seconds.
+        checkpoints: the address of checkpoints.
+        checkpoint_path: their folder below /opt/ml.
+        keys: names in messages.
+        encoding: hyperparameters as text.
+    """
+
+    entry: str
+    source_dir: str | None
+    hyperparameters: dict[str, Any]
+    environment: dict[str, str]
+    instance_type: str
+    instance_count: int
+    distributed: bool
+    parameters: Mapping[str, Any] | None
+    notes: Sequence[str] = ()
+    processes: int | None = None
+    output: str | None = None
+    base_job_name: str | None = None
+    dependencies: Sequence[str] = field(default_factory=list)
+    ignored: Sequence[str] = ()
+    requirements: str | None = "requirements.txt"
+    max_run: float | None = None
+    checkpoints: str | None = None
+    checkpoint_path: str | None = None
+    keys: Keys = ESTIMATOR
+    encoding: Encoding = TOOLKIT
+
+    def check(self) -> None:
+        """Find the faults of the call.
+
+        Raises:
+            InputError: there is one.
+        """
+        seconds = self.max_run
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
+            raise InputError(f"{self.keys.runtime} = {seconds!r} is no number of seconds above 0.")
+        self.script()
+        self.layout()
+        jobs_of(self.output, self.keys.output)
+        self.kept()
+        code.check_dependencies(self.dependencies)
+
+    def script(self) -> tuple[Path, Path]:
+        """The folder to take along, or the script's own, and the script in it.
+
+        Raises:
+            InputError: one of them is not there, or is no Python script.
+        """
+        entry, folder_name = self.keys.entry, self.source_dir
+        if folder_name is not None and (":" in folder_name.partition("/")[0] or folder_name.endswith(".tar.gz")):
+            raise InputError(f"source_dir = {folder_name!r}: give a folder of this machine.")
+        folder = inputs.expanded(folder_name or ".", "source_dir")
+        if not folder.is_dir():
+            raise InputError(f"source_dir = {folder_name!r} is no folder. Give the one that holds {self.entry!r}.")
+        script = folder / inputs.expanded(self.entry, entry)
+        if script.suffix != ".py":
+            raise InputError(f"{entry} = {self.entry!r} is no Python script: give a .py file.")
+        if not script.is_file():
+            near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise InputError(f"{entry} = {self.entry!r} is not in {str(script.parent)!r}.{hint}")
+        if folder_name is None:
+            return script.parent.absolute(), script.absolute()
+        if not script.resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"{entry} = {self.entry!r} lies outside of source_dir = {folder_name!r}.")
+        return folder.absolute(), script.absolute()
+
+    def layout(self) -> Layout:
+        """The processes, on this machine.
+
+        Raises:
+            InputError: they contradict each other, or this machine.
+        """
+        return fit_layout(
+            self.instance_type,
+            self.instance_count,
+            self.hyperparameters,
+            distributed=self.distributed,
+            parameters=self.parameters,
+            processes=self.processes,
+            keys=self.keys,
+        )
+
+    def kept(self) -> Checkpoints:
+        """The folder and address of checkpoints.
+
+        Raises:
+            InputError: they cannot be used.
+        """
+        return checkpoints_of(self.checkpoints, self.checkpoint_path, self.keys)
+
+
+def jobs_of(output: str | Path | None, key: str = ESTIMATOR.output) -> tuple[Path, str | None]:
+    """The folder of jobs for an `output_path`, and its remote address for results, or None. key: its name.
+
+    Raises:
+        InputError: it is empty, or of an unknown kind.
+    """
+    if output is None:
+        return JOBS, None
+    address = str(output)
+    if not address:
+        raise InputError(f"{key} is empty: give a folder, or leave it out for ./jobs.")
+    local = inputs.local_path(address, key)
+    if local is None:
+        inputs.check_address(address, f"{key} = {address!r}")
+        return JOBS, address
+    return local, None

@@ -1,0 +1,86 @@
+"""A job by the names of SageMaker's SDK, version 3."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from octavo.launch import job
+from octavo.launch.job import FINAL, Job
+from octavo.launch.request import jobs_of
+
+
+class TrainingJob(Job):
+    """A job by the names of the SDK's version 3."""
+
+    @classmethod
+    def get(
+        cls, training_job_name: str, session: Any = None, region: str | None = None, *, output_path: str | None = None
+    ) -> TrainingJob:
+        """The job of this name; from any process.
+
+        Args:
+            training_job_name: its name.
+            session: means nothing here.
+            region: means nothing here.
+            output_path: the folder of jobs, if it is not ./jobs.
+
+        Raises:
+            InputError: there is none.
+        """
+        return cls(job.find(jobs_of(output_path)[0], training_job_name).folder)
+
+    @property
+    def reached_by(self) -> str:
+        """A call that reaches the job from another process."""
+        return self._call("TrainingJob.get")
+
+    @property
+    def training_job_name(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
+    def training_job_status(self) -> str:
+        """InProgress, Stopping, Completed, Failed or Stopped, as it is now."""
+        return self.status
+
+    @property
+    def failure_reason(self) -> str | None:
+        """Why it failed; None if it did not."""
+        return self.describe()["FailureReason"] or None
+
+    @property
+    def model_artifacts(self) -> SimpleNamespace:
+        """`s3_model_artifacts`: the folder of the model."""
+        return SimpleNamespace(s3_model_artifacts=self.model_data)
+
+    def get_name(self) -> str:
+        """Its name."""
+        return self.name
+
+    def refresh(self) -> TrainingJob:
+        """The job: its attributes are those of now in any case."""
+        return self
+
+    def wait(  # type: ignore[override]
+        self, poll: float = 5, timeout: float | None = None, logs: Any = False
+    ) -> None:
+        """Wait for the end of the job.
+
+        Args:
+            poll: means nothing here: the end is noticed at once.
+            timeout: seconds; the job goes on after them.
+            logs: print the log.
+
+        Raises:
+            TimeoutError: the time is over.
+            JobFailed: it failed, or was killed.
+            RunStopped: it was stopped.
+        """
+        if timeout is None:
+            super().wait(logs)
+            return
+        if not self.until(lambda: self.status in FINAL, timeout):
+            raise TimeoutError(f"job {self.name} is {self.status} after timeout = {timeout} seconds.")
+        super().wait(logs)

@@ -1,0 +1,134 @@
+"""Values of `ModelTrainer`'s arguments: configurations of their class, texts, channels, and hyperparameters of a file.
+
+The SDK's own objects are taken, by the names of their classes, and dictionaries of a configuration's values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InputError, first_line
+from octavo.launch import configs, inputs
+from octavo.launch.configs import value_of
+
+_PLAIN_SOURCE = {"s3_data_type": (None, "S3Prefix"), "s3_data_distribution_type": (None, "FullyReplicated")}
+_PLAIN_CHANNEL = {
+    "input_mode": (None, "File", "FastFile"), "compression_type": (None, "None"), "record_wrapper_type": (None, "None"),
+    "shuffle_config": (None,),
+}  # fmt: skip
+"""Values that describe a folder of files, which every channel is."""
+
+
+def is_a(value: Any, *kinds: str) -> bool:
+    """True for an object of a class of one of these names, or of a subclass."""
+    return any(one.__name__ in kinds for one in type(value).__mro__)
+
+
+def config_of(value: Any, kind: str, key: str) -> Any:
+    """A configuration of the class of this name; of a dictionary too, as the SDK's classes are. key: for the message.
+
+    Raises:
+        InputError: another value.
+    """
+    if value is None or is_a(value, kind):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return getattr(configs, kind)(**value)
+    raise InputError(f"{key} = {value!r}: give {kind}(…).")
+
+
+def text_of(value: Any, key: str) -> str | None:
+    """A text or a path, as text. key: for the message.
+
+    Raises:
+        InputError: another value.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    raise InputError(f"{key} = {value!r} is no text.")
+
+
+def channels_of(given: Any, key: str) -> dict[str, Any]:
+    """Channel → address, of a list of `InputData` or `Channel`; the last of a name counts. key: for messages.
+
+    Raises:
+        InputError: another value, or a channel that is no folder of files.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, list | tuple):
+        raise InputError(f"{key} = {given!r}: give a list, [InputData(channel_name=…, data_source=…)].")
+    found: dict[str, Any] = {}
+    for one in given:
+        channel = config_of(one, "InputData", key) if isinstance(one, Mapping) else one
+        name = value_of(channel, "channel_name")
+        if not is_a(channel, "InputData", "Channel") or not name:
+            raise InputError(f"{key}: {one!r}: give InputData(channel_name=…, data_source=…).")
+        found[name] = _address(channel, f"{key}[{name!r}]")
+    return found
+
+
+def _address(channel: Any, key: str) -> str:
+    """The address of an `InputData` or a `Channel`."""
+    source = value_of(channel, "data_source")
+    for name, plain in _PLAIN_CHANNEL.items():
+        if value_of(channel, name) not in plain:
+            raise InputError(f"{key}: {name} = {value_of(channel, name)!r} is not there: a channel is a folder of files.")
+    if is_a(source, "DataSource"):
+        inner = [value_of(source, name) for name in ("s3_data_source", "file_system_data_source", "dataset_source")]
+        source = next((one for one in inner if one is not None), None)
+    if is_a(source, "FileSystemDataSource"):
+        return inputs.mounted(str(value_of(source, "directory_path")), key)
+    if is_a(source, "S3DataSource"):
+        for name, plain in _PLAIN_SOURCE.items():
+            if value_of(source, name) not in plain:
+                raise InputError(
+                    f"{key}: {name} = {value_of(source, name)!r} is not there: a channel is a folder of files, {plain[1]!r}."
+                )
+        source = value_of(source, "s3_uri")
+    if not isinstance(source, str | Path) or not str(source):
+        raise InputError(f"{key} = {source!r} is no address: give a folder, file://… or s3://….")
+    return str(source)
+
+
+def hyperparameters_of(given: Any) -> Any:
+    """Hyperparameters as given, or those of a JSON or YAML file.
+
+    Raises:
+        InputError: there is no such file, or it holds something else.
+    """
+    if not isinstance(given, str | Path):
+        return given or {}
+    name, path = str(given), inputs.expanded(str(given), "hyperparameters")
+    if not path.is_file():
+        raise InputError(f"hyperparameters = {name!r}: there is no such file. Give a dictionary, or a JSON or YAML file.")
+    try:
+        found = _parsed(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"hyperparameters = {name!r} is neither JSON nor YAML: {first_line(error)}.") from None
+    if not isinstance(found, dict):
+        raise InputError(f"hyperparameters = {name!r} holds no names and values.")
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """The content of a JSON or YAML file.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        import yaml  # type: ignore[import-untyped]
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            raise ValueError(f"{getattr(error, 'problem', error)}{f', line {mark.line + 1}' if mark else ''}") from None

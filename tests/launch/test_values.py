@@ -1,0 +1,162 @@
+"""Values of the trainer's arguments: of the wrong kind refused, never taken for the default; dictionaries as configurations."""
+
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import InputError
+from octavo.launch import (
+    SMP,
+    CheckpointConfig,
+    Compute,
+    InputData,
+    ModelTrainer,
+    OutputDataConfig,
+    PyTorch,
+    SourceCode,
+    Torchrun,
+    configs,
+    distribution,
+)
+from octavo.launch.environment import check_variables, joined
+from octavo.launch.values import is_a
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(distribution, "installed_gpus", list)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "wrong.yaml").write_text("a: b: c\n")
+    (tmp_path / "list.json").write_text("[1]")
+    return tmp_path
+
+
+def trainer(**changes):
+    code = SourceCode(source_dir="src", entry_script="train.py")
+    return ModelTrainer(**({"source_code": code, "compute": Compute(instance_type="local")} | changes))
+
+
+def code(**changes):
+    return SourceCode(**({"source_dir": "src", "entry_script": "train.py"} | changes))
+
+
+def given(**values):
+    return trainer(hyperparameters=values)
+
+
+REFUSED = [
+    (lambda: trainer(source_code="src"), "source_code = 'src': give SourceCode(…)"),
+    (lambda: trainer(compute="ml.p5.48xlarge"), "compute = 'ml.p5.48xlarge': give Compute(…)"),
+    (lambda: trainer(compute={1: 2}), "compute = {1: 2}: give Compute(…)"),
+    (lambda: trainer(compute={"instance_typ": "local"}), "Compute: unknown argument 'instance_typ'"),
+    (lambda: trainer(compute=configs.HyperPodCompute()), "give Compute(…)"),
+    (lambda: trainer(networking="net"), "networking = 'net': give Networking(…)"),
+    (lambda: trainer(stopping_condition=60), "stopping_condition = 60: give StoppingCondition(…)"),
+    (lambda: trainer(output_data_config="out"), "output_data_config = 'out': give OutputDataConfig(…)"),
+    (lambda: trainer(checkpoint_config="kept"), "checkpoint_config = 'kept': give CheckpointConfig(…)"),
+    (lambda: trainer(checkpoint_config=CheckpointConfig(s3_uri=3)), "CheckpointConfig.s3_uri = 3 is no text"),
+    (lambda: trainer(output_data_config=OutputDataConfig(s3_output_path=["a"])), "s3_output_path = ['a'] is no text"),
+    (lambda: trainer(compute=Compute(instance_type=["local"])), "instance_type = ['local'] is no text"),
+    (lambda: trainer(base_job_name=3), "base_job_name = 3 is no text"),
+    (lambda: trainer(source_code=code(source_dir=3)), "source_dir = 3 is no text"),
+    (lambda: trainer(source_code=code(entry_script=3)), "entry_script = 3 is no text"),
+    (lambda: trainer(source_code=code(requirements=True)), "SourceCode.requirements = True is no text"),
+    (lambda: trainer(source_code=code(ignore_patterns="data")), "ignore_patterns = 'data': give a list"),
+    (lambda: trainer(source_code=code(ignore_patterns=[3])), "ignore_patterns = [3]: give a list"),
+    (lambda: trainer(distributed=Torchrun), "is not started here: use Torchrun()"),
+    (lambda: trainer(distributed=Torchrun(smp=SMP)), "give SMP(…)"),
+    (lambda: trainer(input_data_config="data"), "input_data_config = 'data': give a list"),
+    (lambda: trainer(input_data_config=InputData(channel_name="a", data_source="data")), "give a list"),
+    (lambda: trainer(input_data_config=[{"channel": "a"}]), "InputData: unknown argument 'channel'"),
+    (lambda: trainer(hyperparameters="bytes.json"), "hyperparameters = 'bytes.json' is neither JSON nor YAML"),
+    (lambda: trainer(hyperparameters=Path("wrong.yaml")), "mapping values are not allowed here, line 1"),
+    (lambda: trainer(hyperparameters="list.json"), "holds no names and values"),
+    (lambda: trainer(hyperparameters="src"), "there is no such file"),
+    (lambda: trainer(hyperparameters={"--lr": 1}), "'--lr' is no name: it becomes an argument --name of the script. Write"),
+    (lambda: given(**{"a b": 1}), "'a b' is no name"),
+    (lambda: given(a='"\\u0000"'), "has a character that no argument can carry"),
+    (lambda: trainer(environment={"A": None}), "environment['A'] = None is no text"),
+    (lambda: trainer(entry_point="train.py"), "argument of PyTorch: give ModelTrainer source_code=SourceCode(entry_script=…)"),
+    (lambda: PyTorch("src/train.py", compute=1), "argument of ModelTrainer: give PyTorch instance_type and instance_count"),
+    (lambda: setattr(trainer(), "hyperparameter", {}), "no 'hyperparameter' to set. Did you mean 'hyperparameters'?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_a_value_of_the_wrong_kind_is_refused_in_one_line(place, number):
+    act, part = REFUSED[number]
+    with pytest.raises(InputError) as refused:
+        act()
+    assert part in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_dictionaries_are_configurations(place, capfd):
+    (place / "values.json").write_text('{"lr": 1}')
+    one = ModelTrainer(
+        source_code={"source_dir": Path("src"), "entry_script": "train.py"},
+        compute={"instance_type": "local", "instance_count": 2},
+        distributed=Torchrun(process_count_per_node=2),
+        checkpoint_config={"local_path": "/opt/ml/checkpoints/here"},
+        input_data_config=[{"channel_name": "a", "data_source": "data", "content_type": "text/csv"}],
+        hyperparameters=Path("values.json"),
+    )
+    assert one._request().layout().ranks == 4
+    assert one.hyperparameters == {"lr": 1}
+    said = "trainer: InputData.content_type, CheckpointConfig.local_path have no meaning on this machine."
+    assert said in capfd.readouterr().err
+    one.train(dry_run=True)
+    assert is_a(type("Mine", (Compute,), {})(), "Compute")
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hyperparameters": {"a": "/opt/ml/elsewhere"}}, "a job has the folders /opt/ml/checkpoints"),
+        (
+            {"hyperparameters": {"a": "/opt/ml/input/data/train/x"}},
+            "no channel 'train'. Give it in input_data_config=[InputData(…)]",
+        ),
+        ({"source_code": code(ignore_patterns=["*.py"])}, "is left out by ignore_patterns = ['*.py']"),
+        ({"output_data_config": OutputDataConfig(s3_output_path="list.json")}, "the folder of jobs"),
+    ],
+)
+def test_a_dry_run_finds_what_a_start_would(place, changes, part):
+    one = trainer(**changes)
+    for call in (lambda: one.train(dry_run=True), one.train):
+        with pytest.raises(InputError) as refused:
+            call()
+        assert part in str(refused.value)
+    assert not (place / "jobs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"hyperparameters": {"a": "x" * 200_000, "b": 1}}, "hyperparameters['a'] of 200,000 characters is too long"),
+        (
+            {"environment": {"A": "x" * 200_000}, "hyperparameters": {"b": 1}},
+            "environment['A'] of 200,000 characters is too long",
+        ),
+        (
+            {"hyperparameters": {f"a{n}": "x" * 1000 for n in range(200)}},
+            "environment of 200,000 characters together are too long",
+        ),
+    ],
+)
+def test_values_too_long_for_a_process_are_named(place, changes, part):
+    with pytest.raises(InputError) as refused:
+        trainer(**changes).train()
+    assert part in str(refused.value)
+    assert not list((place / "jobs").iterdir())
+
+
+def test_a_path_of_the_script_goes_before_that_of_its_job():
+    script = check_variables({"PYTHONPATH": "/mine", "A": 1})
+    assert joined({"PYTHONPATH": "/octavo", "B": "2"}, script) == {"PYTHONPATH": "/mine:/octavo", "A": "1", "B": "2"}
+    assert joined({}, script)["PYTHONPATH"] == "/mine"
+    assert joined({"PYTHONPATH": "/octavo"}, {}) == {"PYTHONPATH": "/octavo"}
