@@ -392,8 +392,11 @@ def migrate(
     world_size: WorldSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a script's uses of SMP, Transformer Engine, FSDP1 and Accelerate, and what they become."""
-    from octavo.migrate.report import lines, summary
+    """Show a script's uses of SMP, Transformer Engine, FSDP1 and Accelerate, and what they become.
+
+    The exit code is 1 if a script has something to change first, and 0 once a run file is written.
+    """
+    from octavo.migrate.report import lines, runs_unchanged, summary
     from octavo.migrate.script import read
 
     new_run_file = options.path(run_file, "--run-file")
@@ -405,6 +408,8 @@ def migrate(
         write_run_file(new_run_file, found, world_size=world_size)
         warn(f"{new_run_file} is written: octavo train {new_run_file} --dry-run")
     _print(summary(found) if as_json else [line for script in found for line in lines(script)])
+    if new_run_file is None and not all(map(runs_unchanged, found)):
+        raise typer.Exit(1)
 
 
 def _config(run_file: str, overrides: list[str] | None) -> RunConfig:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 import octavo
 from octavo import build
 from octavo.fp8.columnwise import keep_columnwise
-from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
 from octavo.fp8.scaling import states_of
 from octavo.hardware import GIB, PART
 from octavo.models.families import spec_of
@@ -93,7 +93,7 @@ def train(model, recipe, steps):
     """Losses, gradients of the last step, and reads of weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     draw, losses = torch.Generator().manual_seed(5), []
-    with mock.patch.object(LinearQuantizer, "_producer", autospec=True, side_effect=LinearQuantizer._producer) as reads:
+    with mock.patch.object(LinearQuantizer, "_operand", side_effect=DenseOperand) as reads:
         for _ in range(steps):
             ids = torch.randint(64, (2, 16), generator=draw)
             optimizer.zero_grad()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.fp8.columnwise import keep_columnwise
-from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
 from octavo.fp8.recipe import Operand
 from octavo.hardware import GIB
 from octavo.kernels import gemm
@@ -385,7 +385,7 @@ def test_float32_weights_are_read_once_and_those_of_16_bits_twice_unless_kept(na
         layer = octavo.nn.LayerNormMLP(HIDDEN, 32, bias=False, params_dtype=dtype)
         layer.load_state_dict(found[0][0] if found else layer.state_dict())
         keep_columnwise([layer], GIB if kept and found else None)
-        reads = mock.patch.object(LinearQuantizer, "_producer", autospec=True, side_effect=LinearQuantizer._producer)
+        reads = mock.patch.object(LinearQuantizer, "_operand", side_effect=DenseOperand)
         y = x.clone().requires_grad_()
         with reads as counted, context, octavo.fp8_autocast(fp8_recipe=RECIPES[name]()), torch.autocast("cpu", torch.bfloat16):
             layer(y, is_first_microbatch=True if around == "micro-batches" else None).float().square().sum().backward()
@@ -430,7 +430,7 @@ def test_parts_of_a_flat_parameter_are_cast_twice():
     flat, x = torch.randn(2 * 32 * HIDDEN), torch.randn(16, HIDDEN).bfloat16().requires_grad_()
     layer = octavo.nn.Linear(HIDDEN, 32, bias=False, params_dtype=torch.float32)
     layer.weight.data = flat[: 32 * HIDDEN].view(32, HIDDEN)
-    reads = mock.patch.object(LinearQuantizer, "_producer", autospec=True, side_effect=LinearQuantizer._producer)
+    reads = mock.patch.object(LinearQuantizer, "_operand", side_effect=DenseOperand)
     with octavo.fp8_autocast(), reads as counted:
         layer(x).float().sum().backward()
     assert counted.call_count == 2

@@ -7,9 +7,9 @@ from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.compat.te.signatures import SIGNATURES
-from octavo.migrate.names import find, unknown_argument
+from octavo.migrate.names import canonical, find, unknown_argument
 from octavo.migrate.report import lines, runs_unchanged
-from octavo.migrate.script import WITHOUT_GPU, canonical, read
+from octavo.migrate.script import WITHOUT_GPU, read
 from octavo.migrate.sources import arguments_of
 
 
@@ -100,7 +100,7 @@ def test_every_name_of_the_layer_resolves_with_each_of_its_arguments():
                     dotted = canonical(f"{module}.{name}")
                     assert find(dotted).status != "absent", dotted
                     for argument in arguments_of(source, name) or ():
-                        assert unknown_argument(f"{module}.{name}", argument) is None
+                        assert not unknown_argument(f"{module}.{name}", argument)
 
 
 def test_a_recipe_that_an_autocast_refuses_is_not_said_to_run_unchanged(tmp_path):

@@ -10,6 +10,7 @@ from octavo.kernels.attention.kept import keeping
 from octavo.nn import attention
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.mlp import deinterleave
+from octavo.nn.norm import L2Normalization
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 3)]
 
@@ -91,6 +92,8 @@ def attention_by_hand(p, x, layer, kind, cos, sin, allowed, prefix=""):
     def normed_heads(name, x):
         if layer.q_norm is None:
             return x
+        if isinstance(layer.q_norm, L2Normalization):
+            return x / (x.square().sum(-1, keepdim=True) + layer.q_norm.eps).sqrt()
         of = layer.q_norm.normalization
         return plain.norm(of, x, p[f"{prefix}{name}.weight"], p.get(f"{prefix}{name}.bias"), layer.q_norm.eps)
 
@@ -112,7 +115,7 @@ def test_multihead_attention(heads, groups, kind, rotary):
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["behind the rotation", "in front of it"])
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "L2Normalization"])
 @pytest.mark.parametrize("rotary", [6, 4, 0])
 def test_queries_and_keys_may_be_normed(kind, first, rotary):
     norm = {"qk_norm_type": kind, "qk_norm_eps": 1e-3, "qk_norm_before_rope": first}
@@ -123,8 +126,8 @@ def test_queries_and_keys_may_be_normed(kind, first, rotary):
 
 def test_another_norm_of_queries_and_keys_is_refused():
     for layer in (octavo.nn.MultiheadAttention, octavo.nn.TransformerLayer):
-        with pytest.raises(InputError, match=r"unknown qk_norm_type 'L2Normalization'.*Known: LayerNorm, RMSNorm"):
-            layer(16, 4, 4, qk_norm_type="L2Normalization")
+        with pytest.raises(InputError, match=r"unknown qk_norm_type 'L2Norm'. .*Known: L2Normalization, LayerNorm, RMSNorm"):
+            layer(16, 4, 4, qk_norm_type="L2Norm")
 
 
 def test_short_sequences_of_normed_queries_take_the_long_way(monkeypatch):
@@ -279,3 +282,19 @@ def test_a_scale_that_short_attention_refuses(scale):
     layer.core_attention.softmax_scale = scale
     with pytest.raises(octavo.errors.InputError, match=f"softmax_scale = {scale}: .* more than 0"):
         layer(torch.randn(1, 3, 32).bfloat16())
+
+
+@pytest.mark.parametrize("order", ["bshd", "sbhd"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [((2, 5, 3, 8), (2, 5, 3, 8)), ((1, 5, 4, 8), (1, 5, 4, 8)), ((2, 5, 4, 8), (2, 4, 4, 8)), ((2, 5, 4, 6), (2, 5, 4, 6)),
+     ((2, 5, 4, 8), (2, 5, 2, 8)), ((2, 5, 8), (2, 5, 8))],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(order, key, value):
+    """Some of PyTorch's kernels compute them all the same."""
+    inputs = [torch.randn(shape) for shape in ((2, 5, 4, 8), key, value)]
+    inputs = [x.transpose(0, 1) for x in inputs] if order == "sbhd" else inputs
+    layer = attention.DotProductAttention(4, 8, qkv_format=order)
+    for kind in ("causal", "no_mask"):
+        with pytest.raises(InputError, match=r"query, key and value are .*: give \["):
+            layer(*inputs, attn_mask_type=kind)

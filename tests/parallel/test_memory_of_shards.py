@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 import ranks
 from octavo.fp8.autocast import fp8_autocast, microbatch
-from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
 from octavo.fp8.recipe import RECIPES
 from octavo.models.families import spec_of
 from octavo.parallel import world
@@ -94,7 +94,7 @@ def casts_of_a_weight(sharded):
     layer = octavo.nn.LayerNormLinear(64, 32, bias=False, params_dtype=torch.float32)
     if sharded:
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    reads = mock.patch.object(LinearQuantizer, "_producer", autospec=True, side_effect=LinearQuantizer._producer)
+    reads = mock.patch.object(LinearQuantizer, "_operand", side_effect=DenseOperand)
     with reads as counted, fp8_autocast():
         layer(torch.randn(16, 64).requires_grad_()).square().sum().backward()
     return counted.call_count

@@ -69,15 +69,18 @@ def context_attention(
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise an InputError unless q is [B, L, H, D], and k and v [B, L, G, D] in its dtype, where G divides H."""
-    shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in zip("qkv", (q, k, v), strict=True))
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] + q.shape[3:] == k.shape[:2] + k.shape[3:]
     if not fits or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise InputError(
-            f"{shapes}: give q [samples, tokens of this rank, heads, head dimension], and k and v the same with as many heads, "
-            "or a divisor of them."
+            f"{_shapes(q, k, v)}: give q [samples, tokens of this rank, heads, head dimension], and k and v the same with as "
+            "many heads, or a divisor of them."
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        raise InputError(f"{shapes}: give all three in one dtype, bfloat16, float16, float32 or float64.")
+        raise InputError(f"{_shapes(q, k, v)}: give all three in one dtype, bfloat16, float16, float32 or float64.")
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in zip("qkv", tensors, strict=True))
 
 
 def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> None:

@@ -155,17 +155,27 @@ def current_recipe(device: torch.device) -> Recipe | None:
     """The recipe that applies here on this device, or None where products stay in high precision."""
     active = _state.active
     if not torch.compiler.is_compiling():
-        active = _in_force()
-        _remember(active)
-        if checkpoints.graph_task() != -1:
+        backward = checkpoints.graph_task() != -1
+        if backward:
+            active = _in_force()
+        if _state.recomputed is None and (checkpoints.has_hooks() or not torch.is_grad_enabled()):
+            _remember(active)
+        if backward:
             buffers.update_after_backward()
     if active is None or active.recipe is None:
         return None
     refuse_transforms("FP8 layers")  # before the layer touches its scales
-    if device.type == "cpu" or active.emulate or gemm.is_native(device):
-        return active.recipe
-    _warn_without_fp8(device)
-    return None
+    native = device.type == "cpu" or active.emulate or gemm.is_native(device)
+    return active.recipe if native else _warn_without_fp8(device)
+
+
+def gathering_recipe(device: torch.device) -> Recipe | None:
+    """`current_recipe` for a weight that is gathered: what a checkpoint will repeat is noted by the layers that read it."""
+    active = _state.active if checkpoints.graph_task() == -1 else _in_force()
+    if active is None or active.recipe is None:
+        return None
+    native = device.type == "cpu" or active.emulate or gemm.is_native(device)
+    return active.recipe if native else _warn_without_fp8(device)
 
 
 def _is_in_checkpoint() -> bool:
@@ -182,11 +192,9 @@ def _in_force() -> _Active | None:
 
 
 def _remember(active: _Active | None) -> None:
-    """Keep context and scales of this forward for the recomputation of each checkpoint around it."""
-    if _state.recomputed is not None:
-        return
+    """Keep context and scales of this forward, without gradients or under hooks, for each checkpoint around it to repeat."""
     if torch.is_grad_enabled():
-        if not checkpoints.has_hooks() or checkpoints.innermost() in _state.checkpoints:
+        if checkpoints.innermost() in _state.checkpoints:
             return
     elif not checkpoints.trains():
         return
@@ -204,6 +212,7 @@ def _remember(active: _Active | None) -> None:
 
 @torch.compiler.disable
 def _warn_without_fp8(device: torch.device) -> None:
+    """Say once that layers on this device stay in high precision."""
     if device not in _state.warned:
         _state.warned.add(device)
         warnings.warn(
@@ -238,6 +247,14 @@ def session() -> buffers.Session:
     if _state.recomputed is not None:
         return _state.recomputed.forward.session
     return _repeated().session if _is_in_checkpoint() else buffers.session()
+
+
+def around_layer() -> tuple[buffers.Session, bool | None, bool]:
+    """`session`, `first_microbatch` and `drops` of this forward, in eager code."""
+    active = _state.active
+    if active is not None and checkpoints.graph_task() == -1:
+        return active.session, _state.first_microbatch, _state.dropping
+    return session(), first_microbatch(), _state.dropping
 
 
 class _Told(contextlib.AbstractContextManager[None]):
@@ -298,7 +315,7 @@ def drops() -> bool:
 
 def scales_of_forward() -> contextlib.AbstractContextManager[None]:
     """Around the casts of a forward: the scales of the first forward, if this is a recomputation without `recomputing`."""
-    if torch.compiler.is_compiling() or not _is_in_checkpoint():
+    if torch.compiler.is_compiling() or checkpoints.graph_task() == -1 or not _is_in_checkpoint():
         return contextlib.nullcontext()
     active = _in_force()
     mine = active is not None and active.task == checkpoints.graph_task()  # entered by this recomputation

@@ -52,12 +52,13 @@ class Slot:
         """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
         self.position = torch.tensor([buffer.number, index])
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
-        self._views: tuple[Tensor, Tensor, Tensor] | None = None
+        self._of: Tensor | None = None  # the history that these are of
+        self._views: tuple[Tensor, Tensor]
 
     @property
     def scale(self) -> Tensor:
         """The scale of the next cast: a view, float32 [] or [count]."""
-        return self._present()[1]
+        return self.present()[0]
 
     @property
     def kept_scale(self) -> Tensor:
@@ -67,18 +68,18 @@ class Slot:
     @property
     def amax(self) -> Tensor:
         """Entry 0 of the history, in which casts record: a view, float32 [] or [count]."""
-        return self._present()[2]
+        return self.present()[1]
 
     @property
     def history(self) -> Tensor:
         """The history, oldest after entry 0: a view, float32 [L] or [L, count]."""
         return self.buffer.history[:, self.entries]
 
-    def _present(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The buffer's history, and the views of scale and amax: each cast asks, and a view costs the host microseconds."""
+    def present(self) -> tuple[Tensor, Tensor]:
+        """`scale` and `amax`: each cast asks, and making a view costs the host microseconds."""
         history = self.buffer.history
-        if self._views is None or self._views[0] is not history:  # the buffer has grown
-            self._views = history, self.buffer.scale[self.entries], history[0, self.entries]
+        if self._of is not history:  # the buffer has grown
+            self._of, self._views = history, (self.buffer.scale[self.entries], history[0, self.entries])
         return self._views
 
     @property

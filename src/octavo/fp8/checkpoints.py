@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,9 +24,8 @@ assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkp
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
-def graph_task() -> int:
-    """The number of the autograd backward running on this thread; -1 outside of a backward."""
-    return torch._C._current_graph_task_id()
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the autograd backward running on this thread; -1 outside of a backward."""
 
 
 def is_nested_backward() -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.fp8.quantizer import LinearQuantizer, Producer
+from octavo.fp8.quantizer import LinearQuantizer
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.experts.cast import Scales, cast_rows_scaled, cast_stacked, cast_stacked_scaled
@@ -53,6 +53,8 @@ class PermutedRows:
 class ExpertsQuantizer(LinearQuantizer):
     """Casts the operands of one use of stacked matrices [E, N, K]."""
 
+    _operand = StackedOperand
+
     def __init__(
         self, state: ModuleState, routes: Routes, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
     ) -> None:
@@ -60,9 +62,6 @@ class ExpertsQuantizer(LinearQuantizer):
         self.routes: Routes | None = routes
         self._scales = (len(routes.ends),)
         self._all, self._own = state.experts, state.own_experts
-
-    def _of_operand(self, entries: Tensor) -> Tensor:
-        return entries if self._own is None else entries[self._own]
 
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
         if self._own is None:
@@ -73,9 +72,6 @@ class ExpertsQuantizer(LinearQuantizer):
         whole[self._own] = largest
         super()._join(whole, group)
         largest.copy_(whole[self._own])
-
-    def _producer(self, weight: Tensor) -> Producer:
-        return StackedOperand(weight)
 
     def _quantize(
         self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
@@ -113,14 +109,14 @@ class ExpertsGemms:
         """dx [R, K] in `out_dtype`."""
         if self.recipe is None:
             return grouped_mm(_rowwise(dy), (w.high_precision.transpose(1, 2), None), routes, self.out_dtype)
-        precise = self.recipe.precise("input_gradient")
+        precise = self.recipe.precise["input_gradient"]
         return grouped_mm(_rowwise(dy), w.columnwise, routes, self.out_dtype, precise=precise)
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, routes: Routes) -> Tensor:
         """dw [E, N, K] in the dtype of the weight."""
         if self.recipe is None:
             return grouped_weight_mm(_rowwise(dy), _rowwise(x), routes, self.weight_dtype)
-        precise = self.recipe.precise("weight_gradient")
+        precise = self.recipe.precise["weight_gradient"]
         return grouped_weight_mm(dy.columnwise, x.columnwise, routes, self.weight_dtype, precise=precise)
 
 

@@ -45,7 +45,7 @@ class LinearGemms:
         """dx [M, K] in `out_dtype`."""
         if self.recipe is None:
             return gemm.high_precision_mm(dy.high_precision, w.high_precision, self.out_dtype)
-        precise = self.recipe.precise("input_gradient")
+        precise = self.recipe.precise["input_gradient"]
         return gemm.scaled_mm(*dy.rowwise, *w.columnwise, out_dtype=self.out_dtype, precise=precise)
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
@@ -53,7 +53,7 @@ class LinearGemms:
         dtype = self.weight_dtype
         if self.recipe is None:
             return gemm.high_precision_mm(dy.high_precision.t(), x.high_precision, dtype, recurring=recurring)
-        precise = self.recipe.precise("weight_gradient")
+        precise = self.recipe.precise["weight_gradient"]
         return gemm.scaled_mm(*dy.columnwise, *x.columnwise, out_dtype=dtype, precise=precise, recurring=recurring)
 
 
@@ -114,7 +114,7 @@ class GroupedGemms:
         w = [quantizer.restored_weight(saved) for quantizer, saved in zip(self.quantizers, w, strict=True)]
         if self.recipe is None:
             return gemm.grouped_mm(dy[0].high_precision, self.splits, _stacked(w))
-        precise = self.recipe.precise("input_gradient")
+        precise = self.recipe.precise["input_gradient"]
         pairs = [one.rowwise for one in dy], [one.columnwise for one in w]
         return gemm.grouped_scaled_mm(*pairs, out_dtype=self.out_dtype, precise=precise)
 

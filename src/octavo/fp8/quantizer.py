@@ -9,6 +9,7 @@ operators that take the index of a slot.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, calibration, checkpoints, compiled
+from octavo.fp8.buffers import BufferSet, Session
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
@@ -75,14 +77,6 @@ def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> b
     return recipe is not None and recipe.casts[operand].granularity is Granularity.TENSOR
 
 
-def _is_gathered(weight: Tensor) -> bool:
-    """True if FSDP may free the weight between forward and backward, so that a kept layout would undo what it saves.
-
-    Also for other weights of a process in which a model is sharded by FSDP2; those of FSDP1 are parts of a flat parameter.
-    """
-    return bool(_module_state_mapping) or weight.untyped_storage().nbytes() != weight.nbytes
-
-
 def shard_scale(
     state: ModuleState, recipe: Recipe, device: torch.device, *, record: bool, largest: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
@@ -96,8 +90,10 @@ def shard_scale(
         slot = state.slot(Operand.WEIGHT, recipe, device, trains=record)
         if record:
             slot.buffer.owner.record_forward(training=state.training)
-        own = ... if state.own_experts is None else state.own_experts
-        return slot.scale[own], slot.amax[own] if record else None
+        scale, entry = slot.present()
+        if state.own_experts is not None:
+            scale, entry = scale[state.own_experts], entry[state.own_experts]
+        return scale, entry if record else None
     scale = scale_from_amax(largest(), how.format.max, how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
     return scale, None
@@ -112,6 +108,10 @@ class LinearQuantizer:
 
     _scales: tuple[int, ...] = ()
     """Shape of the scales of a tensor."""
+    _own: slice | None = None
+    """The entries of a slot that belong to this rank's operands, if not all do."""
+    _operand: type[Any] = DenseOperand
+    """The weight as a `Producer`."""
 
     def __init__(
         self, state: ModuleState, device: torch.device, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
@@ -119,12 +119,18 @@ class LinearQuantizer:
         self.state, self.device, self.recipe, self.out_dtype = state, device, recipe, out_dtype
         self.grads = torch.is_grad_enabled()
         compiling = torch.compiler.is_compiling()
-        self.trains = self.grads if compiling else checkpoints.trains()
+        self.trains = self.grads or (not compiling and checkpoints.trains())
         self.records = self.trains and (compiling or checkpoints.graph_task() == -1)
-        self.session = None if compiling else autocast.session()
+        self.session: Session | None = None
+        if compiling:
+            around, self._drops = autocast.first_microbatch(), False
+        else:
+            self.session, around, self._drops = autocast.around_layer()
         # An evaluation leaves the FP8 weight of the micro-batches alone.
-        self.first = (autocast.first_microbatch() if first is None else first) if self.trains else None
-        self._drops_cached = self.trains and (compiling or state.training)
+        self.first = (around if first is None else first) if self.trains else None
+        self._noted: BufferSet | None = None  # whose forward has recorded an amax of this use
+        self.training = state.training
+        self._drops_cached = self.trains and (compiling or self.training)
         self._input_scale: Tensor | None = None
         self._weight_scale: Tensor | None = None
         if recipe is None:
@@ -152,7 +158,7 @@ class LinearQuantizer:
         recompute: backward repeats the cast (`recomputed_input`) instead of reading this one.
         """
         columnwise, keep = columnwise and self.grads, recompute and self.grads
-        dropped = rowwise and columnwise and autocast.drops() and has_one_scale(self.recipe, Operand.INPUT)
+        dropped = rowwise and columnwise and self._drops and has_one_scale(self.recipe, Operand.INPUT)
         x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and not dropped, keep=keep)
         self._input_scale = scale
         if dropped:
@@ -176,24 +182,23 @@ class LinearQuantizer:
         if self.recipe is None:
             calibration.observe(self.state, Operand.WEIGHT, weight)
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
-        if (rowwise and columnwise) or not self._is_for_one_use:
+        # Read by this use alone, in eager code; a shared or gathered one has both layouts at once.
+        once = self.first is None and self.state.gathered is None and not torch.compiler.is_compiling()
+        if (rowwise and columnwise) or not (once and has_one_scale(self.recipe)):
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
         # Of float32 a second cast would read four bytes to save one.
         keep = keep and (weight.itemsize > 2 or self.state.keeps_columnwise)
-        keep = keep and not (checkpoints.has_hooks() or _is_gathered(weight))
+        # FSDP may free it between forward and backward, so that a kept layout would undo what it saves. Also other weights of a
+        # process in which a model is sharded by FSDP2; those of FSDP1 are parts of a flat parameter.
+        gathered = _module_state_mapping or weight.untyped_storage().nbytes() != weight.nbytes
+        keep = keep and not (gathered or checkpoints.has_hooks())
         columnwise = columnwise or (self.grads and keep)
         again = self.grads and not columnwise
-        w, scale = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=rowwise, columnwise=columnwise, keep=again)
+        w, scale = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=rowwise, columnwise=columnwise, keep=again)
         self._weight_scale = scale
         return w
-
-    @property
-    def _is_for_one_use(self) -> bool:
-        """True if this use alone reads the cast weight, in eager code; a shared or gathered one has both layouts at once."""
-        once = self.first is None and self.state.gathered is None
-        return once and has_one_scale(self.recipe) and not torch.compiler.is_compiling()
 
     def _weight_in_both(self, weight: Tensor) -> QuantizedTensor:
         """The gathered weight, that of an earlier micro-batch, or a new one, columnwise where there will be gradients."""
@@ -203,7 +208,7 @@ class LinearQuantizer:
         if self.first is False and cached is not None:
             return cached
         columnwise = self.grads or self.first is not None
-        w, _ = self._cast(Operand.WEIGHT, self._producer(weight), rowwise=True, columnwise=columnwise)
+        w, _ = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=True, columnwise=columnwise)
         if self.first is not None:
             state.weight_cache = w
         elif cached is not None and self._drops_cached:
@@ -229,7 +234,7 @@ class LinearQuantizer:
             return saved
         kind = self.recipe.casts[Operand.WEIGHT].format
         again = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)
-        return self._producer(saved.high_precision)(again)
+        return self._operand(saved.high_precision)(again)
 
     def grad_output(
         self, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
@@ -248,17 +253,9 @@ class LinearQuantizer:
             return None
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
 
-    def _of_operand(self, entries: Tensor) -> Tensor:
-        """The entries of a slot that belong to this operand."""
-        return entries
-
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
         """The largest amaxes of all ranks of a group, in place."""
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-
-    def _producer(self, weight: Tensor) -> Producer:
-        """The weight as an operand."""
-        return DenseOperand(weight)
 
     def _quantize(
         self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
@@ -300,15 +297,17 @@ class LinearQuantizer:
                 slot = self.state.slot(operand, self.recipe, self.device, trains=record)
             if record and operand is Operand.GRAD_OUTPUT:
                 slot.buffer.owner.record_gradient(self.session)
-            elif record:
-                slot.buffer.owner.record_forward(training=self.state.training)
-            kept = self._of_operand(slot.kept_scale) if keep else None  # the slot takes another before backward
-            seen = self._of_operand(slot.amax) if record else None
-            if not stored and seen is None:
+            elif record and self._noted is not slot.buffer.owner:
+                self._noted = slot.buffer.owner
+                self._noted.record_forward(training=self.training)
+            (scale, entry), kept = slot.present(), slot.kept_scale if keep else None  # the slot takes another before backward
+            if self._own is not None:
+                scale, entry, kept = scale[self._own], entry[self._own], None if kept is None else kept[self._own]
+            if not stored and not record:
                 return NOTHING, kept
-            if seen is None and self.trains:
-                seen = torch.empty_like(self._of_operand(slot.amax))  # a recomputation runs forward's very kernels
-            scale = self._of_operand(slot.scale)
+            seen: Tensor | None = entry
+            if not record:  # a recomputation runs forward's very kernels
+                seen = torch.empty_like(entry) if self.trains else None
             return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:
             if matrix is not None:

@@ -7,10 +7,11 @@ Engine's recipe objects are accepted wherever one of these is (`coerce`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from octavo.errors import InputError, check_flags, unknown
 from octavo.fp8.formats import FloatFormat, Format
@@ -75,6 +76,8 @@ class Recipe:
 
     casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
     """The cast of each operand, the same for both products that it enters."""
+    precise: Mapping[Gradient, bool] = field(init=False, repr=False, compare=False)
+    """Products of backward that add every partial sum in float32 (`octavo.kernels.gemm.scaled_mm`)."""
     native: bool = field(default=True, init=False, repr=False, compare=False)
     """False for a Transformer Engine recipe, under which a head that no argument put into FP8 stays out of it."""
 
@@ -96,15 +99,13 @@ class Recipe:
             Operand.GRAD_OUTPUT: Cast(fp8_format.backward, activation, **how),
         }
         object.__setattr__(self, "casts", casts)
+        products: tuple[Gradient, ...] = get_args(Gradient)
+        object.__setattr__(self, "precise", {product: fast not in (True, product) for product in products})
 
     @property
     def history(self) -> History | None:
         """The amax history of delayed scaling; None for other recipes."""
         return None
-
-    def precise(self, gradient: Gradient) -> bool:
-        """True if this product of backward adds every partial sum in float32 (`octavo.kernels.gemm.scaled_mm`)."""
-        return getattr(self, "fast_accumulation", False) not in (True, gradient)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class DelayedScaling(Recipe):
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise unknown("amax algorithm", str(self.amax_compute_algo), ("max", "most_recent"), key="fp8.amax_compute_algo")
 
-    @property
+    @functools.cached_property
     def history(self) -> History:  # noqa: D102
         return History(self.amax_history_len, self.amax_compute_algo, self.margin)
 

@@ -120,7 +120,7 @@ class ModuleState:
         """The slot of an operand, made on first use; an evaluation reads that of training, whatever its history's policy."""
         slot = self.slots.get(operand)
         fits = slot is not None and slot.fp8_max == recipe.casts[operand].format.max and slot.buffer.device == device
-        if slot is None or not fits or (trains and self.training and slot.buffer.policy != recipe.history):
+        if slot is None or not fits or (trains and slot.buffer.policy != recipe.history and self.training):
             torch.compiler.disable(self.prepare)(recipe, device)
             slot = self.slots[operand]
         return slot
@@ -128,7 +128,7 @@ class ModuleState:
     def slot_of_forward(self, operand: Operand, recipe: Recipe, device: torch.device) -> Slot:
         """The slot that the forward of this recomputation used; since then the layer may have moved to another recipe's."""
         slot = self.slots.get(operand)
-        if slot is None or recipe.history is None or not self.training or slot.buffer.policy == recipe.history:
+        if slot is None or recipe.history is None or slot.buffer.policy == recipe.history or not self.training:
             return self.slot(operand, recipe, device, trains=False)
         buffer = self.buffers.buffer(operand, device, recipe.history)
         return Slot(buffer, self.indices[operand], recipe.casts[operand].format.max, self.experts)

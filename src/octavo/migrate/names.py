@@ -16,8 +16,7 @@ from octavo.compat.missing import TABLE, way_of
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
-from octavo.errors import nearest
-from octavo.migrate.sources import arguments_of, has_name
+from octavo.migrate.sources import Signature, forward_of, has_attribute, has_name, signature_of
 
 Status = Literal["same", "accepted", "differs", "absent"]
 """same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
@@ -123,22 +122,16 @@ _SMP = (
     Name("torch.sagemaker.logger.get_logger", "same", "a logger of Python's logging"),
 )
 
+_LAYERS = (
+    "Linear", "LayerNormLinear", "LayerNormMLP", "LayerNorm", "RMSNorm", "DotProductAttention", "MultiheadAttention",
+    "TransformerLayer", "GroupedLinear",
+)  # fmt: skip
 _TE = (
     Name("transformer_engine", "same", "Octavo under Transformer Engine's names", "import octavo"),
     Name("transformer_engine.pytorch", "same", "layers of octavo.nn with Transformer Engine's defaults", "octavo.nn"),
     *(
         Name(f"transformer_engine.pytorch.{layer}", "same", f"octavo.nn.{layer}, with its defaults", f"octavo.nn.{layer}")
-        for layer in (
-            "Linear",
-            "LayerNormLinear",
-            "LayerNormMLP",
-            "LayerNorm",
-            "RMSNorm",
-            "DotProductAttention",
-            "MultiheadAttention",
-            "TransformerLayer",
-            "GroupedLinear",
-        )
+        for layer in _LAYERS
     ),
     *(
         Name(
@@ -184,6 +177,12 @@ _TE = (
 )
 
 _FSDP = "torch.distributed.fsdp.FullyShardedDataParallel"
+_FSDP_ARGUMENTS = (
+    "module", "process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch", "mixed_precision",
+    "ignored_modules", "param_init_fn", "device_id", "sync_module_states", "forward_prefetch", "limit_all_gathers",
+    "use_orig_params", "ignored_states", "device_mesh", "post_param_init_fn",
+)  # fmt: skip
+"""PyTorch's, in their order, and SMP's."""
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP1 = (
     Name(_WRAPPER, "same", "PyTorch's own"),
@@ -243,6 +242,7 @@ _FSDP1 = (
     Name(f"{_WRAPPER}.CheckpointImpl", "accepted", "recomputation is never reentrant", "leave it out"),
 )
 
+_CONVERTS = "Accelerate converts nn.Linear and nn.LayerNorm to Octavo's layers, under python -m octavo.compat"
 _ACCELERATE = (
     Name("accelerate", "same", "Accelerate's own, with a transformed model in it"),
     Name(
@@ -254,7 +254,7 @@ _ACCELERATE = (
     Name(
         'accelerate.Accelerator(mixed_precision="fp8")',
         "differs",
-        "Accelerate would ask for Transformer Engine or torchao",
+        "by its recipe: Transformer Engine's layers are Octavo's under python -m octavo.compat; torchao's and MS-AMP's are not",
         'mixed_precision="bf16", and octavo.fp8_autocast() around the forward',
     ),
     Name("accelerate.Accelerator.prepare", "same", "a transformed model stays as it is"),
@@ -273,8 +273,28 @@ _ACCELERATE = (
         "FSDP1 around a model that was transformed before octavo.init",
         "octavo.init shards by itself",
     ),
-    Name("accelerate.utils.TERecipeKwargs", "differs", "asks for Transformer Engine", "octavo.recipe.DelayedScaling"),
-    Name("accelerate.utils.FP8RecipeKwargs", "differs", "asks for Transformer Engine", "octavo.recipe.DelayedScaling"),
+    Name("accelerate.utils.TERecipeKwargs", "same", _CONVERTS, "octavo.recipe.DelayedScaling"),
+    Name(
+        "accelerate.utils.TERecipeKwargs(use_mxfp8_block_scaling=true)", "absent", "refused: of Blackwell GPUs", "leave it out"
+    ),
+    Name(
+        "accelerate.utils.FP8RecipeKwargs",
+        "differs",
+        "with the backend TE or none as TERecipeKwargs; any other asks for its own library",
+        "octavo.recipe.DelayedScaling",
+    ),
+    Name(
+        "accelerate.utils.AORecipeKwargs",
+        "differs",
+        "torchao's layers, not Octavo's: torchao has to be installed",
+        "octavo.fp8_autocast() around the forward of a model of octavo.transform",
+    ),
+    Name(
+        "accelerate.utils.MSAMPRecipeKwargs",
+        "differs",
+        "MS-AMP's layers, not Octavo's: MS-AMP has to be installed",
+        "octavo.fp8_autocast() around the forward of a model of octavo.transform",
+    ),
     Name("accelerate.DeepSpeedPlugin", "absent", "DeepSpeed shards another way", "octavo.init"),
 )
 
@@ -282,7 +302,7 @@ _SDK = (
     Name("sagemaker.pytorch.PyTorch", "same", "a job of this machine", "from octavo.launch import PyTorch"),
     Name("sagemaker.inputs.TrainingInput", "same", "a channel", "from octavo.launch import TrainingInput"),
     Name("sagemaker.get_execution_role", "accepted", "jobs need no role", "leave it out"),
-    Name("sagemaker.Session", "accepted", "jobs need no session; a bucket of it is refused", "leave it out"),
+    Name("sagemaker.Session", "accepted", "jobs need no session", "leave it out"),
     Name("sagemaker", "same", "the estimator's names, where the SDK is not installed", "octavo.launch"),
     Name(
         "smdistributed.dataparallel.torch.torch_smddp",
@@ -297,7 +317,10 @@ _SDK = (
 NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCELERATE, *_SDK)}
 """Every row by its name."""
 
-METHODS = ("torch.sagemaker.delayed_param.DelayedParamIniter", "accelerate.Accelerator", "sagemaker.pytorch.PyTorch")
+METHODS = (
+    "torch.sagemaker.delayed_param.DelayedParamIniter", "accelerate.Accelerator", "sagemaker.pytorch.PyTorch",
+    "sagemaker.Session",
+)  # fmt: skip
 """Classes whose instances are followed through a script by the names that they are assigned to."""
 
 
@@ -345,11 +368,23 @@ def find(dotted: str) -> Name | None:
         module, _, last = dotted.partition("(")[0].rpartition(".")
         if has_name(module, last) is False:
             return Name(dotted, "absent", f"not in the installed {module}")
+        if module == "accelerate.Accelerator" and has_attribute("accelerate.accelerator", "Accelerator", last) is False:
+            return Name(dotted, "absent", "not in the installed accelerate.Accelerator")
     if dotted.startswith(_STATE) and dotted.removeprefix(_STATE).partition(".")[0] not in STATE:
         return Name(
             dotted, "absent", _NOT_THERE, way_of(dotted, SMP.ways, STATE).partition("layer.")[2].removesuffix(TABLE).strip()
         )
+    if dotted.startswith("sagemaker.Session."):
+        return Name(dotted, "absent", "of an account of AWS: refused", "a folder for inputs and output_path, and no session")
     shim = next((shim for root, shim in _ROOTS.items() if dotted == root or dotted.startswith(f"{root}.")), None)
+    owner, _, last = dotted.rpartition(".")
+    if (
+        shim is not None
+        and owner.rpartition(".")[2][:1].isupper()
+        and _has(shim.modules, owner)
+        and _attribute(owner, last) is False
+    ):
+        return Name(dotted, "absent", f"{owner} has no {last} here")
     around = list(_around(dotted))
     row = next((NAMES[name] for name in around if name in NAMES and name not in _ROOTS), None)
     whole = any(name in NAMES and (name in _WHOLE or name.rpartition(".")[2][:1].isupper()) for name in around)
@@ -378,19 +413,56 @@ def _of_sdk(dotted: str) -> Name:
     return Name(dotted, "same", "for jobs of this machine", change)
 
 
-def unknown_argument(dotted: str, argument: str) -> Name | None:
-    """A row for an argument that a name of the compatibility layer does not have; None for one that it may have."""
+def signature_of_name(dotted: str) -> Signature | None:
+    """The signature of a name of the compatibility layer, or of a call of a layer (`….forward`); None if it is not told."""
+    if dotted == _FSDP:
+        return Signature(_FSDP_ARGUMENTS, len(_FSDP_ARGUMENTS) - 1, ("module",))
+    owner, _, method = dotted.rpartition(".")
+    if method == "forward" and is_layer(owner):
+        return forward_of(owner.rpartition(".")[2])
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     module, _, last = dotted.rpartition(".")
     if shim is None or shim is SDK:
         return None
-    for source, names in shim.modules.get(module, {}).items():
+    return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)
+
+
+def unknown_argument(dotted: str, argument: str) -> bool:
+    """True for an argument that a name of the compatibility layer does not have."""
+    known = signature_of_name(dotted)
+    return known is not None and argument not in known.names
+
+
+def is_layer(dotted: str) -> bool:
+    """True for one of Transformer Engine's layers, by its name in `transformer_engine.pytorch`."""
+    module, _, last = dotted.rpartition(".")
+    return module == "transformer_engine.pytorch" and last in _LAYERS
+
+
+def unchecked(dotted: str) -> str | None:
+    """The last name of an attribute of a class that no source tells of; None for a name that is there."""
+    owner, _, last = dotted.partition("(")[0].rpartition(".")
+    if (
+        "(" in dotted
+        or not owner.rpartition(".")[2][:1].isupper()
+        or library_of(owner)
+        not in (
+            "Transformer Engine",
+            "SMP",
+            "SageMaker SDK",
+        )
+    ):
+        return None
+    return None if _attribute(owner, last) else last
+
+
+def _attribute(owner: str, name: str) -> bool | None:
+    """True if a class of the compatibility layer has an attribute, False if not, None if its source does not tell."""
+    shim = next((shim for root, shim in _ROOTS.items() if owner.startswith(f"{root}.")), None)
+    module, _, last = owner.rpartition(".")
+    for home, names in (shim.modules.get(module, {}) if shim is not None else {}).items():
         if last in names.split():
-            known = arguments_of(source, last)
-            if known is not None and argument not in known:
-                guess = nearest(argument, known)
-                way = f"Did you mean {guess}?" if guess else ""
-                return Name(f"{dotted}({argument}=)", "absent", f"no argument of it here: {', '.join(known)}", way)
+            return has_attribute(home, last, name)
     return None
 
 
@@ -432,3 +504,22 @@ def _around(dotted: str) -> Iterator[str]:
     """The names around a dotted name, the longest first."""
     while dotted := dotted.rpartition(".")[0]:
         yield dotted
+
+
+_SAME = {"torch.sagemaker.state_handler.state": "torch.sagemaker.state"}
+"""Other names of an object → the one in the table."""
+
+
+def canonical(dotted: str) -> str:
+    """The name of the table for a name that a library has in several modules, such as the private ones."""
+    for other, name in _SAME.items():
+        if dotted == other or dotted.startswith(f"{other}."):
+            return name + dotted.removeprefix(other)
+    if dotted in NAMES or is_below_absent(dotted):
+        return dotted
+    last = dotted.rpartition(".")[2]
+    if library_of(dotted) is None:
+        return dotted
+    root = next(root for root in LIBRARIES if dotted == root or dotted.startswith(f"{root}."))
+    same = [name for name in NAMES if name.startswith(f"{root}.") and name.rpartition(".")[2] == last and last[:1].isupper()]
+    return same[0] if len(same) == 1 else dotted

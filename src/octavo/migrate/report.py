@@ -11,7 +11,7 @@ from octavo.launch.distribution import layout_of
 from octavo.launch.estimator import PyTorch
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 from octavo.migrate.script import Script, Use
-from octavo.migrate.values import REST, UNKNOWN
+from octavo.migrate.values import REST, is_known
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}
@@ -89,11 +89,12 @@ def _end(script: Script) -> list[str]:
     if script.is_module:
         told = "As far as it is read, every name is there" if script.notes else "Every name is there"
         return [f"{told}. It is a module: run the script that imports it."]
-    refused = any("refused" in use.row.here for use in script.uses if use.row is not None)
+    hedges = ("refused", "has to be installed")
+    refused = any(each in use.row.here for use in script.uses if use.row is not None for each in hedges)
     runs = "As far as it is read, it runs unchanged" if script.notes or refused else "It runs unchanged"
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
     return [
-        "Names are read here; values of arguments that Octavo cannot honour are refused in the run.",
+        "Names, arguments and constants are read here; other values that Octavo cannot honour are refused in the run.",
         *_way(script, runs, jobs),
     ]
 
@@ -101,7 +102,9 @@ def _end(script: Script) -> list[str]:
 def _way(script: Script, runs: str, jobs: bool) -> list[str]:
     if script.path.suffix == ".ipynb":
         install = "import octavo.compat.smp, octavo.compat.te; octavo.compat.te.install(); octavo.compat.smp.install()"
-        return [f"{runs}, with this in its first cell: {'from octavo.launch import PyTorch' if jobs else install}"]
+        jobs_here = "import octavo.compat.sdk; octavo.compat.sdk.install_if_absent()"
+        where = " where SageMaker's SDK is not installed, " if jobs else ", "
+        return [f"{runs}{where}with this in its first cell: {jobs_here if jobs else install}"]
     if jobs:
         return [
             f"{runs}: python -m octavo.compat {script.path}",
@@ -129,13 +132,13 @@ def _estimator(given: dict[str, Any]) -> dict[str, Any]:
     """A call of an estimator: its ranks, and arguments without meaning or refused."""
     refused = [f"{name}: {REFUSED[name]}" for name in given if name in REFUSED]
     refused += [f"{name}: no argument of the SDK" for name in given if name not in (*_CALL, *REFUSED, "fit", REST)]
-    refused += [f"{name}: an argument of fit" for name in given if name in _FIT]
+    refused += [f"{name}: an argument of fit" for name in given if name in _FIT and name not in MEANINGLESS]
     meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
     kind, count = given.get("instance_type"), given.get("instance_count", 1)
     hyperparameters = given.get("hyperparameters")
     distribution = given.get("distribution")
     values = {"instance_type": kind, "instance_count": count, "distribution": distribution}
-    unsure = [name for name, value in values.items() if not _is_known(value)]
+    unsure = [name for name, value in values.items() if not is_known(value)]
     ranks = f"its {' and '.join(unsure) or 'instance_type'} cannot be told without running the script"
     if not unsure and isinstance(kind, str) and not (REST in given and "distribution" not in given):
         try:
@@ -145,11 +148,6 @@ def _estimator(given: dict[str, Any]) -> dict[str, Any]:
             ranks = kind
             refused.append(str(error))
     return {"ranks": ranks, "meaningless": meaningless, "refused": refused}
-
-
-def _is_known(value: Any) -> bool:
-    """True for a value of which every part is known without a run."""
-    return all(map(_is_known, value.values())) if isinstance(value, dict) else value is not UNKNOWN
 
 
 def summary(scripts: Sequence[Script]) -> dict[str, Any]:

@@ -127,10 +127,12 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
             f"{paths}: no arguments of SMP's example scripts (--max_context_width …) and no estimator with its parameters, so "
             "there is nothing to write a run file from. Give the script that has them."
         )
-    wanted = [name for name in unsure if (name in DEFAULTS or name in OPTIONAL) and name not in _PATHS]
+    wanted = [name for name in unsure if (name in DEFAULTS or name in OPTIONAL) and name not in (*_PATHS, _PRETRAINED)]
     if wanted:
         raise InputError(f"not known without running the script: {', '.join(wanted)}. Write their values as constants.")
     values |= dict.fromkeys(name for name in unsure if name in _PATHS)
+    if _PRETRAINED in unsure:
+        values[_PRETRAINED] = UNKNOWN
     single = {name: value[0] for name, value in values.items() if isinstance(value, list) and len(value) == 1}
     values = {name: _number(name, value) for name, value in (values | single).items()}
     return values, {name for name, value in values.items() if value is not None}, estimator
@@ -189,9 +191,12 @@ def _unknown_arguments(values: Mapping[str, Any], origins: set[str], draft: _Dra
 
 
 def _model(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
-    source = given["hf_pretrained_model_name_or_dir"]
+    source = given[_PRETRAINED]
     kind = str(given["model_type"])
-    if source:
+    if source is UNKNOWN:
+        draft.put("model.source", "PRETRAINED-MODEL", f"{_PRETRAINED} is known only at run time: give its name or folder")
+        draft.put("model.load", True, "its weights")
+    elif source:
         draft.put("model.source", source, of("hf_pretrained_model_name_or_dir"))
         draft.put("model.load", True, "its weights")
     elif kind in SHAPES:
@@ -287,7 +292,7 @@ def _moe(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
 
 
 def _fp8(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
-    smp = given["use_smp_implementation"] or (given["context_parallel_degree"] or 1) > 1
+    smp = given["use_smp_implementation"] or any((given[f"{kind}_parallel_degree"] or 1) > 1 for kind in ("context", "tensor"))
     enabled = bool(given["fp8"]) and bool(smp)
     origin = of("fp8") if smp else f"{of('fp8')}, without effect as {of('use_smp_implementation')}"
     draft.put("fp8.enabled", enabled, origin)
@@ -332,10 +337,14 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
     draft.put("train.micro_batch", micro, of("train_batch_size"))
     draft.put("train.recompute", bool(given["activation_checkpointing"]), of("activation_checkpointing"))
     draft.put("train.seed", given["seed"], of("seed"))
-    if given["validation_freq"]:
+    if given["validation_freq"] and given["validation_batches"] < 1:
+        draft.notes.append(f"no validation, as there: validation_batches = {given['validation_batches']} is no batch")
+    elif given["validation_freq"]:
         draft.put("train.validate_every", math.ceil(given["validation_freq"] / accumulation), of("validation_freq"))
     batches = math.ceil(given["validation_batches"] * given["val_batch_size"] * samples / micro)
-    draft.put("train.validate_batches", batches, f"{of('validation_batches', 'val_batch_size')} on each of {samples} ranks")
+    if batches > 0:
+        each = f"{of('validation_batches', 'val_batch_size')} on each of {samples} ranks"
+        draft.put("train.validate_batches", batches, each)
     draft.put("checkpoint.every", math.ceil(given["checkpoint_freq"] / accumulation), of("checkpoint_freq"))
     draft.put("checkpoint.keep", given["num_kept_checkpoints"], of("num_kept_checkpoints"))
     draft.put("log.every", given["logging_freq"], of("logging_freq"))
@@ -346,6 +355,7 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
             draft.notes.append(f"{name} = {_shown(given[name])}: {_FOLDERS[name]}")
 
 
+_PRETRAINED = "hf_pretrained_model_name_or_dir"
 _PATHS = ("checkpoint_dir", "resume_from_checkpoint", "model_dir", "training_dir", "test_dir", "tensorboard_dir")
 """Arguments that are folders of the cloud's machines: a run file does without them."""
 _FOLDERS = {

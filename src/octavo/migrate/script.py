@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InputError
+from octavo.errors import InputError, nearest
+from octavo.migrate.limits import refused, unsure
+from octavo.migrate.meanings import Meanings, Target
 from octavo.migrate.names import (
-    LIBRARIES,
-    METHODS,
     NAMES,
     Name,
+    canonical,
     find,
-    is_below_absent,
+    is_layer,
     is_module,
     library_of,
     names_of,
-    unknown_argument,
+    signature_of_name,
+    unchecked,
 )
+from octavo.migrate.notebook import content, no_python, notebook
 from octavo.migrate.values import REST, UNKNOWN, Values
 
 _CUDA = "torch.cuda."
@@ -37,10 +39,6 @@ WITHOUT_GPU = (
     "memory_reserved", "memory_stats", "nvtx", "seed_all",
 )  # fmt: skip
 """Names of `torch.cuda` that a machine without a GPU has too."""
-_COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
-"""A line of a notebook that is no Python."""
-_PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
-"""Magics (`%%name`) of cells that are Python."""
 _ESTIMATORS = {
     "sagemaker.pytorch.PyTorch": (
         "entry_point", "framework_version", "py_version", "source_dir", "hyperparameters", "image_uri", "distribution",
@@ -51,9 +49,6 @@ _ESTIMATORS = {
     ),
 }  # fmt: skip
 """Estimators, with their positional arguments."""
-
-_SAME = {"torch.sagemaker.state_handler.state": "torch.sagemaker.state"}
-"""Other names of an object → the one in the table."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +109,13 @@ def read(path: Path, others: Sequence[Path] = ()) -> Script:
     """
     notes: list[str] = []
     cells: list[int] = []
-    text = _notebook(path, notes, cells) if path.suffix == ".ipynb" else _bytes(path)
+    text = notebook(path, notes, cells) if path.suffix == ".ipynb" else content(path)
     try:
         tree = ast.parse(text, filename=str(path))
     except SyntaxError as error:
         if not error.lineno:  # null bytes, or another encoding
             raise InputError(f"{path} is no Python: {error.msg}.") from None
-        raise _no_python(str(path), error) from None
+        raise no_python(str(path), error) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is no Python: {error}.") from None
     try:
@@ -131,70 +126,6 @@ def read(path: Path, others: Sequence[Path] = ()) -> Script:
     return script
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"script {str(path)!r} cannot be read: {error.strerror or error}. Give a .py file.") from None
-
-
-def _notebook(path: Path, notes: list[str], first: list[int]) -> str:
-    """The Python of a notebook's cells, line for line. Adds cells left out to `notes`, the first line of each to `first`."""
-    try:
-        cells = json.loads(_bytes(path).decode("utf-8-sig"))["cells"]
-        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise InputError(
-            f"{str(path)!r} is no notebook. Give a .py file, or an .ipynb file that Jupyter has written."
-        ) from None
-    found: list[str] = []
-    for number, source in enumerate(sources, start=1):
-        lines = source.splitlines()
-        first.append(len(found) + 1)
-        if source.startswith("%%"):
-            magic = lines[0][2:].split()
-            if not magic or magic[0] not in _PYTHON_CELLS:
-                notes.append(f"code cell {number} is not read: {lines[0].strip()}")
-                found += [""] * len(lines)
-                continue
-            lines[0] = ""
-        if not _parses("\n".join(lines)):
-            lines = [_COMMAND.sub(_in_python, line) for line in lines]
-        try:
-            ast.parse("\n".join(lines))
-        except SyntaxError as error:
-            notes.append(
-                f"code cell {number} is not read, line {error.lineno}: {error.msg}: {(error.text or '').strip()[:80]!r}"
-            )
-            lines = [""] * len(lines)
-        found += lines
-    return "\n".join(found)
-
-
-def _in_python(command: re.Match[str]) -> str:
-    """A statement in place of a line of the notebook's own: names that it sets are known only at run time."""
-    names, _, rest = command[0].strip().partition("=")
-    if rest.strip()[:1] in ("%", "!") and rest:
-        return f"{command[1]}{names.strip()} = __command__()"
-    stored = names.split()
-    if stored[:2] == ["%store", "-r"] and len(stored) > 2 and all(name.isidentifier() for name in stored[2:]):
-        return f"{command[1]}{' = '.join(stored[2:])} = __command__()"
-    return f"{command[1]}pass"
-
-
-def _no_python(place: str, error: SyntaxError) -> InputError:
-    line = (error.text or "").strip()[:80]
-    return InputError(f"{place}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again.")
-
-
-def _parses(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True
-
-
 class _Reader:
     """One pass over a tree, with the meaning of its names."""
 
@@ -202,50 +133,58 @@ class _Reader:
         self.script = Script(path, cells=cells, is_module=not cells and _is_module(tree))
         self._others = {other.resolve() for other in others}
         self._modules: set[str] = set()
-        self._meaning: dict[str, str] = {}  # a name of the script → dotted
+        self._meanings = Meanings(tree)
         self._seen: set[tuple[int, str]] = set()
+        self._unreached: dict[int, int] = {}
         self._parts: set[int] = set()  # attributes that belong to a longer one
         self._spared: set[str] = set()  # absent names that the script's own `except` does without
         spared = _spared_imports(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
-        for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node, spared=id(node) in spared)
-        for node in nodes:
-            if isinstance(node, ast.Assign):
-                self._assign(node)
+        imported = [
+            (node, dotted)
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for dotted in self._import(node, spared=id(node) in spared)
+        ]
+        self._meanings.follow(nodes)
+        self._values = Values(tree, self._positional, self._meanings.dotted)
+        self._unreached = self._values.unreached
+        self.script.estimators = self._values.jobs
+        for statement, dotted in imported:
+            self._use(statement, dotted)
         for node in nodes:
             self._visit(node)
-        self._values = Values(tree, self._positional, self._dotted)
-        self.script.estimators = self._values.jobs
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # PyTorch(…) before its .fit(…)
             self._call(call)
-        self.script.uses.sort(key=lambda use: use.line)
+        for stray, layer, way in self._meanings.strays:
+            self._note(stray, f"{layer} is {way}: its calls there are not seen")
+        self.script.uses = _of_a_plain_script(sorted(self.script.uses, key=lambda use: use.line))
 
-    def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> None:
-        """spared: the script's own `except` goes on without these names."""
+    def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> Iterator[str]:
+        """The dotted names that are imported. spared: the script's own `except` goes on without them."""
         for alias in node.names:
             if isinstance(node, ast.Import):
                 first, dotted = alias.name.partition(".")[0], alias.name
-                self._meaning[alias.asname or first] = alias.name if alias.asname else first
+                self._meanings.bind(alias.asname or first, alias.name if alias.asname else first)
             elif node.level or node.module is None:
                 self._beside("." * node.level + (node.module or alias.name), node.lineno)
                 continue
             elif alias.name == "*":
                 dotted = node.module
-                self._meaning |= {name: f"{dotted}.{name}" for name in names_of(dotted)}
+                for name in names_of(dotted):
+                    self._meanings.bind(name, f"{dotted}.{name}")
                 if library_of(dotted) is not None:
                     self._note(node, "of import *, only names that Octavo has are seen")
                 else:
                     self._note(node, f"names that import * takes from {dotted} are not seen")
             else:
                 dotted = f"{node.module}.{alias.name}"
-                self._meaning[alias.asname or alias.name] = dotted
+                self._meanings.bind(alias.asname or alias.name, dotted)
             self._beside(alias.name if isinstance(node, ast.Import) else node.module or "", node.lineno)
             if spared:
                 self._spared.add(canonical(dotted))
-            self._use(node.lineno, dotted)
+            yield dotted
 
     def _beside(self, module: str, line: int) -> None:
         """Note a module of the script's own, which is read only if it is given too."""
@@ -259,100 +198,128 @@ class _Reader:
             self._modules.add(module)
             self.script.notes.append(f"line {self.script.place(line)}: {module} is a module of its own: give its file too")
 
-    def _assign(self, node: ast.Assign) -> None:
-        """Follow an instance of a known class, and another name for a known one."""
-        value = node.value.func if isinstance(node.value, ast.Call) else node.value
-        dotted = self._dotted(value)
-        if dotted is None or library_of(dotted) is None:
-            return
-        followed = canonical(dotted) in METHODS if isinstance(node.value, ast.Call) else True
-        for target in node.targets:
-            if isinstance(target, ast.Name) and followed and target.id not in self._meaning:
-                self._meaning[target.id] = canonical(dotted) if isinstance(node.value, ast.Call) else dotted
-
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
-            dotted = self._dotted(node)
+            dotted = self._meanings.dotted(node)
             inner = node
             while isinstance(inner, ast.Attribute):
                 inner = inner.value  # type: ignore[assignment]
                 self._parts.add(id(inner))
             if dotted is not None:
-                self._use(node.lineno, dotted)
+                self._use(node, dotted, sure=self._meanings.is_sure(node))
                 if dotted.startswith(_CUDA) and dotted.removeprefix(_CUDA).partition(".")[0] not in WITHOUT_GPU:
-                    self._gpu(node.lineno, dotted)
+                    self._gpu(node, dotted)
 
     def _call(self, node: ast.Call) -> None:
-        dotted = self._dotted(node.func)
-        if dotted is not None and library_of(dotted) is not None:
-            given = self._values.arguments(node)[1]
-            for word in node.keywords:
-                name = f"{canonical(dotted)}({word.arg}=)"
-                exact = f"{canonical(dotted)}({word.arg}={json.dumps(given.get(word.arg or ''), default=str)})"
-                unset = isinstance(word.value, ast.Constant) and word.value.value is None
-                for each in (name, exact):
-                    if each in NAMES and not unset:
-                        self._use(word.value.lineno, each)
-                row = find(name)
-                if name in NAMES and row is not None and row.status == "differs" and given.get(word.arg or "") is UNKNOWN:
-                    self._note(word.value, f"the value of {word.arg} is known only at run time: {row.here}")
-                absent = unknown_argument(canonical(dotted), word.arg) if word.arg else None
-                if absent is not None:
-                    self._put(word.value.lineno, absent)
-            for argument in (
-                given.keys() - {word.arg for word in node.keywords} - {REST}
-            ):  # of a dictionary whose keys are known
-                absent = unknown_argument(canonical(dotted), argument)
-                if absent is not None:
-                    self._put(node.lineno, absent)
-            if REST in given or any(isinstance(each, ast.Starred) for each in node.args):
-                self._note(node, f"arguments of {canonical(dotted)} are made at run time")
+        dotted = self._meanings.dotted(node.func)
+        for target in self._meanings.targets(node):
+            self._arguments(node, target)
         self._indirect(node, dotted)
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
         for value in (*node.args, *(word.value for word in node.keywords)):
             text = value.value if isinstance(value, ast.Constant) else None
             if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
-                self._gpu(node.lineno, f'"{text}"')
+                self._gpu(node, f'"{text}"')
+
+    def _arguments(self, node: ast.Call, target: Target) -> None:
+        """Rows and notes for the arguments of a call."""
+        args, words = self._values.arguments(node)
+        where = {word.arg: word.value for word in node.keywords if word.arg}
+        open_ended = REST in words or any(isinstance(each, ast.Starred) for each in node.args)
+        signature = signature_of_name(target.dotted)
+        given = {name: value for name, value in words.items() if name != REST}
+        if signature is not None and not any(isinstance(each, ast.Starred) for each in node.args):
+            given = dict(zip(signature.names, args[target.skip :], strict=False)) | given
+            where = dict(zip(signature.names, node.args[target.skip :], strict=False)) | where
+        for name, value in given.items():
+            self._argument(where.get(name, node), target, name, value)
+        if open_ended:
+            self._note(node, f"arguments of {target.dotted} are made at run time")
+        elif signature is not None and target.whole:
+            count = len(node.args) - target.skip
+            if count > signature.positional:
+                told = f"{count} positional arguments, and it takes {signature.positional}"
+                self._refuse(node, target, "…", told, f"{', '.join(signature.names)}")
+            missing = [name for name in signature.required if name not in given]
+            if missing and count <= signature.positional:
+                self._refuse(node, target, "…", f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        for name, value, reason in refused(target.dotted, given):
+            told = value if isinstance(value, str) and value.startswith("Format.") else repr(value)
+            self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
+        for name, reason in unsure(target.dotted, given):
+            self._note(where.get(name, node), f"the value of {name} is known only at run time: {reason}")
+
+    def _argument(self, node: ast.AST, target: Target, name: str, value: Any) -> None:
+        """The rows of the table for an argument, or that of one which is not there."""
+        written = f"{target.dotted}({name}=)"
+        exact = f"{target.dotted}({name}={json.dumps(value, default=str)})"
+        for each in (written, exact):
+            if each in NAMES and value is not None and value != []:
+                self._use(node, each)
+        row = find(written)
+        if written in NAMES and row is not None and row.status == "differs" and value is UNKNOWN:
+            self._note(node, f"the value of {name} is known only at run time: {row.here}")
+        known = signature_of_name(target.dotted)
+        if known is not None and name not in known.names:
+            guess = nearest(name, known.names)
+            way = f"Did you mean {guess}?" if guess else ""
+            self._refuse(node, target, f"{name}=", f"no argument of it here: {', '.join(known.names)}", way)
+
+    def _refuse(self, node: ast.AST, target: Target, what: str, here: str, way: str = "") -> None:
+        """A row of a call that fails; a note if something else may be called there."""
+        name = f"{target.dotted}({what})"
+        if target.sure:
+            self._put(node, Name(name, "absent", here, way))
+        else:
+            self._note(node, f"if {target.dotted} is called here, it fails: {name}: {here}")
 
     def _indirect(self, node: ast.Call, dotted: str | None) -> None:
         """Uses of a library by a name that is text, and a library that is given to a function."""
         function = getattr(node.func, "id", getattr(node.func, "attr", ""))
         text = self._values.arguments(node)[0][:2]
         if function in ("getattr", "hasattr") and len(node.args) > 1:
-            owner = self._dotted(node.args[0])
+            owner = self._meanings.dotted(node.args[0])
             if owner is not None and library_of(owner) is not None and not (function == "hasattr" and isinstance(text[1], str)):
                 if isinstance(text[1], str) and len(node.args) == 2:
-                    self._use(node.lineno, f"{owner}.{text[1]}")
+                    self._use(node, f"{owner}.{text[1]}")
                 elif not isinstance(text[1], str):
                     self._note(node, f"{function} on {owner} asks for a name that is known only at run time")
         elif function in ("import_module", "__import__") and text:
             if not isinstance(text[0], str):
                 self._note(node, f"{function} imports a module that is known only at run time")
             elif library_of(text[0]) is not None:
-                self._use(node.lineno, text[0])
+                self._use(node, text[0])
                 self._note(node, f"{function} imports {text[0]}: its uses are not seen")
+        elif function in ("exec", "eval") and isinstance(node.func, ast.Name):
+            self._note(node, f"{function} runs text, whose uses are not seen")
         elif dotted is None or library_of(dotted) is None:
-            for each in (*node.args, *(word.value for word in node.keywords)):
-                given = self._dotted(each)
+            for number, each in enumerate((*node.args, *(word.value for word in node.keywords))):
+                given = self._meanings.dotted(each) if function != "partial" or number == 0 else None
                 if given is not None and is_module(given):
                     self._note(node, f"{given} is given to {function or 'a call'}: its uses there are not seen")
-                elif given is not None and function == "partial" and library_of(given) is not None:
-                    self._note(node, f"{canonical(given)} is given to partial: its arguments there are not seen")
+                elif given is not None and library_of(given) is not None and self._is_made_elsewhere(given, function):
+                    self._note(node, f"{canonical(given)} is given to {function}: its arguments there are not seen")
+
+    def _is_made_elsewhere(self, dotted: str, function: str) -> bool:
+        """True for a layer or recipe whose class is given away; wrappers of FSDP and policies only compare it."""
+        if function == "partial":
+            return not self._meanings.is_followed(dotted)
+        return is_layer(canonical(dotted)) and function not in ("isinstance", "issubclass", "ModuleWrapPolicy", "set", "append")
 
     def _note(self, node: ast.AST, text: str) -> None:
         note = f"line {self.script.place(getattr(node, 'lineno', 0))}: {text}"
-        if note not in self.script.notes:
+        if note not in self.script.notes and id(node) not in self._unreached:
             self.script.notes.append(note)
 
     def _positional(self, function: ast.AST) -> tuple[str, ...] | None:
         """The positional arguments of an estimator that an expression names; None for another."""
-        dotted = self._dotted(function)
+        dotted = self._meanings.dotted(function)
         return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
-            self._gpu(node.lineno, ".cuda()")
+            self._gpu(node, ".cuda()")
         elif function.attr == "add_argument":
             names = [value.value for value in node.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
             words = self._values.arguments(node)[1]
@@ -363,40 +330,53 @@ class _Reader:
                 if name.startswith("--"):
                     self.script.arguments[name[2:].replace("-", "_")] = default
 
-    def _dotted(self, node: ast.AST) -> str | None:
-        """The full dotted name of an expression; None for others."""
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return None
-        start = self._meaning.get(node.id)
-        return None if start is None else ".".join([start, *reversed(parts)])
-
-    def _use(self, line: int, dotted: str) -> None:
-        library = library_of(dotted)
+    def _use(self, node: ast.AST, dotted: str, *, sure: bool = True) -> None:
+        library, line = library_of(dotted), getattr(node, "lineno", 0)
         name = canonical(dotted)
         if library is None or (line, name) in self._seen:
             return
-        self._seen.add((line, name))
         row = find(name)
-        if (row is None or row.status == "absent") and any(f"{name}.".startswith(f"{each}.") for each in self._spared):
-            row = Name(
-                name, "differs", "not there: the script goes on without it, by its own except", row.change if row else ""
-            )
+        if not sure and row is not None and row.status != "absent":
+            return
+        self._seen.add((line, name))
+        if row is None or row.status == "absent":
+            way = row.change if row else ""
+            if any(f"{name}.".startswith(f"{each}.") for each in self._spared):
+                row = Name(name, "differs", "not there: the script goes on without it, by its own except", way)
+            elif id(node) in self._unreached:
+                test = self.script.place(self._unreached[id(node)])
+                row = Name(name, "differs", f"not there, and not reached: the test of line {test} leaves it out", way)
+            elif not sure:
+                row = Name(name, "differs", "not there, if the name means this here: it is bound to something else too", way)
+                self._note(node, f"{dotted} may be something else, whose names are not seen")
+        elif (last := unchecked(name)) is not None:
+            self._note(node, f"{last} of {name.removesuffix(f'.{last}')} is not checked")
         self.script.uses.append(Use(line, name, library, row))
 
-    def _put(self, line: int, row: Name) -> None:
+    def _put(self, node: ast.AST, row: Name) -> None:
         """Add a row of its own."""
-        library = library_of(row.name)
-        if library is not None and (line, row.name) not in self._seen:
+        library, line = library_of(row.name), getattr(node, "lineno", 0)
+        if library is not None and (line, row.name) not in self._seen and id(node) not in self._unreached:
             self._seen.add((line, row.name))
             self.script.uses.append(Use(line, row.name, library, row))
 
-    def _gpu(self, line: int, text: str) -> None:
-        if (line, text) not in self.script.needs_gpu:
-            self.script.needs_gpu.append((line, text))
+    def _gpu(self, node: ast.AST, text: str) -> None:
+        place = (getattr(node, "lineno", 0), text)
+        if place not in self.script.needs_gpu and id(node) not in self._unreached:
+            self.script.needs_gpu.append(place)
+
+
+def _of_a_plain_script(uses: list[Use]) -> list[Use]:
+    """Uses with PyTorch's own arguments of FSDP, where nothing of SMP is used: the script transforms no model."""
+    if any(use.library == "SMP" for use in uses):
+        return uses
+    plain = "PyTorch's own: this script transforms no model"
+    return [
+        replace(use, row=Name(use.name, "same", plain))
+        if use.row is not None and use.library == "FSDP1" and "transformed model" in use.row.here and "refused" in use.row.here
+        else use
+        for use in uses
+    ]
 
 
 def _is_module(tree: ast.AST) -> bool:
@@ -471,21 +451,6 @@ def _ends(handler: ast.ExceptHandler) -> bool:
         )
         for node in ast.walk(handler)
     )
-
-
-def canonical(dotted: str) -> str:
-    """The name of the table for a name that a library has in several modules, such as the private ones."""
-    for other, name in _SAME.items():
-        if dotted == other or dotted.startswith(f"{other}."):
-            return name + dotted.removeprefix(other)
-    if dotted in NAMES or is_below_absent(dotted):
-        return dotted
-    last = dotted.rpartition(".")[2]
-    if library_of(dotted) is None:
-        return dotted
-    root = next(root for root in LIBRARIES if dotted == root or dotted.startswith(f"{root}."))
-    same = [name for name in NAMES if name.startswith(f"{root}.") and name.rpartition(".")[2] == last and last[:1].isupper()]
-    return same[0] if len(same) == 1 else dotted
 
 
 def known(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

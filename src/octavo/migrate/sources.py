@@ -4,17 +4,30 @@ A module that builds its names at run time (`__getattr__`, `import *`), and a fu
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from octavo.migrate.values import Values
 
 _TE_LAYERS = ("octavo.compat.te.layers", "octavo.compat.te.attention")
 _ALIASES = {"RMSNorm": "LayerNorm"}
+_NN = {
+    "Linear": "octavo.nn.linear", "LayerNormLinear": "octavo.nn.linear", "LayerNormMLP": "octavo.nn.mlp",
+    "GroupedLinear": "octavo.nn.grouped", "LayerNorm": "octavo.nn.norm", "RMSNorm": "octavo.nn.norm",
+    "DotProductAttention": "octavo.nn.attention", "MultiheadAttention": "octavo.nn.attention",
+    "TransformerLayer": "octavo.nn.block",
+}  # fmt: skip
+"""Layer → the module of its base in `octavo.nn`."""
+_MODULE = ("torch.nn.modules.module", "Module")
+_TORCH = {"nn.Module": _MODULE, "Module": _MODULE, "nn.Linear": ("torch.nn.modules.linear", "Linear")}
+"""Base → (its module, its name)."""
 
 
 @cache
@@ -61,43 +74,196 @@ def _outermost(node: ast.AST) -> Iterator[ast.AST]:
             yield from _outermost(child)
 
 
+class Signature(NamedTuple):
+    """The arguments of a function or class.
+
+    Attributes:
+        names: all, in their order.
+        positional: of them, the first that may be given by position.
+        required: those without a default.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    required: tuple[str, ...]
+
+
 def arguments_of(module: str, name: str) -> tuple[str, ...] | None:
     """The arguments of a function or class of Octavo, in their order; None if its source does not tell."""
+    found = signature_of(module, name)
+    return None if found is None else found.names
+
+
+def signature_of(module: str, name: str) -> Signature | None:
+    """The signature of a function or class of Octavo; None if its source does not tell."""
     if module in _TE_LAYERS:
-        return _te_arguments().get(_ALIASES.get(name, name))
-    tree = _tree(module)
-    for node in tree.body if tree is not None else ():
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            for alias in node.names:
-                if name == (alias.asname or alias.name) and node.module.startswith("octavo."):
-                    return arguments_of(node.module, alias.name)
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return _names(node, skip=0)
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-            if inits:
-                return _names(inits[0], skip=1)
-            fields = [
-                each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-            ]
-            is_data = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
-            return tuple(fields) if is_data and not node.bases else None
+        return _te_signatures().get(_ALIASES.get(name, name))
+    for node, home in _found(module, name):
+        if isinstance(node, ast.FunctionDef):
+            return _signature(node, skip=0)
+        inits = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        if inits:
+            return _signature(inits[0], skip=1)
+        is_data = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        return _of_fields(node) if is_data and all(_is_plain(base, home) for base in node.bases) else None
     return None
 
 
-def _names(node: ast.FunctionDef, *, skip: int) -> tuple[str, ...] | None:
-    if node.args.kwarg is not None or node.args.vararg is not None:
-        return None
-    return tuple(each.arg for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs][skip:])
+@cache
+def forward_of(layer: str) -> Signature | None:
+    """The signature of a call of one of Transformer Engine's layers; None if the sources do not tell."""
+    names: list[str] = []
+    required: tuple[str, ...] = ()
+    positional = None
+    module = next((m for m in _TE_LAYERS if any(_found(m, layer))), None)
+    while module is not None:
+        node = next((each for each, _ in _found(module, layer)), None)
+        if not isinstance(node, ast.ClassDef):
+            return None
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
+        if methods:
+            found = _signature(methods[0], skip=1, rest=True)
+            if found is None:
+                return None
+            inside = found.names[found.positional :] if positional is not None else found.names  # what **kwargs hands on
+            names += [each for each in inside if each not in names]
+            if positional is None:
+                positional, required = found.positional, found.required
+            if methods[0].args.kwarg is None:
+                break
+            if methods[0].args.kwarg.arg == "te_arguments" and not module.startswith("octavo.compat"):
+                arguments = tables("octavo.nn.te_arguments", ("ARGUMENTS",)).get("ARGUMENTS", {})
+                names += [each for each in arguments.get(f"{layer}.forward", {}) if each not in names]
+                break
+        module = None if module.startswith("octavo.nn") else _NN.get(layer)
+    return None if positional is None else Signature(tuple(names), positional, required)
+
+
+def fields_of(module: str, name: str) -> tuple[str, ...] | None:
+    """The annotated fields of a class; None if there is no such class."""
+    for node, _ in _found(module, name):
+        if isinstance(node, ast.ClassDef):
+            return _of_fields(node).names
+    return None
+
+
+def has_attribute(module: str, name: str, attribute: str) -> bool | None:
+    """True if a class of Octavo, or an instance, has an attribute; None if its source does not tell."""
+    found = _members(module, name)
+    return None if found is None else attribute in found or attribute.startswith("__")
 
 
 @cache
-def _te_arguments() -> dict[str, tuple[str, ...]]:
-    """Layer → arguments, from the table of Transformer Engine's signatures."""
+def _members(module: str, name: str) -> frozenset[str] | None:
+    """Names of a class, of its bases, and of attributes of self; None if a base is not known."""
+    node, home = next(iter(_found(module, name)), (None, ""))
+    if not isinstance(node, ast.ClassDef):
+        return None
+    found = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store):
+            found.add(each.id if isinstance(each, ast.Name) else each.attr)
+    for base in map(ast.unparse, node.bases):
+        if base in ("Enum", "NamedTuple", "object"):
+            found |= {"name", "value"} if base == "Enum" else set()
+            continue
+        first, _, rest = base.rpartition(".")
+        inside = _members(*_TORCH.get(base, (_imported(home, first) if first else home, rest)))
+        if inside is None:
+            return None
+        found |= inside
+    return frozenset(found)
+
+
+def _imported(module: str, name: str) -> str:
+    """The module that a name of a module means."""
+    tree = _tree(module)
+    for node in tree.body if tree is not None else ():
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if name == (alias.asname or alias.name):
+                return f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+    return name
+
+
+def _found(module: str, name: str) -> Iterator[tuple[ast.FunctionDef | ast.ClassDef, str]]:
+    """The definition of a name, followed through imports of Octavo's, and its module."""
+    tree = _tree(module)
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.startswith("octavo."):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    yield from _found(node.module, alias.name)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            yield node, module
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id != name:
+            targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            yield from _found(module, node.value.id) if name in targets else ()
+
+
+def _is_plain(base: ast.expr, module: str) -> bool:
+    """True for a base class of the same module without arguments of its own."""
+    found = next((node for node, _ in _found(module, base.id)), None) if isinstance(base, ast.Name) else None
+    return (
+        isinstance(found, ast.ClassDef)
+        and not found.bases
+        and not _of_fields(found).names
+        and not any(isinstance(each, ast.FunctionDef) and each.name == "__init__" for each in found.body)
+    )
+
+
+def _of_fields(node: ast.ClassDef) -> Signature:
+    fields = [
+        each
+        for each in node.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and "ClassVar" not in ast.unparse(each.annotation)
+    ]
+    names = tuple(each.target.id for each in fields if isinstance(each.target, ast.Name))
+    required = tuple(name for name, each in zip(names, fields, strict=True) if each.value is None)
+    return Signature(names, len(names), required)
+
+
+def _signature(node: ast.FunctionDef, *, skip: int, rest: bool = False) -> Signature | None:
+    """rest: also of a function with `**kwargs`, without these."""
+    given = node.args
+    if given.vararg is not None or (given.kwarg is not None and not rest):
+        return None
+    first = [*given.posonlyargs, *given.args][skip:]
+    required = [each.arg for each in first[: len(first) - len(given.defaults)]]
+    required += [each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    return Signature(tuple(each.arg for each in (*first, *given.kwonlyargs)), len(first), tuple(required))
+
+
+def tables(module: str, names: tuple[str, ...], reference: Any = None) -> dict[str, Any]:
+    """Tables of a module of Octavo that imports torch, without importing it: its assignments that need no import.
+
+    reference: stands for `octavo.kernels.reference` in them.
+    """
+    tree = _tree(module)
+    space: dict[str, Any] = {"NamedTuple": NamedTuple, "Any": Any, "reference": reference, "__name__": module}
+    for node in tree.body if tree is not None else ():
+        plain = isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        if plain or (isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["NamedTuple"]):
+            code = compile(
+                ast.Module([node], []), module, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True
+            )
+            with contextlib.suppress(Exception):  # it needs an import
+                exec(code, space)
+    return {name: space[name] for name in names if name in space}
+
+
+@cache
+def _te_signatures() -> dict[str, Signature]:
+    """Layer → signature, from the table of Transformer Engine's signatures."""
     tree = _tree("octavo.compat.te.signatures")
     texts = Values(tree).last("_TEXTS") if tree is not None else None
     if not isinstance(texts, dict):
         return {}
-    return {
-        name: tuple(part.partition("=")[0] for part in text.split()) for name, text in texts.items() if isinstance(text, str)
-    }
+    found = {}
+    for name, text in texts.items():
+        if isinstance(text, str):
+            parts = [part.partition("=") for part in text.split()]
+            required = tuple(part[0] for part in parts if not part[1])
+            found[name] = Signature(tuple(part[0] for part in parts), len(parts), required)
+    return found

@@ -2,7 +2,8 @@
 
 Statements are followed in their order, functions where the script calls them. A known test takes its branch; after an unknown
 one, a value is known only if both branches leave the same. A loop over a known list is followed item by item; values that the
-body of another loop changes are unknown. Omitted: comprehensions, closures, attributes of objects.
+body of another loop changes are unknown. After `exec` or `globals()` nothing is known. Omitted: comprehensions, closures,
+attributes of objects.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import ast
 import copy
 import operator
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +30,8 @@ class _Unknown:
 
 UNKNOWN = _Unknown()
 """A value known only at run time."""
+_MORE = _Unknown()
+"""The one item of a list of which nothing is known, its length included."""
 REST = "**"
 """Key of a dictionary, with the value UNKNOWN, for further entries known only at run time."""
 _LARGEST = 10**12
@@ -53,10 +58,21 @@ _CONVERSIONS: dict[str, Callable[..., Any]] = {
     "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "round": round, "abs": abs,
     "list": list, "tuple": list,
 }  # fmt: skip
+_LISTS: dict[str, Callable[..., Any]] = {
+    "sorted": sorted, "reversed": lambda items: list(reversed(items)),
+    "enumerate": lambda items, start=0: [list(each) for each in enumerate(items, start)],
+    "zip": lambda *lists: [list(each) for each in zip(*lists, strict=False)],
+    "range": lambda *ends: list(range(*ends)) if len(range(*ends)) <= _MOST_ITEMS else [_MORE],
+}  # fmt: skip
 _READERS = ("print", "pprint", "dumps", "dump", "info", "debug", "warning", "error", "isinstance", "type", "sorted", "repr",
             "display", "items", "keys", "values", "get", "join", "append", "fit", "train", "len")  # fmt: skip
 """Functions that leave the dictionaries they are given as they are."""
 _EXITS = ("exit", "_exit", "quit")
+_OF_TEXT = ("split", "strip", "lstrip", "rstrip", "lower", "upper", "title", "replace", "startswith", "endswith", "format",
+            "removeprefix", "removesuffix")  # fmt: skip
+"""Methods of text whose results are known."""
+_ANY_NAME = ("exec", "eval", "globals", "locals", "vars", "run_line_magic", "run_cell_magic")
+"""Calls that may set any name."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,8 @@ class Values:
         self._running: list[ast.AST] = []
         self._followed: set[int] = set()
         self._steps = 0
+        self._visited: set[int] = set()
+        self._skipped: dict[int, tuple[ast.stmt, int]] = {}  # statement of the module → line of the test that leaves it out
         self._block(getattr(tree, "body", []))
         for node in ast.walk(tree):  # functions that nothing calls here
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and id(node) not in self._followed:
@@ -110,6 +128,12 @@ class Values:
         last = self._frames[0]
         found = [self._fitted.get(number, last.get(f"<{number}>")) for number in self._order]
         return [job for job in found if isinstance(job, dict)]
+
+    @property
+    def unreached(self) -> dict[int, int]:
+        """Nodes (`id`) of the module that a known test leaves out → the test's line. Functions are never counted."""
+        left_out = [(node, line) for key, (node, line) in self._skipped.items() if key not in self._visited]
+        return {id(each): line for node, line in left_out for each in ast.walk(node)}
 
     def last(self, name: str) -> Any:
         """The value of a name of the module after its last line."""
@@ -144,14 +168,26 @@ class Values:
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.Subscript):
-            return _item(self.of(node.value), self.of(node.slice), UNKNOWN)
+            return self._subscript(node)
         if isinstance(node, ast.NamedExpr):
             value = self.of(node.value)
             self._set(node.target.id, value)
             return value
+        if isinstance(node, ast.Attribute) and ".recipe.Format." in (self._called(node) or ""):
+            return f"Format.{node.attr}"
         if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             return UNKNOWN
         return self._computed(node)
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        table = self.of(node.value)
+        if not isinstance(node.slice, ast.Slice):
+            return _item(table, self.of(node.slice), UNKNOWN)
+        ends = [None if each is None else self.of(each) for each in (node.slice.lower, node.slice.upper, node.slice.step)]
+        whole = isinstance(table, str) or (isinstance(table, list) and _MORE not in table)
+        if not whole or not all(each is None or (isinstance(each, int) and each != 0) or each == 0 for each in ends):
+            return UNKNOWN
+        return table[slice(*ends)] if ends[2] != 0 else UNKNOWN
 
     def _computed(self, node: ast.AST | None) -> Any:
         """The value of an expression of operators."""
@@ -205,7 +241,7 @@ class Values:
         left = self.of(node.left)
         for kind, other in zip(node.ops, node.comparators, strict=True):
             right = self.of(other)
-            if not (_is_known(left) and _is_known(right)):
+            if not (is_known(left) and is_known(right)):
                 return UNKNOWN
             try:
                 if not _COMPARISONS[type(kind)](left, right):
@@ -244,18 +280,32 @@ class Values:
             return self._job(node, dict(zip(names, args, strict=False)) | keywords)
         if isinstance(function, ast.Attribute) and isinstance(owner, Job | dict):
             return self._method(owner, function.attr, args, keywords)
+        if isinstance(function, ast.Attribute) and isinstance(owner, list):
+            return _of_list(owner, function.attr, args)
+        if isinstance(function, ast.Attribute) and isinstance(owner, str):
+            return _of_text(owner, function.attr, args, keywords)
         dotted, name = self._called(function), getattr(function, "attr", getattr(function, "id", ""))
         if dotted in ("copy.copy", "copy.deepcopy") and len(args) == 1:
             value = args[0]
             return copy.deepcopy(value) if dotted == "copy.deepcopy" or not isinstance(value, dict | list) else copy.copy(value)
+        if name in _ANY_NAME:
+            self._forget_all()
+            return UNKNOWN
+        if dotted == "os.path.join" and args and all(isinstance(each, str) for each in args):
+            return os.path.join(*args)  # noqa: PTH118 - as the script does
         if isinstance(function, ast.Name):
             known = self._name(function.id)
             if isinstance(known, _Function):
                 return self._inline(known.node, args, keywords)
             if function.id == "dict" and len(args) < 2:
-                found = dict(entries(args[0])) if args else {}
+                pairs = args[0] if args else []
+                if isinstance(pairs, list) and all(isinstance(each, list) and len(each) == 2 for each in pairs):
+                    pairs = {key: value for key, value in pairs if isinstance(key, str | int)}
+                found = dict(entries(pairs))
                 _put(found, keywords)
                 return found
+            if function.id in _LISTS and known is UNKNOWN and not keywords and all(map(is_known, args)):
+                return _converted(function.id, args)
             if function.id in _CONVERSIONS and known is UNKNOWN and not keywords:
                 return _converted(function.id, args)
         if name not in _READERS:
@@ -297,6 +347,10 @@ class Values:
             for value in (*args, keywords):
                 _put(owner, entries(value))
             return None
+        if name in ("items", "keys", "values"):
+            if REST in owner:
+                return UNKNOWN
+            return [list(each) for each in owner.items()] if name == "items" else list(getattr(owner, name)())
         if name == "get" and args:
             return _item(owner, args[0], args[1] if len(args) > 1 else None)
         if name == "copy":
@@ -314,6 +368,12 @@ class Values:
             owner.clear()
         return UNKNOWN
 
+    def _forget_all(self) -> None:
+        for frame in self._frames:
+            for name, value in frame.items():
+                _forget(value)
+                frame[name] = value if name.startswith("<") else UNKNOWN
+
     def _inline(self, node: ast.FunctionDef | ast.AsyncFunctionDef, args: list[Any], keywords: dict[str, Any]) -> Any:
         """The result of a function of the script, followed with its arguments."""
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
@@ -321,7 +381,13 @@ class Values:
         for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
             if default is not None:
                 defaults[each.arg] = self.of(default)
-        return self._run(node, defaults | dict(zip(names, args, strict=False)) | keywords)
+        given = dict(zip(names, args, strict=False)) | keywords
+        if node.args.kwarg is not None:
+            own = {*names, *(each.arg for each in node.args.kwonlyargs)}
+            given[node.args.kwarg.arg] = {name: given.pop(name) for name in list(given) if name not in own}
+        if node.args.vararg is not None and UNKNOWN not in args:
+            given[node.args.vararg.arg] = args[len(names) :]
+        return self._run(node, defaults | given)
 
     def _run(self, node: ast.FunctionDef | ast.AsyncFunctionDef, values: dict[str, Any]) -> Any:
         if node in self._running or len(self._running) >= _DEEPEST or self._steps > _MOST_STEPS:
@@ -365,6 +431,7 @@ class Values:
         return ""
 
     def _statement(self, node: ast.stmt) -> str:
+        self._visited.add(id(node))
         if isinstance(node, ast.Assign | ast.AnnAssign):
             if node.value is not None:
                 value = self.of(node.value)
@@ -377,7 +444,11 @@ class Values:
             function = node.value.func if isinstance(node.value, ast.Call) else None
             return "raise" if getattr(function, "attr", getattr(function, "id", "")) in _EXITS else ""
         elif isinstance(node, ast.If):
-            return self._either(_truth(self.of(node.test)), node.body, node.orelse)
+            truth = _truth(self.of(node.test))
+            if truth is not None and len(self._frames) == 1:
+                left_out = node.orelse if truth else node.body
+                self._skipped |= {id(each): (each, node.test.lineno) for each in left_out}
+            return self._either(truth, node.body, node.orelse)
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
             self._loop(node)
         elif isinstance(node, ast.With | ast.AsyncWith):
@@ -422,10 +493,12 @@ class Values:
             table, key = self.of(target.value), self.of(target.slice)
             if isinstance(table, dict):
                 _put(table, {key if isinstance(key, str | int) else REST: value})
+            elif isinstance(table, list) and type(key) is int and _MORE not in table and -len(table) <= key < len(table):
+                table[key] = value
             else:
                 _forget(table)
         elif isinstance(target, ast.Tuple | ast.List):
-            whole = isinstance(value, list) and len(value) == len(target.elts)
+            whole = isinstance(value, list) and len(value) == len(target.elts) and _MORE not in value
             whole = whole and not any(isinstance(each, ast.Starred) for each in target.elts)
             for each, part in zip(target.elts, value if whole else [UNKNOWN] * len(target.elts), strict=True):
                 self._assign(each.value if isinstance(each, ast.Starred) else each, part)
@@ -434,6 +507,8 @@ class Values:
         before, value = self.of(node.target), self.of(node.value)
         if isinstance(node.op, ast.BitOr) and isinstance(before, dict):
             _put(before, entries(value))
+        elif isinstance(node.op, ast.Add) and isinstance(before, list):
+            _of_list(before, "extend", [value])
         else:
             self._assign(node.target, _calculate(node.op, before, value))
 
@@ -469,18 +544,25 @@ class Values:
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         items = self.of(node.iter) if not isinstance(node, ast.While) else UNKNOWN
         breaks = any(isinstance(each, ast.Break | ast.Continue | ast.Return) for each in ast.walk(node))
-        if isinstance(node, ast.For) and isinstance(items, list) and len(items) <= _MOST_ITEMS and not breaks:
-            for item in items:
+        listed = items if isinstance(items, list) and _MORE not in items and len(items) <= _MOST_ITEMS else None
+        if isinstance(node, ast.For) and listed is not None and not breaks:
+            for item in list(listed):
                 self._assign(node.target, item)
                 self._block(node.body)
         else:
-            for _ in range(2):  # the second time with what the first has changed unknown
+            before: Any = None
+            while before != self._known() and self._steps <= _MOST_STEPS:  # until what the body changes is unknown
+                before = self._known()
                 if isinstance(node, ast.While):
                     self.of(node.test)
                 else:
                     self._assign(node.target, UNKNOWN)
                 self._either(None, node.body, [])
         self._either(None if breaks else True, node.orelse, [])
+
+    def _known(self) -> list[int]:
+        """The number of known values in each frame, which a loop can only lower."""
+        return [sum(map(_parts_known, frame.values())) for frame in self._frames]
 
     def _try(self, node: ast.Try) -> str:
         ended = self._either(None, node.body, []) if node.handlers else self._block(node.body)
@@ -506,15 +588,62 @@ def _put(table: dict[Any, Any], given: dict[Any, Any]) -> None:
 def _item(table: Any, key: Any, default: Any) -> Any:
     if isinstance(table, dict) and isinstance(key, str | int):
         return table.get(key, UNKNOWN if REST in table else default)
-    if isinstance(table, list) and isinstance(key, int) and -len(table) <= key < len(table):
+    if isinstance(table, list | str) and isinstance(key, int) and -len(table) <= key < len(table):
         return table[key]
     return UNKNOWN
 
 
+def _parts_known(value: Any) -> int:
+    if isinstance(value, dict | list):
+        return 1 + sum(map(_parts_known, value.values() if isinstance(value, dict) else value))
+    return int(not isinstance(value, _Unknown))
+
+
+def _of_list(items: list[Any], name: str, args: list[Any]) -> Any:
+    """A method of a list; one that is not known leaves nothing known of it."""
+    if _MORE not in items:
+        if name == "append" and len(args) == 1:
+            items.append(args[0])
+            return None
+        if name == "extend" and len(args) == 1 and isinstance(args[0], list):
+            items.extend(args[0])
+            return None
+        if name in ("copy", "index", "count"):
+            try:
+                return getattr(items, name)(*args)
+            except (TypeError, ValueError):
+                return UNKNOWN
+    _forget(items)
+    return UNKNOWN
+
+
+def _of_text(text: str, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
+    if name == "join" and len(args) == 1 and isinstance(args[0], list) and all(isinstance(each, str) for each in args[0]):
+        return text.join(args[0])[:_LONGEST]
+    plain = all(isinstance(each, str | int | float) for each in (*args, *keywords.values()))
+    if name not in _OF_TEXT or not plain or (name == "format" and re.search(r":[^}]{4}", text)):
+        return UNKNOWN
+    try:
+        found = getattr(text, name)(*args, **keywords)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return UNKNOWN
+    return found if not isinstance(found, str) or len(found) <= _LONGEST else UNKNOWN
+
+
 def _forget(value: Any) -> None:
-    """Make the entries of a dictionary unknown that something unseen may have changed."""
-    if isinstance(value, dict) and REST not in value:
-        _put(value, {REST: UNKNOWN})
+    """Make the entries of a dictionary or list unknown that something unseen may have changed, and those inside of them."""
+    if isinstance(value, dict):
+        inside, changed = list(value.values()), REST not in value or any(map(is_known, value.values()))
+        if changed:
+            _put(value, {REST: UNKNOWN})
+    elif isinstance(value, list):
+        inside, changed = list(value), value != [_MORE]
+        value[:] = [_MORE]
+    else:
+        return
+    if changed:
+        for each in inside:
+            _forget(each)
 
 
 def _merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[int, Any]) -> None:
@@ -539,22 +668,25 @@ def _truth(value: Any) -> bool | None:
     """Truth of a value; None if it is not known."""
     if isinstance(value, dict):
         return True if set(value) - {REST} else None if REST in value else False
-    return None if value is UNKNOWN or isinstance(value, _Function) else bool(value)
+    if isinstance(value, list) and _MORE in value:
+        return None
+    return None if isinstance(value, _Unknown | _Function | Job) else bool(value)
 
 
-def _is_known(value: Any) -> bool:
+def is_known(value: Any) -> bool:
+    """True for a value of which every part is known without a run."""
     if isinstance(value, dict):
-        return all(map(_is_known, value.values()))
+        return all(map(is_known, value.values()))
     if isinstance(value, list):
-        return all(map(_is_known, value))
-    return value is not UNKNOWN
+        return all(map(is_known, value))
+    return not isinstance(value, _Unknown | _Function)
 
 
 def _converted(kind: str, args: list[Any]) -> Any:
-    if not all(_is_known(each) and isinstance(each, str | int | float | list | dict) for each in args):
+    if not all(is_known(each) and isinstance(each, str | int | float | list | dict) for each in args):
         return UNKNOWN
     try:
-        return _CONVERSIONS[kind](*args)
+        return (_CONVERSIONS | _LISTS)[kind](*args)
     except (ArithmeticError, ValueError, TypeError):  # int of infinity, len of a number
         return UNKNOWN
 
@@ -570,6 +702,8 @@ def _calculate(kind: ast.operator, left: Any, right: Any) -> Any:
         return left | right
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right))
     texts = isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str)
+    if isinstance(kind, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return [_MORE] if _MORE in left or _MORE in right else left + right
     if not (numbers or texts) or type(kind) not in _OPERATORS:
         return UNKNOWN
     if numbers and (abs(left) > _LARGEST or abs(right) > _LARGEST or (isinstance(kind, ast.Pow) and abs(right) > 64)):

@@ -53,7 +53,8 @@ def attend(
 
     Args:
         q, k, v: with a `context` this rank's tokens. A full pattern may have any number of queries.
-        pattern: the keys of each query; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key.
+        pattern: the keys of each query; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key; without
+            one its result is 0.
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
@@ -76,7 +77,7 @@ def attend(
             )
         return context_attention(q, k, v, context, pattern, scale)
     if isinstance(pattern, Tensor):
-        return _sdpa(q, k, v, pattern, False, scale, dropout)
+        return scaled_dot_product(q, k, v, pattern, causal=False, scale=scale, dropout=dropout)
     samples_of = pattern.documents if pattern.holes is None else pattern.holes
     for what, made, there in (("tokens", pattern.tokens, k.shape[1]), ("samples", len(samples_of) or len(q), len(q))):
         if made != there:
@@ -138,6 +139,17 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | No
         alone = queries.stop - queries.start == pattern.tokens
         parts.append(of_band(*band) if alone else checkpoint(of_band, *band, use_reentrant=False))
     return torch.cat(parts, 1)
+
+
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, dropout: float
+) -> Tensor:
+    """PyTorch's function for [B, T, H, D]; 0 for a query without a key in `mask`, bool [B or 1, H or 1, Tq, Tk]."""
+    if mask is None or mask.dtype != torch.bool:
+        return _sdpa(q, k, v, mask, causal, scale, dropout)
+    empty = ~mask.any(-1, keepdim=True)  # not every kernel has a result for it, nor a gradient
+    out = _sdpa(q, k, v, mask | empty, causal, scale, dropout)
+    return out.masked_fill(empty.transpose(1, 2), 0.0)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, dropout: float) -> Tensor:

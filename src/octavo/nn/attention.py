@@ -6,6 +6,7 @@ key, then its value. A slice of whole groups is a working attention layer, at an
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from typing import Any
 
@@ -22,7 +23,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.attend import attend
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, ResidualLayer, check_input, forward_residual
+from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, L2Normalization, ResidualLayer, check_input, forward_residual
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
@@ -76,6 +77,20 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
     if scale <= 0:
         raise InputError(f"softmax_scale = {scale}: the scale of attention has to be more than 0.")
     return _ShortAttentionFunction.apply(qkv, heads, groups, scale)
+
+
+class Attending(abc.ABC):
+    """How a call attends where no mask and no pattern says it; stands in the place of `attention_mask`."""
+
+    @abc.abstractmethod
+    def core(self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D], or a tuple that begins with it."""
+
+    @abc.abstractmethod
+    def context(
+        self, layer: MultiheadAttention, x: Tensor, delta: Tensor | None, rotary: Any, first: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """x and delta [B, T, hidden] → the residual stream, and the input of the output product [B, T, H·D]."""
 
 
 class DotProductAttention(nn.Module):
@@ -132,7 +147,7 @@ class DotProductAttention(nn.Module):
         query_layer: Tensor,
         key_layer: Tensor,
         value_layer: Tensor,
-        attention_mask: Tensor | Pattern | None = None,
+        attention_mask: Tensor | Pattern | Attending | None = None,
         *,
         attn_mask_type: str | None = None,
         handover: Handover | None = None,
@@ -146,11 +161,18 @@ class DotProductAttention(nn.Module):
         if te_arguments:
             check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
         check_input(self, query_layer, key_layer, value_layer, dtypes=FLOATS_OF_PYTORCH)
+        taken = isinstance(attention_mask, Attending)  # samples first
+        _check_shapes(query_layer, key_layer, value_layer, first=self.sequence_first and not taken)
+        if isinstance(attention_mask, Attending):
+            made: Tensor = attention_mask.core(self, query_layer, key_layer, value_layer)
+            return made
         causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)
         dropout = self.attention_dropout if self.training else 0.0
-        q, k, v = (x.transpose(0, 1) if self.sequence_first else x for x in (query_layer, key_layer, value_layer))
+        q, k, v = query_layer, key_layer, value_layer
+        if self.sequence_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         pattern = attention_mask
         if pattern is None:
             pattern = Pattern(k.shape[1] * (1 if self.context is None else self.context.size), causal)
@@ -161,6 +183,32 @@ class DotProductAttention(nn.Module):
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 
 
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, first: bool) -> None:
+    """Raise an InputError unless samples, tokens and heads fit: not every kernel does for others."""
+    sample = 1 if first else 0
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    fits = fits and q.shape[sample] == k.shape[sample] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+    if not fits:
+        order = "T, B" if first else "B, T"
+        raise InputError(
+            f"query, key and value are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}: give [{order}, H, D] and twice "
+            f"[{order}, G, D], with one B, keys and values of one T, and H a multiple of G."
+        )
+
+
+def _norm_of_heads(
+    kind: str | None, head_dim: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | None
+) -> nn.Module | None:
+    """A norm of queries or keys, head by head."""
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps)
+    if kind not in NORM_LAYERS:
+        raise unknown("qk_norm_type", kind, (*NORM_LAYERS, "L2Normalization"))
+    return NORM_LAYERS[kind](head_dim, eps, params_dtype=dtype, device=device)
+
+
 class MultiheadAttention(ResidualLayer):
     """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
 
@@ -169,8 +217,8 @@ class MultiheadAttention(ResidualLayer):
 
     `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
     product is not added but returned behind the result. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
-    `qk_norm_type` "RMSNorm" or "LayerNorm" normalises queries and keys head by head (`q_norm`, `k_norm`), after the rotation or
-    with `qk_norm_before_rope` before it.
+    `qk_norm_type` "RMSNorm", "LayerNorm" or "L2Normalization" normalises queries and keys head by head (`q_norm`, `k_norm`),
+    after the rotation or with `qk_norm_before_rope` before it.
     """
 
     def __init__(
@@ -229,12 +277,7 @@ class MultiheadAttention(ResidualLayer):
             self.layernorm_qkv.streams_norm = return_layernorm_output
         else:
             self.qkv = Linear(*sizes, **first)
-        if qk_norm_type is not None and qk_norm_type not in NORM_LAYERS:
-            raise unknown("qk_norm_type", qk_norm_type, NORM_LAYERS)
-        self.q_norm, self.k_norm = (
-            NORM_LAYERS[qk_norm_type](head_dim, qk_norm_eps, params_dtype=params_dtype, device=device) if qk_norm_type else None
-            for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (_norm_of_heads(qk_norm_type, head_dim, qk_norm_eps, params_dtype, device) for _ in range(2))
         self.norm_first = qk_norm_before_rope and qk_norm_type is not None
         self.proj = Linear(
             self.heads * head_dim,
@@ -258,7 +301,7 @@ class MultiheadAttention(ResidualLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | Pattern | None = None,
+        attention_mask: Tensor | Pattern | Attending | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,
@@ -278,8 +321,11 @@ class MultiheadAttention(ResidualLayer):
         x = hidden_states
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
-        angles = cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
-        if angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
+        taken = isinstance(attention_mask, Attending)
+        angles = None if taken else cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
+        if isinstance(attention_mask, Attending):
+            h, context = attention_mask.context(self, x, delta, rotary_pos_emb, is_first_microbatch)
+        elif angles is None and attention_mask is None and self._is_short(x, attn_mask_type):
             h, qkv = self._qkv(x, delta, is_first_microbatch)
             context = short_attention(qkv, self.heads, self.groups, self.core_attention.softmax_scale)
         else:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from octavo.errors import InputError
 from octavo.kernels.attention.pattern import Pattern
-from octavo.nn.attention import MultiheadAttention
+from octavo.nn.attention import Attending, MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import Experts, LayerNormMoE
 from octavo.nn.norm import NORM_LAYERS, ResidualLayer, forward_residual
@@ -128,6 +128,8 @@ class TransformerLayer(ResidualLayer):
             self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **make)
             self.layernorm_mlp.streams_norm = apply_residual_connection_post_layernorm
         self.layernorm: nn.Module | None = None
+        self.inter_attention: nn.Module | None = None
+        """Of a decoder: between attention and MLP, to the output of an encoder, by a call's `inter`."""
         if output_layernorm:
             how: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
             self.layernorm = NORM_LAYERS[normalization](hidden_size, layernorm_epsilon, **how)
@@ -145,7 +147,7 @@ class TransformerLayer(ResidualLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | Pattern | None = None,
+        attention_mask: Tensor | Pattern | Attending | None = None,
         rotary_pos_emb: Angles | Tensor | None = None,
         is_first_microbatch: bool | None = None,
         *,
@@ -153,6 +155,7 @@ class TransformerLayer(ResidualLayer):
         delta: Tensor | None = None,
         return_residual: bool = False,
         counted: Tensor | None = None,
+        inter: Attending | None = None,
         **te_arguments: Any,
     ) -> Any:
         """hidden_states [B, T, hidden] → the same shape; the other arguments as in `MultiheadAttention`.
@@ -172,6 +175,9 @@ class TransformerLayer(ResidualLayer):
             is_first_microbatch,
             attn_mask_type=self_attn_mask_type,
         )
+        if self.inter_attention is not None:
+            delta = self._dropped(attended)
+            h, attended = forward_residual(self.inter_attention, h, delta, inter, None, is_first_microbatch)
         if self.parallel:
             h, out = forward_residual(self.layernorm_mlp, h, None, is_first_microbatch)
             apart = self.drops_apart
@@ -183,7 +189,8 @@ class TransformerLayer(ResidualLayer):
             h, out, routing = self.layernorm_moe(h, is_first_microbatch, delta=self._dropped(attended), counted=counted)
             h, out = self._normed(h, self._dropped(out))
             return (h, out, routing) if return_residual else (h if out is None else h + out, routing)
-        h, out = forward_residual(self.layernorm_mlp, h, self._dropped(attended), is_first_microbatch)
+        delta = self._dropped(attended, paths=self.inter_attention is None)
+        h, out = forward_residual(self.layernorm_mlp, h, delta, is_first_microbatch)
         h, out = self._normed(h, self._dropped(out))
         if return_residual:
             return h, out
@@ -200,9 +207,9 @@ class TransformerLayer(ResidualLayer):
         if self.parallel:
             self.self_attention.proj.unread = last.unread
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _dropped(self, x: Tensor, *, paths: bool = True) -> Tensor:
         x = functional.dropout(x, self.hidden_dropout, self.training)
-        if not (self.drop_path_rate and self.training):
+        if not (paths and self.drop_path_rate and self.training):
             return x
         keep = 1 - self.drop_path_rate
         return x / keep * x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)).bernoulli_(keep)

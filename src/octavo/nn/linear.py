@@ -323,8 +323,8 @@ class NormedLayer(ResidualLayer):
         refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
-        parameters = self.layer_norm_weight, self.layer_norm_bias
-        norm = NormForm(self.normalization, self.eps, self.zero_centered_gamma).of(*parameters)
+        weight, shift = self.layer_norm_weight, self.layer_norm_bias
+        norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         if self.streams_norm if return_residual else self.return_layernorm_output:
             normed = residual_norm(x, delta, norm, compute_dtype(x))[1]
             outputs = self._products(normed, *how, **options)

@@ -101,7 +101,8 @@ class _NormMlpFunction(torch.autograd.Function):
         if dy is None:
             return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
         h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
-        x, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
+        x, activated = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:8])
+        w1, w2 = QuantizedTensor(*saved[8:12]), QuantizedTensor(*saved[12:16])
         want_x = any(ctx.needs_input_grad[:4])
         want_w1, want_b1, want_w2, want_b2 = ctx.needs_input_grad[4:8]
         want_hidden = want_x or want_w1 or want_b1
@@ -254,8 +255,9 @@ class LayerNormMLP(NormedLayer):
         first: bool | None,
         bias: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        pairs = (self.fc1_fp8_state, self.fc1_weight), (self.fc2_fp8_state, self.fc2_weight)
-        fc1, fc2 = (LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first) for state, weight in pairs)
+        first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
+        fc1 = LinearGemms(first_state, self.fc1_weight, active_recipe(first_state, device), dtype, first)
+        fc2 = LinearGemms(second_state, self.fc2_weight, active_recipe(second_state, device), dtype, first)
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
             norm.form, fc1, fc2, self.activation, self.gate_rows,

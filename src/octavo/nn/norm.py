@@ -32,8 +32,11 @@ def check_input(
 
     With `size` all inputs have one shape: a kernel would read beyond a smaller one.
     """
-    given = [x for x in inputs if x is not None]
-    for x in given:
+    first: Tensor | None = None
+    for x in inputs:
+        if x is None:
+            continue
+        first = x if first is None else first
         if x.dtype not in dtypes:
             raise InputError(
                 f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
@@ -42,8 +45,8 @@ def check_input(
         if size is not None and x.shape[-1] != size:
             name = type(layer).__name__
             raise InputError(f"{name} got an input of shape {tuple(x.shape)}: its last dimension must be {size}.")
-        if size is not None and x.shape != given[0].shape:
-            shapes = f"{tuple(given[0].shape)} and a delta of shape {tuple(x.shape)}"
+        if size is not None and x.shape != first.shape:
+            shapes = f"{tuple(first.shape)} and a delta of shape {tuple(x.shape)}"
             raise InputError(f"{type(layer).__name__} got an input of shape {shapes}: give both the same.")
 
 
@@ -281,3 +284,16 @@ class LayerNorm(_Norm):
 
 NORM_LAYERS: dict[str, type[_Norm]] = {norm.normalization: norm for norm in (LayerNorm, RMSNorm)}
 """By the name of the normalisation."""
+
+
+class L2Normalization(nn.Module):
+    """x / √(Σ x² + eps) over the last dimension, without parameters, in float32 (float64). The result has x's dtype."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] → the same shape."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * (wide.square().sum(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)

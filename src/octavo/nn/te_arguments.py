@@ -33,10 +33,10 @@ _TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's 
 _GRAD = "Gradients are made in backward and go to .grad."
 _OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
 _SPLIT = "A parameter is one matrix here: take slices of its rows."
-_SOFTMAX = "Scores are scaled and go through a plain softmax."
+_SOFTMAX = "Scores are scaled and go through a plain softmax; layers of octavo.compat.te have more."
 _CONTEXT = "Call set_context_parallel_group, or octavo.init with a context_parallel_degree for a whole model."
-_DECODER = "There is no cross-attention."
-_THD = "Pass [B, T, …] and a mask that keeps documents apart."
+_DECODER = "Cross-attention: octavo.compat.te, with layer_type='decoder' or attention_type='cross'."
+_THD = "Pass [B, T, …] and a mask that keeps documents apart, or use octavo.compat.te, which packs sequences."
 
 _PARALLEL = {
     "name": FREE,
@@ -231,6 +231,12 @@ def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
     Raises:
         InputError: the angles do not fit samples, tokens or heads, or are different for queries and keys.
     """
+    pair = isinstance(rotary, tuple) and len(rotary) in (2, 3) and all(isinstance(table, Tensor) for table in rotary[:2])
+    if not (rotary is None or isinstance(rotary, Tensor) or pair):
+        raise InputError(
+            f"rotary_pos_emb is {type(rotary).__name__}: give (cos, sin), each [batch or 1, sequence, columns], or Transformer "
+            "Engine's tensor of angles [sequence, 1, 1, columns]."
+        )
     if isinstance(rotary, tuple) and rotary[0] is rotary[1]:
         rotary = rotary[0]  # the angles of queries and of keys
     if rotary is None:

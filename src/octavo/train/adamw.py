@@ -50,11 +50,14 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *lists)
-            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = ([local(tensor) for tensor in kind] for kind in lists)
+            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = (
+                [x.to_local() if isinstance(x, DTensor) else x for x in kind] for kind in lists
+            )
             own: list[tuple[Tensor, ...]] = []
             rest: list[tuple[Tensor, ...]] = []
+            native = {d for d in {p.device for p in params} if _native(d)} if not maxima and _kernel_has(group) else set()
             for row in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-                if not maxima and _kernel_takes(group, *row[:4]):
+                if row[0].device in native and _kernel_takes(*row[:4]):
                     own.append(row)
                 else:
                     rest.append(row)
@@ -101,10 +104,13 @@ def _native(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _kernel_takes(group: dict[str, Any], param: Tensor, *others: Tensor) -> bool:
-    """True for a large, contiguous parameter with gradient and moments, in a group without options that the kernel lacks."""
-    if not _native(param.device) or group["maximize"] or group["differentiable"] or isinstance(group["lr"], Tensor):
-        return False
+def _kernel_has(group: dict[str, Any]) -> bool:
+    """True for a group without options that the kernel lacks."""
+    return not (group["maximize"] or group["differentiable"] or isinstance(group["lr"], Tensor))
+
+
+def _kernel_takes(param: Tensor, *others: Tensor) -> bool:
+    """True for a large, contiguous parameter with gradient and moments."""
     if not all(x.is_contiguous() and x.is_floating_point() for x in (param, *others)):
         return False
     return param.numel() >= SMALL or any(x.dtype != param.dtype for x in others)

@@ -203,8 +203,8 @@ def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, slot: Te
     w_q = _both_layouts(weight, recipe.casts[Operand.WEIGHT], slot)
     y = gemm.scaled_mm(*x_q.rowwise, *w_q.rowwise, out_dtype=x.dtype)
     dy_q = _both_layouts(dy, recipe.casts[Operand.GRAD_OUTPUT], slot)
-    dx = gemm.scaled_mm(*dy_q.rowwise, *w_q.columnwise, out_dtype=x.dtype, precise=recipe.precise("input_gradient"))
-    dw = gemm.scaled_mm(*dy_q.columnwise, *x_q.columnwise, out_dtype=weight.dtype, precise=recipe.precise("weight_gradient"))
+    dx = gemm.scaled_mm(*dy_q.rowwise, *w_q.columnwise, out_dtype=x.dtype, precise=recipe.precise["input_gradient"])
+    dw = gemm.scaled_mm(*dy_q.columnwise, *x_q.columnwise, out_dtype=weight.dtype, precise=recipe.precise["weight_gradient"])
     return y, dx, dw
 
 
@@ -229,7 +229,7 @@ def _key(recipe: Recipe, setting: Setting) -> dict[str, Any]:
         "dtype": str(setting.dtype),
         "weight_dtype": str(setting.weight_dtype),
         "casts": casts,
-        "precise": [recipe.precise("input_gradient"), recipe.precise("weight_gradient")],
+        "precise": [recipe.precise["input_gradient"], recipe.precise["weight_gradient"]],
     }
 
 

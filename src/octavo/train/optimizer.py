@@ -6,18 +6,20 @@ The schedule is a pure function of the step: a continued run needs no scheduler 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from octavo.config.optimizer import OptimizerConfig
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import is_shard
-from octavo.train.adamw import AdamW, local
+from octavo.train.adamw import AdamW
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
@@ -51,10 +53,16 @@ def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Norm of all gradients together: a float32 scalar, summed in float32."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    by_placement: dict[Any, list[torch.Tensor]] = {}
     for p in parameters:
-        if p.grad is not None:
-            by_groups.setdefault(_shard_groups(p.grad), []).append(local(p.grad))
+        if isinstance(p.grad, DTensor):
+            by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
+        elif p.grad is not None:
+            by_placement.setdefault(None, []).append(p.grad)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for placement, gradients in by_placement.items():
+        groups = () if placement is None else _shard_groups(*placement)
+        by_groups.setdefault(groups, []).extend(gradients)
     parts = []
     for groups, gradients in by_groups.items():
         part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
@@ -69,12 +77,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
 
 
-def _shard_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which a tensor is sharded; none for a whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh = tensor.device_mesh
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(tensor.placements) if is_shard(placement))
+def _shard_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which a tensor is sharded; none for a whole one."""
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if is_shard(placement))
 
 
 @torch.no_grad()
@@ -96,9 +101,15 @@ def clip_grad_norm_(
         factor = factor / loss_scale
     if isinstance(optimizer, AdamW) and norm.device.type == "cuda":
         optimizer.grad_scale = factor
-    elif factor is not None and (grads := [local(p.grad) for p in model.parameters() if p.grad is not None]):
+    elif factor is not None and (grads := _gradients(model)):
         torch._foreach_mul_(grads, factor)
     return norm
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's part of each."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:

@@ -1,4 +1,7 @@
-"""Transformer Engine's attention layers: those of `octavo.nn`, with its masks, sequence first, causal and with dropout."""
+"""Transformer Engine's attention layers: those of `octavo.nn`, with its masks, sequence first, causal and with dropout.
+
+Calls that these do not have, and cross-attention, are `octavo.compat.te.core`'s.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.compat.te.call import Settings
+from octavo.compat.te.core import Call, set_softmax
+from octavo.compat.te.cross import make_cross
+from octavo.compat.te.device import default_device
 from octavo.compat.te.layers import Kind
-from octavo.compat.te.masks import PLAIN, TYPES, mask_and_type, window_pair
 from octavo.compat.te.parts import separate
 from octavo.compat.te.signatures import SIGNATURES, bound, normal
 from octavo.compat.te.state import Stateful, Stateless
@@ -16,55 +22,44 @@ from octavo.errors import InputError, unknown
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
 from octavo.nn.linear import compute_dtype
-from octavo.nn.te_arguments import check_format
+from octavo.nn.te_arguments import check
+
+FORMATS = ("sbhd", "bshd", "thd")
 
 
-class _Masked:
-    """The mask type and the window of a layer, which a call may replace."""
-
-    mask_type: str
-    window_size: tuple[int, int] | None
-    native_window: tuple[int, int] | None = None
-    """A window that the layer of `octavo.nn` computes by itself, in causal calls."""
-
-    def _take(self, values: dict[str, Any], name: str) -> dict[str, Any]:
-        """Keep mask type and window of the arguments, and give `octavo.nn` the one of its own that is nearest."""
-        # For a subclass that is a module: attributes are set before its constructor has run.
-        kind, window = values.pop(name), values.pop("window_size")
-        values.pop("bottom_right_diagonal")  # queries and keys are the same tokens
-        if kind not in TYPES:
-            raise unknown(name, str(kind), TYPES)
-        window = window_pair(window)
-        causal = "causal" in kind
-        native = (window[0], 0) if window is not None and causal else None
-        vars(self).update(mask_type=kind, window_size=window, native_window=native)
-        return values | {name: "causal" if causal else "no_mask", "window_size": native}
-
-    def _mask(self, x: Tensor, first: bool, mask: Any, kind: str | None, window: Any) -> tuple[Tensor | None, str]:
-        """The mask for the layer of `octavo.nn`, and its type. x: [T, B, …] if the sequence is `first`, or [B, T, …]."""
-        shape = (x.shape[1], x.shape[0]) if first else (x.shape[0], x.shape[1])
-        kind = kind or self.mask_type
-        window = window_pair(window) if window is not None else self.window_size
-        if self.native_window is None or kind not in PLAIN:
-            return mask_and_type(kind, mask, window, shape, x.device)
-        if "causal" in kind and window is not None and window[0] == self.native_window[0]:
-            return None, "causal"
-        found, base = mask_and_type(kind, mask, window, shape, x.device)
-        return (found if found is not None else mask_and_type(kind, mask, (shape[1], shape[1]), shape, x.device)[0]), base
+def _format(argument: str, name: Any) -> str:
+    if name not in FORMATS:
+        raise unknown(argument, str(name), FORMATS)
+    return str(name)
 
 
-def _apart(values: dict[str, Any]) -> bool:
-    """True if query, key and value are three parameters; removes the arguments that `octavo.nn` lacks."""
-    if values.pop("fuse_qkv_params"):
-        return False
-    values.pop("qkv_weight_interleaved")  # of the one joint parameter
-    return True
+def _packed(argument: str, values: dict[str, Any]) -> bool:
+    """True for packed sequences; they are one sample for the layer of `octavo.nn`."""
+    packed = _format(argument, values[argument]) == "thd"
+    if packed:
+        values[argument] = "bshd"
+    return packed
+
+
+def _prepare(attention: Any, taken: dict[str, Any], values: dict[str, Any], *, cross: bool = False) -> None:
+    """Bring the parts of an `octavo.nn.MultiheadAttention` to Transformer Engine's names, order and kinds."""
+    attention.interleaved, attention.grouped = taken["rotary_pos_interleaved"], taken["qkv_weight_interleaved"]
+    attention.attention_type, attention.rows_grouped = "cross" if cross else "self", attention.grouped
+    make = {"dtype": values.get("params_dtype"), "device": values.get("device")}
+    set_softmax(attention.core_attention, taken["softmax_type"], attention.heads, make)
+    if cross:
+        make_cross(attention, fused=taken["fuse_qkv_params"])
+    elif not taken["fuse_qkv_params"]:
+        given = None if values["init_method"] is normal else values["init_method"]
+        separate(_first(attention), attention.heads, attention.groups, given)
+        attention.grouped = True  # three parameters are joined so
+    _order(attention)
 
 
 def _order(attention: Any) -> None:
     """Put parts in Transformer Engine's order, by which an optimizer's state numbers parameters: norms of heads first."""
     modules = attention._modules
-    for name in ("layernorm_qkv", "qkv", "core_attention", "proj"):
+    for name in ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value", "core_attention", "proj"):
         if name in modules:
             modules[name] = modules.pop(name)
 
@@ -74,76 +69,174 @@ def _first(attention: Any) -> Any:
     return attention.layernorm_qkv if attention.input_layernorm else attention.qkv
 
 
-def _given(values: dict[str, Any]) -> Any:
-    """The script's own `init_method`, or None."""
-    return None if values["init_method"] is normal else values["init_method"]
+def _special(attention: Any) -> bool:
+    """True if `octavo.nn` computes no call of this layer by itself."""
+    return attention.attention_type == "cross" or attention.interleaved or not attention.grouped
 
 
-class DotProductAttention(_Masked, Stateless, _attention.DotProductAttention, metaclass=Kind):
-    """softmax(q · kᵀ · scale) · v, without parameters."""
+def _taken(values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `octavo.nn` lacks, which are removed."""
+    names = ("fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "softmax_type")
+    return {name: values.pop(name) for name in names}
+
+
+def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple[Any, str | None]:
+    """What stands for `attention_mask` in the layer of `octavo.nn`, and its mask type. x: its hidden states."""
+    batch, tokens = (x.shape[1], x.shape[0]) if attention.sequence_first else (x.shape[0], x.shape[1])
+    apart = isinstance(rotary, tuple) and len(rotary) == 2 and rotary[0] is not rotary[1]
+    apart = apart and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # others for keys
+    if apart or _special(attention) or not call.is_plain(attention.core_attention, tokens, tokens):
+        return call, None
+    return call.native(batch, attention.heads, tokens, tokens, x.device)
+
+
+class DotProductAttention(Stateless, _attention.DotProductAttention, metaclass=Kind):
+    """softmax(q · kᵀ · scale) · v, without parameters but for a learnable `softmax_offset`."""
 
     __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients tell it
     octavo = _attention.DotProductAttention
     __signature__ = SIGNATURES["DotProductAttention"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = self._take(bound("DotProductAttention", args, kwargs), "attn_mask_type")
+        values = bound("DotProductAttention", args, kwargs)
+        settings = Settings.take(values, "attn_mask_type")
         channels = values["kv_channels"]
-        if isinstance(channels, tuple):
-            if channels[0] != channels[1]:
-                raise InputError(f"kv_channels={channels}: keys and values have one size here; give one number.")
-            values["kv_channels"] = channels[0]
+        values["kv_channels"] = channels[0] if isinstance(channels, tuple | list) else channels
         group, ranks, stream, how = (values.pop(f"cp_{name}") for name in ("group", "global_ranks", "stream", "comm_type"))
-        super().__init__(**values)
+        kind, top, softmax = (values.pop(name) for name in ("attention_type", "return_max_logit", "softmax_type"))
+        if kind not in ("self", "cross"):
+            raise unknown("attention_type", str(kind), ("self", "cross"))
+        packed = _packed("qkv_format", values)
+        super().__init__(**values | settings.native_arguments("attn_mask_type"))
+        self.settings, self.return_max_logit, self.packed = settings, bool(top), packed
+        set_softmax(self, softmax, self.heads, {"device": default_device()})
         self.set_context_parallel_group(group, ranks, stream, how)
+
+    @property
+    def mask_type(self) -> str:
+        """Transformer Engine's mask type, for calls that give none."""
+        return self.settings.kind
 
     def forward(
         self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
         attention_mask: Any = None,
         qkv_format: str | None = None,
-        *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        *,
+        qkv_layer: Tensor | None = None,
+        kv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
         **te_arguments: Any,
-    ) -> Tensor:
-        """query [T, B, H, D], key and value [T, B, G, D], or with "bshd" B first → [T, B, H·D].
+    ) -> Any:
+        """query [T, B, H, D], key and value [T, B, G, D], with "bshd" B first, with "thd" without B → [T, B, H·D] likewise.
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format:
-        "sbhd" or "bshd", of this call; None for the layer's.
+        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". qkv_format: of
+        this call; None for the layer's. cu_seqlens_q, cu_seqlens_kv: cumulative lengths, for mask types with "padding";
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: where packed sequences begin. With `return_max_logit` the result is a pair,
+        the second the largest logit of each head. qkv_layer, kv_layer: all three, or key and value, stacked along
+        `qkv_interleave_dim`.
+
+        Raises:
+            InputError: a mask, lengths or a bias that do not fit, and what Octavo does not have.
         """
-        if qkv_format is not None and check_format("qkv_format", qkv_format) != self.sequence_first:
-            q, k, v = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
-            options = {"attn_mask_type": attn_mask_type, "window_size": window_size, **te_arguments}
-            return self.forward(q, k, v, attention_mask, **options).transpose(0, 1)
-        dim = 0 if self.sequence_first else 1
-        others = query_layer.shape[dim] != key_layer.shape[dim]
-        if others and ((attn_mask_type or self.mask_type) != "no_mask" or window_size or self.window_size):
+        arguments = dict(
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, softcap=softcap,
+            checkpoint_core_attention=checkpoint_core_attention, core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, **te_arguments,
+        )  # fmt: skip
+        order = ("thd" if self.packed else "sbhd" if self.sequence_first else "bshd") if qkv_format is None else qkv_format
+        packed = _format("qkv_format", order) == "thd"
+        call, rest = Call.of(
+            self.settings, attn_mask_type, window_size, bottom_right_diagonal, attention_mask, arguments, packed=packed
+        )
+        check("DotProductAttention.forward", rest, DotProductAttention.forward)
+        parts = _unstacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        for part in parts:
+            if part.dim() != (3 if packed else 4):
+                raise InputError(
+                    f"qkv_format={order!r} with a tensor {list(part.shape)}: it has {3 if packed else 4} dimensions."
+                )
+        if not parts[0].dtype == parts[1].dtype == parts[2].dtype:
+            found = ", ".join(str(part.dtype) for part in parts)
+            raise InputError(f"query_layer, key_layer and value_layer are {found}: give one dtype.")
+        if parts[0].shape[-2] != self.heads or parts[1].shape[-2] != self.groups:
             raise InputError(
-                f"DotProductAttention got {query_layer.shape[dim]} queries and {key_layer.shape[dim]} keys: these differ only "
-                "with attn_mask_type='no_mask' here, and without a window."
+                f"query_layer and key_layer of {parts[0].shape[-2]} and {parts[1].shape[-2]} heads: the layer has "
+                f"num_attention_heads={self.heads} and num_gqa_groups={self.groups}."
             )
-        mask, base = self._mask(key_layer, self.sequence_first, attention_mask, attn_mask_type, window_size)
-        return super().forward(query_layer, key_layer, value_layer, mask, attn_mask_type=base, **te_arguments)
+        q, k, v = (x[None] if packed else x.transpose(0, 1) if order == "sbhd" else x for x in parts)
+        made: Any = super().forward(q, k, v, call)
+        out, top = made if isinstance(made, tuple) else (made, None)
+        out = out[0] if packed else out.transpose(0, 1) if order == "sbhd" else out
+        return (out, top) if self.return_max_logit else out
 
 
-class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metaclass=Kind):
-    """Joint query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first."""
+def _unstacked(
+    q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    stacked = qkv if qkv is not None else kv
+    if stacked is not None:
+        count, taken = (3, (q, k, v)) if qkv is not None else (2, (k, v))
+        if (
+            dim not in (-3, -2)
+            or stacked.shape[dim] != count
+            or any(x is not None for x in taken)
+            or (qkv is not None and kv is not None)
+        ):
+            raise InputError(
+                f"a stacked tensor {list(stacked.shape)} along qkv_interleave_dim={dim}: give one of qkv_layer and kv_layer, "
+                f"with {count} at dimension -3 or -2, and without the tensors that it holds."
+            )
+        parts = stacked.unbind(dim)
+        q, k, v = parts if qkv is not None else (q, *parts)
+    if q is None or k is None or v is None:
+        raise InputError(
+            "DotProductAttention takes query_layer, key_layer and value_layer, or a stacked qkv_layer or kv_layer."
+        )
+    return q, k, v
+
+
+class MultiheadAttention(Stateful, _attention.MultiheadAttention, metaclass=Kind):
+    """Joint query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first.
+
+    attention_type "cross": keys and values are those of `encoder_output`.
+    """
 
     __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients tell it
     octavo = _attention.MultiheadAttention
     __signature__ = SIGNATURES["MultiheadAttention"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = self._take(bound("MultiheadAttention", args, kwargs), "attn_mask_type")
-        apart = _apart(values)
-        super().__init__(**values)
-        _order(self)
-        if apart:
-            separate(_first(self), self.heads, self.groups, _given(values))
+        values = bound("MultiheadAttention", args, kwargs)
+        settings = Settings.take(values, "attn_mask_type")
+        taken, kind, packed = _taken(values), values.pop("attention_type"), _packed("qkv_format", values)
+        if kind not in ("self", "cross"):
+            raise unknown("attention_type", str(kind), ("self", "cross"))
+        super().__init__(**values | settings.native_arguments("attn_mask_type"))
+        self.settings, self.packed = settings, packed
+        _prepare(self, taken, values, cross=kind == "cross")
+
+    @property
+    def mask_type(self) -> str:
+        """Transformer Engine's mask type, for calls that give none."""
+        return self.settings.kind
 
     def forward(
         self,
@@ -159,13 +252,22 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
         rotary_pos_emb: Any = None,
         **te_arguments: Any,
     ) -> Any:
-        """hidden_states [T, B, hidden], or with "bshd" [B, T, hidden] → the same shape."""
-        others = {
-            "encoder_output": encoder_output, "checkpoint_core_attention": checkpoint_core_attention,
-            "inference_params": inference_params, **te_arguments,
-        }  # fmt: skip
-        mask, base = self._mask(hidden_states, self.sequence_first, attention_mask, attn_mask_type, window_size)
-        return super().forward(hidden_states, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **others)
+        """hidden_states [T, B, hidden], with "bshd" [B, T, hidden], with "thd" [T, hidden] → the same shape.
+
+        encoder_output: of cross-attention, of the same order. Masks, lengths and biases are those of `DotProductAttention`.
+        """
+        arguments = {"checkpoint_core_attention": checkpoint_core_attention, **te_arguments}
+        first = self.sequence_first
+        encoded = _batched(encoder_output, first, self.packed) if self.attention_type == "cross" else None
+        call, rest = Call.of(
+            self.settings, attn_mask_type, window_size, bottom_right_diagonal, attention_mask, arguments, packed=self.packed,
+            encoded=encoded, own_keys=self.attention_type == "self",
+        )  # fmt: skip
+        rest |= {"inference_params": inference_params, "encoder_output": None if encoded is not None else encoder_output}
+        x = hidden_states[None] if self.packed else hidden_states
+        mask, base = _attention_mask(call, self, x, rotary_pos_emb)
+        made = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **rest)
+        return _unpacked(made) if self.packed else made
 
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -174,22 +276,58 @@ class MultiheadAttention(_Masked, Stateful, _attention.MultiheadAttention, metac
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
 
-class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kind):
-    """x + attention(norm(x)), then h + mlp(norm(h)); a block of timm's or Hugging Face's may be a subclass."""
+def _batched(x: Tensor | None, first: bool, packed: bool) -> Tensor | None:
+    """Hidden states as [B, T, hidden]."""
+    if x is None:
+        return None
+    return x[None] if packed else x.transpose(0, 1) if first else x
+
+
+def _unpacked(made: Any) -> Any:
+    """The one sample of packed sequences; biases as they are."""
+    if isinstance(made, tuple):
+        return tuple(x[0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in made)
+    return made[0]
+
+
+class TransformerLayer(Stateful, _block.TransformerLayer, metaclass=Kind):
+    """x + attention(norm(x)), then h + mlp(norm(h)); a block of timm's or Hugging Face's may be a subclass.
+
+    layer_type "decoder": between both cross-attention to `encoder_output` (`inter_attention`).
+    """
 
     __module__ = "transformer_engine.pytorch.transformer"  # by which clients tell it
     octavo = _block.TransformerLayer
     __signature__ = SIGNATURES["TransformerLayer"]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = self._take(bound("TransformerLayer", args, kwargs), "self_attn_mask_type")
-        apart = _apart(values)
-        super().__init__(**values)
-        attention: Any = self.self_attention
-        _order(attention)
-        if apart:
-            separate(_first(attention), attention.heads, attention.groups, _given(values))
+        values = bound("TransformerLayer", args, kwargs)
+        settings, inter = (
+            Settings.take(values, "self_attn_mask_type"),
+            Settings.take(values, "enc_dec_attn_mask_type", "enc_dec_"),
+        )
+        inter.softcap = settings.softcap
+        kind, taken = values.pop("layer_type"), _taken(values)
+        packed = _packed("attn_input_format", values)
+        if kind not in ("encoder", "decoder"):
+            raise unknown("layer_type", str(kind), ("encoder", "decoder"))
+        if kind == "decoder" and values["parallel_attention_mlp"]:
+            raise InputError("TransformerLayer(layer_type='decoder', parallel_attention_mlp=True) has no form. Leave one out.")
+        super().__init__(**values | settings.native_arguments("self_attn_mask_type"))
+        self.settings, self.inter_settings, self.packed = settings, inter, packed
+        _prepare(self.self_attention, taken, values)
+        if kind == "decoder":
+            self.inter_attention = _inter(values, inter)
+            _prepare(self.inter_attention, taken, values, cross=True)
+            for name in ("layernorm_mlp", "layernorm"):  # behind it, as in Transformer Engine
+                if name in self._modules:
+                    self._modules[name] = self._modules.pop(name)
         self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them
+
+    @property
+    def mask_type(self) -> str:
+        """Transformer Engine's mask type of self-attention, for calls that give none."""
+        return self.settings.kind
 
     def forward(
         self,
@@ -209,23 +347,64 @@ class TransformerLayer(_Masked, Stateful, _block.TransformerLayer, metaclass=Kin
         rotary_pos_emb: Any = None,
         **te_arguments: Any,
     ) -> Any:
-        """hidden_states [T, B, hidden], or with "bshd" [B, T, hidden] → the same shape.
+        """hidden_states [T, B, hidden], with "bshd" [B, T, hidden], with "thd" [T, hidden] → the same shape.
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary".
+        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". Of a decoder
+        cu_seqlens_q is of the hidden states, also of their own keys, and cu_seqlens_kv of `encoder_output`; a bias is that of
+        both attentions.
         """
         attention: Any = self.self_attention
+        first, decodes = attention.sequence_first, self.inter_attention is not None
         hidden_states = hidden_states.to(compute_dtype(hidden_states))  # the residual stream of an autocast has its dtype
-        mask, base = self._mask(hidden_states, attention.sequence_first, attention_mask, self_attn_mask_type, window_size)
-        return super().forward(
-            hidden_states, mask, rotary_pos_emb, is_first_microbatch, self_attn_mask_type=base, encoder_output=encoder_output,
-            enc_dec_attn_mask=enc_dec_attn_mask, enc_dec_attn_mask_type=enc_dec_attn_mask_type,
-            enc_dec_window_size=enc_dec_window_size, checkpoint_core_attention=checkpoint_core_attention,
-            inference_params=inference_params, **te_arguments,
+        arguments = {"checkpoint_core_attention": checkpoint_core_attention, **te_arguments}
+        own, inter = dict(arguments), None
+        if decodes:
+            encoded = _batched(encoder_output, first, self.packed)
+            encoded = None if encoded is None else encoded.to(hidden_states.dtype)
+            inter, _ = Call.of(
+                self.inter_settings, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal,
+                enc_dec_attn_mask, arguments, packed=self.packed, encoded=encoded,
+            )  # fmt: skip
+            own |= {
+                "cu_seqlens_kv": arguments.get("cu_seqlens_q"),
+                "cu_seqlens_kv_padded": arguments.get("cu_seqlens_q_padded"),
+                "max_seqlen_kv": arguments.get("max_seqlen_q"),
+            }
+        call, rest = Call.of(
+            self.settings, self_attn_mask_type, window_size, bottom_right_diagonal, attention_mask, own, packed=self.packed,
+            own_keys=True,
         )  # fmt: skip
+        rest["inference_params"] = inference_params
+        if not decodes:
+            rest |= {
+                "encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask,
+                "enc_dec_attn_mask_type": enc_dec_attn_mask_type, "enc_dec_window_size": enc_dec_window_size,
+            }  # fmt: skip
+        x = hidden_states[None] if self.packed else hidden_states
+        mask, base = _attention_mask(call, attention, x, rotary_pos_emb)
+        made = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, self_attn_mask_type=base, inter=inter, **rest)
+        return _unpacked(made) if self.packed else made
 
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Share sequences with the ranks of a group; None ends it."""
+        if self.inter_attention is not None and cp_group is not None:
+            raise InputError("set_context_parallel_group of a decoder layer: context parallelism takes self-attention alone.")
         attention: Any = self.self_attention
         attention.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+
+def _inter(values: dict[str, Any], settings: Settings) -> _attention.MultiheadAttention:
+    """Attention of a decoder layer between its own and the MLP, with the layer's arguments."""
+    names = (
+        "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon", "init_method",
+        "output_layer_init_method", "layer_number", "num_gqa_groups", "bias", "normalization", "zero_centered_gamma",
+        "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope", "get_rng_state_tracker", "params_dtype", "device",
+    )  # fmt: skip
+    return _attention.MultiheadAttention(
+        **{name: values[name] for name in names},
+        **settings.native_arguments("attn_mask_type"),
+        qkv_format=values["attn_input_format"],
+        return_layernorm_output=values["apply_residual_connection_post_layernorm"],
+    )

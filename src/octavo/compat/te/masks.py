@@ -1,6 +1,6 @@
 """Masks in Transformer Engine's sense, True where nothing is attended to, as those of `octavo.nn`, True where something is.
 
-A query without any key sees itself: there its output has no meaning, and would otherwise be NaN. Shapes: B batch, T tokens.
+Queries and keys are the same tokens here. The result of a query without any key is 0. Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.errors import InputError, unknown
 
 PLAIN = {"causal": "causal", "causal_bottom_right": "causal", "no_mask": "no_mask"}
-"""Mask types without a mask; queries and keys are the same tokens, so that bottom right is top left."""
+"""Mask types without a mask, of as many queries as keys, so that bottom right is top left."""
 TYPES = (*PLAIN, "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
 
 
@@ -32,8 +32,14 @@ def window_pair(window: Any) -> tuple[int, int] | None:
     return None if pair in ((-1, -1), (-1, 0)) else pair
 
 
+def without_effect(kind: str) -> None:
+    """Warn of a mask beside a type that has none."""
+    message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
+    warnings.warn(message, stacklevel=3)  # which Python shows once
+
+
 def mask_and_type(
-    kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int], device: torch.device
+    kind: str, mask: Any, window: tuple[int, int] | None, shape: tuple[int, int, int], device: torch.device
 ) -> tuple[Tensor | None, str]:
     """(the mask for `octavo.nn`, bool [B or 1, H or 1, T, T] or None; its mask type for a call without a mask).
 
@@ -41,7 +47,7 @@ def mask_and_type(
         kind: Transformer Engine's mask type.
         mask: bool [B, 1, 1, T] for padding, any shape that broadcasts to [B, H, T, T] for "arbitrary".
         window: (left, right) keys around each query, -1 for all.
-        shape: B, T.
+        shape: B, H, T.
 
     Raises:
         InputError: an unknown type, a mask of another dtype or shape, a type without its mask.
@@ -54,28 +60,33 @@ def mask_and_type(
     base = "causal" if causal else "no_mask"
     if kind in PLAIN:
         if mask is not None:
-            message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
-            warnings.warn(message, stacklevel=2)  # which Python shows once
+            without_effect(kind)
         if left < 0 and (causal or right < 0):
             return None, base
-        return _allowed(shape[1], left, right, device)[None, None], base
+        return _allowed(shape[2], left, right, device)[None, None], base
     excluded = _checked(kind, mask, shape)
     allowed = ~excluded
     if left >= 0 or right >= 0:
-        allowed = allowed & _allowed(shape[1], left, right, device)
+        allowed = allowed & _allowed(shape[2], left, right, device)
     if not kind.startswith("arbitrary"):
-        allowed = allowed & allowed.new_ones(1, 1, shape[1], 1)  # [B, 1, T, T]
+        allowed = allowed & allowed.new_ones(1, 1, shape[2], 1)  # [B, 1, T, T]
         allowed = allowed & ~excluded.transpose(-1, -2)  # padding attends to nothing
-    diagonal = torch.eye(shape[1], dtype=torch.bool, device=allowed.device)
-    return allowed | (diagonal & ~allowed.any(-1, keepdim=True)), base
+    return allowed, base
 
 
-def _checked(kind: str, mask: Any, shape: tuple[int, int]) -> Tensor:
-    tokens = shape[1]
+def is_arbitrary(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> bool:
+    """True if it is bool and of a shape that broadcasts to [batch, heads, queries, keys], with all queries and keys."""
+    leading = (1,) * (4 - mask.dim()) + tuple(mask.shape[:-2])
+    fits = mask.dtype == torch.bool and 2 <= mask.dim() <= 4 and mask.shape[-2:] == (queries, keys)
+    return fits and leading[0] in (1, batch) and leading[1] in (1, heads)
+
+
+def _checked(kind: str, mask: Any, shape: tuple[int, int, int]) -> Tensor:
+    batch, heads, tokens = shape
     if isinstance(mask, tuple):
-        if len(mask) != 2 or mask[0].shape != mask[1].shape:
-            raise InputError("attention_mask is a tuple of two masks of different lengths: there is no cross-attention here.")
-        mask = mask[1]
+        if len(mask) != 2:
+            raise InputError(f"attention_mask is {len(mask)} masks: give one, or two of queries and keys.")
+        mask = mask[1]  # both are one: others are of `octavo.compat.te.call`
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         shown = type(mask).__name__ if not isinstance(mask, Tensor) else mask.dtype
         raise InputError(
@@ -83,10 +94,11 @@ def _checked(kind: str, mask: Any, shape: tuple[int, int]) -> Tensor:
             "attended to."
         )
     if kind == "arbitrary":
-        if mask.shape[-2:] != (tokens, tokens):
-            raise InputError(f"attention_mask has the shape {list(mask.shape)}: 'arbitrary' takes [B, H, {tokens}, {tokens}].")
+        if not is_arbitrary(mask, batch, heads, tokens, tokens):
+            takes = f"[{batch} or 1, {heads} or 1, {tokens}, {tokens}]"
+            raise InputError(f"attention_mask has the shape {list(mask.shape)}: 'arbitrary' takes {takes}.")
         return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    wanted = (shape[0], 1, 1, tokens)
+    wanted = (batch, 1, 1, tokens)
     if tuple(mask.shape) not in (wanted, (1, *wanted[1:])):
         raise InputError(f"attention_mask has the shape {list(mask.shape)}: {kind!r} takes {list(wanted)}.")
     return mask

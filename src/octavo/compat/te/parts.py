@@ -6,8 +6,10 @@ each forward joins it from the three, a copy that stays until backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.compat.missing import MissingName, way_of
@@ -19,7 +21,6 @@ from octavo.nn.norm import reset_norm_
 from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
-_WAYS: dict[tuple[str, ...], str] = {PARTS: "with fuse_qkv_params=True"}
 
 
 class State(ModuleState):
@@ -39,9 +40,14 @@ class State(ModuleState):
 
 
 class Parts(nn.Module):
-    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are there in a forward."""
+    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are there in a forward.
+
+    With other names their rows follow one another.
+    """
 
     names: tuple[str, ...] = PARTS
+    way = "with fuse_qkv_params=True"
+    """How the layer is made that has one parameter."""
     groups: int
     init_method: Init | None
     joined: tuple[Tensor, Tensor | None] | None
@@ -52,15 +58,20 @@ class Parts(nn.Module):
         return [getattr(self, f"{part}_{kind}") for part in self.names]
 
     def _join(self, kind: str) -> Tensor | None:
-        query, key, value = self.parts(kind)
-        return None if query is None else merge_qkv(query, key, value, self.groups)
+        parts = self.parts(kind)
+        if parts[0] is None:
+            return None
+        if self.names != PARTS:
+            return torch.cat(parts)
+        query, key, value = parts
+        return merge_qkv(query, key, value, self.groups)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
             joined = vars(self).get("joined")
             if joined is None:  # what a script wrote there would be lost
                 there = ", ".join(f"{part}_{name}" for part in self.names)
-                way = f"The layer has {there}; {_WAYS.get(self.names, 'without parameters_split')} it has {name}."
+                way = f"The layer has {there}; {self.way} it has {name}."
                 raise MissingName(way_of(f"{type(self).__name__}.{name}", {name: way}))
             return joined[name == "bias"]
         return super().__getattr__(name)
@@ -102,26 +113,48 @@ class LayerNormLinear(Parts, _linear.LayerNormLinear):
 
 def separate(layer: Any, heads: int, groups: int, init_method: Init | None = None) -> None:
     """Give a layer with one joint parameter three, in place; `init_method` fills each anew."""
-    own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
-    layer.__class__ = LayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else Linear
-    layer.groups, layer.joined = groups, None
-    for kind, parameter in own.items():
-        parts = [None] * 3 if parameter is None else split_qkv(parameter.detach(), heads, groups)
-        for name, part in zip(PARTS, parts, strict=True):
-            layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
-    layer.fp8_state = State(layer)
+
+    def cut(whole: Tensor) -> tuple[Tensor, ...]:
+        return split_qkv(whole, heads, groups)
+
+    layer.groups = groups
+    _into(layer, PARTS, cut)
     if init_method is not None:
         layer.reset_parameters()
 
 
-def rejoined(state: dict[str, Any], at: str, layer: Any, heads: int, groups: int) -> None:
-    """Convert query, key and value of a state dict, in place, to the one or three parameters of `layer`. at: its prefix."""
+def separate_rows(layer: Any, names: tuple[str, ...]) -> None:
+    """Give a layer with one parameter several of as many rows each, in place, with initial values for each."""
+    _into(layer, names, lambda whole: whole.chunk(len(names)))
+    layer.reset_parameters()
+
+
+def _into(layer: Any, names: tuple[str, ...], cut: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
+    layer.__class__ = LayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else Linear
+    layer.names, layer.joined = names, None
+    for kind, parameter in own.items():
+        parts = [None] * len(names) if parameter is None else cut(parameter.detach())
+        for name, part in zip(names, parts, strict=True):
+            layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
+    layer.fp8_state = State(layer)
+
+
+def rejoined(state: dict[str, Any], at: str, layer: Any, counts: Mapping[str, int], *, grouped: bool) -> None:
+    """Convert parts of a state dict, in place, to the one or several parameters of `layer`. at: its prefix.
+
+    counts: part → its heads. grouped: the rows of one parameter are in groups, as many as the last part has heads; else the
+    parts follow one another.
+    """
+    groups = list(counts.values())[-1] if grouped else 1
+    shares = [count // groups for count in counts.values()]
     for kind in ("weight", "bias"):
-        names, joint = [f"{at}{part}_{kind}" for part in PARTS], f"{at}{kind}"
+        names, joint = [f"{at}{part}_{kind}" for part in counts], f"{at}{kind}"
         if isinstance(layer, Parts):
-            rows = getattr(state.get(joint), "shape", ())[:1]
-            if rows and rows[0] % (heads + 2 * groups) == 0:
-                state |= zip(names, split_qkv(state.pop(joint), heads, groups), strict=True)
+            whole = state.get(joint)
+            if isinstance(whole, Tensor) and whole.dim() and whole.shape[0] % (groups * sum(shares)) == 0:
+                size = whole.shape[0] // (groups * sum(shares))
+                parts = state.pop(joint).unflatten(0, (groups, -1)).split([share * size for share in shares], 1)
+                state |= {name: part.flatten(0, 1) for name, part in zip(names, parts, strict=True)}
         elif all(isinstance(state.get(name), Tensor) and state[name].shape[0] % groups == 0 for name in names):
-            query, key, value = (state.pop(name) for name in names)
-            state[joint] = merge_qkv(query, key, value, groups)
+            state[joint] = torch.cat([state.pop(name).unflatten(0, (groups, -1)) for name in names], 1).flatten(0, 1)

@@ -1,4 +1,8 @@
-"""Transformer Engine's rotary position embedding: angles, and their use outside of a layer."""
+"""Transformer Engine's rotary position embedding: angles, and their use inside and outside of a layer.
+
+Interleaved angles turn neighbouring columns of a head, others its two halves. Columns are reordered for the former, so that
+both are one computation, in float32.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compat.te.device import default_device
-from octavo.errors import InputError
+from octavo.compat.te.sequences import INTEGERS, chunks, cumulative, positions, shown
+from octavo.errors import InputError, unknown
 from octavo.nn.rotary import rotate
-from octavo.nn.te_arguments import check_format, cos_and_sin
 
-
-def _refuse_interleaved(interleaved: bool) -> None:
-    if interleaved:
-        raise InputError(
-            "interleaved rotary embeddings are not supported: the two halves of a head rotate here. Reorder the rows of query "
-            "and key, and leave interleaved out."
-        )
+FORMATS = ("sbhd", "bshd", "thd")
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles of a rotary position embedding; buffer inv_freq, float32."""
+    """Angles of a rotary position embedding; buffer inv_freq, float32.
+
+    With `interleaved` columns 2i and 2i + 1 have the same angle, else column i and i + dim/2.
+    """
 
     def __init__(
         self,
@@ -34,7 +35,6 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        _refuse_interleaved(interleaved)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
@@ -46,13 +46,73 @@ class RotaryPositionEmbedding(nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles of the positions `offset` to `offset + max_seq_len − 1`: float32 [max_seq_len, 1, 1, dim]."""
         inv_freq: Any = self.inv_freq
-        positions = torch.arange(max_seq_len, device=inv_freq.device, dtype=inv_freq.dtype) + offset
+        at = torch.arange(int(max_seq_len), device=inv_freq.device, dtype=inv_freq.dtype) + offset
         trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
         if trained is not None and factor is not None:
             longest = max_seq_len > trained * factor
-            positions *= 1 / (max_seq_len / trained) if longest else 1 / factor
-        angles = torch.outer(positions, inv_freq)
-        return torch.cat((angles, angles), -1)[:, None, None, :]
+            at *= 1 / (max_seq_len / trained) if longest else 1 / factor
+        angles = torch.outer(at, inv_freq)
+        both = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return both[:, None, None, :]
+
+
+def check_angles(freqs: Any, head_dim: int) -> None:
+    """Raise an InputError unless they are [positions, 1, 1, Dr], with an even Dr of at most `head_dim`."""
+    if not isinstance(freqs, Tensor) or freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or not freqs.is_floating_point():
+        raise InputError(
+            f"rotary angles are {shown(freqs)}: give numbers [positions, 1, 1, columns], as RotaryPositionEmbedding does."
+        )
+    if freqs.shape[-1] > head_dim or freqs.shape[-1] % 2 or not freqs.shape[-1]:
+        raise InputError(f"rotary angles of {freqs.shape[-1]} columns: give an even number of at most {head_dim}, a head's.")
+
+
+def _starts(given: Any, sequences: int) -> Tensor | None:
+    """start_positions on the host, int [sequences]; an InputError unless they are."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) or given.dtype not in INTEGERS or tuple(given.shape) != (sequences,):
+        raise InputError(f"start_positions are {shown(given)}: give torch.int32 [{sequences}], one for each sequence.")
+    starts = given.cpu()
+    if sequences and int(starts.min()) < 0:
+        raise InputError(f"start_positions={starts.tolist()[:8]}: positions begin at 0, and one is {int(starts.min())}.")
+    return starts
+
+
+def _check_shared(size: Any, rank: Any, starts: Any) -> None:
+    """Raise an InputError unless `rank` is one of `size` ranks, whose sequences have no start positions."""
+    for name, value, least in (("cp_size", size, 1), ("cp_rank", rank, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={value!r}: give a whole number of at least {least}.")
+    if rank >= size:
+        raise InputError(f"cp_rank={rank} with cp_size={size}: ranks are 0 to {size - 1}.")
+    if size > 1 and starts is not None:
+        raise InputError(f"start_positions with cp_size={size}: ranks share sequences that begin at position 0. Leave one out.")
+
+
+def tables(freqs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the positions `at`, int64 [B or 1, T] on any device; of −1 those of no rotation. float32 [B or 1, T, Dr].
+
+    Raises:
+        InputError: a position beyond the angles.
+    """
+    if at.numel() and int(at.max()) >= len(freqs):
+        raise InputError(
+            f"rotary angles are there for {len(freqs)} positions: a token has position {int(at.max())}. Make more."
+        )
+    at = at.to(freqs.device)
+    angles = freqs[:, 0, 0].float()[at.clamp(min=0)].masked_fill((at < 0)[..., None], 0.0)
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, angles: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
+    """x [B, T, H, D] with the first Dr columns of each head rotated, by cos and sin [B or 1, T, Dr]."""
+    if not interleaved:
+        return rotate(x, angles)
+    columns = angles[0].shape[-1]
+    halves = [table.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for table in angles]
+    head = x[..., :columns].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    back = rotate(head, (halves[0], halves[1])).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return back if columns == x.shape[-1] else torch.cat((back, x[..., columns:]), -1)
 
 
 def apply_rotary_pos_emb(
@@ -66,15 +126,46 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """`t`, [T, B, H, D] or for "bshd" [B, T, H, D], rotated by the angles `freqs` [T or more, 1, 1, Dr].
+    """`t`, [T, B, H, D], for "bshd" [B, T, H, D] or for "thd" [T, H, D], rotated by the angles `freqs` [T or more, 1, 1, Dr].
+
+    Contiguous, whatever the strides of `t`.
+    `fused` is without effect: both ways compute in float32. start_positions: int [B], the position of each sequence's first
+    token. cu_seqlens: of "thd", where sequences begin and end; their positions begin at 0. cp_size, cp_rank: ranks that share
+    each sequence, in 2 · cp_size chunks, of which this one has two.
 
     Raises:
-        InputError: packed sequences, parts of a sequence, start positions or interleaved heads.
+        InputError: another format, angles that do not fit, positions beyond them, start positions that are not one for each
+            sequence or are negative, start positions of shared sequences, or a rank that is none of `cp_size`.
     """
-    _refuse_interleaved(interleaved)
-    if start_positions is not None or cu_seqlens is not None or cp_size != 1:
-        raise InputError("apply_rotary_pos_emb takes whole sequences from position 0: leave the other arguments out.")
-    first = check_format("tensor_format", tensor_format)
-    x = t.transpose(0, 1) if first else t
-    out = rotate(x, cos_and_sin(freqs, x.shape[:2], x.shape[-1]))
-    return out.transpose(0, 1) if first else out
+    if tensor_format not in FORMATS:
+        raise unknown("tensor_format", str(tensor_format), FORMATS)
+    packed, first = tensor_format == "thd", tensor_format == "sbhd"
+    if not isinstance(t, Tensor) or t.dim() != (3 if packed else 4) or not t.is_floating_point():
+        raise InputError(
+            f"t is {shown(t)}: tensor_format {tensor_format!r} is of {3 if packed else 4} dimensions, and of floating point."
+        )
+    _check_shared(cp_size, cp_rank, start_positions)
+    check_angles(freqs, t.shape[-1])
+    if packed:
+        if cu_seqlens is None:
+            raise InputError("tensor_format 'thd' takes cu_seqlens, where sequences begin and end.")
+        ends = cumulative("cu_seqlens", cu_seqlens)
+        starts = _starts(start_positions, len(ends) - 1)
+        at = positions(ends, len(t), parts=cp_size, part=cp_rank)
+        if starts is not None and len(starts):
+            number = torch.bucketize(torch.arange(len(t)), torch.tensor(ends[1:]), right=True).clamp(max=len(starts) - 1)
+            at = torch.where(at < 0, at, at + starts[number])
+        return turned(t[None], tables(freqs, at[None]), interleaved=interleaved)[0].contiguous()
+    if cu_seqlens is not None:
+        raise InputError(
+            f"cu_seqlens with tensor_format {tensor_format!r}: they are of packed sequences, 'thd'. Leave one out."
+        )
+    tokens, samples = (t.shape[0], t.shape[1]) if first else (t.shape[1], t.shape[0])
+    starts = _starts(start_positions, samples)
+    at = chunks(tokens, cp_size, cp_rank)[None]
+    if starts is not None:
+        at = at + starts[:, None]
+    cos, sin = tables(freqs, at)
+    if first:  # samples and tokens change places in the tables: t keeps its order
+        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)
+    return turned(t, (cos, sin), interleaved=interleaved).contiguous()

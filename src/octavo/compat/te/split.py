@@ -42,6 +42,7 @@ class Split(Parts, Stateful):
     """Base: parameters NAME_weight and NAME_bias."""
 
     names: tuple[str, ...]
+    way = "without parameters_split"
 
     def forward(
         self,

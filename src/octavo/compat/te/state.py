@@ -145,7 +145,16 @@ def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *other
             state.pop(key)
     for name, child in module.named_modules():
         if isinstance(child, MultiheadAttention):
-            for layer in ("layernorm_qkv", "qkv"):
+            heads = {"query": child.heads, "key": child.groups, "value": child.groups}
+            for layer, parts in _PRODUCTS.items():
                 if hasattr(child, layer):
                     at = f"{prefix}{name}.{layer}." if name else f"{prefix}{layer}."
-                    rejoined(state, at, getattr(child, layer), child.heads, child.groups)
+                    counts = {part: heads[part] for part in parts}
+                    rejoined(state, at, getattr(child, layer), counts, grouped=getattr(child, "rows_grouped", True))
+
+
+_PRODUCTS = {
+    "layernorm_qkv": ("query", "key", "value"), "qkv": ("query", "key", "value"),
+    "layernorm_query": ("query",), "key_value": ("key", "value"),
+}  # fmt: skip
+"""Product of an attention → the parts of its rows."""

@@ -144,14 +144,6 @@ class Parameter:
             return cast(Tensor, raw.unsharded_accumulated_grad_data)
         return None if raw.unsharded_param.grad is None else cast(Tensor, raw.unsharded_grad_data)
 
-    @property
-    def holds_gradient(self) -> bool:
-        """True with a gradient that the ranks have not reduced."""
-        raw = self._raw
-        if not hasattr(raw, "_unsharded_param"):
-            return False
-        return raw.unsharded_accumulated_grad is not None or raw.unsharded_param.grad is not None
-
     def drop_gradient(self) -> None:
         """Leave FSDP2 no gradient to reduce."""
         if hasattr(self._raw, "_unsharded_param"):
@@ -307,7 +299,11 @@ class Group:
     @property
     def holds_gradients(self) -> bool:
         """True with gradients of backwards that its ranks have not reduced, or not over the replicas."""
-        return any(each.holds_gradient for each in self.parameters) or self._raw._partial_reduce_output is not None
+        for raw in self._raw.fsdp_params:
+            whole = vars(raw).get("_unsharded_param")
+            if whole is not None and (whole.grad is not None or raw.unsharded_accumulated_grad is not None):
+                return True
+        return self._raw._partial_reduce_output is not None
 
     def drop_gradients(self) -> None:
         """Drop the gradients of `holds_gradients`."""

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, checkpoints
-from octavo.fp8.quantizer import has_one_scale, shard_scale
-from octavo.fp8.recipe import Cast, Operand, Recipe
+from octavo.fp8.quantizer import shard_scale
+from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.cast import cast, transpose
 from octavo.kernels.quantize.cast_scaled import amax
@@ -102,8 +102,12 @@ def _reads_its_base(module: nn.Module) -> bool:
 def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
     """Amaxes of all weights that this forward casts by their own, joined by one all-reduce for each group of ranks."""
     by_group = defaultdict(list)  # experts that are spread have groups of their own
+    around = {device: autocast.gathering_recipe(device) for device in {weight.parameter.device for weight in weights}}
     for weight in weights:
-        if weight.needs_amax():
+        recipe = around[weight.parameter.device]
+        if recipe is None or (recipe.history is not None and weight.state.override is None):
+            continue
+        if weight.needs_amax(recipe):
             by_group[weight.parameter.shard_group].append(weight)
     for group, own in by_group.items():
         parts = [weight.amax() for weight in own]
@@ -134,8 +138,13 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight], forward: _
     def hook(*_: Any) -> None:
         if not forward.running and checkpoints.graph_task() == -1:  # a part of the model that is called by itself
             forward.note()
-        if group.is_there and checkpoints.graph_task() == -1 and not all(weight.is_of_forward() for weight in weights):
-            group.free()
+        if checkpoints.graph_task() != -1 or not group.is_there:
+            return
+        around = autocast.gathering_recipe(weights[0].parameter.device)
+        for weight in weights:
+            if not weight.is_of_forward(around):
+                group.free()
+                return
 
     return hook
 
@@ -148,8 +157,11 @@ def _complete_in_backward(group: Group, weights: Sequence[_SharedWeight]) -> Non
     """
 
     def check() -> None:
-        if group.is_there and not all(weight.is_of_backward() for weight in weights):
-            group.free()
+        if group.is_there:
+            for weight in weights:
+                if not weight.is_of_backward():
+                    group.free()
+                    return
 
     def complete() -> None:
         if not group.is_gathered:
@@ -158,7 +170,8 @@ def _complete_in_backward(group: Group, weights: Sequence[_SharedWeight]) -> Non
                 "of its input. Leave it True, or keep them gathered by set_reshard_after_forward(False)."
             )
         for weight in weights:
-            weight.complete()
+            if not weight.is_complete:
+                weight.complete()
 
     group.around_pre_backward(check, complete)
 
@@ -183,18 +196,19 @@ class _SharedWeight:
         self.scales = [tuple(torch.ones(count, device=parameter.device) for _ in range(2)) for _ in range(2)]
         self.scale, self.scale_inv = self.scales[True]
 
-    def wanted(self) -> Cast | None:
-        """The form that a forward reads under the current autocast."""
-        recipe = self._recipe()
-        return None if recipe is None else recipe.casts[Operand.WEIGHT]
+    def wanted(self, around: Recipe | None) -> Cast | None:
+        """The form that a forward reads under an autocast of this recipe."""
+        recipe = self.state.under(around)
+        how = None if recipe is None else recipe.casts[Operand.WEIGHT]
+        return how if how is not None and how.granularity is Granularity.TENSOR else None
 
-    def is_of_forward(self) -> bool:
+    def is_of_forward(self, around: Recipe | None) -> bool:
         """True if the last gathering was in the form of the current forward, and for its backward where it has one."""
-        return self.how == self.wanted() and (not self.forward.grads or self.is_of_backward())
+        return self.how == self.wanted(around) and (not self.forward.grads or self.is_of_backward())
 
-    def needs_amax(self) -> bool:
+    def needs_amax(self, around: Recipe | None) -> bool:
         """True if this forward casts the weight by its own amax."""
-        how = self.wanted()
+        how = self.wanted(around)
         return how is not None and not how.delayed and not self._is_chosen(how)
 
     def amax(self) -> Tensor:
@@ -209,12 +223,12 @@ class _SharedWeight:
         own = self.parameter.shard
         backward = checkpoints.graph_task() != -1
         in_forward = not backward and (self.forward.running or self.group.in_forward)
-        recipe = self._recipe() if in_forward else None
-        how = None if recipe is None else recipe.casts[Operand.WEIGHT]
-        if backward:
-            how = self.backward_how
+        around = autocast.gathering_recipe(own.device) if in_forward else None
+        how = self.backward_how if backward else self.wanted(around)
         trains = backward or (in_forward and self.forward.grads)
-        held = self.shard_rows if backward or (how is not None and self._is_chosen(how)) else None
+        held = self.shard_rows
+        if held is not None and not backward and (how is None or not self._is_chosen(how)):
+            held = None
         if trains:
             self.backward_how, self.shard_rows = how, None
         if how != self.how:
@@ -223,20 +237,15 @@ class _SharedWeight:
             return (own,), False
         self.scale, self.scale_inv = self.scales[trains]
         if held is None:
-            amax = None if recipe is None else self._choose_scale(own, recipe, how, mesh)
+            amax = None if around is None else self._choose_scale(own, around, how, mesh)
             held = self._cast(own, amax, how, mesh)
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
-        return (held.view(own.dtype) if self._fills_numbers(own) else held,), backward
-
-    def _fills_numbers(self, shard: Tensor) -> bool:
-        """True if the FP8 rows travel as numbers of the dtype of norms and biases, which travel with them.
-
-        FSDP2 copies elements, and a group of several dtypes byte by byte. It wants a shard that some rank pads in its own
-        width.
-        """
+        # As numbers of the dtype of norms and biases, which travel with them: FSDP2 copies elements, and a group of several
+        # dtypes byte by byte. It wants a shard that some rank pads in its own width.
         rows, columns = self.parameter.size
-        return rows % self.parameter.ranks == 0 and columns % shard.dtype.itemsize == 0
+        fills_numbers = rows % self.parameter.ranks == 0 and columns % own.dtype.itemsize == 0
+        return (held.view(own.dtype) if fills_numbers else held,), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         """Give the module the whole weight, and autograd a parameter without values."""
@@ -252,7 +261,7 @@ class _SharedWeight:
                 self.columnwise = torch.empty(shape, dtype=rowwise.dtype, device=rowwise.device)
         self.state.gathered = QuantizedTensor(rowwise, self.scale_inv, self.columnwise, self.scale_inv)
         self.is_complete = False
-        if backward or self._is_kept():
+        if backward or not self.group.frees_after_forward:
             self._fill(rowwise)
         return _placeholder(rows * columns, dtype, rowwise.device).view(rows, columns), (self.columnwise,)
 
@@ -263,7 +272,7 @@ class _SharedWeight:
     def complete(self) -> None:
         """Fill what backward reads of a weight that was gathered in front of it."""
         gathered = self.state.gathered
-        if self.how is not None and not self.is_complete and gathered is not None and gathered.rowwise_data is not None:
+        if self.how is not None and gathered is not None and gathered.rowwise_data is not None:
             self._fill(gathered.rowwise_data)
             if not self._is_gathered_again(backward=True):
                 self.shard_rows = None
@@ -276,27 +285,19 @@ class _SharedWeight:
                 transpose(rowwise[index], self.columnwise[index])
         self.is_complete = True
 
-    def _is_kept(self) -> bool:
-        """True if gathered weights stay from forward to backward, by FSDP2's present setting."""
-        return not self.group.frees_after_forward
-
-    def _recipe(self) -> Recipe | None:
-        """The recipe of this forward, if it casts weights with one scale a tensor."""
-        recipe = self.state.under(autocast.current_recipe(self.parameter.device))
-        return recipe if has_one_scale(recipe) else None
-
     def _is_gathered_again(self, backward: bool) -> bool:
         """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
         micro_batch_follows = self.forward.first is not None and not self.group.reduces
-        return micro_batch_follows or not (backward or self._is_kept())
+        return micro_batch_follows or (not backward and self.group.frees_after_forward)
 
     def _is_chosen(self, how: Cast) -> bool:
         """True in a later micro-batch, which casts by the scale of the first."""
         return self.forward.grads and self.chosen == how and self.forward.first is False
 
-    def _choose_scale(self, own: Tensor, recipe: Recipe, how: Cast, mesh: Any) -> Tensor | None:
+    def _choose_scale(self, own: Tensor, around: Recipe, how: Cast, mesh: Any) -> Tensor | None:
         """Choose the scale of a step's forwards and backwards; returns the slot of the amax for the first of them."""
-        if self._is_chosen(how):
+        recipe = self.state.under(around)
+        if recipe is None or self._is_chosen(how):
             return None
 
         def largest() -> Tensor:

@@ -1,0 +1,339 @@
+"""What a call of Transformer Engine's attention says of its keys: mask type, window, masks, lengths, padding.
+
+Each argument is used or checked: one that contradicts another, or the tensors, is refused. The result is a mask for the layers
+of `octavo.nn`, or a list of segments.
+
+Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from octavo.compat.notices import say_once
+from octavo.compat.te.masks import PLAIN, TYPES, is_arbitrary, mask_and_type, window_pair, without_effect
+from octavo.compat.te.sequences import check_longest, chunks, cumulative, joined, lengths_of, places, positions, shown
+from octavo.errors import InputError, check_flags, unknown
+from octavo.nn.segments import LIBRARY, Segment
+
+BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+LONGEST = ("max_seqlen_q", "max_seqlen_kv")
+_PLACES = {"cu_seqlens_q": "cu_seqlens_q_padded", "cu_seqlens_kv": "cu_seqlens_kv_padded"}
+"""Lengths → where the sequences begin."""
+TAKEN = (
+    *LENGTHS, *LONGEST, "pad_between_seqs", "core_attention_bias_type", "core_attention_bias",
+    "alibi_slopes", "softcap", "checkpoint_core_attention",
+)  # fmt: skip
+"""Arguments of a call that `Call` has an answer for."""
+MASKED = f"{LIBRARY} with a mask"
+
+
+def mask_type(argument: str, kind: Any) -> str:
+    """Transformer Engine's mask type, of which some have two spellings; an InputError unless it is one."""
+    name = str(kind).replace(",", "_")
+    name = "padding_causal" if name == "causal_padding" else name
+    if name not in TYPES:
+        raise unknown(argument, str(kind), TYPES)
+    return name
+
+
+def _cap(value: Any) -> float:
+    """softcap as a number, 0 for none; an InputError unless it is finite and not negative."""
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InputError(f"softcap={value!r}: give a finite number above 0, or 0 for none.")
+    return float(value)
+
+
+class Settings:
+    """What a layer's constructor says of its calls."""
+
+    def __init__(self, kind: str, window: Any, bottom_right: bool | None, softcap: float | None) -> None:
+        self.kind, self.window, self.bottom_right = kind, window_pair(window), bottom_right
+        check_flags("attention", bottom_right_diagonal=bottom_right or False)
+        self.softcap = _cap(softcap)
+        causal = "causal" in kind
+        self.native = (self.window[0], 0) if self.window is not None and causal else None
+        """A window that the layer of `octavo.nn` computes by itself, in causal calls."""
+
+    @classmethod
+    def take(cls, values: dict[str, Any], name: str, prefix: str = "") -> Settings:
+        """Those of a constructor's arguments, which are removed. name: of the mask type. prefix: of the others."""
+        kind = mask_type(name, values.pop(name))
+        window, bottom_right = (values.pop(f"{prefix}{part}") for part in ("window_size", "bottom_right_diagonal"))
+        return cls(kind, window, bottom_right, values.pop("softcap", None))
+
+    def native_arguments(self, name: str) -> dict[str, Any]:
+        """Mask type and window for the layer of `octavo.nn`, the nearest that it has."""
+        return {name: "causal" if "causal" in self.kind else "no_mask", "window_size": self.native}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A call.
+
+    Attributes:
+        given: its arguments by `TAKEN`.
+        encoded: hidden states of an encoder, [B, Tk, hidden].
+        own_keys: keys are of the tokens of the queries, so that lengths of the queries are those of the keys.
+    """
+
+    settings: Settings
+    kind: str
+    window: tuple[int, int] | None
+    bottom_right: bool | None
+    mask: Any
+    given: dict[str, Any]
+    packed: bool = False
+    encoded: Tensor | None = None
+    own_keys: bool = False
+    read: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Lengths on the host, read once a call; a recomputation in backward has those of its forward."""
+
+    @classmethod
+    def of(
+        cls, settings: Settings, kind: Any, window: Any, bottom_right: bool | None, mask: Any, arguments: dict[str, Any], *,
+        packed: bool = False, encoded: Tensor | None = None, own_keys: bool = False,
+    ) -> tuple[Self, dict[str, Any]]:  # fmt: skip
+        """The call, and the arguments that it has no answer for."""
+        given = {name: value for name, value in arguments.items() if name in TAKEN and value is not None}
+        rest = {name: value for name, value in arguments.items() if name not in TAKEN}
+        kind = settings.kind if kind is None else mask_type("attn_mask_type", kind)
+        window = settings.window if window is None else window_pair(window)
+        right = settings.bottom_right if bottom_right is None else bottom_right
+        again = given.get("checkpoint_core_attention", False)
+        check_flags("attention", bottom_right_diagonal=right or False, checkpoint_core_attention=again)
+        bias = given.get("core_attention_bias_type", "no_bias")
+        if bias not in BIASES:
+            raise unknown("core_attention_bias_type", str(bias), BIASES)
+        if ("core_attention_bias" in given) != (bias in ("pre_scale_bias", "post_scale_bias")):
+            raise InputError(
+                f"core_attention_bias_type={bias!r} with{'' if 'core_attention_bias' in given else 'out'} core_attention_bias: "
+                "'pre_scale_bias' and 'post_scale_bias' take one, the others none."
+            )
+        if "alibi_slopes" in given and bias != "alibi":
+            raise InputError(f"alibi_slopes beside core_attention_bias_type={bias!r}: pass 'alibi'.")
+        call = cls(
+            settings,
+            kind,
+            window,
+            right,
+            mask,
+            given,
+            packed,
+            encoded,
+            own_keys,
+        )
+        return call, rest
+
+    @property
+    def bias(self) -> str:
+        """Kind of bias."""
+        return str(self.given.get("core_attention_bias_type", "no_bias"))
+
+    @property
+    def cap(self) -> float:
+        """Cap of the scores, 0 for none."""
+        return _cap(self.given.get("softcap", self.settings.softcap))
+
+    def is_plain(self, core: Any, queries: int, keys: int) -> bool:
+        """True if a layer of `octavo.nn` computes it, at most with a mask."""
+        if self.packed or any(name in self.given for name in LENGTHS) or self.bias != "no_bias" or self.cap:
+            return False
+        if self.given.get("checkpoint_core_attention") or getattr(core, "softmax_offset", None) is not None:
+            return False
+        if getattr(core, "return_max_logit", False) or self.encoded is not None:
+            return False
+        if isinstance(self.mask, tuple) and len(self.mask) == 2 and self.mask[0] is not self.mask[1]:
+            return False  # of queries and of keys
+        return queries == keys or (self.kind == "no_mask" and self.window is None)
+
+    def native(self, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, str]:
+        """The mask for the layer of `octavo.nn`, and its mask type."""
+        found, base = self._native((batch, heads, keys), device)
+        self._check_samples(queries, keys)
+        if found is not None:
+            self._say({f"attn_mask_type={self.kind!r}": self.kind not in PLAIN, f"window_size={self.window}": True}, MASKED)
+        return found, base
+
+    def _native(self, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor | None, str]:
+        settings, kind, window = self.settings, self.kind, self.window
+        if settings.native is None or kind not in PLAIN:
+            return mask_and_type(kind, self.mask, window, shape, device)
+        if "causal" in kind and window is not None and window[0] == settings.native[0]:
+            return None, "causal"
+        found, base = mask_and_type(kind, self.mask, window, shape, device)
+        everything = shape[2], shape[2]
+        return (found if found is not None else mask_and_type(kind, self.mask, everything, shape, device)[0]), base
+
+    def _check_samples(self, queries: int, keys: int) -> None:
+        """Raise an InputError unless max_seqlen_… and pad_between_seqs are true of samples without lengths."""
+        self._check_padding({})
+        masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
+        for name, mask, tokens in zip(LONGEST, masks, (queries, keys), strict=True):
+            given, longest = self.given.get(name), tokens
+            if isinstance(given, int) and given < tokens and "padding" in self.kind and isinstance(mask, Tensor):
+                longest = int((~mask).sum(-1).max()) if mask.numel() else 0
+            if given is not None:
+                check_longest(name, given, longest)
+
+    def _check_padding(self, padded: dict[str, bool], *, full: bool = False) -> None:
+        """Raise an InputError unless pad_between_seqs is true.
+
+        padded: by `_PLACES`, True where sequences have gaps. full: sequences leave no token for padding.
+        """
+        pads = self.given.get("pad_between_seqs")
+        if pads is None:
+            return
+        if not isinstance(pads, bool):
+            raise InputError(f"pad_between_seqs={pads!r}: give True, False or None.")
+        if pads and not self.packed:
+            raise InputError(
+                'pad_between_seqs=True is of packed sequences ("thd"): samples have their padding by lengths or masks.'
+            )
+        if pads and not padded and not full:
+            raise InputError(
+                "pad_between_seqs=True without the places of the sequences, which are shorter than the tokens: give "
+                "cu_seqlens_q_padded and cu_seqlens_kv_padded."
+            )
+        if not pads and any(padded.values()):
+            name = next(name for name, gaps in padded.items() if gaps)
+            raise InputError(
+                f"pad_between_seqs=False, and by {name} there is padding between them: pass True, or leave it out."
+            )
+
+    def _aligned_right(self) -> bool:
+        if self.kind in ("causal", "padding_causal"):
+            return False
+        return True if self.kind.endswith("bottom_right") or self.bottom_right is None else self.bottom_right
+
+    def _say(self, reasons: dict[str, bool], way: str) -> None:
+        """Say once for what a call has no kernel."""
+        for what in [what for what, there in reasons.items() if there]:
+            say_once(f"attention: {what}, {way}", f"attention with {what} runs in {way}, and not in a kernel of Octavo's.")
+
+    def segments(self, q: Tensor, k: Tensor) -> tuple[list[Segment], Tensor | None]:
+        """The segments, and for "arbitrary" the mask, True where a query attends to a key."""
+        (batch, queries), keys = q.shape[:2], k.shape[1]
+        padding = "padding" in self.kind
+        whole = [Segment(0, batch, 0, queries, 0, keys)]
+        if self.packed or any(name in self.given for name in LENGTHS):
+            if self.packed and not padding:
+                raise InputError(
+                    f"attn_mask_type={self.kind!r} with packed sequences (\"thd\"): use 'padding', 'padding_causal' or "
+                    "'padding_causal_bottom_right'."
+                )
+            segments = self._by_lengths(batch, queries, keys)
+            if padding:
+                self._check_masks(segments)
+                return segments, None
+            full = [(one.q1 - one.q0, one.k1 - one.k0) for one in segments] == [(queries, keys)] * batch
+            if not full:
+                raise InputError(
+                    f"attn_mask_type={self.kind!r} with cu_seqlens of shorter sequences: use a mask type with 'padding', or "
+                    "leave cu_seqlens out."
+                )
+        else:
+            self._check_samples(queries, keys)
+        if self.kind == "arbitrary":
+            return whole, self._arbitrary(batch, q.shape[2], queries, keys)
+        if not padding:
+            if self.mask is not None:
+                without_effect(self.kind)
+            return whole, None
+        masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
+        for mask, tokens, what in zip(masks, (queries, keys), ("queries", "keys"), strict=True):
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != (batch, 1, 1, tokens):
+                raise InputError(
+                    f"attention mask type {self.kind!r} with attention_mask of {shown(mask)} for the {what}: give bool "
+                    f"{[batch, 1, 1, tokens]}, True for padding, of queries and keys a pair; or cu_seqlens_q and cu_seqlens_kv."
+                )
+            if what not in self.read:
+                self.read[what] = lengths_of(mask)
+        return joined(*([(n, 0, length) for n, length in enumerate(self.read[what])] for what in ("queries", "keys"))), None
+
+    def _arbitrary(self, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+        mask = self.mask
+        if not isinstance(mask, Tensor) or not is_arbitrary(mask, batch, heads, queries, keys):
+            raise InputError(
+                f"attention mask type 'arbitrary' with attention_mask of {shown(mask)}: give bool "
+                f"[{batch} or 1, {heads} or 1, {queries}, {keys}], True where nothing is attended to."
+            )
+        return ~mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+    def _by_lengths(self, batch: int, queries: int, keys: int) -> list[Segment]:
+        q_ends, kv_ends, q_padded, kv_padded = (self._ends(name) for name in LENGTHS)
+        if q_ends is not None and kv_ends is None and self.own_keys:
+            kv_ends, kv_padded = q_ends, q_padded if kv_padded is None else kv_padded
+        if q_ends is None or kv_ends is None:
+            there, missing = LENGTHS[:2] if kv_ends is None and q_ends is not None else LENGTHS[1::-1]
+            given = f"{there} without {missing}" if there in self.given else "no cu_seqlens_q and cu_seqlens_kv"
+            raise InputError(f"{given}: sequences are of queries and of keys, so give both.")
+        if (q_padded is None) != (kv_padded is None):
+            raise InputError("cu_seqlens_q_padded and cu_seqlens_kv_padded go together: give both, or none.")
+        found, gaps = [], {}
+        sides = zip(LENGTHS, LONGEST, (q_ends, kv_ends), (q_padded, kv_padded), (queries, keys), strict=False)
+        for name, longest, ends, padded, tokens in sides:
+            found.append(places(name, ends, padded, tokens, packed=self.packed))
+            if not self.packed and len(found[-1]) != batch:
+                raise InputError(f"{name} is of {len(found[-1])} sequences: there are {batch} samples.")
+            if longest in self.given:
+                check_longest(longest, self.given[longest], max((end - first for _, first, end in found[-1]), default=0))
+            if padded is not None and self.packed:
+                gaps[_PLACES[name]] = padded[:-1] != ends[:-1]
+        self._check_padding(gaps, full=(q_ends[-1], kv_ends[-1]) == (queries, keys))
+        return joined(*found)
+
+    def _copied_mask(self) -> Any:
+        """Padding masks for a recomputation, which has those of its forward; others, of Tq × Tk, are not copied."""
+        if "padding" not in self.kind:
+            return self.mask
+        if isinstance(self.mask, tuple | list):
+            return tuple(mask.clone() if isinstance(mask, Tensor) else mask for mask in self.mask)
+        return self.mask.clone() if isinstance(self.mask, Tensor) else self.mask
+
+    def _ends(self, name: str) -> tuple[int, ...] | None:
+        """Cumulative lengths on the host; None if they are not given."""
+        if name in self.given and name not in self.read:
+            self.read[name] = cumulative(name, self.given[name])
+        return self.read.get(name)
+
+    def _check_masks(self, segments: list[Segment]) -> None:
+        """Raise an InputError if masks beside lengths have other ones."""
+        if self.mask is None:
+            return
+        masks = self.mask if isinstance(self.mask, tuple | list) else (self.mask, self.mask)
+        lengths = [one.q1 - one.q0 for one in segments], [one.k1 - one.k0 for one in segments]
+        for name, mask, own in zip(LENGTHS, masks, lengths, strict=False):
+            fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
+            fits = fits and tuple(mask.shape[:3]) == (len(own), 1, 1) and mask.shape[3] >= max(own, default=0)
+            if fits:
+                padded = torch.arange(mask.shape[3])[None] >= torch.tensor(own, dtype=torch.int64)[:, None]
+                fits = torch.equal(mask[:, 0, 0].cpu(), padded)
+            if not fits:
+                raise InputError(
+                    f"attention_mask of {shown(mask)} beside {name} has other lengths: leave one of the two out, or give bool "
+                    f"{[len(own), 1, 1, max(own, default=0)]}, True for padding."
+                )
+
+    def _alike(self) -> bool:
+        """True if queries and keys have the same positions."""
+        names = ("cu_seqlens_q", "cu_seqlens_kv"), ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        return not self.packed or all(self.given.get(q) is self.given.get(kv) for q, kv in names)
+
+    def _positions(self, name: str, tokens: int) -> Tensor:
+        if not self.packed:
+            return chunks(tokens, 1, 0)
+        ends, padded = self._ends(name), self._ends(_PLACES[name])
+        if ends is None and name == "cu_seqlens_kv" and self.own_keys:
+            return self._positions("cu_seqlens_q", tokens)
+        if ends is None:
+            raise InputError(f"no {name}: packed sequences take it, of the queries and of the keys.")
+        return positions(ends if padded is None else [min(end, tokens) for end in padded], tokens)

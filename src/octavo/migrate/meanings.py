@@ -1,0 +1,303 @@
+"""Meaning of a script's names: imported ones with their aliases, subclasses, partials, and names of layers.
+
+A name that is bound twice, to a library and to something else, is not sure. Layers are followed through assignments, wrappers
+and the parameters of the script's own functions; whoever gets one otherwise is listed in `strays`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from octavo.migrate.names import METHODS, canonical, is_layer, library_of
+
+_ITSELF = ("to", "cuda", "cpu", "half", "float", "bfloat16", "double", "eval", "train", "requires_grad_", "apply", "to_empty")
+"""Methods of a module that return it."""
+_WRAPPERS = (
+    "FullyShardedDataParallel", "DistributedDataParallel", "DataParallel", "compile", "checkpoint_wrapper", "offload_wrapper",
+    "prepare", "deepcopy", "copy", "fully_shard", "replicate",
+)  # fmt: skip
+"""Functions whose result is called as the module that they get."""
+_QUIET = (
+    "print", "isinstance", "issubclass", "type", "len", "repr", "str", "id", "hasattr", "super", "setattr", "add_module",
+    "register_module", "Sequential", "getattr", "append", "summary", "numel", "callable", "assertIsInstance",
+)  # fmt: skip
+"""Functions that call no layer, or with one argument alone."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Callee of a call.
+
+    Attributes:
+        dotted: the canonical name; `….forward` for a call of a layer.
+        skip: arguments in front that are not its own: self.
+        sure: False if it may be something else.
+        whole: False if further arguments come from a partial.
+    """
+
+    dotted: str
+    skip: int = 0
+    sure: bool = True
+    whole: bool = True
+
+
+@dataclass
+class Meanings:
+    """Meanings of the names of a tree.
+
+    Attributes:
+        names: a name of the script → dotted.
+        unsure: names of libraries that are something else too.
+        strays: (node, layer, its receiver) of a layer whose calls are not seen.
+    """
+
+    tree: ast.AST
+    names: dict[str, str] = field(default_factory=dict)
+    unsure: set[str] = field(default_factory=set)
+    strays: list[tuple[ast.AST, str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._parents = {id(child): node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self._layers: dict[str, set[str | None]] = {}  # text of a variable → layers; None for something else
+        self._partial: set[str] = set()
+        self._made: dict[str, str] = {}  # subclass without a constructor of its own → base
+        self._called: dict[str, str] = {}  # subclass without a forward of its own → base
+        self._bases: dict[int, str] = {}  # class (`id`) → base
+        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._functions.setdefault(node.name, []).append(node)
+
+    def bind(self, name: str, dotted: str) -> None:
+        """A name that an import binds. A library goes before anything else."""
+        before = self.names.get(name)
+        if before is not None and before != dotted and (library_of(before) or library_of(dotted)):
+            self.unsure.add(name)
+            dotted = before if library_of(before) else dotted
+        self.names[name] = dotted
+
+    def follow(self, nodes: Iterable[ast.AST]) -> None:
+        """Follow assignments, classes and functions; nodes: those of the tree by lines."""
+        nodes = list(nodes)
+        imported = set(self.names)
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                self._subclass(node)
+            for target, value in _assigned(node):
+                self._assign(target, value)
+        for name in _bound_otherwise(nodes) & imported:
+            if library_of(self.names[name]) is not None:
+                self.unsure.add(name)
+        before = -1
+        while before != sum(map(len, self._layers.values())):  # layers reach further names through others
+            before = sum(map(len, self._layers.values()))
+            for node in nodes:
+                for target, value in _assigned(node):
+                    for key in self._keys(target):
+                        self._layers.setdefault(key, set()).update(self._layers_of(value) or {None})
+                if isinstance(node, ast.Call):
+                    self._hand_over(node)
+        for node in nodes:
+            self._stray(node)
+
+    def dotted(self, node: ast.AST) -> str | None:
+        """The full dotted name of an expression; None for others."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return None
+        start = self.names.get(node.id)
+        return None if start is None else ".".join([start, *reversed(parts)])
+
+    def is_sure(self, node: ast.AST) -> bool:
+        """False for a name that may be something else."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return not (isinstance(node, ast.Name) and node.id in self.unsure)
+
+    def is_followed(self, dotted: str) -> bool:
+        """True for a partial of this name that has a name itself."""
+        return any(self.names.get(name) == dotted for name in self._partial)
+
+    def targets(self, call: ast.Call) -> list[Target]:
+        """The functions, classes and layers of libraries that a call may call."""
+        function = call.func
+        dotted = self.dotted(function)
+        inner = self.dotted(call.args[0]) if dotted == "functools.partial" and call.args else None
+        if inner is not None and library_of(inner) is not None:
+            return [Target(canonical(inner), skip=1, sure=self.is_sure(call.args[0]), whole=False)]
+        if dotted is not None and library_of(dotted) is not None:
+            name, last = canonical(dotted), dotted.rpartition(".")[2]
+            owner = name.rpartition(".")[0]
+            sure, whole = self.is_sure(function), not (isinstance(function, ast.Name) and function.id in self._partial)
+            if last in ("__init__", "forward", "__call__") and is_layer(owner):
+                return [Target(owner if last == "__init__" else f"{owner}.forward", skip=1, sure=sure)]
+            return [Target(name, sure=sure, whole=whole)]
+        if isinstance(function, ast.Name) and function.id in self._made:
+            return [Target(self._made[function.id])]
+        if isinstance(function, ast.Attribute) and function.attr in ("__init__", "forward", "__call__"):
+            base = self._base_of_super(function.value)
+            if base is not None:
+                return [Target(base if function.attr == "__init__" else f"{base}.forward")]
+        called = (
+            function.value if isinstance(function, ast.Attribute) and function.attr in ("forward", "__call__") else function
+        )
+        kinds = self._layers_of(called)
+        if not kinds and isinstance(called, ast.Attribute):  # of another object, by the name of its attribute
+            kinds = {None, *(kind for key, found in self._layers.items() if key.endswith(f".{called.attr}") for kind in found)}
+        return [Target(f"{kind}.forward", sure=len(kinds) == 1) for kind in sorted(filter(None, kinds))]
+
+    def _subclass(self, node: ast.ClassDef) -> None:
+        bases = [canonical(each) for each in map(self.dotted, node.bases) if each is not None]
+        bases += [self._bases_by_name(each) for each in node.bases if isinstance(each, ast.Name)]
+        base = next((each for each in bases if each and is_layer(each)), None)
+        if base is None:
+            return
+        self._bases[id(node)] = base
+        methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        if "__init__" not in methods and (node.bases and not self._own_init(node)):
+            self._made[node.name] = base
+        if not {"forward", "__call__"} & methods:
+            self._called[node.name] = base
+
+    def _bases_by_name(self, node: ast.Name) -> str:
+        return next((base for key, base in self._named_bases() if key == node.id), "")
+
+    def _named_bases(self) -> Iterator[tuple[str, str]]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.ClassDef) and id(node) in self._bases:
+                yield node.name, self._bases[id(node)]
+
+    def _own_init(self, node: ast.ClassDef) -> bool:
+        """True if a base of the script's own has a constructor."""
+        names = {each.id for each in node.bases if isinstance(each, ast.Name)}
+        own = {name for name, _ in self._named_bases()} & names
+        return any(name not in self._made for name in own)
+
+    def _base_of_super(self, node: ast.AST) -> str | None:
+        """The layer of `super()` in one of its subclasses."""
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"):
+            return None
+        around = self._parents.get(id(node))
+        while around is not None and not isinstance(around, ast.ClassDef):
+            around = self._parents.get(id(around))
+        return None if around is None else self._bases.get(id(around))
+
+    def _assign(self, target: ast.AST, value: ast.AST) -> None:
+        """Another name for a known one, a partial of it, and an instance of a class whose methods are in the table."""
+        if not isinstance(target, ast.Name):
+            return
+        called = value.func if isinstance(value, ast.Call) else value
+        partial = isinstance(value, ast.Call) and value.args and self.dotted(value.func) == "functools.partial"
+        if partial and isinstance(value, ast.Call):
+            called = value.args[0]
+        dotted = self.dotted(called)
+        if dotted is None or library_of(dotted) is None:
+            return
+        if isinstance(value, ast.Call) and not partial:
+            if canonical(dotted) not in METHODS:
+                return
+            dotted = canonical(dotted)
+        if target.id not in self.names:
+            self.names[target.id] = dotted
+            if partial:
+                self._partial.add(target.id)
+        elif self.names[target.id] != dotted:
+            self.unsure.add(target.id)
+
+    def _layers_of(self, node: ast.AST | None) -> set[str | None]:
+        """The layers that an expression may be; with None for something else. Empty if it is none."""
+        if isinstance(node, ast.Name | ast.Attribute):
+            found: set[str | None] = set()
+            for key in self._keys(node):
+                found |= self._layers.get(key, set())
+            return found if any(found) else set()
+        if isinstance(node, ast.IfExp):
+            left, right = self._layers_of(node.body), self._layers_of(node.orelse)
+            return (left or {None}) | (right or {None}) if left or right else set()
+        if not isinstance(node, ast.Call):
+            return set()
+        dotted = self.dotted(node.func)
+        if dotted is not None and is_layer(canonical(dotted)):
+            return {canonical(dotted)} if self.is_sure(node.func) else {canonical(dotted), None}
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if isinstance(node.func, ast.Name) and name in self._called:
+            return {self._called[name]}
+        if isinstance(node.func, ast.Attribute) and name in _ITSELF:
+            return self._layers_of(node.func.value)
+        last = dotted.rpartition(".")[2] if dotted else name
+        return self._layers_of(node.args[0]) if last in _WRAPPERS and node.args else set()
+
+    def _keys(self, node: ast.AST) -> list[str]:
+        """The text of a variable; of an attribute of self with its class."""
+        if isinstance(node, ast.Name):
+            return [node.id]
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+            return []
+        if node.value.id != "self":
+            return [f"{node.value.id}.{node.attr}"]
+        around = self._parents.get(id(node))
+        while around is not None and not isinstance(around, ast.ClassDef):
+            around = self._parents.get(id(around))
+        return [f"{getattr(around, 'name', '')}:self.{node.attr}"]
+
+    def _hand_over(self, call: ast.Call) -> None:
+        """Layers given to the script's own functions are those of their parameters."""
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        for function in self._functions.get(name, ()):
+            parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            given = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
+            for parameter, value in given:
+                kinds = self._layers_of(value)
+                if parameter and kinds:
+                    self._layers.setdefault(parameter, set()).update(kinds)
+
+    def _stray(self, node: ast.AST) -> None:
+        """Note a layer that goes where it is not followed."""
+        kinds = self._layers_of(node) if isinstance(node, ast.Call | ast.Name | ast.Attribute) else set()
+        if not kinds or (isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load)):
+            return
+        parent = self._parents.get(id(node))
+        if isinstance(parent, ast.keyword):
+            parent = self._parents.get(id(parent))
+        layer = sorted(filter(None, kinds))[0]
+        if isinstance(parent, ast.Call) and node is not parent.func:
+            dotted, name = self.dotted(parent.func), getattr(parent.func, "id", getattr(parent.func, "attr", ""))
+            last = dotted.rpartition(".")[2] if dotted else name
+            followed = last in _WRAPPERS or last in _QUIET or name in self._functions
+            if not followed and not (dotted or "").startswith("torch."):
+                self.strays.append((node, layer, f"given to {name or 'a call'}"))
+            elif last == "append":
+                self.strays.append((node, layer, "put into a list"))
+        elif isinstance(parent, ast.Return):
+            self.strays.append((node, layer, "returned"))
+        elif isinstance(parent, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.DictComp):
+            self.strays.append((node, layer, "put into a list"))
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(target, value) of an assignment."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield target, node.value
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        yield node.target, node.value
+
+
+def _bound_otherwise(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that something else than an import binds; None and constants do not count, as in `except ImportError`."""
+    found: set[str] = set()
+    plain: Callable[[ast.AST], bool] = lambda value: isinstance(value, ast.Constant)  # noqa: E731
+    constant = {id(target) for node in nodes for target, value in _assigned(node) if plain(value)}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in constant:
+            found.add(node.id)
+    return found
