@@ -56,6 +56,9 @@ def test_a_script_reads_and_writes_in_its_job(tmp_path, monkeypatch, capfd):
         ({"a": "/opt/ml/code/b.py"}, {"a": "/job/code/b.py"}),
         ("'/opt/ml/model' and /opt/ml/model", "'/job/model' and /job/model"),
         ("/opt/mlx/model", "/opt/mlx/model"),
+        ("file:///opt/ml/output/runs", "file:///job/output/runs"),
+        ("s3://bucket/opt/ml/model", "s3://bucket/opt/ml/model"),
+        ('{"path": "/opt/ml/model"}', '{"path": "/job/model"}'),
         (True, True),
     ],
 )

@@ -7,7 +7,16 @@ import pytest
 
 from octavo.errors import InputError
 from octavo.launch.distribution import Layout
-from octavo.launch.environment import arguments_of, check_hyperparameters, check_variables, inherited, variables_of
+from octavo.launch.environment import (
+    DRIVERS,
+    TOOLKIT,
+    arguments_of,
+    check_hyperparameters,
+    check_variables,
+    inherited,
+    shared_variables,
+    variables_of,
+)
 
 VALUES = {"lr": 1e-4, "bf16": True, "name": "a b", "none": None, "sizes": [1, 2], "k": 3, "table": {"b": 1, "a": "x"}}
 
@@ -71,3 +80,13 @@ def test_a_job_has_no_rank_of_its_estimator_and_absolute_paths(monkeypatch, tmp_
     found = inherited()
     assert "RANK" not in found
     assert found["PYTHONPATH"].split(":")[:2] == [f"{tmp_path}/own", "/other"]
+
+
+def test_hyperparameters_that_share_a_variable_are_named_with_the_one_that_it_has():
+    layout, given = Layout(None, 0, None, None), {"lr": 1, "LR": 2, "a-b": 3, "a_b": 4}
+    names = {"script": "train.py", "instance_type": "local", "arguments": []}
+    said = "hyperparameters 'lr', 'LR' share SM_HP_LR, which has the value of 'LR'."
+    assert list(shared_variables(given, TOOLKIT)) == [said]
+    assert variables_of(layout, given, {}, Path("/j"), **names)["SM_HP_LR"] == "2"
+    assert len(list(shared_variables(given, DRIVERS))) == 2
+    assert variables_of(layout, given, {}, Path("/j"), **names, encoding=DRIVERS)["SM_HP_A_B"] == "4"

@@ -11,7 +11,7 @@ from octavo.errors import InputError
 from octavo.launch.keys import ESTIMATOR
 
 _ROOT = "/opt/ml"
-_PATH = re.compile(r"(?<![\w./-])/opt/ml(?P<inside>/[^\s,;:'\"]*|(?![\w-]))")
+_PATH = re.compile(r"(?:(?<![\w./-])|(?<=\bfile://))/opt/ml(?P<inside>/[^\s,;:'\"]*|(?![\w-]))")
 _FOLDERS = ("checkpoints", "code", "input", "model", "output")
 """Below /opt/ml, and below a job's folder."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,16 @@ def variables_of(
     own |= {f"channel_{name}": path for name, path in channels.items()}
     found = {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
     return found | {f"SM_HP_{encoding.name(name).upper()}": encoding.variable(value) for name, value in handed.items()}
+
+
+def shared_variables(hyperparameters: Mapping[str, Any], encoding: Encoding) -> Iterator[str]:
+    """A sentence for each variable SM_HP_… of several hyperparameters, such as `lr` and `LR`: it has the last one's value."""
+    found: dict[str, list[str]] = {}
+    for name in hyperparameters:
+        found.setdefault(f"SM_HP_{encoding.name(name).upper()}", []).append(name)
+    for variable, names in found.items():
+        if len(names) > 1:
+            yield f"hyperparameters {', '.join(map(repr, names))} share {variable}, which has the value of {names[-1]!r}."
 
 
 def resources_of(instance_type: str) -> dict[str, Any]:

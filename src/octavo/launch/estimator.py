@@ -19,6 +19,7 @@ from octavo.launch.keys import ESTIMATOR
 from octavo.launch.request import Request, jobs_of
 from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, OF_TRAINER, REFUSED, without_effect
 from octavo.launch.starting import run, start
+from octavo.launch.values import text_of
 
 
 class PyTorch:
@@ -69,15 +70,15 @@ class PyTorch:
         _check_sdk(sdk)
         if instance_type is None:
             raise InputError('instance_type is missing: give a kind of machine, such as "ml.p5.48xlarge", or "local_gpu".')
-        self.entry_point, self.source_dir = str(entry_point), None if source_dir is None else str(source_dir)
+        self.entry_point, self.source_dir = str(text_of(entry_point, "entry_point")), text_of(source_dir, "source_dir")
         self.instance_type, self.instance_count, self.distribution = instance_type, instance_count, distribution
-        self.output_path = None if output_path is None else str(output_path)
+        self.output_path = text_of(output_path, "output_path")
         if isinstance(dependencies, str) or not isinstance(environment or {}, Mapping):
             raise InputError("dependencies is a list of paths, and environment a dictionary.")
-        self.base_job_name = None if base_job_name is None else str(base_job_name)
+        self.base_job_name = text_of(base_job_name, "base_job_name")
         self.dependencies, self.max_run = [str(path) for path in dependencies or ()], max_run
-        self.checkpoint_s3_uri = None if checkpoint_s3_uri is None else str(checkpoint_s3_uri)
-        self.checkpoint_local_path = None if checkpoint_local_path is None else str(checkpoint_local_path)
+        self.checkpoint_s3_uri = text_of(checkpoint_s3_uri, ESTIMATOR.checkpoints)
+        self.checkpoint_local_path = text_of(checkpoint_local_path, ESTIMATOR.checkpoint_path)
         self.environment = check_variables(environment or {})
         self.latest_training_job: Job | None = None
         self.jobs: list[Job] = []

@@ -132,7 +132,7 @@ def start(
         if isinstance(error, OSError):
             raise InputError(f"job {folder.name} was not started: {describe_fault(error)[0]}") from error
         raise
-    for note in (*request.notes, *layout.notes):
+    for note in (*request.notes, *layout.notes, *environment.shared_variables(request.hyperparameters, request.encoding)):
         warn(note)
     if (hyperparameters, variables_of_script) != (request.hyperparameters, request.environment):
         warn(f"{_SPEAKER[keys.face]}: paths below /opt/ml are those of the job: {folder}")

@@ -233,7 +233,7 @@ class ModelTrainer:
                 if value not in (None, False, []):
                     raise InputError(f"{config}.{name} = {value!r}: {way}")
         ignored = value_of(code, "ignore_patterns") or ()
-        if isinstance(ignored, str) or not all(isinstance(one, str) for one in ignored):
+        if not isinstance(ignored, list | tuple) or not all(isinstance(one, str) for one in ignored):
             raise InputError(f"SourceCode.ignore_patterns = {ignored!r}: give a list of patterns of names, such as ['data'].")
         if self.training_input_mode not in (None, "File", "FastFile"):
             raise InputError(
