@@ -114,7 +114,7 @@ def test_each_line_of_a_script_is_told_and_nothing_of_it_runs(place, capsys):
     assert found["runs_unchanged"]
     assert main(["migrate", "train.py"]) == 0
     text = capsys.readouterr().out
-    assert "It runs unchanged: python -m octavo.compat train.py" in text
+    assert "It runs unchanged on a GPU: python -m octavo.compat train.py" in text
     assert "own" not in text or "octavo.fp8_autocast" in text
 
 

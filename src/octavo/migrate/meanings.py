@@ -108,6 +108,9 @@ class Meanings:
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
+        if parts and isinstance(node, ast.Call):  # a method of what a class makes
+            made = self.dotted(node.func)
+            return ".".join([canonical(made), *reversed(parts)]) if made and canonical(made) in METHODS else None
         if not isinstance(node, ast.Name):
             return None
         start = self.names.get(node.id)
@@ -150,6 +153,24 @@ class Meanings:
         if not kinds and isinstance(called, ast.Attribute):  # of another object, by the name of its attribute
             kinds = {None, *(kind for key, found in self._layers.items() if key.endswith(f".{called.attr}") for kind in found)}
         return [Target(f"{kind}.forward", sure=len(kinds) == 1) for kind in sorted(filter(None, kinds))]
+
+    def stray_way(self, node: ast.AST) -> str | None:
+        """Where a class or function goes that is not called here, if it is called from there; None if not."""
+        parent = self._parents.get(id(node))
+        if isinstance(parent, ast.Assign | ast.AnnAssign) and node is parent.value:
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            inside = isinstance(self._parents.get(id(parent)), ast.ClassDef)
+            plain = all(isinstance(target, ast.Name) for target in targets) and not inside
+            return None if plain else "the value of an attribute or an entry"
+        if isinstance(parent, ast.arguments):
+            return "the default of an argument"
+        if isinstance(parent, ast.Dict | ast.List | ast.IfExp | ast.BoolOp):
+            return "one of several"
+        if isinstance(parent, ast.Return):
+            return "returned"
+        if isinstance(parent, ast.Tuple) and not isinstance(self._parents.get(id(parent)), ast.Call | ast.Subscript):
+            return "one of several"
+        return None
 
     def _subclass(self, node: ast.ClassDef) -> None:
         bases = [canonical(each) for each in map(self.dotted, node.bases) if each is not None]

@@ -45,7 +45,8 @@ def _absent(script: Script) -> list[Use]:
 def lines(script: Script) -> list[str]:
     """The report as text."""
     if not script.uses and not script.estimators:
-        nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK."
+        read = ", as far as it is read" if script.notes else ""
+        nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK{read}."
         return [nothing, *(f"! {note}" for note in script.notes)]
     libraries = dict.fromkeys(use.library for use in script.uses)
     count, of_cells = len(script.uses), "; code cell:line" if script.cells else ""
@@ -92,6 +93,7 @@ def _end(script: Script) -> list[str]:
     hedges = ("refused", "has to be installed")
     refused = any(each in use.row.here for use in script.uses if use.row is not None for each in hedges)
     runs = "As far as it is read, it runs unchanged" if script.notes or refused else "It runs unchanged"
+    runs += " on a GPU" if script.needs_gpu else ""
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
     return [
         "Names, arguments and constants are read here; other values that Octavo cannot honour are refused in the run.",

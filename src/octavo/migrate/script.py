@@ -39,6 +39,8 @@ WITHOUT_GPU = (
     "memory_reserved", "memory_stats", "nvtx", "seed_all",
 )  # fmt: skip
 """Names of `torch.cuda` that a machine without a GPU has too."""
+_TEXTS = ("run_line_magic", "run_cell_magic", "run_cell")
+"""Methods of IPython that run text."""
 _ESTIMATORS = {
     "sagemaker.pytorch.PyTorch": (
         "entry_point", "framework_version", "py_version", "source_dir", "hyperparameters", "image_uri", "distribution",
@@ -139,6 +141,7 @@ class _Reader:
         self._parts: set[int] = set()  # attributes that belong to a longer one
         self._spared: set[str] = set()  # absent names that the script's own `except` does without
         spared = _spared_imports(tree)
+        self._spared_uses = _spared_uses(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
         imported = [
             (node, dotted)
@@ -147,7 +150,7 @@ class _Reader:
             for dotted in self._import(node, spared=id(node) in spared)
         ]
         self._meanings.follow(nodes)
-        self._values = Values(tree, self._positional, self._meanings.dotted)
+        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there)
         self._unreached = self._values.unreached
         self.script.estimators = self._values.jobs
         for statement, dotted in imported:
@@ -207,8 +210,18 @@ class _Reader:
                 self._parts.add(id(inner))
             if dotted is not None:
                 self._use(node, dotted, sure=self._meanings.is_sure(node))
+                way = self._meanings.stray_way(node) if signature_of_name(canonical(dotted)) is not None else None
+                if way is not None:
+                    self._note(node, f"{canonical(dotted)} is {way}: its calls there are not seen")
+                if dotted == "sys.modules":
+                    self._note(node, "sys.modules gives modules whose uses are not seen")
                 if dotted.startswith(_CUDA) and dotted.removeprefix(_CUDA).partition(".")[0] not in WITHOUT_GPU:
                     self._gpu(node, dotted)
+
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            replaced = self._meanings.dotted(node)
+            if replaced is not None and library_of(replaced) is not None:
+                self._note(node, f"{replaced} is replaced: its uses are not those of Octavo's")
 
     def _call(self, node: ast.Call) -> None:
         dotted = self._meanings.dotted(node.func)
@@ -291,8 +304,10 @@ class _Reader:
             elif library_of(text[0]) is not None:
                 self._use(node, text[0])
                 self._note(node, f"{function} imports {text[0]}: its uses are not seen")
-        elif function in ("exec", "eval") and isinstance(node.func, ast.Name):
+        elif function in _TEXTS or (function in ("exec", "eval") and isinstance(node.func, ast.Name)):
             self._note(node, f"{function} runs text, whose uses are not seen")
+        elif function in ("globals", "locals", "vars") and isinstance(node.func, ast.Name) and not node.args:
+            self._note(node, f"{function}() gives names whose uses are not seen")
         elif dotted is None or library_of(dotted) is None:
             for number, each in enumerate((*node.args, *(word.value for word in node.keywords))):
                 given = self._meanings.dotted(each) if function != "partial" or number == 0 else None
@@ -341,7 +356,7 @@ class _Reader:
         self._seen.add((line, name))
         if row is None or row.status == "absent":
             way = row.change if row else ""
-            if any(f"{name}.".startswith(f"{each}.") for each in self._spared):
+            if id(node) in self._spared_uses or any(f"{name}.".startswith(f"{each}.") for each in self._spared):
                 row = Name(name, "differs", "not there: the script goes on without it, by its own except", way)
             elif id(node) in self._unreached:
                 test = self.script.place(self._unreached[id(node)])
@@ -419,6 +434,25 @@ def _spared_imports(tree: ast.AST) -> set[int]:
             if any(_is_absent(name) for each in imports for name in _imported(each)):
                 found.update(map(id, imports))
     return found
+
+
+def _spared_uses(tree: ast.AST) -> set[int]:
+    """Nodes (`id`) in a `try` whose `except` goes on without a name that is not there."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            caught = [name for handler in node.handlers if not _ends(handler) for name in _caught(handler)]
+            if {"AttributeError", "Exception", "BaseException"} & set(caught):
+                found |= {id(each) for statement in node.body for each in ast.walk(statement)}
+    return found
+
+
+def _is_there(dotted: str) -> bool | None:
+    """Whether a name of a library is there; None for other names, and where that is not known."""
+    if library_of(dotted) is None:
+        return None
+    row = find(canonical(dotted))
+    return None if row is None or unchecked(canonical(dotted)) is not None else row.status != "absent"
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -97,6 +97,7 @@ class Values:
         tree: of the script.
         positional: called expression → names of the positional arguments of an estimator; None for another call.
         called: the full dotted name of an expression, or None.
+        has: dotted name of a library → whether it is there; None for others.
     """
 
     def __init__(
@@ -104,8 +105,9 @@ class Values:
         tree: ast.AST,
         positional: Callable[[ast.AST], Sequence[str] | None] = lambda function: None,
         called: Callable[[ast.AST], str | None] = lambda function: None,
+        has: Callable[[str], bool | None] = lambda dotted: None,
     ) -> None:
-        self._positional, self._called = positional, called
+        self._positional, self._called, self._has = positional, called, has
         self._frames: list[dict[str, Any]] = [{"__name__": "__main__"}]
         self._shared: list[set[str]] = [set()]  # names of each frame that are the module's
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
@@ -131,7 +133,7 @@ class Values:
 
     @property
     def unreached(self) -> dict[int, int]:
-        """Nodes (`id`) of the module that a known test leaves out → the test's line. Functions are never counted."""
+        """Nodes (`id`) of the module that a known test leaves out → the test's line; in functions, a test without variables."""
         left_out = [(node, line) for key, (node, line) in self._skipped.items() if key not in self._visited]
         return {id(each): line for node, line in left_out for each in ast.walk(node)}
 
@@ -159,6 +161,8 @@ class Values:
             return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
+        if isinstance(node, ast.Name | ast.Attribute) and self._called(node) == "typing.TYPE_CHECKING":
+            return False
         if isinstance(node, ast.Name):
             return self._name(node.id)
         if isinstance(node, ast.Dict):
@@ -288,7 +292,10 @@ class Values:
         if dotted in ("copy.copy", "copy.deepcopy") and len(args) == 1:
             value = args[0]
             return copy.deepcopy(value) if dotted == "copy.deepcopy" or not isinstance(value, dict | list) else copy.copy(value)
-        if name in _ANY_NAME:
+        if name == "hasattr" and len(args) == 2 and isinstance(args[1], str):
+            there = self._has(f"{self._called(node.args[0])}.{args[1]}")
+            return UNKNOWN if there is None else there
+        if name in _ANY_NAME and (name not in ("vars", "locals") or not node.args):
             self._forget_all()
             return UNKNOWN
         if dotted == "os.path.join" and args and all(isinstance(each, str) for each in args):
@@ -368,6 +375,11 @@ class Values:
             owner.clear()
         return UNKNOWN
 
+    def _is_fixed(self, test: ast.expr) -> bool:
+        """True for a test of imported names and constants alone, which is the same in every call of a function."""
+        names = [each for each in ast.walk(test) if isinstance(each, ast.Name)]
+        return all(self._called(each) is not None or each.id == "hasattr" for each in names)
+
     def _forget_all(self) -> None:
         for frame in self._frames:
             for name, value in frame.items():
@@ -445,7 +457,7 @@ class Values:
             return "raise" if getattr(function, "attr", getattr(function, "id", "")) in _EXITS else ""
         elif isinstance(node, ast.If):
             truth = _truth(self.of(node.test))
-            if truth is not None and len(self._frames) == 1:
+            if truth is not None and (len(self._frames) == 1 or self._is_fixed(node.test)):
                 left_out = node.orelse if truth else node.body
                 self._skipped |= {id(each): (each, node.test.lineno) for each in left_out}
             return self._either(truth, node.body, node.orelse)
@@ -588,7 +600,8 @@ def _put(table: dict[Any, Any], given: dict[Any, Any]) -> None:
 def _item(table: Any, key: Any, default: Any) -> Any:
     if isinstance(table, dict) and isinstance(key, str | int):
         return table.get(key, UNKNOWN if REST in table else default)
-    if isinstance(table, list | str) and isinstance(key, int) and -len(table) <= key < len(table):
+    whole = isinstance(table, str) or (isinstance(table, list) and _MORE not in table)
+    if whole and isinstance(key, int) and -len(table) <= key < len(table):
         return table[key]
     return UNKNOWN
 
