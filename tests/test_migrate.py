@@ -16,11 +16,11 @@ from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.migrate.known import UNKNOWN
 from octavo.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
 from octavo.migrate.report import lines, runs_unchanged
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
-from octavo.migrate.values import UNKNOWN
 
 TRAIN = """\
 import torch.sagemaker as tsm

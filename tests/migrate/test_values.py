@@ -10,10 +10,10 @@ from octavo.compat import finder
 from octavo.compat.sdk import SHIM as SDK
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.migrate.known import UNKNOWN
 from octavo.migrate.report import lines
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
-from octavo.migrate.values import UNKNOWN
 
 RANKS = {"torch_distributed": {"enabled": True}}
 HEAD = "from sagemaker.pytorch import PyTorch\n"
@@ -117,7 +117,9 @@ def test_tensor_parallelism_takes_smps_model_and_stays_for_train_to_refuse(tmp_p
     values = {"max_context_width": 64, "train_batch_size": 4}
     call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', distribution={smp})"
     (tmp_path / "s.py").write_text(f"{HEAD}{call}\n")
-    config = RunConfig.from_dict(tomllib.loads(run_file([read(tmp_path / "s.py")])))
+    text = run_file([read(tmp_path / "s.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert "set it to 1, and train.micro_batch to 2 for that global batch" in text
     assert (config.parallel.tensor_parallel_degree, config.train.global_batch, config.fp8.enabled) == (2, 16, True)
 
 

@@ -11,8 +11,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from octavo.migrate.known import REST, UNKNOWN, is_known
 from octavo.migrate.sources import fields_of, tables
-from octavo.migrate.values import REST, UNKNOWN, is_known
 
 _TE = "transformer_engine.pytorch."
 _TP = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode")

@@ -10,8 +10,8 @@ from octavo.errors import InputError
 from octavo.launch.distribution import layout_of
 from octavo.launch.estimator import PyTorch
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
+from octavo.migrate.known import REST, is_known
 from octavo.migrate.script import Script, Use
-from octavo.migrate.values import REST, is_known
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest
+from octavo.migrate.known import REST, UNKNOWN
 from octavo.migrate.limits import refused, unsure
 from octavo.migrate.meanings import Meanings, Target
 from octavo.migrate.names import (
@@ -30,7 +31,7 @@ from octavo.migrate.names import (
     unchecked,
 )
 from octavo.migrate.notebook import content, no_python, notebook
-from octavo.migrate.values import REST, UNKNOWN, Values
+from octavo.migrate.values import Values
 
 _CUDA = "torch.cuda."
 WITHOUT_GPU = (
