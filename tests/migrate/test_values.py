@@ -101,6 +101,20 @@ def test_each_of_two_estimators_has_its_own_values(tmp_path):
     assert (second["hyperparameters"], second["fit"]) == ({"a": 2, "b": 3}, {"inputs": "y"})
 
 
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [
+        ("def go():\n e.fit()\nimport threading\nthreading.Thread(target=go).start()", 1),
+        ("import multiprocessing\ndef go(each):\n each.fit()\nmultiprocessing.Process(target=go, args=(e,)).start()", 1),
+        ("start(e)", UNKNOWN),
+    ],
+)
+def test_an_estimator_that_starts_elsewhere_has_the_values_of_its_start(tmp_path, start, first):
+    made = "e = PyTorch('t.py', hyperparameters=h)\n"
+    (tmp_path / "s.py").write_text(f"{HEAD}h = {{'a': 1}}\n{made}{start}\nh['a'] = 2\n{made}e.fit()\n")
+    assert [each["hyperparameters"]["a"] for each in read(tmp_path / "s.py").estimators] == [first, 2]
+
+
 def test_a_validation_of_no_batch_and_a_model_that_is_not_known_leave_their_places_open(tmp_path):
     call = f"PyTorch('t.py', hyperparameters=h, instance_type='ml.p5.48xlarge', distribution={RANKS})"
     more = "'validation_batches': -1, 'validation_freq': 10, 'hf_pretrained_model_name_or_dir': NAME"

@@ -72,6 +72,7 @@ class Values:
         self._shared: list[set[str]] = [set()]  # names of each frame that are the module's
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
         self._fitted: dict[int, dict[str, Any]] = {}
+        self._made: dict[int, dict[str, Any]] = {}
         self._order: list[int] = []
         self._returns: list[list[Any]] = []
         self._running: list[ast.AST] = []
@@ -87,9 +88,16 @@ class Values:
     @property
     def jobs(self) -> list[dict[str, Any]]:
         """Keyword → value of each call of an estimator, as they are when it starts; the inputs of its `fit` under "fit"."""
-        last = self._frames[0]
-        found = [self._fitted.get(number, last.get(f"<{number}>")) for number in self._order]
+        found = [self._fitted.get(number) or self._unfitted(number) for number in self._order]
         return [job for job in found if isinstance(job, dict)]
+
+    def _unfitted(self, number: int) -> Any:
+        """An estimator whose `fit` is not seen: it may come at once or at the end, unless there is no later one."""
+        job = self._frames[0].get(f"<{number}>")
+        if isinstance(job, dict) and number != self._order[-1]:
+            job = copy.deepcopy(job)
+            merge(job, self._made.get(number, {}), {})
+        return job
 
     @property
     def unreached(self) -> dict[int, int]:
@@ -275,6 +283,9 @@ class Values:
                 return converted(function.id, args)
             if function.id in CONVERSIONS and known is UNKNOWN and not keywords:
                 return converted(function.id, args)
+        if isinstance(target := keywords.get("target"), Function):  # of a thread or a process
+            given = keywords.get("args")
+            self._inline(target.node, given if isinstance(given, list) and MORE not in given else [], {})
         if name not in _READERS:
             for value in (*args, *keywords.values()):
                 forget(value)
@@ -293,6 +304,7 @@ class Values:
             self._order.append(number)
         self._fitted.pop(number, None)
         self._frames[0][f"<{number}>"] = given
+        self._made[number] = copy.deepcopy(given)
         return Job(number)
 
     def _method(self, owner: Any, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
