@@ -35,12 +35,14 @@ class Target:
         skip: arguments in front that are not its own: self.
         sure: False if it may be something else.
         whole: False if further arguments come from a partial.
+        recomputed: the arguments are those of a `checkpoint`, which takes its own out.
     """
 
     dotted: str
     skip: int = 0
     sure: bool = True
     whole: bool = True
+    recomputed: bool = False
 
 
 @dataclass
@@ -108,6 +110,11 @@ class Meanings:
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
+            owner, text = self.dotted(node.args[0]), node.args[1]
+            if owner is None or not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
+                return None
+            return ".".join([owner, text.value, *reversed(parts)])
         if parts and isinstance(node, ast.Call):  # a method of what a class makes
             made = self.dotted(node.func)
             return ".".join([canonical(made), *reversed(parts)]) if made and canonical(made) in METHODS else None
@@ -121,6 +128,11 @@ class Meanings:
         while isinstance(node, ast.Attribute):
             node = node.value
         return not (isinstance(node, ast.Name) and node.id in self.unsure)
+
+    def attribute_of_layer(self, node: ast.Attribute) -> str | None:
+        """The layer whose attribute an expression is; None if it may be of something else."""
+        kinds = self._layers_of(node.value)
+        return next(iter(kinds)) if len(kinds) == 1 and not self._layers_of(node) else None
 
     def is_followed(self, dotted: str) -> bool:
         """True for a partial of this name that has a name itself."""
@@ -136,6 +148,13 @@ class Meanings:
         if dotted is not None and library_of(dotted) is not None:
             name, last = canonical(dotted), dotted.rpartition(".")[2]
             owner = name.rpartition(".")[0]
+            if last == "checkpoint" and call.args:
+                handed = self._layers_of(call.args[0])
+                older = 4 if len(call.args) > 4 and isinstance(call.args[1], ast.Constant) else 1  # positions of version 0.x
+                return [
+                    Target(name, sure=self.is_sure(function), whole=False),
+                    *(Target(f"{kind}.forward", skip=older, sure=len(handed) == 1, recomputed=True) for kind in handed if kind),
+                ]
             sure, whole = self.is_sure(function), not (isinstance(function, ast.Name) and function.id in self._partial)
             if last in ("__init__", "forward", "__call__") and is_layer(owner):
                 return [Target(owner if last == "__init__" else f"{owner}.forward", skip=1, sure=sure)]
@@ -289,7 +308,12 @@ class Meanings:
         if isinstance(parent, ast.Call) and node is not parent.func:
             dotted, name = self.dotted(parent.func), getattr(parent.func, "id", getattr(parent.func, "attr", ""))
             last = dotted.rpartition(".")[2] if dotted else name
-            followed = last in _WRAPPERS or last in _QUIET or name in self._functions
+            followed = (
+                (last == "checkpoint" and node is parent.args[0])
+                or last in _WRAPPERS
+                or last in _QUIET
+                or name in self._functions
+            )
             if not followed and not (dotted or "").startswith("torch."):
                 self.strays.append((node, layer, f"given to {name or 'a call'}"))
             elif last == "append":

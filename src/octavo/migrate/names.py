@@ -15,7 +15,8 @@ from octavo.compat.missing import TABLE, way_of
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
-from octavo.migrate.sources import Signature, forward_of, has_attribute, has_name, signature_of
+from octavo.config.section import Section
+from octavo.migrate.sources import Signature, fields_of, forward_of, has_attribute, has_name, made_by, signature_of
 
 Status = Literal["same", "accepted", "differs", "absent"]
 """same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
@@ -335,6 +336,11 @@ def library_of(dotted: str) -> str | None:
 
 _STATE, _NOT_THERE = "torch.sagemaker.state.", "not in Octavo's compatibility layer"
 _ROOTS = {"torch.sagemaker": SMP, "transformer_engine": TE, "sagemaker": SDK}
+_PARTS = {
+    "cfg": lambda name: name in (fields_of("octavo.compat.smp.init", "SmpConfig") or ()) or hasattr(Section, name),
+    "ranker": lambda name: has_attribute("octavo.compat.smp.init", "Ranker", name),
+}
+"""Parts of `torch.sagemaker.state` → whether a name is theirs."""
 _WHOLE = (
     "torch.sagemaker.state",
     "torch.distributed.fsdp",
@@ -369,6 +375,10 @@ def find(dotted: str) -> Name | None:
             return Name(dotted, "absent", f"not in the installed {module}")
         if module == "accelerate.Accelerator" and has_attribute("accelerate.accelerator", "Accelerator", last) is False:
             return Name(dotted, "absent", "not in the installed accelerate.Accelerator")
+    for part, there in _PARTS.items():
+        last = dotted.removeprefix(f"{_STATE}{part}.").partition(".")[0]
+        if dotted.startswith(f"{_STATE}{part}.") and not there(last):
+            return Name(dotted, "absent", f"torch.sagemaker.state.{part} has no {last} here")
     if dotted.startswith(_STATE) and dotted.removeprefix(_STATE).partition(".")[0] not in STATE:
         return Name(
             dotted, "absent", _NOT_THERE, way_of(dotted, SMP.ways, STATE).partition("layer.")[2].removesuffix(TABLE).strip()
@@ -407,6 +417,8 @@ def signature_of_name(dotted: str) -> Signature | None:
     module, _, last = dotted.rpartition(".")
     if shim is None or shim is SDK:
         return None
+    if is_layer(dotted):
+        return made_by(last)
     return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)
 
 

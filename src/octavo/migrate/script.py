@@ -40,6 +40,11 @@ WITHOUT_GPU = (
     "memory_reserved", "memory_stats", "nvtx", "seed_all",
 )  # fmt: skip
 """Names of `torch.cuda` that a machine without a GPU has too."""
+_RECOMPUTED = (
+    "use_reentrant", "determinism_check", "debug", "early_stop", "context_fn", "preserve_rng_state",
+    "distribute_saved_activations", "tp_group", "get_rng_state_tracker", "get_cuda_rng_tracker",
+)  # fmt: skip
+"""Arguments of `checkpoint` itself."""
 _TEXTS = ("run_line_magic", "run_cell_magic", "run_cell")
 """Methods of IPython that run text."""
 _ESTIMATORS = {
@@ -205,6 +210,9 @@ class _Reader:
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
             dotted = self._meanings.dotted(node)
+            layer = self._meanings.attribute_of_layer(node) if isinstance(node, ast.Attribute) else None
+            if layer is not None and unchecked(f"{layer}.{getattr(node, 'attr', '')}") is not None:
+                self._note(node, f"{getattr(node, 'attr', '')} of {layer} is not checked")
             inner = node
             while isinstance(inner, ast.Attribute):
                 inner = inner.value  # type: ignore[assignment]
@@ -242,7 +250,8 @@ class _Reader:
         where = {word.arg: word.value for word in node.keywords if word.arg}
         open_ended = REST in words or any(isinstance(each, ast.Starred) for each in node.args)
         signature = signature_of_name(target.dotted)
-        given = {name: value for name, value in words.items() if name != REST}
+        own = _RECOMPUTED if target.recomputed else ()
+        given = {name: value for name, value in words.items() if name != REST and name not in own}
         if signature is not None and not any(isinstance(each, ast.Starred) for each in node.args):
             given = dict(zip(signature.names, args[target.skip :], strict=False)) | given
             where = dict(zip(signature.names, node.args[target.skip :], strict=False)) | where
@@ -258,7 +267,8 @@ class _Reader:
             missing = [name for name in signature.required if name not in given]
             if missing and count <= signature.positional:
                 self._refuse(node, target, "…", f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-        for name, value, reason in refused(target.dotted, given):
+        rest = {REST: UNKNOWN} if open_ended or not target.whole else {}
+        for name, value, reason in refused(target.dotted, given | rest):
             told = value if isinstance(value, str) and value.startswith("Format.") else repr(value)
             self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
         for name, reason in unsure(target.dotted, given):

@@ -110,6 +110,22 @@ def signature_of(module: str, name: str) -> Signature | None:
 
 
 @cache
+def made_by(layer: str) -> Signature | None:
+    """The signature of the constructor of one of Transformer Engine's layers, with what Octavo's layer takes beside it."""
+    found = _te_signatures().get(_ALIASES.get(layer, layer))
+    more = list(tables("octavo.nn.te_arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
+    base: str | None = layer
+    while found is not None and base is not None:
+        node = next((each for each, _ in _found(_NN[layer], base)), None)
+        methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        own = _signature(methods[0], skip=1, rest=True) if methods else None
+        more += own.names if own is not None else ()
+        bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
+        base = None if methods or not bases else bases[0]
+    return found if found is None else found._replace(names=tuple(dict.fromkeys((*found.names, *more))))
+
+
+@cache
 def forward_of(layer: str) -> Signature | None:
     """The signature of a call of one of Transformer Engine's layers; None if the sources do not tell."""
     names: list[str] = []

@@ -243,6 +243,8 @@ class Values:
     def _call(self, node: ast.Call) -> Any:
         function = node.func
         owner = self.of(function.value) if isinstance(function, ast.Attribute) else None
+        if not isinstance(function, ast.Name | ast.Attribute):
+            self.of(function)
         args, keywords = [self.of(each) for each in node.args], self._keywords(node)
         if any(isinstance(each, ast.Starred) for each in node.args):
             args = [UNKNOWN]
