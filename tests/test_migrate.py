@@ -150,6 +150,7 @@ def test_names_that_are_not_there_come_first_to_change(place, capsys):
     assert all(hasattr(state, name) for name in STATE)
     assert "octavo.graphed" in find("transformer_engine.pytorch.make_graphed_callables").change
     (place / "ours.py").write_text('from octavo.launch import PyTorch\nPyTorch("t.py", instance_type="local")\n')
+    (place / "t.py").write_text("")
     assert main(["migrate", "ours.py"]) == 0
     assert capsys.readouterr().out.endswith("Estimator: local: one process.\n\nIts estimator is Octavo's already.\n")
     (place / "plain.py").write_text("import torch\n")

@@ -11,6 +11,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from octavo.errors import InputError
+from octavo.launch.inputs import TrainingInput
 from octavo.migrate.known import REST, UNKNOWN, is_known
 from octavo.migrate.sources import fields_of, tables
 
@@ -119,7 +121,21 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
             yield name, value, limit.text
     if dotted == "torch.sagemaker.init":
         yield from _refused_keys(given.get("config"))
+    if dotted == "sagemaker.inputs.TrainingInput":
+        yield from _refused_channel(given)
     yield from _unfit(dotted.removeprefix(_TE), given)
+
+
+def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Arguments of a channel that `octavo.launch` refuses."""
+    if not {"s3_data", REST} & set(given):
+        yield "s3_data", None, "give an address."
+    for name, value in given.items():
+        if is_known(value) and name not in ("s3_data", REST):
+            try:
+                TrainingInput("s3://bucket", **{name: value})
+            except InputError as error:
+                yield name, value, str(error)
 
 
 def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

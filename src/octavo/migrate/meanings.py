@@ -64,6 +64,7 @@ class Meanings:
         self._parents = {id(child): node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self._layers: dict[str, set[str | None]] = {}  # text of a variable → layers; None for something else
         self._partial: set[str] = set()
+        self._instances: set[str] = set()  # names of instances of `METHODS`
         self._made: dict[str, str] = {}  # subclass without a constructor of its own → base
         self._called: dict[str, str] = {}  # subclass without a forward of its own → base
         self._bases: dict[int, str] = {}  # class (`id`) → base
@@ -176,6 +177,10 @@ class Meanings:
     def stray_way(self, node: ast.AST) -> str | None:
         """Where a class or function goes that is not called here, if it is called from there; None if not."""
         parent = self._parents.get(id(node))
+        if isinstance(node, ast.Name) and node.id in self._instances:
+            return None
+        if isinstance(parent, ast.IfExp) and node is parent.test:
+            return None
         if isinstance(parent, ast.Assign | ast.AnnAssign) and node is parent.value:
             targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
             inside = isinstance(self._parents.get(id(parent)), ast.ClassDef)
@@ -242,6 +247,7 @@ class Meanings:
             if canonical(dotted) not in METHODS:
                 return
             dotted = canonical(dotted)
+            self._instances.add(target.id)
         if target.id not in self.names:
             self.names[target.id] = dotted
             if partial:

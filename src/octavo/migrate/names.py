@@ -16,7 +16,7 @@ from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.config.section import Section
-from octavo.migrate.sources import Signature, fields_of, forward_of, has_attribute, has_name, made_by, signature_of
+from octavo.migrate.sources import Signature, fields_of, forward_of, has_attribute, has_name, made_by, method_of, signature_of
 
 Status = Literal["same", "accepted", "differs", "absent"]
 """same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
@@ -415,8 +415,10 @@ def signature_of_name(dotted: str) -> Signature | None:
         return forward_of(owner.rpartition(".")[2])
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     module, _, last = dotted.rpartition(".")
-    if shim is None or shim is SDK:
+    if shim is None:
         return None
+    if owner in ("sagemaker.pytorch.PyTorch",):
+        return method_of("octavo.launch.estimator", "PyTorch", method)
     if is_layer(dotted):
         return made_by(last)
     return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)

@@ -57,6 +57,8 @@ _ESTIMATORS = {
     ),
 }  # fmt: skip
 """Estimators, with their positional arguments."""
+_FIRST = _ESTIMATORS | {"sagemaker.inputs.TrainingInput": ("s3_data",)}
+"""Functions whose other arguments go by name, with their positional arguments."""
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,13 @@ class _Reader:
         signature = signature_of_name(target.dotted)
         own = _RECOMPUTED if target.recomputed else ()
         given = {name: value for name, value in words.items() if name != REST and name not in own}
-        if signature is not None and not any(isinstance(each, ast.Starred) for each in node.args):
-            given = dict(zip(signature.names, args[target.skip :], strict=False)) | given
-            where = dict(zip(signature.names, node.args[target.skip :], strict=False)) | where
+        names = signature.names if signature is not None else _FIRST.get(target.dotted, ())
+        if not any(isinstance(each, ast.Starred) for each in node.args):
+            given = dict(zip(names, args[target.skip :], strict=False)) | given
+            where = dict(zip(names, node.args[target.skip :], strict=False)) | where
+            most = len(_FIRST.get(target.dotted, node.args))
+            if len(node.args) > most:
+                self._refuse(node, target, "…", f"{len(node.args)} positional arguments, and it takes {most}")
         for name, value in given.items():
             self._argument(where.get(name, node), target, name, value)
         if open_ended:

@@ -155,6 +155,14 @@ def forward_of(layer: str) -> Signature | None:
     return None if positional is None else Signature(tuple(names), positional, required)
 
 
+def method_of(module: str, name: str, method: str) -> Signature | None:
+    """The signature of a method of a class of Octavo; None for a property, and if its source does not tell."""
+    node = next((each for each, _ in _found(module, name)), None)
+    methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == method]
+    is_property = bool(methods) and "property" in map(ast.unparse, methods[0].decorator_list)
+    return _signature(methods[0], skip=1) if methods and not is_property else None
+
+
 def fields_of(module: str, name: str) -> tuple[str, ...] | None:
     """The annotated fields of a class; None if there is no such class."""
     for node, _ in _found(module, name):
