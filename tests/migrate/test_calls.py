@@ -208,3 +208,11 @@ def test_pytorchs_own_fsdp_keeps_its_arguments(tmp_path):
     assert runs_unchanged(read(tmp_path / "s.py"))
     (tmp_path / "s.py").write_text(f"import torch.sagemaker as tsm\nm = tsm.transform(n)\n{text}")
     assert len(_absent(read(tmp_path / "s.py"))) == 2
+
+
+def test_methods_of_fsdp_that_a_transformed_model_refuses_are_to_change_first(tmp_path):
+    text = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nwith FSDP.summon_full_params(m):\n    pass\n"
+    (tmp_path / "s.py").write_text(text)
+    assert runs_unchanged(read(tmp_path / "s.py"))
+    (tmp_path / "s.py").write_text(f"import torch.sagemaker as tsm\nm = tsm.transform(n)\n{text}")
+    assert _absent(read(tmp_path / "s.py")) == ["summon_full_params"]

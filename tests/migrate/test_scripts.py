@@ -14,6 +14,19 @@ HEAD = (
     "from transformer_engine.common import recipe\nx = torch.randn(4, 2, 16)\nq = torch.randn(4, 2, 2, 8)\n"
 )
 RUNS = [
+    (
+        "from torch.distributed.fsdp import MixedPrecision, ShardingStrategy\n"
+        "MixedPrecision(param_dtype=torch.bfloat16)\nShardingStrategy.FULL_SHARD"
+    ),
+    (
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper\n"
+        "offload_wrapper(nn.Linear(2, 2))"
+    ),
+    (
+        "from accelerate import Accelerator, init_empty_weights\n"
+        "with init_empty_weights(include_buffers=True):\n    nn.Linear(2, 2)"
+    ),
+    "a, b = te.Linear(16, 16), te.Linear(16, 16)\na(b(x))",
     "l = te.Linear(16, 16)\nl(x)",
     "l = te.Linear(in_features=16, out_features=16, bias=True)\nl(inp=x)",
     "l = te.LayerNormLinear(16, 16, normalization='RMSNorm')\nl(x)",
@@ -87,6 +100,16 @@ RUNS = [
     "te.MultiheadAttention(16, 2, return_bias=True)(x)",
 ]
 FAILS = [
+    "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP.nothing",
+    "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP(nn.Linear(2, 2), nonsense=1)",
+    "from torch.distributed.fsdp import MixedPrecision\nMixedPrecision(nonsense=1)",
+    "from torch.distributed.fsdp import ShardingStrategy\nShardingStrategy.NOTHING",
+    ("from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper\noffload_wrapper(x, nonsense=1)"),
+    "from accelerate import Accelerator\nAccelerator(nonsense=1)",
+    "from accelerate.utils import TERecipeKwargs\nTERecipeKwargs(nonsense=1)",
+    "import transformer_engine_torch",
+    "a, b = te.Linear(16, 16), te.Linear(16, 16)\na(x, nonsense=1)",
+    "te.Linear(16, 16, in_features=16)",
     "l = te.Linear(16, 16)\nl(input=x)",
     "l = te.LayerNormLinear(16, 16, normalization='rms')\nl(x)",
     "l = te.TransformerLayer(16, 32, 2)\nl(x, self_attn_mask_type='nothing')",

@@ -135,6 +135,9 @@ class Meanings:
         kinds = self._layers_of(node.value)
         return next(iter(kinds)) if len(kinds) == 1 and not self._layers_of(node) else None
 
+    def _around(self, node: ast.AST) -> ast.AST:
+        return self._parents.get(id(node), self.tree)
+
     def is_followed(self, dotted: str) -> bool:
         """True for a partial of this name that has a name itself."""
         return any(self.names.get(name) == dotted for name in self._partial)
@@ -281,7 +284,9 @@ class Meanings:
     def _keys(self, node: ast.AST) -> list[str]:
         """The text of a variable; of an attribute of self with its class."""
         if isinstance(node, ast.Name):
-            return [node.id]
+            around = self._parents.get(id(self._parents.get(id(node))))
+            inside = isinstance(node.ctx, ast.Store) and isinstance(around, ast.ClassDef)
+            return [node.id, f"{around.name}:self.{node.id}"] if inside and isinstance(around, ast.ClassDef) else [node.id]
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
             return []
         if node.value.id != "self":
@@ -326,6 +331,8 @@ class Meanings:
                 self.strays.append((node, layer, "put into a list"))
         elif isinstance(parent, ast.Return):
             self.strays.append((node, layer, "returned"))
+        elif isinstance(parent, ast.Tuple | ast.List) and any(value is node for _, value in _assigned(self._around(parent))):
+            return
         elif isinstance(parent, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.DictComp):
             self.strays.append((node, layer, "put into a list"))
 
@@ -334,7 +341,15 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """(target, value) of an assignment."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            yield target, node.value
+            pair = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)
+            if (
+                pair
+                and len(target.elts) == len(node.value.elts)
+                and not any(isinstance(each, ast.Starred) for each in target.elts)
+            ):
+                yield from zip(target.elts, node.value.elts, strict=True)
+            else:
+                yield target, node.value
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
         yield node.target, node.value
 

@@ -259,6 +259,9 @@ class _Reader:
             given = dict(zip(names, args[target.skip :], strict=False)) | given
             where = dict(zip(names, node.args[target.skip :], strict=False)) | where
             most = len(_FIRST.get(target.dotted, node.args))
+            twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & {word.arg for word in node.keywords})
+            if twice:
+                self._refuse(node, target, f"{twice[0]}=", "given twice")
             if len(node.args) > most:
                 self._refuse(node, target, "…", f"{len(node.args)} positional arguments, and it takes {most}")
         for name, value in given.items():

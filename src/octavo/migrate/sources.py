@@ -18,6 +18,8 @@ from octavo.migrate.values import Values
 
 _TE_LAYERS = ("octavo.compat.te.layers", "octavo.compat.te.attention")
 _ALIASES = {"RMSNorm": "LayerNorm"}
+_FOLLOWED = ("octavo.", "torch.", "accelerate.")
+"""Packages whose imports of each other are followed."""
 _NN = {
     "Linear": "octavo.nn.linear", "LayerNormLinear": "octavo.nn.linear", "LayerNormMLP": "octavo.nn.mlp",
     "GroupedLinear": "octavo.nn.grouped", "LayerNorm": "octavo.nn.norm", "RMSNorm": "octavo.nn.norm",
@@ -173,12 +175,12 @@ def fields_of(module: str, name: str) -> tuple[str, ...] | None:
 
 def has_attribute(module: str, name: str, attribute: str) -> bool | None:
     """True if a class of Octavo, or an instance, has an attribute; None if its source does not tell."""
-    found = _members(module, name)
+    found = members(module, name)
     return None if found is None else attribute in found or attribute.startswith("__")
 
 
 @cache
-def _members(module: str, name: str) -> frozenset[str] | None:
+def members(module: str, name: str) -> frozenset[str] | None:
     """Names of a class, of its bases, and of attributes of self; None if a base is not known."""
     node, home = next(iter(_found(module, name)), (None, ""))
     if not isinstance(node, ast.ClassDef):
@@ -192,7 +194,7 @@ def _members(module: str, name: str) -> frozenset[str] | None:
             found |= {"name", "value"} if base == "Enum" else set()
             continue
         first, _, rest = base.rpartition(".")
-        inside = _members(*_TORCH.get(base, (_imported(home, first) if first else home, rest)))
+        inside = members(*_TORCH.get(base, (_imported(home, first) if first else home, rest)))
         if inside is None:
             return None
         found |= inside
@@ -213,7 +215,7 @@ def _found(module: str, name: str) -> Iterator[tuple[ast.FunctionDef | ast.Class
     """The definition of a name, followed through imports of Octavo's, and its module."""
     tree = _tree(module)
     for node in tree.body if tree is not None else ():
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.startswith("octavo."):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.startswith(_FOLLOWED):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
                     yield from _found(node.module, alias.name)
