@@ -90,6 +90,7 @@ _BLOCKS = {"fp8_format": one_of("Format.E4M3")}
 _OBJECT = Limit(lambda value: value is None, "it takes an object, such as DelayedScaling().", open=False)
 _MOE = {
     "moe_load_balancing": one_of("aux_loss", "sinkhorn", "balanced", "none"),
+    "global_token_shuffle": Limit(lambda value: True, "transform refuses True."),
     **dict.fromkeys(
         ("moe_aux_loss_coeff", "moe_z_loss_coeff"), Limit(_number(0, float("inf")), "it takes numbers from 0.", open=False)
     ),

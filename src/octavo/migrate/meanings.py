@@ -338,18 +338,15 @@ class Meanings:
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """(target, value) of an assignment."""
+    """(target, value) of an assignment; of one of several, each with its own."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            pair = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)
-            if (
-                pair
-                and len(target.elts) == len(node.value.elts)
-                and not any(isinstance(each, ast.Starred) for each in target.elts)
-            ):
-                yield from zip(target.elts, node.value.elts, strict=True)
-            else:
-                yield target, node.value
+            several = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)
+            left = list(getattr(target, "elts", ())) if several else [target]
+            right = list(getattr(node.value, "elts", ())) if several else [node.value]
+            starred = any(isinstance(each, ast.Starred) for each in (*left, *right))
+            pairs = len(left) == len(right) and not starred
+            yield from zip(left, right, strict=True) if pairs else [(target, node.value)]
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
         yield node.target, node.value
 
