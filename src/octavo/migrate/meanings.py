@@ -298,9 +298,11 @@ class Meanings:
 
     def _hand_over(self, call: ast.Call) -> None:
         """Layers given to the script's own functions are those of their parameters."""
-        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         for function in self._functions.get(name, ()):
             parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            if isinstance(call.func, ast.Attribute) and parameters[:1] in (["self"], ["cls"]):
+                del parameters[0]
             given = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
             for parameter, value in given:
                 kinds = self._layers_of(value)
@@ -329,12 +331,25 @@ class Meanings:
                 self.strays.append((node, layer, f"given to {name or 'a call'}"))
             elif last == "append":
                 self.strays.append((node, layer, "put into a list"))
-        elif isinstance(parent, ast.Return):
+        elif isinstance(parent, ast.Return | ast.Lambda | ast.Yield | ast.YieldFrom):
             self.strays.append((node, layer, "returned"))
-        elif isinstance(parent, ast.Tuple | ast.List) and any(value is node for _, value in _assigned(self._around(parent))):
-            return
-        elif isinstance(parent, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.DictComp):
-            self.strays.append((node, layer, "put into a list"))
+        elif isinstance(parent, _LISTS):
+            if not any(value is node for _, value in _assigned(self._around(parent))):
+                self.strays.append((node, layer, "put into a list"))
+        elif isinstance(parent, ast.Assign | ast.AnnAssign):
+            if not all(self._keys(target) for target, value in _assigned(parent) if value is node):
+                self.strays.append((node, layer, "put where it has no name"))
+        elif isinstance(parent, ast.BoolOp | ast.Starred | ast.Subscript | ast.IfExp | ast.Await) and node is not _test(parent):
+            around = self._around(parent)
+            if not (isinstance(parent, ast.IfExp) and isinstance(around, ast.Assign | ast.AnnAssign)):
+                self.strays.append((node, layer, "one of several"))
+
+
+_LISTS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+
+
+def _test(node: ast.AST) -> ast.AST | None:
+    return node.test if isinstance(node, ast.IfExp) else None
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
