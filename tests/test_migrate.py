@@ -16,11 +16,11 @@ from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.migrate.known import UNKNOWN
 from octavo.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
 from octavo.migrate.report import lines, runs_unchanged
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
-from octavo.migrate.values import UNKNOWN
 
 TRAIN = """\
 import torch.sagemaker as tsm
@@ -114,7 +114,7 @@ def test_each_line_of_a_script_is_told_and_nothing_of_it_runs(place, capsys):
     assert found["runs_unchanged"]
     assert main(["migrate", "train.py"]) == 0
     text = capsys.readouterr().out
-    assert "It runs unchanged: python -m octavo.compat train.py" in text
+    assert "It runs unchanged on a GPU: python -m octavo.compat train.py" in text
     assert "own" not in text or "octavo.fp8_autocast" in text
 
 
@@ -158,6 +158,7 @@ def test_names_that_are_not_there_come_first_to_change(place, capsys):
     assert all(hasattr(state, name) for name in STATE)
     assert "octavo.graphed" in find("transformer_engine.pytorch.make_graphed_callables").change
     (place / "ours.py").write_text('from octavo.launch import PyTorch\nPyTorch("t.py", instance_type="local")\n')
+    (place / "t.py").write_text("")
     assert main(["migrate", "ours.py"]) == 0
     assert capsys.readouterr().out.endswith("Estimator: local: one process.\n\nIts estimator is Octavo's already.\n")
     (place / "plain.py").write_text("import torch\n")

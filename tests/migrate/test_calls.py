@@ -52,7 +52,8 @@ def test_values_that_are_refused_are_those_that_the_layer_refuses(layer):
         with pytest.raises((InputError, TypeError, ValueError, NotImplementedError)):
             _class(layer)(*SIZES[layer], **given)
         if name in limits._TP:
-            assert not list(limits.refused(f"transformer_engine.pytorch.{layer}", given | {"tp_size": 1}))
+            alone = given | {"tp_size": 1, "normalized_shape": 16}
+            assert not list(limits.refused(f"transformer_engine.pytorch.{layer}", alone))
 
 
 @pytest.mark.parametrize("layer", SIZES)
@@ -129,6 +130,8 @@ REFUSED = [
         "forward(…)",
     ),
     ("def go(m, x):\n return m(x, nonsense=1)\ngo(te.Linear(8, 8), x)", "forward(nonsense=)"),
+    ("class A:\n def go(self, m):\n  m(x, nonsense=1)\nA().go(te.Linear(8, 8))", "forward(nonsense=)"),
+    ("l = te.Linear(8, 8) if flag() else te.Linear(8, 16)\nl(x, nonsense=1)", "forward(nonsense=)"),
     ("class L(te.Linear):\n pass\nL(8, 8, nonsense=1)", "Linear(nonsense=)"),
     ("class L(te.Linear):\n pass\nl = L(8, 8)\nl(x, nonsense=1)", "forward(nonsense=)"),
     ("class L(te.Linear):\n def __init__(self):\n  super().__init__(8, 8, nonsense=1)", "Linear(nonsense=)"),
@@ -162,10 +165,15 @@ def test_a_call_that_fails_is_to_change_first(tmp_path, text, name):
         ("class L(te.Linear):\n def __init__(self, **kw):\n  super().__init__(8, 8, **kw)", "arguments of transformer_engine"),
         ("layers = nn.ModuleList([te.Linear(8, 8)])\nlayers[0](x, nonsense=1)", "is put into a list: its calls"),
         ("def make():\n return te.Linear(8, 8)\nmake()(x, nonsense=1)", "is returned: its calls there are not seen"),
+        ("g = lambda: te.Linear(8, 8)\ng()(x, no=1)", "is returned: its calls there are not seen"),
+        ("d = {}\nd['a'] = te.Linear(8, 8)\nd['a'](x, no=1)", "is put where it has no name"),
+        ("l = other() or te.Linear(8, 8)\nl(x, no=1)", "is one of several"),
+        ("def f(n):\n return f(n - 1) if n else te.Linear(8, 8)\nf(1)(x, no=1)", "is one of several"),
         ("run(te.Linear(8, 8))", "is given to run: its calls there are not seen"),
         ("l = te.Linear(8, 8)\nl = nn.Linear(8, 8)\nl(x, nonsense=1)", "if transformer_engine.pytorch.Linear.forward is"),
         ("te.Linear(8, 8, tp_group=group())", "the value of tp_group is known only at run time"),
         ("te.Linear(8, 8, fuse_wgrad_accumulation=flag())", "the value of fuse_wgrad_accumulation is known only at run time"),
+        ("from torch.sagemaker.moe.moe_config import MoEConfig as C\nC(global_token_shuffle=flag())", "transform refuses"),
         ("tsm.init(config())", "the value of config is known only at run time"),
         ("if flag():\n from torch.nn import Linear\nelse:\n from transformer_engine.pytorch import Linear\nLinear(8, 8, no=1)",
          "if transformer_engine.pytorch.Linear is called here, it fails"),
@@ -207,3 +215,11 @@ def test_pytorchs_own_fsdp_keeps_its_arguments(tmp_path):
     assert runs_unchanged(read(tmp_path / "s.py"))
     (tmp_path / "s.py").write_text(f"import torch.sagemaker as tsm\nm = tsm.transform(n)\n{text}")
     assert len(_absent(read(tmp_path / "s.py"))) == 2
+
+
+def test_methods_of_fsdp_that_a_transformed_model_refuses_are_to_change_first(tmp_path):
+    text = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nwith FSDP.summon_full_params(m):\n    pass\n"
+    (tmp_path / "s.py").write_text(text)
+    assert runs_unchanged(read(tmp_path / "s.py"))
+    (tmp_path / "s.py").write_text(f"import torch.sagemaker as tsm\nm = tsm.transform(n)\n{text}")
+    assert _absent(read(tmp_path / "s.py")) == ["summon_full_params"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.cli import main
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
@@ -29,6 +30,13 @@ def _read(tmp_path, text):
         ("from elsewhere import *", "names that import * takes from elsewhere are not seen"),
         ("from .part import thing", ".part is a module of its own"),
         ("import beside", "beside is a module of its own"),
+        ("L = {'te': te.Linear}\nL['te'](8, 8, nonsense=1)", "transformer_engine.pytorch.Linear is one of several"),
+        ("class C:\n    kind = te.Linear\nC.kind(8)", "Linear is the value of an attribute or an entry"),
+        ("def f(kind=te.Linear):\n    kind(8)", "transformer_engine.pytorch.Linear is the default of an argument"),
+        ("globals()['te'].nothing()", "globals() gives names whose uses are not seen"),
+        ("import sys\nsys.modules['transformer_engine'].nothing()", "sys.modules gives modules whose uses are not seen"),
+        ("te.Linear = other", "transformer_engine.pytorch.Linear is replaced"),
+        ("def f(te):\n    te.nothing()", "transformer_engine.pytorch.nothing may be something else"),
     ],
 )
 def test_what_is_not_seen_is_listed(tmp_path, text, note):
@@ -69,6 +77,17 @@ def test_a_module_is_not_said_to_run(tmp_path):
         ("import transformer_engine.pytorch as te\nte.fp8_autocast(True, True)", True),
         ("import transformer_engine.pytorch as te\ngetattr(te, 'nothing')", False),
         ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local').fit(wait=True)", True),
+        ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local', wait=False).fit()", True),
+        ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local').deploy()", False),
+        ("import sagemaker\ns = sagemaker.session.Session()\ns.default_bucket()", False),
+        ("from accelerate import Accelerator\na = Accelerator()\na.nothing()", False),
+        ("from transformer_engine.common.recipe import Format\nFormat.HYBRD", False),
+        ("import transformer_engine.pytorch as te\nif hasattr(te, 'nothing'):\n    te.nothing()", True),
+        ("import transformer_engine.pytorch as te\ntry:\n    te.nothing()\nexcept AttributeError:\n    pass", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformer_engine.pytorch import nothing", True),
+        ("fsx = False\nif fsx:\n    from sagemaker.inputs import FileSystemInput", True),
+        ("fsx = ask()\nif fsx:\n    from sagemaker.inputs import FileSystemInput", False),
+        ("def f(fsx):\n    if fsx:\n        from sagemaker.inputs import FileSystemInput\nf(False)\ng(f)", False),
     ],
 )
 def test_names_and_arguments_are_those_of_the_compatibility_layer(tmp_path, text, unchanged):
@@ -83,6 +102,25 @@ def test_calls_of_cuda_without_a_gpu_are_not_said_to_need_one(tmp_path):
     for name in set(WITHOUT_GPU) - {"amp", "nvtx", "Event"}:
         getattr(torch.cuda, name)(*([0] if name.startswith("manual") else []))
     assert _read(tmp_path, "import torch\ntorch.cuda.set_device(0)\n").needs_gpu == [(2, "torch.cuda.set_device")]
+
+
+def test_a_script_that_needs_a_gpu_is_said_to_run_on_one(tmp_path):
+    script = _read(tmp_path, "import transformer_engine.pytorch as te\nte.Linear(8, 8).cuda()\n")
+    assert any(line.startswith("It runs unchanged on a GPU: ") for line in lines(script))
+
+
+def test_what_needs_another_library_is_not_said_to_run_unchanged(tmp_path):
+    script = _read(tmp_path, "from accelerate.utils import AORecipeKwargs\nAORecipeKwargs()\n")
+    assert any(line.startswith("As far as it is read, it runs unchanged") for line in lines(script))
+
+
+def test_the_exit_code_tells_a_script_with_something_to_change(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text, code in (("good", "te.Linear(8, 8)", 0), ("bad", "te.nothing()", 1), ("broken", "def", 2)):
+        (tmp_path / f"{name}.py").write_text(f"import transformer_engine.pytorch as te\n{text}\n")
+        assert main(["migrate", f"{name}.py"]) == code
+        assert main(["migrate", "good.py", f"{name}.py", "--json"]) == code
+    capsys.readouterr()
 
 
 def test_arguments_read_from_the_sources_are_those_of_the_signatures():

@@ -5,11 +5,17 @@ import tomllib
 
 import pytest
 
+from octavo import launch
+from octavo.compat import finder
+from octavo.compat.sdk import SHIM as SDK
 from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.migrate.known import UNKNOWN
+from octavo.migrate.report import lines
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
-from octavo.migrate.values import UNKNOWN
 
+RANKS = {"torch_distributed": {"enabled": True}}
 HEAD = "from sagemaker.pytorch import PyTorch\n"
 SAME = [
     "h = {'a': 1}\nh.update({'b': 2}, c=3)",
@@ -27,6 +33,14 @@ SAME = [
     "a, b = 2, 3\nh = {'a': a ** b, 'b': a if b > 2 else 0, 'c': int('7'), 'd': max(a, b), 'e': not a}",
     "h = {'a': 1, 'b': 2}\ndel h['a']\nx = h.pop('b')\nh['c'] = x\nh.setdefault('d', 4)",
     "h = {'a': 1}\ntry:\n    n = 1\nexcept KeyError:\n    raise\nh['n'] = 1",
+    "m = {'a': 1, 'b': 2}\nh = {}\nfor k, v in m.items():\n    h[k] = v",
+    "h = {}\nfor n, k in enumerate(sorted(['b', 'a']), 1):\n    h[k] = n",
+    "k = ['a']\nk.append('b')\nk += ['c']\nh = {'n': len(k), 'last': k[-1]}\nfor each in k:\n    h[each] = 1",
+    "t = 'ml.p5.48xlarge'\nh = {'t': t.split('.')[1] + t.split('.')[2][:2], 'u': t.upper()}",
+    "import os\nh = {'p': os.path.join('/opt', 'ml', f'{1}')}",
+    "def make(**kw):\n    return kw\nh = make(a=1, **{'b': 2})",
+    "h = dict([('a', 1), ('b', 2)])\nh = dict(h.items())",
+    "l = [1, 2]\nl[0] = 5\nh = {'a': l[0], 'b': l + [3]}",
     "N = 1\ndef set_it():\n    global N\n    N = 5\nset_it()\nh = {'n': N}",
 ]
 
@@ -54,12 +68,20 @@ def test_known_values_are_those_of_python(tmp_path, text):
         "h = {'a': 1}\nh[ask()] = 2",
         "h = {'a': 1}\nmatch ask():\n    case 1:\n        h['a'] = 2",
         "h = {'a': 1 if ask() else 2}",
+        "a = b = c = 1\nwhile ask():\n    a = b\n    b = c\n    c = 2\nh = {'a': a}",
+        "k = ['a']\nchange(k)\nh = {'a': len(k)}",
+        "k = ['a']\nif ask():\n    k.append('b')\nh = {'a': len(k)}",
+        "k = ['a']\nk.sort(key=ask)\nh = {'a': k[0]}",
+        "i = {'b': 1}\nchange({'c': i})\nh = {'a': i['b']}",
+        "h = {'a': 1}\nexec('h[\"a\"] = 2')",
+        "h = {'a': 1}\nglobals()['h'] = {'a': 2}",
         "h = {'a': f'{ask()}'}",
     ],
 )
 def test_what_a_run_may_change_is_unknown(tmp_path, text):
     (tmp_path / "s.py").write_text(f"{HEAD}{text}\nPyTorch('t.py', hyperparameters=h).fit()\n")
-    assert read(tmp_path / "s.py").estimators[0]["hyperparameters"]["a"] is UNKNOWN
+    found = read(tmp_path / "s.py").estimators[0]["hyperparameters"]
+    assert found is UNKNOWN or found["a"] is UNKNOWN
 
 
 def test_a_branch_that_ends_the_script_leaves_no_trace(tmp_path):
@@ -77,6 +99,42 @@ def test_each_of_two_estimators_has_its_own_values(tmp_path):
     first, second = read(tmp_path / "s.py").estimators
     assert (first["hyperparameters"], first["fit"]) == ({"a": 1}, {"inputs": {"train": "x"}})
     assert (second["hyperparameters"], second["fit"]) == ({"a": 2, "b": 3}, {"inputs": "y"})
+
+
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [
+        ("def go():\n e.fit()\nimport threading\nthreading.Thread(target=go).start()", 1),
+        ("import multiprocessing\ndef go(each):\n each.fit()\nmultiprocessing.Process(target=go, args=(e,)).start()", 1),
+        ("start(e)", UNKNOWN),
+    ],
+)
+def test_an_estimator_that_starts_elsewhere_has_the_values_of_its_start(tmp_path, start, first):
+    made = "e = PyTorch('t.py', hyperparameters=h)\n"
+    (tmp_path / "s.py").write_text(f"{HEAD}h = {{'a': 1}}\n{made}{start}\nh['a'] = 2\n{made}e.fit()\n")
+    assert [each["hyperparameters"]["a"] for each in read(tmp_path / "s.py").estimators] == [first, 2]
+
+
+def test_a_validation_of_no_batch_and_a_model_that_is_not_known_leave_their_places_open(tmp_path):
+    call = f"PyTorch('t.py', hyperparameters=h, instance_type='ml.p5.48xlarge', distribution={RANKS})"
+    more = "'validation_batches': -1, 'validation_freq': 10, 'hf_pretrained_model_name_or_dir': NAME"
+    (tmp_path / "s.py").write_text(f"{HEAD}h = {{'max_context_width': 64, {more}}}\n{call}\n")
+    text = run_file([read(tmp_path / "s.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert (config.model.source, config.model.load, config.train.validate_every) == ("PRETRAINED-MODEL", True, 0)
+    assert "# no validation, as there: validation_batches = -1 is no batch." in text
+    assert "is known only at run time: give its name or folder" in text
+
+
+def test_tensor_parallelism_takes_smps_model_and_stays_for_train_to_refuse(tmp_path):
+    smp = RANKS | {"smdistributed": {"modelparallel": {"enabled": True, "parameters": {"tensor_parallel_degree": 2}}}}
+    values = {"max_context_width": 64, "train_batch_size": 4}
+    call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', distribution={smp})"
+    (tmp_path / "s.py").write_text(f"{HEAD}{call}\n")
+    text = run_file([read(tmp_path / "s.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert "set it to 1, and train.micro_batch to 2 for that global batch" in text
+    assert (config.parallel.tensor_parallel_degree, config.train.global_batch, config.fp8.enabled) == (2, 16, True)
 
 
 CELLS = [
@@ -114,3 +172,38 @@ def test_a_notebook_of_cells_that_update_dictionaries_becomes_a_run_file(tmp_pat
     assert config.parallel.hybrid_shard_degree == 8
     assert "from the last of 2 calls of an estimator, which differ in resume_from_checkpoint" in text
     assert "n.ipynb: code cell 3 is not read, line 1" in text
+
+
+def test_commands_of_a_notebook_hide_nothing_behind_them(tmp_path):
+    cells = [
+        "%run beside.py\n",
+        "!pip install \\\n  x && \\\n  y\nimport transformer_engine.pytorch as te\nte.Linear(8, 8)",
+        "%timeit te.nothing()\nif te:\n    %time te.other()\n    !ls\n",
+        "get_ipython().run_line_magic('run', 'x.py')",
+    ]
+    script = _notebook(tmp_path / "n.ipynb", cells)
+    absent = [(script.place(use.line), use.name.rpartition(".")[2]) for use in script.uses if use.row.status == "absent"]
+    assert absent == [("3:1", "nothing"), ("3:3", "other")]
+    assert "code cell 1: what %run beside.py runs is not seen" in script.notes
+    assert any("run_line_magic runs text" in note for note in script.notes)
+
+
+def test_a_notebook_that_is_not_there_is_not_called_one_of_the_wrong_kind(tmp_path):
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read(tmp_path / "nowhere.ipynb")
+
+
+def test_a_notebook_of_which_cells_are_not_read_is_not_said_to_have_nothing(tmp_path):
+    first = lines(_notebook(tmp_path / "n.ipynb", ["%%writefile t.py\nimport transformer_engine\n"]))[0]
+    assert first.endswith("SageMaker's SDK, as far as it is read.")
+
+
+def test_the_first_cell_that_is_told_gives_the_names_of_the_sdk(tmp_path):
+    script = _notebook(tmp_path / "n.ipynb", ["from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local')"])
+    told = lines(script)[-1].partition("first cell: ")[2]
+    space: dict = {}
+    try:
+        exec(f"{told}\nfrom sagemaker.pytorch import PyTorch", space)
+    finally:
+        finder.uninstall(SDK)
+    assert issubclass(space["PyTorch"], launch.PyTorch)

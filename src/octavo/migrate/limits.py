@@ -11,8 +11,10 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from octavo.errors import InputError
+from octavo.launch.inputs import TrainingInput
+from octavo.migrate.known import REST, UNKNOWN, is_known
 from octavo.migrate.sources import fields_of, tables
-from octavo.migrate.values import REST, UNKNOWN, is_known
 
 _TE = "transformer_engine.pytorch."
 _TP = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode")
@@ -28,6 +30,7 @@ _TAKEN = {
     "TransformerLayer.forward": ("bottom_right_diagonal", "window_size"),
 }
 """Arguments of `octavo.nn.te_arguments` that the compatibility layer takes itself."""
+_ATTENTIONS = ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
 _RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 
 
@@ -62,17 +65,24 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high
 
 
+def _whole(value: Any, low: float, high: float = float("inf")) -> bool:
+    """True for a whole number between two, as text too."""
+    return str(value).lstrip("-").isdigit() and low <= int(value) <= high
+
+
 _DROPOUT = Limit(_number(0, 1), "a rate is at least 0 and below 1.", open=False)
 _WINDOWS = Limit(_window, "a window is (left, right), -1 for all, or None.", open=False)
 _NO_FP8 = one_of(False, None, way="Results and gradients are in the compute dtype.")
 _OFF = one_of(False, way="Attention runs in the compute dtype.")
+_DEFAULT = Limit(lambda value: False, "it takes the recipe's default alone.")
 _OF_RECIPES = {
     "fp8_dpa": _OFF, "fp8_mha": _OFF, "backward_override": one_of(None),
     "x_block_scaling_dim": one_of(1), "w_block_scaling_dim": one_of(2), "grad_block_scaling_dim": one_of(1),
     "use_f32_scales": one_of(False), "scaling_factor_compute_algo": one_of(None),
     "amax_compute_algo": one_of("max", "most_recent"),
-    "amax_history_len": Limit(lambda value: type(value) is int and value >= 1, "a history has at least 1 step.", open=False),
-    "margin": Limit(lambda value: type(value) is int and -64 <= value <= 64, "it takes numbers from -64 to 64.", open=False),
+    "amax_history_len": Limit(lambda value: _whole(value, 1), "a history has at least 1 step.", open=False),
+    "margin": Limit(lambda value: _whole(value, -64, 64), "it takes numbers from -64 to 64.", open=False),
+    "fp8_gemm_fprop": _DEFAULT, "fp8_gemm_dgrad": _DEFAULT, "fp8_gemm_wgrad": _DEFAULT,
     "override_linear_precision": Limit(lambda value: not any(value or ()), "it takes False for each product."),
     "fp8_format": one_of("Format.HYBRID", "Format.E4M3"),
 }  # fmt: skip
@@ -80,11 +90,13 @@ _BLOCKS = {"fp8_format": one_of("Format.E4M3")}
 _OBJECT = Limit(lambda value: value is None, "it takes an object, such as DelayedScaling().", open=False)
 _MOE = {
     "moe_load_balancing": one_of("aux_loss", "sinkhorn", "balanced", "none"),
+    "global_token_shuffle": Limit(lambda value: True, "transform refuses True."),
     **dict.fromkeys(
         ("moe_aux_loss_coeff", "moe_z_loss_coeff"), Limit(_number(0, float("inf")), "it takes numbers from 0.", open=False)
     ),
 }
 _INIT = {"preserve_high_precision_init_val": one_of(False, way="Parameters are in high precision: read them.")}
+_ROTARY = {"interleaved": one_of(False, way="The two halves of a head rotate: reorder the rows of query and key.")}
 _CALLS: dict[str, dict[str, Limit]] = {
     **{f"transformer_engine.common.recipe.{name}": _OF_RECIPES for name in _RECIPES},
     "transformer_engine.common.recipe.Float8BlockScaling": _OF_RECIPES | _BLOCKS,
@@ -92,6 +104,7 @@ _CALLS: dict[str, dict[str, Limit]] = {
     f"{_TE}autocast": {"recipe": _OBJECT},
     f"{_TE}fp8_model_init": _INIT,
     f"{_TE}quantized_model_init": _INIT,
+    **{f"{_TE}{module}RotaryPositionEmbedding": _ROTARY for module in ("", "attention.", "attention.rope.")},
     "torch.sagemaker.transform": {"cp_comm_type": one_of("p2p", "all_gather")},
     "torch.sagemaker.moe.moe_config.MoEConfig": _MOE,
 }
@@ -109,6 +122,34 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
             yield name, value, limit.text
     if dotted == "torch.sagemaker.init":
         yield from _refused_keys(given.get("config"))
+    if dotted == "sagemaker.inputs.TrainingInput":
+        yield from _refused_channel(given)
+    yield from _unfit(dotted.removeprefix(_TE), given)
+
+
+def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Arguments of a channel that `octavo.launch` refuses."""
+    if not {"s3_data", REST} & set(given):
+        yield "s3_data", None, "give an address."
+    for name, value in given.items():
+        if is_known(value) and name not in ("s3_data", REST):
+            try:
+                TrainingInput("s3://bucket", **{name: value})
+            except InputError as error:
+                yield name, value, str(error)
+
+
+def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Values that do not fit those of other arguments."""
+    heads, groups = given.get("num_attention_heads"), given.get("num_gqa_groups")
+    if layer in _ATTENTIONS and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        yield "num_gqa_groups", groups, f"it divides num_attention_heads = {heads}."
+    params, activation = given.get("activation_params"), given.get("activation", "gelu")
+    plain = layer in ("LayerNormMLP", "TransformerLayer") and is_known(activation) and activation != "clamped_swiglu"
+    if plain and params and is_known(params):
+        yield "activation_params", params, f"{activation!r} has none: clamped_swiglu has."
+    if layer in ("LayerNorm", "RMSNorm") and not {"normalized_shape", "hidden_size"} & set(given) and REST not in given:
+        yield "normalized_shape", None, "give one size, that of the last dimension."
 
 
 def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -173,7 +214,8 @@ def _of_layers() -> dict[str, dict[str, Limit]]:
         "normalization": one_of(*tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
         "activation": one_of(*found.get("ACTIVATIONS", ()), "clamped_swiglu"),
         "qkv_format": formats, "attn_input_format": formats, "attn_mask_type": masks, "self_attn_mask_type": masks,
-        "window_size": _WINDOWS, "attention_dropout": _DROPOUT, "hidden_dropout": _DROPOUT,
+        "window_size": _WINDOWS, "attention_dropout": _DROPOUT, "hidden_dropout": _DROPOUT, "drop_path_rate": _DROPOUT,
+        "qk_norm_type": one_of(None, *tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
     }  # fmt: skip
     limits: dict[str, dict[str, Limit]] = {"Linear.forward": {}, "LayerNormLinear.forward": {}}
     for layer, arguments in found.get("ARGUMENTS", {}).items():
@@ -198,9 +240,11 @@ def _usual(layer: str) -> tuple[str, ...]:
         "LayerNormLinear": ("normalization",),
         "LayerNormMLP": ("normalization", "activation"),
         "DotProductAttention": ("qkv_format", "attn_mask_type", "window_size", "attention_dropout"),
-        "MultiheadAttention": ("qkv_format", "attn_mask_type", "window_size", "attention_dropout", "normalization"),
+        "MultiheadAttention": ("qkv_format", "attn_mask_type", "window_size", "attention_dropout", "normalization",
+                               "qk_norm_type"),
         "TransformerLayer": (
-            "attn_input_format", "self_attn_mask_type", "window_size", "attention_dropout", "hidden_dropout",
+            "attn_input_format", "self_attn_mask_type", "window_size", "attention_dropout", "hidden_dropout", "drop_path_rate",
+            "qk_norm_type",
             "normalization", "activation",
         ),
     }.get(layer, ())  # fmt: skip

@@ -35,12 +35,14 @@ class Target:
         skip: arguments in front that are not its own: self.
         sure: False if it may be something else.
         whole: False if further arguments come from a partial.
+        recomputed: the arguments are those of a `checkpoint`, which takes its own out.
     """
 
     dotted: str
     skip: int = 0
     sure: bool = True
     whole: bool = True
+    recomputed: bool = False
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Meanings:
         self._parents = {id(child): node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self._layers: dict[str, set[str | None]] = {}  # text of a variable → layers; None for something else
         self._partial: set[str] = set()
+        self._instances: set[str] = set()  # names of instances of `METHODS`
         self._made: dict[str, str] = {}  # subclass without a constructor of its own → base
         self._called: dict[str, str] = {}  # subclass without a forward of its own → base
         self._bases: dict[int, str] = {}  # class (`id`) → base
@@ -108,6 +111,14 @@ class Meanings:
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
+            owner, text = self.dotted(node.args[0]), node.args[1]
+            if owner is None or not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
+                return None
+            return ".".join([owner, text.value, *reversed(parts)])
+        if parts and isinstance(node, ast.Call):  # a method of what a class makes
+            made = self.dotted(node.func)
+            return ".".join([canonical(made), *reversed(parts)]) if made and canonical(made) in METHODS else None
         if not isinstance(node, ast.Name):
             return None
         start = self.names.get(node.id)
@@ -118,6 +129,14 @@ class Meanings:
         while isinstance(node, ast.Attribute):
             node = node.value
         return not (isinstance(node, ast.Name) and node.id in self.unsure)
+
+    def attribute_of_layer(self, node: ast.Attribute) -> str | None:
+        """The layer whose attribute an expression is; None if it may be of something else."""
+        kinds = self._layers_of(node.value)
+        return next(iter(kinds)) if len(kinds) == 1 and not self._layers_of(node) else None
+
+    def _around(self, node: ast.AST) -> ast.AST:
+        return self._parents.get(id(node), self.tree)
 
     def is_followed(self, dotted: str) -> bool:
         """True for a partial of this name that has a name itself."""
@@ -133,6 +152,13 @@ class Meanings:
         if dotted is not None and library_of(dotted) is not None:
             name, last = canonical(dotted), dotted.rpartition(".")[2]
             owner = name.rpartition(".")[0]
+            if last == "checkpoint" and call.args:
+                handed = self._layers_of(call.args[0])
+                older = 4 if len(call.args) > 4 and isinstance(call.args[1], ast.Constant) else 1  # positions of version 0.x
+                return [
+                    Target(name, sure=self.is_sure(function), whole=False),
+                    *(Target(f"{kind}.forward", skip=older, sure=len(handed) == 1, recomputed=True) for kind in handed if kind),
+                ]
             sure, whole = self.is_sure(function), not (isinstance(function, ast.Name) and function.id in self._partial)
             if last in ("__init__", "forward", "__call__") and is_layer(owner):
                 return [Target(owner if last == "__init__" else f"{owner}.forward", skip=1, sure=sure)]
@@ -150,6 +176,28 @@ class Meanings:
         if not kinds and isinstance(called, ast.Attribute):  # of another object, by the name of its attribute
             kinds = {None, *(kind for key, found in self._layers.items() if key.endswith(f".{called.attr}") for kind in found)}
         return [Target(f"{kind}.forward", sure=len(kinds) == 1) for kind in sorted(filter(None, kinds))]
+
+    def stray_way(self, node: ast.AST) -> str | None:
+        """Where a class or function goes that is not called here, if it is called from there; None if not."""
+        parent = self._parents.get(id(node))
+        if isinstance(node, ast.Name) and node.id in self._instances:
+            return None
+        if isinstance(parent, ast.IfExp) and node is parent.test:
+            return None
+        if isinstance(parent, ast.Assign | ast.AnnAssign) and node is parent.value:
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            inside = isinstance(self._parents.get(id(parent)), ast.ClassDef)
+            plain = all(isinstance(target, ast.Name) for target in targets) and not inside
+            return None if plain else "the value of an attribute or an entry"
+        if isinstance(parent, ast.arguments):
+            return "the default of an argument"
+        if isinstance(parent, ast.Dict | ast.List | ast.IfExp | ast.BoolOp):
+            return "one of several"
+        if isinstance(parent, ast.Return):
+            return "returned"
+        if isinstance(parent, ast.Tuple) and not isinstance(self._parents.get(id(parent)), ast.Call | ast.Subscript):
+            return "one of several"
+        return None
 
     def _subclass(self, node: ast.ClassDef) -> None:
         bases = [canonical(each) for each in map(self.dotted, node.bases) if each is not None]
@@ -202,6 +250,7 @@ class Meanings:
             if canonical(dotted) not in METHODS:
                 return
             dotted = canonical(dotted)
+            self._instances.add(target.id)
         if target.id not in self.names:
             self.names[target.id] = dotted
             if partial:
@@ -235,7 +284,9 @@ class Meanings:
     def _keys(self, node: ast.AST) -> list[str]:
         """The text of a variable; of an attribute of self with its class."""
         if isinstance(node, ast.Name):
-            return [node.id]
+            around = self._parents.get(id(self._parents.get(id(node))))
+            inside = isinstance(node.ctx, ast.Store) and isinstance(around, ast.ClassDef)
+            return [node.id, f"{around.name}:self.{node.id}"] if inside and isinstance(around, ast.ClassDef) else [node.id]
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
             return []
         if node.value.id != "self":
@@ -247,9 +298,11 @@ class Meanings:
 
     def _hand_over(self, call: ast.Call) -> None:
         """Layers given to the script's own functions are those of their parameters."""
-        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         for function in self._functions.get(name, ()):
             parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            if isinstance(call.func, ast.Attribute) and parameters[:1] in (["self"], ["cls"]):
+                del parameters[0]
             given = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
             for parameter, value in given:
                 kinds = self._layers_of(value)
@@ -268,22 +321,47 @@ class Meanings:
         if isinstance(parent, ast.Call) and node is not parent.func:
             dotted, name = self.dotted(parent.func), getattr(parent.func, "id", getattr(parent.func, "attr", ""))
             last = dotted.rpartition(".")[2] if dotted else name
-            followed = last in _WRAPPERS or last in _QUIET or name in self._functions
+            followed = (
+                (last == "checkpoint" and node is parent.args[0])
+                or last in _WRAPPERS
+                or last in _QUIET
+                or name in self._functions
+            )
             if not followed and not (dotted or "").startswith("torch."):
                 self.strays.append((node, layer, f"given to {name or 'a call'}"))
             elif last == "append":
                 self.strays.append((node, layer, "put into a list"))
-        elif isinstance(parent, ast.Return):
+        elif isinstance(parent, ast.Return | ast.Lambda | ast.Yield | ast.YieldFrom):
             self.strays.append((node, layer, "returned"))
-        elif isinstance(parent, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.DictComp):
-            self.strays.append((node, layer, "put into a list"))
+        elif isinstance(parent, _LISTS):
+            if not any(value is node for _, value in _assigned(self._around(parent))):
+                self.strays.append((node, layer, "put into a list"))
+        elif isinstance(parent, ast.Assign | ast.AnnAssign):
+            if not all(self._keys(target) for target, value in _assigned(parent) if value is node):
+                self.strays.append((node, layer, "put where it has no name"))
+        elif isinstance(parent, ast.BoolOp | ast.Starred | ast.Subscript | ast.IfExp | ast.Await) and node is not _test(parent):
+            around = self._around(parent)
+            if not (isinstance(parent, ast.IfExp) and isinstance(around, ast.Assign | ast.AnnAssign)):
+                self.strays.append((node, layer, "one of several"))
+
+
+_LISTS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+
+
+def _test(node: ast.AST) -> ast.AST | None:
+    return node.test if isinstance(node, ast.IfExp) else None
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """(target, value) of an assignment."""
+    """(target, value) of an assignment; of one of several, each with its own."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
-            yield target, node.value
+            several = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)
+            left = list(getattr(target, "elts", ())) if several else [target]
+            right = list(getattr(node.value, "elts", ())) if several else [node.value]
+            starred = any(isinstance(each, ast.Starred) for each in (*left, *right))
+            pairs = len(left) == len(right) and not starred
+            yield from zip(left, right, strict=True) if pairs else [(target, node.value)]
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
         yield node.target, node.value
 

@@ -16,7 +16,19 @@ from octavo.compat.missing import TABLE, way_of
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
-from octavo.migrate.sources import Signature, forward_of, has_attribute, has_name, signature_of
+from octavo.config.section import Section
+from octavo.migrate.sources import (
+    Signature,
+    fields_of,
+    forward_of,
+    has_attribute,
+    has_name,
+    made_by,
+    members,
+    method_of,
+    signature_of,
+    tables,
+)
 
 Status = Literal["same", "accepted", "differs", "absent"]
 """same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""
@@ -24,6 +36,7 @@ Status = Literal["same", "accepted", "differs", "absent"]
 LIBRARIES = {
     "torch.sagemaker": "SMP",
     "transformer_engine": "Transformer Engine",
+    "transformer_engine_torch": "Transformer Engine",
     "torch.distributed.fsdp": "FSDP1",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "FSDP1",
     "accelerate": "Accelerate",
@@ -128,6 +141,12 @@ _LAYERS = (
 )  # fmt: skip
 _TE = (
     Name("transformer_engine", "same", "Octavo under Transformer Engine's names", "import octavo"),
+    Name(
+        "transformer_engine_torch",
+        "absent",
+        "Transformer Engine's compiled extension",
+        "the layers of transformer_engine.pytorch",
+    ),
     Name("transformer_engine.pytorch", "same", "layers of octavo.nn with Transformer Engine's defaults", "octavo.nn"),
     *(
         Name(f"transformer_engine.pytorch.{layer}", "same", f"octavo.nn.{layer}, with its defaults", f"octavo.nn.{layer}")
@@ -177,6 +196,12 @@ _TE = (
 )
 
 _FSDP = "torch.distributed.fsdp.FullyShardedDataParallel"
+_HOMES = {
+    "torch.distributed.fsdp": ("torch.distributed.fsdp.api", "torch.distributed.fsdp.fully_sharded_data_parallel"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (),
+    "accelerate": ("accelerate.accelerator", "accelerate.utils.dataclasses", "accelerate.big_modeling"),
+}
+"""Library → further modules that define its names."""
 _FSDP_ARGUMENTS = (
     "module", "process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch", "mixed_precision",
     "ignored_modules", "param_init_fn", "device_id", "sync_module_states", "forward_prefetch", "limit_all_gathers",
@@ -336,6 +361,11 @@ def library_of(dotted: str) -> str | None:
 
 _STATE, _NOT_THERE = "torch.sagemaker.state.", "not in Octavo's compatibility layer"
 _ROOTS = {"torch.sagemaker": SMP, "transformer_engine": TE, "sagemaker": SDK}
+_PARTS = {
+    "cfg": lambda name: name in (fields_of("octavo.compat.smp.init", "SmpConfig") or ()) or hasattr(Section, name),
+    "ranker": lambda name: has_attribute("octavo.compat.smp.init", "Ranker", name),
+}
+"""Parts of `torch.sagemaker.state` → whether a name is theirs."""
 _WHOLE = (
     "torch.sagemaker.state",
     "torch.distributed.fsdp",
@@ -343,6 +373,7 @@ _WHOLE = (
     _WRAPPER,
     "accelerate",
     "smdistributed",
+    "transformer_engine_torch",
 )
 """Modules and objects whose row holds for each of their names."""
 
@@ -364,12 +395,21 @@ def find(dotted: str) -> Name | None:
     """
     if dotted in NAMES:
         return NAMES[dotted]
+    if dotted.startswith(f"{_FSDP}."):
+        instead = tables("octavo.compat.smp.patches", ("_INSTEAD",)).get("_INSTEAD", {})
+        if dotted.rpartition(".")[2] in instead:
+            return Name(dotted, "absent", "refused beside a transformed model", instead[dotted.rpartition(".")[2]])
     if LIBRARIES["torch.distributed.fsdp"] == library_of(dotted) or dotted.startswith("accelerate."):
         module, _, last = dotted.partition("(")[0].rpartition(".")
         if has_name(module, last) is False:
             return Name(dotted, "absent", f"not in the installed {module}")
-        if module == "accelerate.Accelerator" and has_attribute("accelerate.accelerator", "Accelerator", last) is False:
-            return Name(dotted, "absent", "not in the installed accelerate.Accelerator")
+        home = _installed(module) if module.rpartition(".")[2][:1].isupper() and "(" not in dotted else None
+        if home is not None and has_attribute(home, module.rpartition(".")[2], last) is False:
+            return Name(dotted, "absent", f"not in the installed {module}")
+    for part, there in _PARTS.items():
+        last = dotted.removeprefix(f"{_STATE}{part}.").partition(".")[0]
+        if dotted.startswith(f"{_STATE}{part}.") and not there(last):
+            return Name(dotted, "absent", f"torch.sagemaker.state.{part} has no {last} here")
     if dotted.startswith(_STATE) and dotted.removeprefix(_STATE).partition(".")[0] not in STATE:
         return Name(
             dotted, "absent", _NOT_THERE, way_of(dotted, SMP.ways, STATE).partition("layer.")[2].removesuffix(TABLE).strip()
@@ -422,9 +462,23 @@ def signature_of_name(dotted: str) -> Signature | None:
         return forward_of(owner.rpartition(".")[2])
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     module, _, last = dotted.rpartition(".")
-    if shim is None or shim is SDK:
-        return None
+    if shim is None:
+        home = _installed(dotted)
+        return None if home is None else signature_of(home, last)
+    if owner in ("sagemaker.pytorch.PyTorch",):
+        return method_of("octavo.launch.estimator", "PyTorch", method)
+    if is_layer(dotted):
+        return made_by(last)
     return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)
+
+
+def _installed(dotted: str) -> str | None:
+    """The module in which an installed library defines a class or function; None for others."""
+    module, _, last = dotted.rpartition(".")
+    for root, homes in _HOMES.items():
+        if module == root or module.startswith(f"{root}."):
+            return next((home for home in (module, *homes) if signature_of(home, last) or members(home, last)), None)
+    return None
 
 
 def unknown_argument(dotted: str, argument: str) -> bool:

@@ -13,6 +13,10 @@ _COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
 """A line of a notebook that is no Python."""
 _PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
 """Magics (`%%name`) of cells that are Python."""
+_TIMED = ("%time", "%timeit", "%prun", "%memit", "%mprun", "%lprun")
+"""Magics of a line that are followed by Python."""
+_RUNNERS = ("%run", "%load", "%autocall", "%macro", "%rerun", "%recall")
+"""Magics that run code from elsewhere."""
 
 
 def content(path: Path) -> bytes:
@@ -49,7 +53,7 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
                 continue
             lines[0] = ""
         if not _parses("\n".join(lines)):
-            lines = [_COMMAND.sub(_in_python, line) for line in lines]
+            lines = _statements(lines, number, notes)
         try:
             ast.parse("\n".join(lines))
         except SyntaxError as error:
@@ -61,14 +65,33 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
     return "\n".join(found)
 
 
-def _in_python(command: re.Match[str]) -> str:
-    """A statement in place of a line of the notebook's own: names that it sets are known only at run time."""
-    names, _, rest = command[0].strip().partition("=")
-    if rest.strip()[:1] in ("%", "!") and rest:
+def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
+    """The lines of a cell with a statement in place of each command of the notebook's own, also of one over several lines."""
+    found: list[str] = []
+    goes_on = False
+    for line in lines:
+        command = _COMMAND.match(line)
+        if goes_on:
+            found.append("")
+        else:
+            found.append(line if command is None else _in_python(command, number, notes))
+        goes_on = (goes_on or command is not None) and line.rstrip().endswith("\\")
+    return found
+
+
+def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:
+    """A statement in place of a command: names that it sets are known only at run time. Notes one that runs other code."""
+    text = command[0].strip()
+    names, _, rest = text.partition("=")
+    if rest.strip()[:1] in ("%", "!") and rest and not text.startswith(("%", "!")):
         return f"{command[1]}{names.strip()} = __command__()"
-    stored = names.split()
-    if stored[:2] == ["%store", "-r"] and len(stored) > 2 and all(name.isidentifier() for name in stored[2:]):
-        return f"{command[1]}{' = '.join(stored[2:])} = __command__()"
+    words = text.split()
+    if words[:2] == ["%store", "-r"] and len(words) > 2 and all(name.isidentifier() for name in words[2:]):
+        return f"{command[1]}{' = '.join(words[2:])} = __command__()"
+    if words[0] in _TIMED and _parses(timed := text.removeprefix(words[0]).strip()):
+        return f"{command[1]}{timed}"
+    if words[0] in (*_TIMED, *_RUNNERS):
+        notes.append(f"code cell {number}: what {text} runs is not seen")
     return f"{command[1]}pass"
 
 

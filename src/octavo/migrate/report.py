@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from octavo.errors import InputError
-from octavo.launch.distribution import layout_of
-from octavo.launch.estimator import PyTorch
-from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
+from octavo.migrate.estimators import told
 from octavo.migrate.script import Script, Use
-from octavo.migrate.values import REST, is_known
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}
-_FIT = tuple(inspect.signature(PyTorch.fit).parameters)[1:]
-_CALL = (*ARGUMENTS, *inspect.signature(PyTorch.__init__).parameters, *_FIT)
 _NOT_THERE = "not in Octavo's compatibility layer"
 
 
@@ -28,14 +22,19 @@ def figures(script: Script) -> dict[str, Any]:
         "read_whole": not script.notes,
         "uses": [_row(use) for use in script.uses],
         "needs_gpu": [{"line": line, "what": text} for line, text in script.needs_gpu],
-        "estimators": [_estimator(given) for given in script.estimators],
+        "estimators": [told(given, _folder(script)) for given in script.estimators],
         "notes": script.notes,
     }
 
 
 def runs_unchanged(script: Script) -> bool:
     """True if every name that the script uses is there, and no call of an estimator is refused."""
-    return not _absent(script) and not any(_estimator(given)["refused"] for given in script.estimators)
+    return not _absent(script) and not any(told(given, _folder(script))["refused"] for given in script.estimators)
+
+
+def _folder(script: Script) -> Path:
+    """The folder in which a script runs: a notebook's is its own."""
+    return script.path.parent if script.path.suffix == ".ipynb" else Path()
 
 
 def _absent(script: Script) -> list[Use]:
@@ -45,7 +44,8 @@ def _absent(script: Script) -> list[Use]:
 def lines(script: Script) -> list[str]:
     """The report as text."""
     if not script.uses and not script.estimators:
-        nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK."
+        read = ", as far as it is read" if script.notes else ""
+        nothing = f"{script.path}: nothing of SMP, Transformer Engine, FSDP1, Accelerate or SageMaker's SDK{read}."
         return [nothing, *(f"! {note}" for note in script.notes)]
     libraries = dict.fromkeys(use.library for use in script.uses)
     count, of_cells = len(script.uses), "; code cell:line" if script.cells else ""
@@ -66,10 +66,11 @@ def lines(script: Script) -> list[str]:
         found.append("        here: needs a GPU; everything else runs on a CPU too")
     found += [f"! {note}" for note in script.notes]
     for given in script.estimators:
-        told = _estimator(given)
-        found.append(f"Estimator: {told['ranks']}.")
-        found += [f"  {name} has no meaning on a machine of your own" for name in told["meaningless"]]
-        found += [f"x {fault}" for fault in told["refused"]]
+        call = told(given, _folder(script))
+        found.append(f"Estimator: {call['ranks']}.")
+        found += [f"  {name} has no meaning on a machine of your own" for name in call["meaningless"]]
+        found += [f"x {fault}" for fault in call["refused"]]
+        found += [f"! {fault}" for fault in call["unchecked"]]
     marks = {use.row.status if use.row else "absent" for use in script.uses} | (
         {"differs"} if script.needs_gpu or script.notes else set()
     )
@@ -80,18 +81,20 @@ def lines(script: Script) -> list[str]:
 
 def _end(script: Script) -> list[str]:
     change = [f"{use.name} (line {script.place(use.line)})" for use in _absent(script)]
-    if any(_estimator(given)["refused"] for given in script.estimators):
+    if any(told(given, _folder(script))["refused"] for given in script.estimators):
         change.append("the arguments of an estimator marked x")
     if change:
         return [f"To change first: {', '.join(change)}."]
     if not script.uses:
         return ["Its estimator is Octavo's already."]
     if script.is_module:
-        told = "As far as it is read, every name is there" if script.notes else "Every name is there"
-        return [f"{told}. It is a module: run the script that imports it."]
+        names = "As far as it is read, every name is there" if script.notes else "Every name is there"
+        return [f"{names}. It is a module: run the script that imports it."]
+    unchecked = any(told(given, _folder(script))["unchecked"] for given in script.estimators)
     hedges = ("refused", "has to be installed")
     refused = any(each in use.row.here for use in script.uses if use.row is not None for each in hedges)
-    runs = "As far as it is read, it runs unchanged" if script.notes or refused else "It runs unchanged"
+    runs = "As far as it is read, it runs unchanged" if script.notes or refused or unchecked else "It runs unchanged"
+    runs += " on a GPU" if script.needs_gpu else ""
     jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
     return [
         "Names, arguments and constants are read here; other values that Octavo cannot honour are refused in the run.",
@@ -126,28 +129,6 @@ def _row(use: Use) -> dict[str, Any]:
         "here": _NOT_THERE if row is None else row.here,
         "change": "" if row is None else row.change,
     }
-
-
-def _estimator(given: dict[str, Any]) -> dict[str, Any]:
-    """A call of an estimator: its ranks, and arguments without meaning or refused."""
-    refused = [f"{name}: {REFUSED[name]}" for name in given if name in REFUSED]
-    refused += [f"{name}: no argument of the SDK" for name in given if name not in (*_CALL, *REFUSED, "fit", REST)]
-    refused += [f"{name}: an argument of fit" for name in given if name in _FIT and name not in MEANINGLESS]
-    meaningless = [name for name, value in given.items() if name in MEANINGLESS and value is not None]
-    kind, count = given.get("instance_type"), given.get("instance_count", 1)
-    hyperparameters = given.get("hyperparameters")
-    distribution = given.get("distribution")
-    values = {"instance_type": kind, "instance_count": count, "distribution": distribution}
-    unsure = [name for name, value in values.items() if not is_known(value)]
-    ranks = f"its {' and '.join(unsure) or 'instance_type'} cannot be told without running the script"
-    if not unsure and isinstance(kind, str) and not (REST in given and "distribution" not in given):
-        try:
-            layout = layout_of(kind, count, distribution, hyperparameters if isinstance(hyperparameters, dict) else {})
-            ranks = f"{kind}: {layout.ranks} ranks on this machine" if layout.ranks else f"{kind}: one process"
-        except InputError as error:
-            ranks = kind
-            refused.append(str(error))
-    return {"ranks": ranks, "meaningless": meaningless, "refused": refused}
 
 
 def summary(scripts: Sequence[Script]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest
+from octavo.migrate.known import REST, UNKNOWN
 from octavo.migrate.limits import refused, unsure
 from octavo.migrate.meanings import Meanings, Target
 from octavo.migrate.names import (
@@ -30,7 +31,7 @@ from octavo.migrate.names import (
     unchecked,
 )
 from octavo.migrate.notebook import content, no_python, notebook
-from octavo.migrate.values import REST, UNKNOWN, Values
+from octavo.migrate.values import Values
 
 _CUDA = "torch.cuda."
 WITHOUT_GPU = (
@@ -39,6 +40,13 @@ WITHOUT_GPU = (
     "memory_reserved", "memory_stats", "nvtx", "seed_all",
 )  # fmt: skip
 """Names of `torch.cuda` that a machine without a GPU has too."""
+_RECOMPUTED = (
+    "use_reentrant", "determinism_check", "debug", "early_stop", "context_fn", "preserve_rng_state",
+    "distribute_saved_activations", "tp_group", "get_rng_state_tracker", "get_cuda_rng_tracker",
+)  # fmt: skip
+"""Arguments of `checkpoint` itself."""
+_TEXTS = ("run_line_magic", "run_cell_magic", "run_cell")
+"""Methods of IPython that run text."""
 _ESTIMATORS = {
     "sagemaker.pytorch.PyTorch": (
         "entry_point", "framework_version", "py_version", "source_dir", "hyperparameters", "image_uri", "distribution",
@@ -49,6 +57,8 @@ _ESTIMATORS = {
     ),
 }  # fmt: skip
 """Estimators, with their positional arguments."""
+_FIRST = _ESTIMATORS | {"sagemaker.inputs.TrainingInput": ("s3_data",)}
+"""Functions whose other arguments go by name, with their positional arguments."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ class _Reader:
         self._parts: set[int] = set()  # attributes that belong to a longer one
         self._spared: set[str] = set()  # absent names that the script's own `except` does without
         spared = _spared_imports(tree)
+        self._spared_uses = _spared_uses(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
         imported = [
             (node, dotted)
@@ -147,7 +158,7 @@ class _Reader:
             for dotted in self._import(node, spared=id(node) in spared)
         ]
         self._meanings.follow(nodes)
-        self._values = Values(tree, self._positional, self._meanings.dotted)
+        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there)
         self._unreached = self._values.unreached
         self.script.estimators = self._values.jobs
         for statement, dotted in imported:
@@ -201,14 +212,27 @@ class _Reader:
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
             dotted = self._meanings.dotted(node)
+            layer = self._meanings.attribute_of_layer(node) if isinstance(node, ast.Attribute) else None
+            if layer is not None and unchecked(f"{layer}.{getattr(node, 'attr', '')}") is not None:
+                self._note(node, f"{getattr(node, 'attr', '')} of {layer} is not checked")
             inner = node
             while isinstance(inner, ast.Attribute):
                 inner = inner.value  # type: ignore[assignment]
                 self._parts.add(id(inner))
             if dotted is not None:
                 self._use(node, dotted, sure=self._meanings.is_sure(node))
+                way = self._meanings.stray_way(node) if signature_of_name(canonical(dotted)) is not None else None
+                if way is not None:
+                    self._note(node, f"{canonical(dotted)} is {way}: its calls there are not seen")
+                if dotted == "sys.modules":
+                    self._note(node, "sys.modules gives modules whose uses are not seen")
                 if dotted.startswith(_CUDA) and dotted.removeprefix(_CUDA).partition(".")[0] not in WITHOUT_GPU:
                     self._gpu(node, dotted)
+
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            replaced = self._meanings.dotted(node)
+            if replaced is not None and library_of(replaced) is not None:
+                self._note(node, f"{replaced} is replaced: its uses are not those of Octavo's")
 
     def _call(self, node: ast.Call) -> None:
         dotted = self._meanings.dotted(node.func)
@@ -228,10 +252,18 @@ class _Reader:
         where = {word.arg: word.value for word in node.keywords if word.arg}
         open_ended = REST in words or any(isinstance(each, ast.Starred) for each in node.args)
         signature = signature_of_name(target.dotted)
-        given = {name: value for name, value in words.items() if name != REST}
-        if signature is not None and not any(isinstance(each, ast.Starred) for each in node.args):
-            given = dict(zip(signature.names, args[target.skip :], strict=False)) | given
-            where = dict(zip(signature.names, node.args[target.skip :], strict=False)) | where
+        own = _RECOMPUTED if target.recomputed else ()
+        given = {name: value for name, value in words.items() if name != REST and name not in own}
+        names = signature.names if signature is not None else _FIRST.get(target.dotted, ())
+        if not any(isinstance(each, ast.Starred) for each in node.args):
+            given = dict(zip(names, args[target.skip :], strict=False)) | given
+            where = dict(zip(names, node.args[target.skip :], strict=False)) | where
+            most = len(_FIRST.get(target.dotted, node.args))
+            twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & {word.arg for word in node.keywords})
+            if twice:
+                self._refuse(node, target, f"{twice[0]}=", "given twice")
+            if len(node.args) > most:
+                self._refuse(node, target, "…", f"{len(node.args)} positional arguments, and it takes {most}")
         for name, value in given.items():
             self._argument(where.get(name, node), target, name, value)
         if open_ended:
@@ -244,7 +276,8 @@ class _Reader:
             missing = [name for name in signature.required if name not in given]
             if missing and count <= signature.positional:
                 self._refuse(node, target, "…", f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-        for name, value, reason in refused(target.dotted, given):
+        rest = {REST: UNKNOWN} if open_ended or not target.whole else {}
+        for name, value, reason in refused(target.dotted, given | rest):
             told = value if isinstance(value, str) and value.startswith("Format.") else repr(value)
             self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
         for name, reason in unsure(target.dotted, given):
@@ -291,8 +324,10 @@ class _Reader:
             elif library_of(text[0]) is not None:
                 self._use(node, text[0])
                 self._note(node, f"{function} imports {text[0]}: its uses are not seen")
-        elif function in ("exec", "eval") and isinstance(node.func, ast.Name):
+        elif function in _TEXTS or (function in ("exec", "eval") and isinstance(node.func, ast.Name)):
             self._note(node, f"{function} runs text, whose uses are not seen")
+        elif function in ("globals", "locals", "vars") and isinstance(node.func, ast.Name) and not node.args:
+            self._note(node, f"{function}() gives names whose uses are not seen")
         elif dotted is None or library_of(dotted) is None:
             for number, each in enumerate((*node.args, *(word.value for word in node.keywords))):
                 given = self._meanings.dotted(each) if function != "partial" or number == 0 else None
@@ -341,7 +376,7 @@ class _Reader:
         self._seen.add((line, name))
         if row is None or row.status == "absent":
             way = row.change if row else ""
-            if any(f"{name}.".startswith(f"{each}.") for each in self._spared):
+            if id(node) in self._spared_uses or any(f"{name}.".startswith(f"{each}.") for each in self._spared):
                 row = Name(name, "differs", "not there: the script goes on without it, by its own except", way)
             elif id(node) in self._unreached:
                 test = self.script.place(self._unreached[id(node)])
@@ -419,6 +454,25 @@ def _spared_imports(tree: ast.AST) -> set[int]:
             if any(_is_absent(name) for each in imports for name in _imported(each)):
                 found.update(map(id, imports))
     return found
+
+
+def _spared_uses(tree: ast.AST) -> set[int]:
+    """Nodes (`id`) in a `try` whose `except` goes on without a name that is not there."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            caught = [name for handler in node.handlers if not _ends(handler) for name in _caught(handler)]
+            if {"AttributeError", "Exception", "BaseException"} & set(caught):
+                found |= {id(each) for statement in node.body for each in ast.walk(statement)}
+    return found
+
+
+def _is_there(dotted: str) -> bool | None:
+    """Whether a name of a library is there; None for other names, and where that is not known."""
+    if library_of(dotted) is None:
+        return None
+    row = find(canonical(dotted))
+    return None if row is None or unchecked(canonical(dotted)) is not None else row.status != "absent"
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

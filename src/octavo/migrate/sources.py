@@ -18,6 +18,8 @@ from octavo.migrate.values import Values
 
 _TE_LAYERS = ("octavo.compat.te.layers", "octavo.compat.te.attention")
 _ALIASES = {"RMSNorm": "LayerNorm"}
+_FOLLOWED = ("octavo.", "torch.", "accelerate.")
+"""Packages whose imports of each other are followed."""
 _NN = {
     "Linear": "octavo.nn.linear", "LayerNormLinear": "octavo.nn.linear", "LayerNormMLP": "octavo.nn.mlp",
     "GroupedLinear": "octavo.nn.grouped", "LayerNorm": "octavo.nn.norm", "RMSNorm": "octavo.nn.norm",
@@ -110,6 +112,22 @@ def signature_of(module: str, name: str) -> Signature | None:
 
 
 @cache
+def made_by(layer: str) -> Signature | None:
+    """The signature of the constructor of one of Transformer Engine's layers, with what Octavo's layer takes beside it."""
+    found = _te_signatures().get(_ALIASES.get(layer, layer))
+    more = list(tables("octavo.nn.te_arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
+    base: str | None = layer
+    while found is not None and base is not None:
+        node = next((each for each, _ in _found(_NN[layer], base)), None)
+        methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        own = _signature(methods[0], skip=1, rest=True) if methods else None
+        more += own.names if own is not None else ()
+        bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
+        base = None if methods or not bases else bases[0]
+    return found if found is None else found._replace(names=tuple(dict.fromkeys((*found.names, *more))))
+
+
+@cache
 def forward_of(layer: str) -> Signature | None:
     """The signature of a call of one of Transformer Engine's layers; None if the sources do not tell."""
     names: list[str] = []
@@ -139,6 +157,14 @@ def forward_of(layer: str) -> Signature | None:
     return None if positional is None else Signature(tuple(names), positional, required)
 
 
+def method_of(module: str, name: str, method: str) -> Signature | None:
+    """The signature of a method of a class of Octavo; None for a property, and if its source does not tell."""
+    node = next((each for each, _ in _found(module, name)), None)
+    methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == method]
+    is_property = bool(methods) and "property" in map(ast.unparse, methods[0].decorator_list)
+    return _signature(methods[0], skip=1) if methods and not is_property else None
+
+
 def fields_of(module: str, name: str) -> tuple[str, ...] | None:
     """The annotated fields of a class; None if there is no such class."""
     for node, _ in _found(module, name):
@@ -149,12 +175,12 @@ def fields_of(module: str, name: str) -> tuple[str, ...] | None:
 
 def has_attribute(module: str, name: str, attribute: str) -> bool | None:
     """True if a class of Octavo, or an instance, has an attribute; None if its source does not tell."""
-    found = _members(module, name)
+    found = members(module, name)
     return None if found is None else attribute in found or attribute.startswith("__")
 
 
 @cache
-def _members(module: str, name: str) -> frozenset[str] | None:
+def members(module: str, name: str) -> frozenset[str] | None:
     """Names of a class, of its bases, and of attributes of self; None if a base is not known."""
     node, home = next(iter(_found(module, name)), (None, ""))
     if not isinstance(node, ast.ClassDef):
@@ -168,7 +194,7 @@ def _members(module: str, name: str) -> frozenset[str] | None:
             found |= {"name", "value"} if base == "Enum" else set()
             continue
         first, _, rest = base.rpartition(".")
-        inside = _members(*_TORCH.get(base, (_imported(home, first) if first else home, rest)))
+        inside = members(*_TORCH.get(base, (_imported(home, first) if first else home, rest)))
         if inside is None:
             return None
         found |= inside
@@ -189,7 +215,7 @@ def _found(module: str, name: str) -> Iterator[tuple[ast.FunctionDef | ast.Class
     """The definition of a name, followed through imports of Octavo's, and its module."""
     tree = _tree(module)
     for node in tree.body if tree is not None else ():
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.startswith("octavo."):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.startswith(_FOLLOWED):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
                     yield from _found(node.module, alias.name)

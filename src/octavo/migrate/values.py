@@ -10,84 +10,44 @@ from __future__ import annotations
 
 import ast
 import copy
-import operator
 import os
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from octavo.migrate.known import (
+    COMPARISONS,
+    CONVERSIONS,
+    LISTS,
+    LONGEST,
+    MORE,
+    MOST_ITEMS,
+    REST,
+    UNKNOWN,
+    Function,
+    Job,
+    calculated,
+    converted,
+    entries,
+    forget,
+    is_known,
+    item_of,
+    merge,
+    of_list,
+    of_text,
+    parts_known,
+    put,
+    same,
+    truth_of,
+)
 
-class _Unknown:
-    """The type of `UNKNOWN`, which copies share."""
-
-    def __deepcopy__(self, memo: Any) -> _Unknown:
-        return self
-
-    def __repr__(self) -> str:
-        return "UNKNOWN"
-
-
-UNKNOWN = _Unknown()
-"""A value known only at run time."""
-_MORE = _Unknown()
-"""The one item of a list of which nothing is known, its length included."""
-REST = "**"
-"""Key of a dictionary, with the value UNKNOWN, for further entries known only at run time."""
-_LARGEST = 10**12
-_LONGEST = 10_000
 _MOST_STEPS = 100_000
-_MOST_ITEMS = 64
 _DEEPEST = 8
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.In: lambda left, right: left in right, ast.NotIn: lambda left, right: left not in right,
-    ast.Is: lambda left, right: left == right and (left is None) == (right is None),
-    ast.IsNot: lambda left, right: left != right or (left is None) != (right is None),
-}  # fmt: skip
-_CONVERSIONS: dict[str, Callable[..., Any]] = {
-    "int": int, "float": float, "str": str, "bool": bool, "len": len, "min": min, "max": max, "round": round, "abs": abs,
-    "list": list, "tuple": list,
-}  # fmt: skip
-_LISTS: dict[str, Callable[..., Any]] = {
-    "sorted": sorted, "reversed": lambda items: list(reversed(items)),
-    "enumerate": lambda items, start=0: [list(each) for each in enumerate(items, start)],
-    "zip": lambda *lists: [list(each) for each in zip(*lists, strict=False)],
-    "range": lambda *ends: list(range(*ends)) if len(range(*ends)) <= _MOST_ITEMS else [_MORE],
-}  # fmt: skip
 _READERS = ("print", "pprint", "dumps", "dump", "info", "debug", "warning", "error", "isinstance", "type", "sorted", "repr",
             "display", "items", "keys", "values", "get", "join", "append", "fit", "train", "len")  # fmt: skip
 """Functions that leave the dictionaries they are given as they are."""
 _EXITS = ("exit", "_exit", "quit")
-_OF_TEXT = ("split", "strip", "lstrip", "rstrip", "lower", "upper", "title", "replace", "startswith", "endswith", "format",
-            "removeprefix", "removesuffix")  # fmt: skip
-"""Methods of text whose results are known."""
 _ANY_NAME = ("exec", "eval", "globals", "locals", "vars", "run_line_magic", "run_cell_magic")
 """Calls that may set any name."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """An estimator as a value; `number` is that of its call."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _Function:
-    node: ast.FunctionDef | ast.AsyncFunctionDef
-
-    def __deepcopy__(self, memo: Any) -> _Function:
-        return self
 
 
 class Values:
@@ -97,6 +57,7 @@ class Values:
         tree: of the script.
         positional: called expression → names of the positional arguments of an estimator; None for another call.
         called: the full dotted name of an expression, or None.
+        has: dotted name of a library → whether it is there; None for others.
     """
 
     def __init__(
@@ -104,12 +65,14 @@ class Values:
         tree: ast.AST,
         positional: Callable[[ast.AST], Sequence[str] | None] = lambda function: None,
         called: Callable[[ast.AST], str | None] = lambda function: None,
+        has: Callable[[str], bool | None] = lambda dotted: None,
     ) -> None:
-        self._positional, self._called = positional, called
+        self._positional, self._called, self._has = positional, called, has
         self._frames: list[dict[str, Any]] = [{"__name__": "__main__"}]
         self._shared: list[set[str]] = [set()]  # names of each frame that are the module's
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
         self._fitted: dict[int, dict[str, Any]] = {}
+        self._made: dict[int, dict[str, Any]] = {}
         self._order: list[int] = []
         self._returns: list[list[Any]] = []
         self._running: list[ast.AST] = []
@@ -125,13 +88,20 @@ class Values:
     @property
     def jobs(self) -> list[dict[str, Any]]:
         """Keyword → value of each call of an estimator, as they are when it starts; the inputs of its `fit` under "fit"."""
-        last = self._frames[0]
-        found = [self._fitted.get(number, last.get(f"<{number}>")) for number in self._order]
+        found = [self._fitted.get(number) or self._unfitted(number) for number in self._order]
         return [job for job in found if isinstance(job, dict)]
+
+    def _unfitted(self, number: int) -> Any:
+        """An estimator whose `fit` is not seen: it may come at once or at the end, unless there is no later one."""
+        job = self._frames[0].get(f"<{number}>")
+        if isinstance(job, dict) and number != self._order[-1]:
+            job = copy.deepcopy(job)
+            merge(job, self._made.get(number, {}), {})
+        return job
 
     @property
     def unreached(self) -> dict[int, int]:
-        """Nodes (`id`) of the module that a known test leaves out → the test's line. Functions are never counted."""
+        """Nodes (`id`) of the module that a known test leaves out → the test's line; in functions, a test without variables."""
         left_out = [(node, line) for key, (node, line) in self._skipped.items() if key not in self._visited]
         return {id(each): line for node, line in left_out for each in ast.walk(node)}
 
@@ -159,6 +129,8 @@ class Values:
             return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
+        if isinstance(node, ast.Name | ast.Attribute) and self._called(node) == "typing.TYPE_CHECKING":
+            return False
         if isinstance(node, ast.Name):
             return self._name(node.id)
         if isinstance(node, ast.Dict):
@@ -182,9 +154,9 @@ class Values:
     def _subscript(self, node: ast.Subscript) -> Any:
         table = self.of(node.value)
         if not isinstance(node.slice, ast.Slice):
-            return _item(table, self.of(node.slice), UNKNOWN)
+            return item_of(table, self.of(node.slice), UNKNOWN)
         ends = [None if each is None else self.of(each) for each in (node.slice.lower, node.slice.upper, node.slice.step)]
-        whole = isinstance(table, str) or (isinstance(table, list) and _MORE not in table)
+        whole = isinstance(table, str) or (isinstance(table, list) and MORE not in table)
         if not whole or not all(each is None or (isinstance(each, int) and each != 0) or each == 0 for each in ends):
             return UNKNOWN
         return table[slice(*ends)] if ends[2] != 0 else UNKNOWN
@@ -194,27 +166,27 @@ class Values:
         if isinstance(node, ast.UnaryOp):
             value = self.of(node.operand)
             if isinstance(node.op, ast.Not):
-                return UNKNOWN if (truth := _truth(value)) is None else not truth
+                return UNKNOWN if (truth := truth_of(value)) is None else not truth
             return -value if isinstance(node.op, ast.USub) and isinstance(value, int | float) else UNKNOWN
         if isinstance(node, ast.BinOp):
-            return _calculate(node.op, self.of(node.left), self.of(node.right))
+            return calculated(node.op, self.of(node.left), self.of(node.right))
         if isinstance(node, ast.Compare):
             return self._compared(node)
         if isinstance(node, ast.BoolOp):
             last: Any = UNKNOWN
             for each in node.values:
                 last = self.of(each)
-                if (truth := _truth(last)) is None:
+                if (truth := truth_of(last)) is None:
                     return UNKNOWN
                 if truth == isinstance(node.op, ast.Or):
                     break
             return last
         if isinstance(node, ast.IfExp):
-            truth = _truth(self.of(node.test))
+            truth = truth_of(self.of(node.test))
             if truth is not None:
                 return self.of(node.body if truth else node.orelse)
             left, right = self.of(node.body), self.of(node.orelse)
-            return left if _same(left, right) else UNKNOWN
+            return left if same(left, right) else UNKNOWN
         if isinstance(node, ast.JoinedStr):
             return self._text(node)
         for child in ast.iter_child_nodes(node) if node is not None else ():
@@ -235,7 +207,7 @@ class Values:
                 parts.append(format(value, form))
             except ValueError:
                 return UNKNOWN
-        return "".join(parts)[:_LONGEST]
+        return "".join(parts)[:LONGEST]
 
     def _compared(self, node: ast.Compare) -> Any:
         left = self.of(node.left)
@@ -244,7 +216,7 @@ class Values:
             if not (is_known(left) and is_known(right)):
                 return UNKNOWN
             try:
-                if not _COMPARISONS[type(kind)](left, right):
+                if not COMPARISONS[type(kind)](left, right):
                     return False
             except TypeError:
                 return UNKNOWN
@@ -256,10 +228,10 @@ class Values:
         for key, value in zip(node.keys, node.values, strict=True):
             inner = self.of(value)
             if key is None:
-                _put(found, entries(inner))
+                put(found, entries(inner))
             else:
                 name = self.of(key)
-                _put(found, {name if isinstance(name, str | int) else REST: inner})
+                put(found, {name if isinstance(name, str | int) else REST: inner})
         return found
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
@@ -271,6 +243,8 @@ class Values:
     def _call(self, node: ast.Call) -> Any:
         function = node.func
         owner = self.of(function.value) if isinstance(function, ast.Attribute) else None
+        if not isinstance(function, ast.Name | ast.Attribute):
+            self.of(function)
         args, keywords = [self.of(each) for each in node.args], self._keywords(node)
         if any(isinstance(each, ast.Starred) for each in node.args):
             args = [UNKNOWN]
@@ -281,43 +255,49 @@ class Values:
         if isinstance(function, ast.Attribute) and isinstance(owner, Job | dict):
             return self._method(owner, function.attr, args, keywords)
         if isinstance(function, ast.Attribute) and isinstance(owner, list):
-            return _of_list(owner, function.attr, args)
+            return of_list(owner, function.attr, args)
         if isinstance(function, ast.Attribute) and isinstance(owner, str):
-            return _of_text(owner, function.attr, args, keywords)
+            return of_text(owner, function.attr, args, keywords)
         dotted, name = self._called(function), getattr(function, "attr", getattr(function, "id", ""))
         if dotted in ("copy.copy", "copy.deepcopy") and len(args) == 1:
             value = args[0]
             return copy.deepcopy(value) if dotted == "copy.deepcopy" or not isinstance(value, dict | list) else copy.copy(value)
-        if name in _ANY_NAME:
+        if name == "hasattr" and len(args) == 2 and isinstance(args[1], str):
+            there = self._has(f"{self._called(node.args[0])}.{args[1]}")
+            return UNKNOWN if there is None else there
+        if name in _ANY_NAME and (name not in ("vars", "locals") or not node.args):
             self._forget_all()
             return UNKNOWN
         if dotted == "os.path.join" and args and all(isinstance(each, str) for each in args):
             return os.path.join(*args)  # noqa: PTH118 - as the script does
         if isinstance(function, ast.Name):
             known = self._name(function.id)
-            if isinstance(known, _Function):
+            if isinstance(known, Function):
                 return self._inline(known.node, args, keywords)
             if function.id == "dict" and len(args) < 2:
                 pairs = args[0] if args else []
                 if isinstance(pairs, list) and all(isinstance(each, list) and len(each) == 2 for each in pairs):
                     pairs = {key: value for key, value in pairs if isinstance(key, str | int)}
                 found = dict(entries(pairs))
-                _put(found, keywords)
+                put(found, keywords)
                 return found
-            if function.id in _LISTS and known is UNKNOWN and not keywords and all(map(is_known, args)):
-                return _converted(function.id, args)
-            if function.id in _CONVERSIONS and known is UNKNOWN and not keywords:
-                return _converted(function.id, args)
+            if function.id in LISTS and known is UNKNOWN and not keywords and all(map(is_known, args)):
+                return converted(function.id, args)
+            if function.id in CONVERSIONS and known is UNKNOWN and not keywords:
+                return converted(function.id, args)
+        if isinstance(target := keywords.get("target"), Function):  # of a thread or a process
+            given = keywords.get("args")
+            self._inline(target.node, given if isinstance(given, list) and MORE not in given else [], {})
         if name not in _READERS:
             for value in (*args, *keywords.values()):
-                _forget(value)
+                forget(value)
         return UNKNOWN
 
     def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None:
         """Keep the arguments of a call; those that differ between two runs of it are unknown."""
         now = copy.deepcopy((args, keywords))
         if id(node) in self._given:
-            _merge(now[1], self._given[id(node)][1], {})
+            merge(now[1], self._given[id(node)][1], {})
         self._given[id(node)] = now
 
     def _job(self, node: ast.Call, given: dict[str, Any]) -> Job:
@@ -326,6 +306,7 @@ class Values:
             self._order.append(number)
         self._fitted.pop(number, None)
         self._frames[0][f"<{number}>"] = given
+        self._made[number] = copy.deepcopy(given)
         return Job(number)
 
     def _method(self, owner: Any, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -340,25 +321,25 @@ class Values:
             if isinstance(job, dict) and name == "set_hyperparameters":
                 before = job.get("hyperparameters")
                 job["hyperparameters"] = {} if before is None else before if isinstance(before, dict) else entries(before)
-                _put(job["hyperparameters"], keywords)
+                put(job["hyperparameters"], keywords)
                 return None
             return UNKNOWN
         if name == "update":
             for value in (*args, keywords):
-                _put(owner, entries(value))
+                put(owner, entries(value))
             return None
         if name in ("items", "keys", "values"):
             if REST in owner:
                 return UNKNOWN
             return [list(each) for each in owner.items()] if name == "items" else list(getattr(owner, name)())
         if name == "get" and args:
-            return _item(owner, args[0], args[1] if len(args) > 1 else None)
+            return item_of(owner, args[0], args[1] if len(args) > 1 else None)
         if name == "copy":
             return dict(owner)
         if name in ("pop", "setdefault") and args:
-            value = _item(owner, args[0], args[1] if len(args) > 1 else None)
+            value = item_of(owner, args[0], args[1] if len(args) > 1 else None)
             if not isinstance(args[0], str | int) or value is UNKNOWN:
-                _forget(owner)
+                forget(owner)
             elif name == "pop":
                 owner.pop(args[0], None)
             else:
@@ -368,10 +349,15 @@ class Values:
             owner.clear()
         return UNKNOWN
 
+    def _is_fixed(self, test: ast.expr) -> bool:
+        """True for a test of imported names and constants alone, which is the same in every call of a function."""
+        names = [each for each in ast.walk(test) if isinstance(each, ast.Name)]
+        return all(self._called(each) is not None or each.id == "hasattr" for each in names)
+
     def _forget_all(self) -> None:
         for frame in self._frames:
             for name, value in frame.items():
-                _forget(value)
+                forget(value)
                 frame[name] = value if name.startswith("<") else UNKNOWN
 
     def _inline(self, node: ast.FunctionDef | ast.AsyncFunctionDef, args: list[Any], keywords: dict[str, Any]) -> Any:
@@ -392,7 +378,7 @@ class Values:
     def _run(self, node: ast.FunctionDef | ast.AsyncFunctionDef, values: dict[str, Any]) -> Any:
         if node in self._running or len(self._running) >= _DEEPEST or self._steps > _MOST_STEPS:
             for value in values.values():
-                _forget(value)
+                forget(value)
             return UNKNOWN
         self._followed.add(id(node))
         inside = [each for each in ast.walk(node) if isinstance(each, ast.Global)]
@@ -409,7 +395,7 @@ class Values:
         found = self._returns.pop() + ([] if ended else [None])
         self._shared.pop()
         self._frames.pop()
-        known = found and all(_same(found[0], each) for each in found[1:])
+        known = found and all(same(found[0], each) for each in found[1:])
         return found[0] if known and not isinstance(node, ast.AsyncFunctionDef) else UNKNOWN
 
     def _name(self, name: str) -> Any:
@@ -444,8 +430,8 @@ class Values:
             function = node.value.func if isinstance(node.value, ast.Call) else None
             return "raise" if getattr(function, "attr", getattr(function, "id", "")) in _EXITS else ""
         elif isinstance(node, ast.If):
-            truth = _truth(self.of(node.test))
-            if truth is not None and len(self._frames) == 1:
+            truth = truth_of(self.of(node.test))
+            if truth is not None and (len(self._frames) == 1 or self._is_fixed(node.test)):
                 left_out = node.orelse if truth else node.body
                 self._skipped |= {id(each): (each, node.test.lineno) for each in left_out}
             return self._either(truth, node.body, node.orelse)
@@ -466,7 +452,7 @@ class Values:
                     self._set(name, UNKNOWN)
                 self._either(None, case.body, [])
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            self._set(node.name, UNKNOWN if node.decorator_list else _Function(node))
+            self._set(node.name, UNKNOWN if node.decorator_list else Function(node))
         elif isinstance(node, ast.ClassDef):
             self._set(node.name, UNKNOWN)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -492,13 +478,13 @@ class Values:
         elif isinstance(target, ast.Subscript):
             table, key = self.of(target.value), self.of(target.slice)
             if isinstance(table, dict):
-                _put(table, {key if isinstance(key, str | int) else REST: value})
-            elif isinstance(table, list) and type(key) is int and _MORE not in table and -len(table) <= key < len(table):
+                put(table, {key if isinstance(key, str | int) else REST: value})
+            elif isinstance(table, list) and type(key) is int and MORE not in table and -len(table) <= key < len(table):
                 table[key] = value
             else:
-                _forget(table)
+                forget(table)
         elif isinstance(target, ast.Tuple | ast.List):
-            whole = isinstance(value, list) and len(value) == len(target.elts) and _MORE not in value
+            whole = isinstance(value, list) and len(value) == len(target.elts) and MORE not in value
             whole = whole and not any(isinstance(each, ast.Starred) for each in target.elts)
             for each, part in zip(target.elts, value if whole else [UNKNOWN] * len(target.elts), strict=True):
                 self._assign(each.value if isinstance(each, ast.Starred) else each, part)
@@ -506,11 +492,11 @@ class Values:
     def _change(self, node: ast.AugAssign) -> None:
         before, value = self.of(node.target), self.of(node.value)
         if isinstance(node.op, ast.BitOr) and isinstance(before, dict):
-            _put(before, entries(value))
+            put(before, entries(value))
         elif isinstance(node.op, ast.Add) and isinstance(before, list):
-            _of_list(before, "extend", [value])
+            of_list(before, "extend", [value])
         else:
-            self._assign(node.target, _calculate(node.op, before, value))
+            self._assign(node.target, calculated(node.op, before, value))
 
     def _delete(self, target: ast.AST) -> None:
         if isinstance(target, ast.Name):
@@ -520,7 +506,7 @@ class Values:
             if isinstance(table, dict) and isinstance(key, str | int):
                 table.pop(key, None)
             else:
-                _forget(table)
+                forget(table)
 
     def _either(self, truth: bool | None, body: Sequence[ast.stmt], other: Sequence[ast.stmt]) -> str:
         """Follow one branch, or both of them where the test is unknown."""
@@ -537,14 +523,14 @@ class Values:
         elif second != "raise":
             memo: dict[int, Any] = {}
             for frame, left in zip(after, self._frames, strict=True):
-                _merge(frame, left, memo)
+                merge(frame, left, memo)
         self._frames = after
         return "" if not (first and second) else "raise" if first == second == "raise" else "leave"
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         items = self.of(node.iter) if not isinstance(node, ast.While) else UNKNOWN
         breaks = any(isinstance(each, ast.Break | ast.Continue | ast.Return) for each in ast.walk(node))
-        listed = items if isinstance(items, list) and _MORE not in items and len(items) <= _MOST_ITEMS else None
+        listed = items if isinstance(items, list) and MORE not in items and len(items) <= MOST_ITEMS else None
         if isinstance(node, ast.For) and listed is not None and not breaks:
             for item in list(listed):
                 self._assign(node.target, item)
@@ -562,7 +548,7 @@ class Values:
 
     def _known(self) -> list[int]:
         """The number of known values in each frame, which a loop can only lower."""
-        return [sum(map(_parts_known, frame.values())) for frame in self._frames]
+        return [sum(map(parts_known, frame.values())) for frame in self._frames]
 
     def _try(self, node: ast.Try) -> str:
         ended = self._either(None, node.body, []) if node.handlers else self._block(node.body)
@@ -573,145 +559,3 @@ class Values:
             self._either(None, handler.body, [])
         last = self._block(node.orelse) or self._block(node.finalbody)
         return ended or last
-
-
-def _put(table: dict[Any, Any], given: dict[Any, Any]) -> None:
-    """Set entries of a dictionary in place; further ones that only a run knows may replace any."""
-    if REST in given:
-        for key in table:
-            table[key] = UNKNOWN
-    table.update(given)
-    if REST in table:
-        table[REST] = UNKNOWN
-
-
-def _item(table: Any, key: Any, default: Any) -> Any:
-    if isinstance(table, dict) and isinstance(key, str | int):
-        return table.get(key, UNKNOWN if REST in table else default)
-    if isinstance(table, list | str) and isinstance(key, int) and -len(table) <= key < len(table):
-        return table[key]
-    return UNKNOWN
-
-
-def _parts_known(value: Any) -> int:
-    if isinstance(value, dict | list):
-        return 1 + sum(map(_parts_known, value.values() if isinstance(value, dict) else value))
-    return int(not isinstance(value, _Unknown))
-
-
-def _of_list(items: list[Any], name: str, args: list[Any]) -> Any:
-    """A method of a list; one that is not known leaves nothing known of it."""
-    if _MORE not in items:
-        if name == "append" and len(args) == 1:
-            items.append(args[0])
-            return None
-        if name == "extend" and len(args) == 1 and isinstance(args[0], list):
-            items.extend(args[0])
-            return None
-        if name in ("copy", "index", "count"):
-            try:
-                return getattr(items, name)(*args)
-            except (TypeError, ValueError):
-                return UNKNOWN
-    _forget(items)
-    return UNKNOWN
-
-
-def _of_text(text: str, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
-    if name == "join" and len(args) == 1 and isinstance(args[0], list) and all(isinstance(each, str) for each in args[0]):
-        return text.join(args[0])[:_LONGEST]
-    plain = all(isinstance(each, str | int | float) for each in (*args, *keywords.values()))
-    if name not in _OF_TEXT or not plain or (name == "format" and re.search(r":[^}]{4}", text)):
-        return UNKNOWN
-    try:
-        found = getattr(text, name)(*args, **keywords)
-    except (TypeError, ValueError, LookupError, AttributeError):
-        return UNKNOWN
-    return found if not isinstance(found, str) or len(found) <= _LONGEST else UNKNOWN
-
-
-def _forget(value: Any) -> None:
-    """Make the entries of a dictionary or list unknown that something unseen may have changed, and those inside of them."""
-    if isinstance(value, dict):
-        inside, changed = list(value.values()), REST not in value or any(map(is_known, value.values()))
-        if changed:
-            _put(value, {REST: UNKNOWN})
-    elif isinstance(value, list):
-        inside, changed = list(value), value != [_MORE]
-        value[:] = [_MORE]
-    else:
-        return
-    if changed:
-        for each in inside:
-            _forget(each)
-
-
-def _merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[int, Any]) -> None:
-    """Leave in `left` what both have; the rest is unknown."""
-    if id(left) in memo:
-        return
-    memo[id(left)] = left
-    for key in [*left, *(key for key in right if key not in left)]:
-        if isinstance(key, str) and key.startswith("<") and (key not in left or key not in right):
-            left[key] = left.get(key, right.get(key))  # an estimator of one branch
-        elif key in left and key in right and isinstance(left[key], dict) and isinstance(right[key], dict):
-            _merge(left[key], right[key], memo)
-        elif key not in left or key not in right or not _same(left[key], right[key]):
-            left[key] = UNKNOWN
-
-
-def _same(left: Any, right: Any) -> bool:
-    return type(left) is type(right) and bool(left == right)
-
-
-def _truth(value: Any) -> bool | None:
-    """Truth of a value; None if it is not known."""
-    if isinstance(value, dict):
-        return True if set(value) - {REST} else None if REST in value else False
-    if isinstance(value, list) and _MORE in value:
-        return None
-    return None if isinstance(value, _Unknown | _Function | Job) else bool(value)
-
-
-def is_known(value: Any) -> bool:
-    """True for a value of which every part is known without a run."""
-    if isinstance(value, dict):
-        return all(map(is_known, value.values()))
-    if isinstance(value, list):
-        return all(map(is_known, value))
-    return not isinstance(value, _Unknown | _Function)
-
-
-def _converted(kind: str, args: list[Any]) -> Any:
-    if not all(is_known(each) and isinstance(each, str | int | float | list | dict) for each in args):
-        return UNKNOWN
-    try:
-        return (_CONVERSIONS | _LISTS)[kind](*args)
-    except (ArithmeticError, ValueError, TypeError):  # int of infinity, len of a number
-        return UNKNOWN
-
-
-def entries(value: Any) -> dict[Any, Any]:
-    """The entries of a dictionary; for an unknown value `REST`."""
-    return value if isinstance(value, dict) else {REST: UNKNOWN}
-
-
-def _calculate(kind: ast.operator, left: Any, right: Any) -> Any:
-    """A sum, product, … of two values; of large ones none, since a script may be anything."""
-    if isinstance(kind, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
-        return left | right
-    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right))
-    texts = isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str)
-    if isinstance(kind, ast.Add) and isinstance(left, list) and isinstance(right, list):
-        return [_MORE] if _MORE in left or _MORE in right else left + right
-    if not (numbers or texts) or type(kind) not in _OPERATORS:
-        return UNKNOWN
-    if numbers and (abs(left) > _LARGEST or abs(right) > _LARGEST or (isinstance(kind, ast.Pow) and abs(right) > 64)):
-        return UNKNOWN
-    if texts and len(left) + len(right) > _LONGEST:
-        return UNKNOWN
-    try:
-        found = _OPERATORS[type(kind)](left, right)
-    except (ArithmeticError, ValueError):
-        return UNKNOWN
-    return UNKNOWN if isinstance(found, complex) else found

@@ -1,0 +1,210 @@
+"""Short scripts, read by `octavo migrate` and then run: what it says of each is what happens."""
+
+import pytest
+import torch
+
+from octavo.compat import finder
+from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.shim import SHIM as TE
+from octavo.migrate.report import lines, runs_unchanged
+from octavo.migrate.script import read
+
+HEAD = (
+    "import functools, torch, torch.nn as nn\nimport transformer_engine.pytorch as te\nimport torch.sagemaker as tsm\n"
+    "from transformer_engine.common import recipe\nx = torch.randn(4, 2, 16)\nq = torch.randn(4, 2, 2, 8)\n"
+)
+RUNS = [
+    (
+        "from torch.distributed.fsdp import MixedPrecision, ShardingStrategy\n"
+        "MixedPrecision(param_dtype=torch.bfloat16)\nShardingStrategy.FULL_SHARD"
+    ),
+    (
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper\n"
+        "offload_wrapper(nn.Linear(2, 2))"
+    ),
+    (
+        "from accelerate import Accelerator, init_empty_weights\n"
+        "with init_empty_weights(include_buffers=True):\n    nn.Linear(2, 2)"
+    ),
+    "a, b = te.Linear(16, 16), te.Linear(16, 16)\na(b(x))",
+    "l = te.Linear(16, 16)\nl(x)",
+    "l = te.Linear(in_features=16, out_features=16, bias=True)\nl(inp=x)",
+    "l = te.LayerNormLinear(16, 16, normalization='RMSNorm')\nl(x)",
+    (
+        "l = te.TransformerLayer(16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0)\n"
+        "l(x, attention_mask=None, self_attn_mask_type='causal')"
+    ),
+    "l = te.MultiheadAttention(16, 2, attn_mask_type='padding')",
+    "l = te.LayerNorm(16)\nl(x)",
+    "l = te.RMSNorm(hidden_size=16)\nl(x)",
+    (
+        "with te.fp8_autocast(enabled=True, "
+        "fp8_recipe=recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)):\n    te.Linear(16, 16)(x)"
+    ),
+    (
+        "r = recipe.DelayedScaling(margin=0, interval=1, fp8_format=recipe.Format.HYBRID, "
+        "amax_history_len=16, amax_compute_algo='max')\nwith te.fp8_autocast(True, fp8_recipe=r):\n"
+        "    te.Linear(16, 16)(x)"
+    ),
+    (
+        "r = recipe.Float8CurrentScaling(use_power_2_scales=True)\nwith te.fp8_autocast(True, fp8_recipe=r):\n"
+        "    te.Linear(16, 16)(x)"
+    ),
+    "with te.fp8_model_init(enabled=True):\n    te.Linear(16, 16)(x)",
+    "with te.fp8_model_init(enabled=False, preserve_high_precision_init_val=True):\n    te.Linear(16, 16)(x)",
+    "te.checkpoint(te.Linear(16, 16), x, use_reentrant=False)",
+    "l = te.Linear(16, 16)\nte.checkpoint(l, x, distribute_saved_activations=False, tp_group=None)",
+    (
+        "class N(nn.Module):\n\n    def __init__(self):\n        super().__init__()\n"
+        "        self.a = te.Linear(16, 16)\n        self.b = te.LayerNormMLP(16, 32)\n\n"
+        "    def forward(self, x):\n        return self.b(self.a(x), is_first_microbatch=None)\nN()(x)"
+    ),
+    "L = functools.partial(te.Linear, 16, bias=False)\nL(16)(x)",
+    "L = functools.partial(te.Linear, 16, 16, 16)\nL()(x)",
+    "kw = dict(bias=False)\nkw |= {'name': 'q'}\nte.Linear(16, 16, **kw)(x)",
+    "getattr(te, 'Linear')(16, 16)(x)",
+    "f = te.Linear\nf(16, 16)(x)\nf = nn.Linear\nf(16, 16)(x)",
+    "nn.Sequential(te.Linear(16, 16), te.LayerNorm(16))(x)",
+    "te.GroupedLinear(2, 16, 16)(torch.randn(4, 16), [2, 2])",
+    "te.DotProductAttention(2, 8)(q, q, q, attn_mask_type='no_mask', window_size=(2, 0))",
+    "te.Linear(16, 16, parameters_split=('a', 'b'))(x)",
+    "te.Linear(16, 16, tp_size=1, tp_group=None, sequence_parallel=True)(x)",
+    (
+        "te.TransformerLayer(16, 32, 2, tp_size=1, set_parallel_mode=True, fuse_qkv_params=True, "
+        "sequence_parallel=False, params_dtype=torch.bfloat16)"
+    ),
+    (
+        "te.TransformerLayer(16, 32, 2, activation='swiglu', normalization='RMSNorm', output_layernorm=True, "
+        "apply_residual_connection_post_layernorm=True, parallel_attention_mlp=False, drop_path_rate=0.1)"
+    ),
+    "te.TransformerLayer(16, 32, 3)",
+    "te.LayerNormMLP(16, 32, activation='clamped_swiglu', activation_params={'limit': 1.0})(x)",
+    "te.Linear(16, 16, device='meta')",
+    "te.Linear(16, 16, init_method=lambda w: None)(x)",
+    "from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as G\nG.is_fp8_enabled()",
+    "from transformer_engine.pytorch.attention import RotaryPositionEmbedding\nRotaryPositionEmbedding(8)(4)",
+    "te.is_fp8_available(return_reason=True)",
+    "te.get_default_recipe()",
+    "l = te.Linear(16, 16)\nl.set_tensor_parallel_group(None)",
+    "te.LayerNormLinear(16, 16, return_layernorm_output=True)(x)",
+    "from torch.sagemaker.nn.attn import FlashSelfAttention\nFlashSelfAttention(attention_dropout_prob=0.0)",
+    "(tsm.state.cp_size, tsm.state.hybrid_shard_degree)",
+    "tsm.is_initialized()",
+    "recipe.DelayedScaling(32)",
+    "recipe.DelayedScaling(amax_history_len='16')",
+    ("with te.autocast(enabled=True, recipe=recipe.DelayedScaling(), amax_reduction_group=None):\n    te.Linear(16, 16)(x)"),
+    "te.Linear(16, 16, True)(x)",
+    "te.Linear(16, 16, bias=True, return_bias=True)(x)",
+    "te.LayerNorm(16, 1e-05, False)(x)",
+    "te.LayerNorm(16, eps=1e-05, sm_margin=1)(x)",
+    "te.MultiheadAttention(16, 2, return_bias=True)(x)",
+]
+FAILS = [
+    "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP.nothing",
+    "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP(nn.Linear(2, 2), nonsense=1)",
+    "from torch.distributed.fsdp import MixedPrecision\nMixedPrecision(nonsense=1)",
+    "from torch.distributed.fsdp import ShardingStrategy\nShardingStrategy.NOTHING",
+    ("from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper\noffload_wrapper(x, nonsense=1)"),
+    "from accelerate import Accelerator\nAccelerator(nonsense=1)",
+    "from accelerate.utils import TERecipeKwargs\nTERecipeKwargs(nonsense=1)",
+    "import transformer_engine_torch",
+    "a, b = te.Linear(16, 16), te.Linear(16, 16)\na(x, nonsense=1)",
+    "te.Linear(16, 16, in_features=16)",
+    "l = te.Linear(16, 16)\nl(input=x)",
+    "l = te.LayerNormLinear(16, 16, normalization='rms')\nl(x)",
+    "l = te.TransformerLayer(16, 32, 2)\nl(x, self_attn_mask_type='nothing')",
+    "l = te.TransformerLayer(16, 32, 2, layer_type='decoder')",
+    "l = te.MultiheadAttention(16, 2, attention_type='cross')",
+    "l = te.LayerNorm()",
+    (
+        "with te.fp8_autocast(enabled=True, "
+        "fp8_recipe=recipe.DelayedScaling(fp8_format=recipe.Format.E5M2)):\n    te.Linear(16, 16)(x)"
+    ),
+    (
+        "r = recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID)\n"
+        "with te.fp8_autocast(True, fp8_recipe=r):\n    te.Linear(16, 16)(x)"
+    ),
+    "with te.fp8_model_init(enabled=True, preserve_high_precision_init_val=True):\n    te.Linear(16, 16)(x)",
+    "te.checkpoint(te.Linear(16, 16), x, nonsense=1)",
+    "getattr(te, 'Linear')(16, 16, nonsense=1)(x)",
+    "te.GroupedLinear(2, 16, 16)(torch.randn(4, 16))",
+    "te.DotProductAttention(2, 8)(q, q, q, core_attention_bias_type='alibi')",
+    "te.DotProductAttention(2, 8, qkv_format='thd')(q, q, q)",
+    "te.TransformerLayer(16, 32, 2, fuse_qkv_params=True, qkv_weight_interleaved=False)",
+    "te.TransformerLayer(16, 32, 2, drop_path_rate=1.5)",
+    "te.TransformerLayer(16, 32, 2, num_gqa_groups=3)",
+    "te.LayerNormMLP(16, 32, activation='gelu', activation_params={'limit': 1.0})",
+    "from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as G\nG.get_nothing()",
+    (
+        "from transformer_engine.pytorch.attention import RotaryPositionEmbedding\n"
+        "RotaryPositionEmbedding(8, interleaved=True)(4)"
+    ),
+    "te.Linear.from_nothing(1)",
+    "from torch.sagemaker.moe.moe_config import MoEConfig\nMoEConfig(moe_load_balancing='even')",
+    "from torch.sagemaker.moe.moe_config import MoEConfig\nMoEConfig(moe_aux_loss_coeff=-1)",
+    "from torch.sagemaker.nn.attn import FlashSelfAttention\nFlashSelfAttention(dropout=0.0)",
+    "tsm.state.cfg.nothing",
+    "tsm.state.ranker.get_nothing(0)",
+    "tsm.init({'tensor_parallel_degree': 2})",
+    "tsm.transform(nn.Linear(2, 2), cp_comm_type='ring')",
+    "recipe.DelayedScaling(fp8_format='HYBRID')",
+    "te.Linear(16)",
+    "te.Linear(16, 16, 16, 16, 16, 16, 'a', 'b', 'c', 'd', 'e')",
+    "te.MultiheadAttention(16, 2, qkv_format='bshd', qk_norm_type='L2Normalization')",
+    "te.MultiheadAttention(16, 2, input_layernorm=True, normalization='BatchNorm')",
+]
+UNSEEN = [
+    "with te.fp8_autocast(enabled=True, fp8_recipe=recipe.MXFP8BlockScaling()):\n    te.Linear(16, 16)(x)",
+    (
+        "r = recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=True))\n"
+        "with te.fp8_autocast(True, fp8_recipe=r):\n    te.Linear(16, 16)(x)"
+    ),
+    ("class N(te.Linear):\n\n    def __init__(self, *args, extra=0):\n        super().__init__(*args)\nN(16, 16, extra=1)(x)"),
+    ("class N(te.Linear):\n\n    def __init__(self, n, **kw):\n        super().__init__(n, n, **kw)\nN(16, bias=False)(x)"),
+    ("class N(te.Linear):\n\n    def __init__(self, n, **kw):\n        super().__init__(n, n, **kw)\nN(16, nonsense=False)(x)"),
+    "kw = {k: v for k, v in [('nonsense', 1)]}\nte.Linear(16, 16, **kw)(x)",
+    "mods = [te.Linear(16, 16) for _ in range(2)]\nfor m in mods:\n    m(x)",
+    "nn.ModuleDict({'a': te.Linear(16, 16)})['a'](x, nonsense=1)",
+    "l = te.Linear(16, 16)\nl.weight.sum()\nl.nothing_here",
+]
+
+
+@pytest.fixture(scope="module")
+def names():
+    """The old names, in this process."""
+    if torch.cuda.is_available():
+        pytest.skip("of a machine without a GPU, where layers and inputs are on one device")
+    there = [shim for shim in (TE, SMP) if finder.installed(shim) is None]
+    for shim in there:
+        finder.install(shim)
+    yield
+    for shim in there:
+        finder.uninstall(shim)
+
+
+def _verdict(tmp_path, text):
+    (tmp_path / "s.py").write_text(f"{HEAD}{text}\n")
+    script = read(tmp_path / "s.py", [tmp_path / "s.py"])
+    whole = any(line.startswith("It runs unchanged") for line in lines(script))
+    return "change" if not runs_unchanged(script) else "runs" if whole else "unseen"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", RUNS)
+def test_what_is_said_to_run_unchanged_runs(tmp_path, names, text):
+    torch.manual_seed(0)
+    assert _verdict(tmp_path, text) == "runs"
+    exec(f"{HEAD}{text}", {"__name__": "__main__"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", FAILS)
+def test_what_is_said_to_change_first_fails(tmp_path, names, text):
+    assert _verdict(tmp_path, text) == "change"
+    with pytest.raises(Exception):  # noqa: B017 - each has its own
+        exec(f"{HEAD}{text}", {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("text", UNSEEN)
+def test_what_cannot_be_told_is_said_to_run_as_far_as_it_is_read(tmp_path, text):
+    assert _verdict(tmp_path, text) == "unseen"
