@@ -41,7 +41,7 @@ FAILS = [
     "TrainingInput('s3://a/b', distribution='ShardedByS3Key')",
     "TrainingInput('s3://a/b', content_type='text/csv')",
     "TrainingInput('s3://a/b', nonsense=1)",
-    "sagemaker.get_execution_role(1, 2)",
+    "sagemaker.get_execution_role(1, 2, 3)",
     "sagemaker.Session().default_bucket()",
     "from sagemaker.estimator import Estimator",
 ]

@@ -98,6 +98,15 @@ RUNS = [
     "te.LayerNorm(16, 1e-05, False)(x)",
     "te.LayerNorm(16, eps=1e-05, sm_margin=1)(x)",
     "te.MultiheadAttention(16, 2, return_bias=True)(x)",
+    "l = te.TransformerLayer(16, 32, 2, layer_type='decoder')",
+    "l = te.MultiheadAttention(16, 2, attention_type='cross')",
+    "te.DotProductAttention(2, 8)(q, q, q, core_attention_bias_type='alibi')",
+    "te.TransformerLayer(16, 32, 2, fuse_qkv_params=True, qkv_weight_interleaved=False)",
+    (
+        "from transformer_engine.pytorch.attention import RotaryPositionEmbedding\n"
+        "RotaryPositionEmbedding(8, interleaved=True)(4)"
+    ),
+    "te.MultiheadAttention(16, 2, qkv_format='bshd', qk_norm_type='L2Normalization')",
 ]
 FAILS = [
     "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP.nothing",
@@ -113,8 +122,6 @@ FAILS = [
     "l = te.Linear(16, 16)\nl(input=x)",
     "l = te.LayerNormLinear(16, 16, normalization='rms')\nl(x)",
     "l = te.TransformerLayer(16, 32, 2)\nl(x, self_attn_mask_type='nothing')",
-    "l = te.TransformerLayer(16, 32, 2, layer_type='decoder')",
-    "l = te.MultiheadAttention(16, 2, attention_type='cross')",
     "l = te.LayerNorm()",
     (
         "with te.fp8_autocast(enabled=True, "
@@ -128,17 +135,10 @@ FAILS = [
     "te.checkpoint(te.Linear(16, 16), x, nonsense=1)",
     "getattr(te, 'Linear')(16, 16, nonsense=1)(x)",
     "te.GroupedLinear(2, 16, 16)(torch.randn(4, 16))",
-    "te.DotProductAttention(2, 8)(q, q, q, core_attention_bias_type='alibi')",
-    "te.DotProductAttention(2, 8, qkv_format='thd')(q, q, q)",
-    "te.TransformerLayer(16, 32, 2, fuse_qkv_params=True, qkv_weight_interleaved=False)",
     "te.TransformerLayer(16, 32, 2, drop_path_rate=1.5)",
     "te.TransformerLayer(16, 32, 2, num_gqa_groups=3)",
     "te.LayerNormMLP(16, 32, activation='gelu', activation_params={'limit': 1.0})",
     "from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as G\nG.get_nothing()",
-    (
-        "from transformer_engine.pytorch.attention import RotaryPositionEmbedding\n"
-        "RotaryPositionEmbedding(8, interleaved=True)(4)"
-    ),
     "te.Linear.from_nothing(1)",
     "from torch.sagemaker.moe.moe_config import MoEConfig\nMoEConfig(moe_load_balancing='even')",
     "from torch.sagemaker.moe.moe_config import MoEConfig\nMoEConfig(moe_aux_loss_coeff=-1)",
@@ -150,7 +150,6 @@ FAILS = [
     "recipe.DelayedScaling(fp8_format='HYBRID')",
     "te.Linear(16)",
     "te.Linear(16, 16, 16, 16, 16, 16, 'a', 'b', 'c', 'd', 'e')",
-    "te.MultiheadAttention(16, 2, qkv_format='bshd', qk_norm_type='L2Normalization')",
     "te.MultiheadAttention(16, 2, input_layernorm=True, normalization='BatchNorm')",
 ]
 UNSEEN = [

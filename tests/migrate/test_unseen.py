@@ -85,9 +85,9 @@ def test_a_module_is_not_said_to_run(tmp_path):
         ("import transformer_engine.pytorch as te\nif hasattr(te, 'nothing'):\n    te.nothing()", True),
         ("import transformer_engine.pytorch as te\ntry:\n    te.nothing()\nexcept AttributeError:\n    pass", True),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformer_engine.pytorch import nothing", True),
-        ("fsx = False\nif fsx:\n    from sagemaker.inputs import FileSystemInput", True),
-        ("fsx = ask()\nif fsx:\n    from sagemaker.inputs import FileSystemInput", False),
-        ("def f(fsx):\n    if fsx:\n        from sagemaker.inputs import FileSystemInput\nf(False)\ng(f)", False),
+        ("pipe = False\nif pipe:\n    from sagemaker.workflow.steps import TrainingStep", True),
+        ("pipe = ask()\nif pipe:\n    from sagemaker.workflow.steps import TrainingStep", False),
+        ("def f(pipe):\n    if pipe:\n        from sagemaker.workflow.steps import TrainingStep\nf(False)\ng(f)", False),
     ],
 )
 def test_names_and_arguments_are_those_of_the_compatibility_layer(tmp_path, text, unchanged):

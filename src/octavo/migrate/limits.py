@@ -19,15 +19,26 @@ from octavo.migrate.sources import fields_of, tables
 _TE = "transformer_engine.pytorch."
 _TP = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode")
 """Arguments that one tensor-parallel rank makes no-ops."""
+_OF_CALLS = (
+    "bottom_right_diagonal", "window_size", "qkv_format", "qkv_layer", "kv_layer", "encoder_output", "enc_dec_attn_mask",
+)  # fmt: skip
+_LAYOUT = (
+    "bottom_right_diagonal",
+    "softcap",
+    "attention_type",
+    "softmax_type",
+    "qkv_weight_interleaved",
+    "rotary_pos_interleaved",
+)
 _TAKEN = {
     "Linear": ("parameters_split",),
     "LayerNormLinear": ("parameters_split",),
-    "DotProductAttention": ("bottom_right_diagonal", "cp_group"),
-    "MultiheadAttention": ("bottom_right_diagonal",),
-    "TransformerLayer": ("bottom_right_diagonal",),
-    "DotProductAttention.forward": ("bottom_right_diagonal", "window_size", "qkv_format"),
-    "MultiheadAttention.forward": ("bottom_right_diagonal", "window_size"),
-    "TransformerLayer.forward": ("bottom_right_diagonal", "window_size"),
+    "DotProductAttention": (*_LAYOUT, "cp_group", "return_max_logit"),
+    "MultiheadAttention": _LAYOUT,
+    "TransformerLayer": (*_LAYOUT, "layer_type"),
+    "DotProductAttention.forward": _OF_CALLS,
+    "MultiheadAttention.forward": _OF_CALLS,
+    "TransformerLayer.forward": _OF_CALLS,
 }
 """Arguments of `octavo.nn.te_arguments` that the compatibility layer takes itself."""
 _ATTENTIONS = ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
@@ -96,7 +107,6 @@ _MOE = {
     ),
 }
 _INIT = {"preserve_high_precision_init_val": one_of(False, way="Parameters are in high precision: read them.")}
-_ROTARY = {"interleaved": one_of(False, way="The two halves of a head rotate: reorder the rows of query and key.")}
 _CALLS: dict[str, dict[str, Limit]] = {
     **{f"transformer_engine.common.recipe.{name}": _OF_RECIPES for name in _RECIPES},
     "transformer_engine.common.recipe.Float8BlockScaling": _OF_RECIPES | _BLOCKS,
@@ -104,7 +114,6 @@ _CALLS: dict[str, dict[str, Limit]] = {
     f"{_TE}autocast": {"recipe": _OBJECT},
     f"{_TE}fp8_model_init": _INIT,
     f"{_TE}quantized_model_init": _INIT,
-    **{f"{_TE}{module}RotaryPositionEmbedding": _ROTARY for module in ("", "attention.", "attention.rope.")},
     "torch.sagemaker.transform": {"cp_comm_type": one_of("p2p", "all_gather")},
     "torch.sagemaker.moe.moe_config.MoEConfig": _MOE,
 }
@@ -209,20 +218,23 @@ def _of_layers() -> dict[str, dict[str, Limit]]:
     names = tables("octavo.kernels.reference", ("ACTIVATIONS",))
     found = tables("octavo.nn.te_arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
     masks = one_of(*tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ()))
-    formats = one_of(*found.get("FORMATS", ()))
+    formats = one_of(*tables("octavo.compat.te.attention", ("FORMATS",)).get("FORMATS", ()))
+    calls = tables("octavo.compat.te.call", ("TAKEN", "BIASES"))
     more = {
         "normalization": one_of(*tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
         "activation": one_of(*found.get("ACTIVATIONS", ()), "clamped_swiglu"),
         "qkv_format": formats, "attn_input_format": formats, "attn_mask_type": masks, "self_attn_mask_type": masks,
         "window_size": _WINDOWS, "attention_dropout": _DROPOUT, "hidden_dropout": _DROPOUT, "drop_path_rate": _DROPOUT,
-        "qk_norm_type": one_of(None, *tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
+        "qk_norm_type": one_of(None, "L2Normalization", *tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
+        "attention_type": one_of("self", "cross"), "layer_type": one_of("encoder", "decoder"),
+        "softmax_type": one_of(*tables("octavo.compat.te.core", ("SOFTMAX",)).get("SOFTMAX", ())),
     }  # fmt: skip
     limits: dict[str, dict[str, Limit]] = {"Linear.forward": {}, "LayerNormLinear.forward": {}}
     for layer, arguments in found.get("ARGUMENTS", {}).items():
         limits[layer] = {
             name: one_of(*only.values, way=only.instead)
             for name, only in arguments.items()
-            if only.values and name not in _TAKEN.get(layer, ())
+            if only.values and name not in _TAKEN.get(layer, ()) and not (layer.endswith(".forward") and name in calls["TAKEN"])
         }
         limits[layer] |= {name: more[name] for name in _usual(layer) if name in more}
     for layer in ("Linear.forward", "LayerNormLinear.forward"):
@@ -231,6 +243,7 @@ def _of_layers() -> dict[str, dict[str, Limit]]:
         name = "self_attn_mask_type" if layer.startswith("TransformerLayer") else "attn_mask_type"
         kinds = tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ())
         limits[layer] |= {name: one_of(None, *kinds), "window_size": _WINDOWS}
+        limits[layer] |= {"core_attention_bias_type": one_of(*calls["BIASES"])}
     return limits
 
 
@@ -239,12 +252,15 @@ def _usual(layer: str) -> tuple[str, ...]:
     return {
         "LayerNormLinear": ("normalization",),
         "LayerNormMLP": ("normalization", "activation"),
-        "DotProductAttention": ("qkv_format", "attn_mask_type", "window_size", "attention_dropout"),
-        "MultiheadAttention": ("qkv_format", "attn_mask_type", "window_size", "attention_dropout", "normalization",
-                               "qk_norm_type"),
+        "DotProductAttention": (
+            "qkv_format", "attn_mask_type", "window_size", "attention_dropout", "attention_type", "softmax_type",
+        ),
+        "MultiheadAttention": (
+            "qkv_format", "attn_mask_type", "window_size", "attention_dropout", "normalization", "qk_norm_type",
+            "attention_type", "softmax_type",
+        ),
         "TransformerLayer": (
             "attn_input_format", "self_attn_mask_type", "window_size", "attention_dropout", "hidden_dropout", "drop_path_rate",
-            "qk_norm_type",
-            "normalization", "activation",
+            "qk_norm_type", "normalization", "activation", "layer_type", "softmax_type",
         ),
     }.get(layer, ())  # fmt: skip

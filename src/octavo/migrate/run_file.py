@@ -292,7 +292,10 @@ def _moe(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
 
 
 def _fp8(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
-    smp = given["use_smp_implementation"] or any((given[f"{kind}_parallel_degree"] or 1) > 1 for kind in ("context", "tensor"))
+    smp = (
+        given["use_smp_implementation"]
+        or max(given[degree] or 1 for degree in ("context_parallel_degree", "tensor_parallel_degree")) > 1
+    )
     enabled = bool(given["fp8"]) and bool(smp)
     origin = of("fp8") if smp else f"{of('fp8')}, without effect as {of('use_smp_implementation')}"
     draft.put("fp8.enabled", enabled, origin)

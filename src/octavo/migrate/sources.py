@@ -27,6 +27,8 @@ _NN = {
     "TransformerLayer": "octavo.nn.block",
 }  # fmt: skip
 """Layer → the module of its base in `octavo.nn`."""
+_INNER = ("handover", "inter", "counted")
+"""Arguments that Octavo's layers hand each other."""
 _MODULE = ("torch.nn.modules.module", "Module")
 _TORCH = {"nn.Module": _MODULE, "Module": _MODULE, "nn.Linear": ("torch.nn.modules.linear", "Linear")}
 """Base → (its module, its name)."""
@@ -144,7 +146,7 @@ def forward_of(layer: str) -> Signature | None:
             if found is None:
                 return None
             inside = found.names[found.positional :] if positional is not None else found.names  # what **kwargs hands on
-            names += [each for each in inside if each not in names]
+            names += [each for each in inside if each not in (*names, *_INNER)]
             if positional is None:
                 positional, required = found.positional, found.required
             if methods[0].args.kwarg is None:

@@ -18,7 +18,7 @@ from octavo.compat.te.layers import Kind
 from octavo.compat.te.parts import separate
 from octavo.compat.te.signatures import SIGNATURES, bound, normal
 from octavo.compat.te.state import Stateful, Stateless
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError, check_flags, unknown
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
 from octavo.nn.linear import compute_dtype
@@ -77,6 +77,7 @@ def _special(attention: Any) -> bool:
 def _taken(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments that `octavo.nn` lacks, which are removed."""
     names = ("fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "softmax_type")
+    check_flags("attention", **{name: values[name] for name in names[:3]})
     return {name: values.pop(name) for name in names}
 
 
@@ -104,6 +105,7 @@ class DotProductAttention(Stateless, _attention.DotProductAttention, metaclass=K
         values["kv_channels"] = channels[0] if isinstance(channels, tuple | list) else channels
         group, ranks, stream, how = (values.pop(f"cp_{name}") for name in ("group", "global_ranks", "stream", "comm_type"))
         kind, top, softmax = (values.pop(name) for name in ("attention_type", "return_max_logit", "softmax_type"))
+        check_flags("DotProductAttention", return_max_logit=top)
         if kind not in ("self", "cross"):
             raise unknown("attention_type", str(kind), ("self", "cross"))
         packed = _packed("qkv_format", values)
@@ -192,6 +194,10 @@ def _unstacked(
     q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     stacked = qkv if qkv is not None else kv
+    if not (stacked is None or isinstance(stacked, Tensor)):
+        raise InputError(
+            f"qkv_layer or kv_layer is {type(stacked).__name__}: give a tensor, or query_layer, key_layer, value_layer."
+        )
     if stacked is not None:
         count, taken = (3, (q, k, v)) if qkv is not None else (2, (k, v))
         if (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.compat.te.device import default_device
 from octavo.compat.te.sequences import INTEGERS, chunks, cumulative, positions, shown
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError, check_flags, unknown
 from octavo.nn.rotary import rotate
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -35,6 +35,7 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        check_flags("RotaryPositionEmbedding", interleaved=interleaved)
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
