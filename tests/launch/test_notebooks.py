@@ -12,6 +12,7 @@ import pytest
 from octavo.errors import InputError
 from octavo.launch import distribution, estimator
 from octavo.launch.sdk import PyTorch
+from octavo.launch.session import Session
 
 SCRIPT = """
 import argparse, json, os, pathlib
@@ -129,6 +130,24 @@ def test_remote_addresses_need_their_package_or_name_the_way(place):
                 PyTorch(**arguments)
         else:
             PyTorch(**arguments)
+
+
+def test_the_bucket_of_a_session_is_its_accounts(place):
+    class Boto:
+        region_name = "us-west-2"
+
+        def client(self, name):
+            assert name == "sts"
+            return self
+
+        def get_caller_identity(self):
+            return {"Account": "123"}
+
+    assert Session(boto_session=Boto()).default_bucket() == "sagemaker-us-west-2-123"
+    assert Session(Boto()).boto_region_name == "us-west-2"
+    assert Session(default_bucket="mine").default_bucket() == "mine"
+    with pytest.raises(InputError, match=r"default_bucket is of an account of AWS.*give folders as inputs"):
+        Session().default_bucket()
 
 
 def test_a_notebook_trains_and_resumes_in_its_order(place):

@@ -42,7 +42,7 @@ FAILS = [
     "TrainingInput('s3://a/b', content_type='text/csv')",
     "TrainingInput('s3://a/b', nonsense=1)",
     "sagemaker.get_execution_role(1, 2, 3)",
-    "sagemaker.Session().default_bucket()",
+    "sagemaker.Session().upload_data('x')",
     "from sagemaker.estimator import Estimator",
 ]
 UNCHECKED = {

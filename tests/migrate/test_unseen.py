@@ -79,7 +79,7 @@ def test_a_module_is_not_said_to_run(tmp_path):
         ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local').fit(wait=True)", True),
         ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local', wait=False).fit()", True),
         ("from sagemaker.pytorch import PyTorch\nPyTorch('t.py', instance_type='local').deploy()", False),
-        ("import sagemaker\ns = sagemaker.session.Session()\ns.default_bucket()", False),
+        ("import sagemaker\ns = sagemaker.session.Session()\ns.upload_data('x')", False),
         ("from accelerate import Accelerator\na = Accelerator()\na.nothing()", False),
         ("from transformer_engine.common.recipe import Format\nFormat.HYBRD", False),
         ("import transformer_engine.pytorch as te\nif hasattr(te, 'nothing'):\n    te.nothing()", True),

@@ -9,22 +9,43 @@ from octavo.errors import InputError
 
 
 class Session:
-    """A session of no cloud: an estimator takes it, and asks it nothing."""
+    """A session of no cloud: an estimator takes it, and asks it nothing.
 
-    boto_region_name = "local"
-    """No region, for scripts that look an image up by it."""
+    Attributes:
+        boto_region_name: that of `boto_session`, for scripts that look an image up by it; "local" without one.
+    """
 
-    def __init__(self, *others: Any, **options: Any) -> None:
-        """Arguments mean nothing here."""
-        self.boto_session = SimpleNamespace(region_name=self.boto_region_name)
+    def __init__(self, *others: Any, boto_session: Any = None, default_bucket: str | None = None, **options: Any) -> None:
+        """boto_session: of boto3, the first argument too. Other arguments mean nothing here."""
+        given = boto_session if boto_session is not None or not others else others[0]
+        self.boto_session = SimpleNamespace(region_name="local") if given is None else given
+        self.boto_region_name: str = getattr(self.boto_session, "region_name", None) or "local"
+        self._bucket = default_bucket
+
+    def default_bucket(self) -> str:
+        """The name that the SDK gives the bucket of an account, `sagemaker-REGION-ACCOUNT`; no bucket is made.
+
+        Raises:
+            InputError: there is no `boto_session` to ask for the account.
+        """
+        if self._bucket is not None:
+            return self._bucket
+        if not hasattr(self.boto_session, "client"):
+            raise InputError(_refusal("default_bucket"))
+        account = self.boto_session.client("sts").get_caller_identity()["Account"]
+        return f"sagemaker-{self.boto_region_name}-{account}"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise InputError(
-            f"sagemaker.Session().{name} is of an account of AWS, and jobs run on this machine: give folders as inputs and "
-            "output_path, and leave the session out."
-        )
+        raise InputError(_refusal(name))
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"sagemaker.Session().{name} is of an account of AWS, and jobs run on this machine: give folders as inputs and "
+        "output_path, and leave the session out."
+    )
 
 
 class LocalSession(Session):

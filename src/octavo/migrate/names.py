@@ -414,6 +414,8 @@ def find(dotted: str) -> Name | None:
         return Name(
             dotted, "absent", _NOT_THERE, way_of(dotted, SMP.ways, STATE).partition("layer.")[2].removesuffix(TABLE).strip()
         )
+    if dotted == "sagemaker.Session.default_bucket":
+        return Name(dotted, "differs", "asks the boto3 session for its account; makes no bucket", "a folder")
     if dotted.startswith("sagemaker.Session."):
         return Name(dotted, "absent", "of an account of AWS: refused", "a folder for inputs and output_path, and no session")
     shim = next((shim for root, shim in _ROOTS.items() if dotted == root or dotted.startswith(f"{root}.")), None)
