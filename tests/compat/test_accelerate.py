@@ -3,6 +3,7 @@
 Lightning is tested where it is installed.
 """
 
+import contextlib
 import copy
 import importlib.util
 
@@ -53,6 +54,32 @@ def by_hand(te, *, evaluated=False):
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), te.fp8_autocast(enabled=evaluated, fp8_recipe=recipe):
         return losses, loss_of(model, batches()[0]).item()
+
+
+@pytest.mark.parametrize("settings", [None, {"margin": 1}])
+def test_composers_calls(te, settings):
+    """Its context around forward and backward: losses are those of a loop by hand."""
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    settings = settings or {"fp8_format": Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
+    found = []
+    for composers in (True, False):
+        torch.manual_seed(0)
+        model = te.Linear(32, 32, device="cpu", params_dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for x in batches():
+            with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(**settings)), contextlib.ExitStack() as stack:
+                if composers:
+                    stack.enter_context(te.onnx_export(enabled=True))
+                loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append(losses)
+    assert found[0] == found[1]
+    with pytest.raises(InputError, match="onnx_export: enabled"):
+        te.onnx_export("yes").__enter__()
 
 
 def _recipe():

@@ -18,7 +18,7 @@ from octavo.compat.te.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from octavo.errors import InputError
+from octavo.errors import InputError, check_flags
 from octavo.fp8 import autocast as fp8
 from octavo.fp8 import calibration
 from octavo.fp8.recipe import coerce
@@ -32,6 +32,19 @@ class Entered(NamedTuple):
     calibrating: bool
     recipe: Recipe | None
     group: dist.ProcessGroup | None
+
+
+@contextlib.contextmanager
+def onnx_export(enabled: bool = False) -> Iterator[None]:
+    """Around a training that saves FP8 state as tensors, as Composer's: it is saved so anyway.
+
+    Raises:
+        InputError: `torch.onnx` exports inside; `enabled` is no bool.
+    """
+    check_flags("onnx_export", enabled=enabled)
+    if torch.onnx.is_in_onnx_export():
+        raise InputError("Octavo's layers are not exported to ONNX: octavo.export(model, folder) writes Hugging Face's files.")
+    yield
 
 
 _entered: list[Entered] = []

@@ -30,7 +30,7 @@ _PYTORCH: Names = {
     _ATTENTION: "DotProductAttention MultiheadAttention TransformerLayer",
     _ROTARY: "RotaryPositionEmbedding",
     _CHECKPOINT: _RECOMPUTE,
-    _AUTOCAST: f"{_AVAILABLE} is_bf16_available",
+    _AUTOCAST: f"{_AVAILABLE} is_bf16_available onnx_export",
 }
 
 MODULES: dict[str, Names] = {
@@ -79,7 +79,6 @@ WAYS = {
     "parallel_cross_entropy": "Octavo's decoder computes its loss in chunks; for logits use torch.nn.functional.cross_entropy.",
     "moe_permute": "Sort tokens with torch.argsort, and use GroupedLinear.",
     "moe_unpermute": "Use torch.index_add.",
-    "onnx_export": "octavo.export(model, folder) writes Hugging Face's files.",
     "transformer_engine_torch": "It is Transformer Engine's compiled extension: use its layers.",
 }
 
