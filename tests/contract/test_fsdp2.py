@@ -22,7 +22,7 @@ from octavo.parallel.fsdp2 import adapter
 
 pytestmark = ranks.alone
 
-IMPORTED = {"_fully_shard", "_fsdp_api", "_fsdp_collectives", "_fsdp_common", "_fsdp_param"}
+IMPORTED = {"_fully_shard", "_fsdp_collectives", "_fsdp_common", "_fsdp_param"}
 STATE = {"_get_fsdp_state", "_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
 SIGNATURES = {
     (_fsdp_param_group.FSDPParamGroup, "unshard"): ("self", "async_op"),
@@ -47,7 +47,7 @@ def names():
 
 
 def test_every_name_of_the_adapter_is_one_of_these():
-    known = names() | {"_local_tensor", "_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter"}
+    known = names() | {"_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter"}
     own = {name for name in used_in(SOURCE / "parallel" / "fsdp2" / "adapter.py") if name not in known}
     assert own <= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering"}
 

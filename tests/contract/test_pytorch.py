@@ -37,8 +37,8 @@ NAMES = (
     ),
     Name(
         "torch.distributed._composable_state._module_state_mapping",
-        ("fp8/quantizer.py",),
-        "whether a model of this process is sharded",
+        ("fp8/columnwise.py",),
+        "which modules FSDP2 has sharded",
     ),
     Name(
         "torch.distributed.distributed_c10d._get_default_store",
@@ -59,7 +59,7 @@ NAMES = (
     ),
     Name(
         "torch.distributed.tensor.DTensor._local_tensor",
-        ("parallel/deferred_init.py", "parallel/fsdp2/adapter.py"),
+        ("parallel/deferred_init.py",),
         "a shard, without autograd",
     ),
     Name(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from llamas import llama_config
 from sharded import build, bytes_held, weights_in_fp8
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -89,17 +90,20 @@ def test_gathered_weights_and_whole_gradients(recipe, experts):
 
 
 def casts_of_a_weight(sharded):
-    """Casts of a float32 weight in a step of a layer by itself, under PyTorch's `fully_shard` or not."""
+    """Casts of a float32 weight in a step of a layer by itself, under PyTorch's `fully_shard`, beside a layer so, or not."""
     world.init({})
-    layer = octavo.nn.LayerNormLinear(64, 32, bias=False, params_dtype=torch.float32)
-    if sharded:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    layer, other = (octavo.nn.LayerNormLinear(64, 32, bias=False, params_dtype=torch.float32) for _ in range(2))
+    mesh = init_device_mesh("cpu", (2,))
+    if sharded == "another":
+        fully_shard(other, mesh=mesh)
+    elif sharded:
+        layer = fully_shard(nn.Sequential(layer), mesh=mesh)
     reads = mock.patch.object(LinearQuantizer, "_operand", side_effect=DenseOperand)
     with reads as counted, fp8_autocast():
         layer(torch.randn(16, 64).requires_grad_()).square().sum().backward()
     return counted.call_count
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, "another", True])
 def test_fsdp_of_others_frees_the_weight_that_backward_casts_again(sharded):
-    assert ranks.run(2, casts_of_a_weight, sharded) == [1 + sharded] * 2
+    assert ranks.run(2, casts_of_a_weight, sharded) == [2 if sharded is True else 1] * 2

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, buffers, calibration, checkpoints, compiled
 from octavo.fp8.buffers import BufferSet, Session
+from octavo.fp8.columnwise import WRAPPED, is_sharded
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
@@ -190,10 +190,10 @@ class LinearQuantizer:
             self.state.weight_cache = None
         # Of float32 a second cast would read four bytes to save one.
         keep = keep and (weight.itemsize > 2 or self.state.keeps_columnwise)
-        # FSDP may free it between forward and backward, so that a kept layout would undo what it saves. Also other weights of a
-        # process in which a model is sharded by FSDP2; those of FSDP1 are parts of a flat parameter.
-        gathered = _module_state_mapping or weight.untyped_storage().nbytes() != weight.nbytes
-        keep = keep and not (gathered or checkpoints.has_hooks())
+        # FSDP may free it between forward and backward, so that a kept layout would undo what it saves. Weights of FSDP1 are
+        # parts of a flat parameter.
+        keep = keep and weight.untyped_storage().nbytes() == weight.nbytes and not checkpoints.has_hooks()
+        keep = keep and not (WRAPPED and is_sharded(self.state.module))
         columnwise = columnwise or (self.grads and keep)
         again = self.grads and not columnwise
         w, scale = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=rowwise, columnwise=columnwise, keep=again)

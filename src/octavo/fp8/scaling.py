@@ -67,6 +67,11 @@ class ModuleState:
         _prepared.clear()
 
     @property
+    def module(self) -> nn.Module | None:
+        """Whose state it is; None when it is gone."""
+        return self._module()
+
+    @property
     def weight(self) -> Tensor | None:
         """The module's weight [N, K]; None when the module is gone."""
         module = self._module()

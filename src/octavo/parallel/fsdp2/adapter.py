@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -39,13 +38,13 @@ GROUP = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "device_handle", "comm_ctx", "reduce_grads",
     "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "is_unsharded", "unshard",
     "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_module_fqn",
-    "_with_fqn", "_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "_partial_reduce_output",
+    "_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "_partial_reduce_output",
     "_all_reduce_hook", "_reshard_after_forward_event", "_to_unsharded", "_wait_all_gather_streams_on_event",
     "_reduce_scatter_process_group", "_all_gather_process_group",
 )  # fmt: skip
 """Names of an `FSDPParamGroup` that this file uses. The last two are of groups over several ranks."""
 PARAMETER = (
-    "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
+    "_module_info", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
     "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "device", "sharded_state", "sharded_param",
     "all_gather_outputs", "unsharded_accumulated_grad", "init_all_gather_outputs", "alloc_all_gather_outputs",
     "init_unsharded_param", "free_unsharded_param", "reset_sharded_param", "accumulate_unsharded_grad_if_needed",
@@ -97,7 +96,7 @@ class Parameter:
         self._raw = raw
         self.module: nn.Module = raw._module_info.module
         self.name: str = raw._module_info.param_name
-        self.size: torch.Size = raw._orig_size
+        self.size: torch.Size = raw.sharded_param.size()
         self.device: torch.device = raw.device
         mesh = raw.mesh_info
         over_ranks = isinstance(mesh, FSDPMeshInfo)
@@ -156,7 +155,7 @@ class Parameter:
         if shard.grad is None:
             shard.grad = self._raw.to_sharded_dtensor(gradient)
         else:
-            shard.grad._local_tensor += gradient
+            shard.grad.to_local().add_(gradient)
         for hook in (shard._post_accumulate_grad_hooks or {}).values():
             hook(shard)
 
@@ -391,7 +390,7 @@ class _InPlaceGathering:
         if async_op or there or unwanted or not self._is_fit():
             self.plain_unshard(async_op)
             return
-        with record_function(raw._with_fqn("FSDP::all_gather")):
+        with record_function(f"FSDP::all_gather ({self.group.name})"):
             raw._all_gather_result = self._gather()
 
     def wait_for_unshard(self) -> None:
@@ -456,7 +455,7 @@ def groups_of(modules: Iterable[FSDPModule]) -> list[Group]:
 
 def use_reduce_scatter(module: FSDPModule, reduction: Any) -> None:
     """Reduce the gradients of a module by this exchange, which has the methods of FSDP2's `ReduceScatter`."""
-    module.set_custom_reduce_scatter(cast(ReduceScatter, reduction))
+    module.set_custom_reduce_scatter(reduction)
 
 
 def backward_is_open(modules: Iterable[FSDPModule]) -> bool:
