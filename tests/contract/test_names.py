@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import test_attention
-import test_autograd
-import test_flash_attention
-import test_fsdp2
-import test_pytorch
-import test_transformer_engine
-import test_transformers
+import importlib.util
+import sys
+from pathlib import Path
+
 from private_names import SOURCE, defined, foreign, used_in
 
+
+def _contract(of):
+    """A module of this folder by its file: other folders have tests of the same names."""
+    spec = importlib.util.spec_from_file_location(f"contract_of_{of}", Path(__file__).with_name(f"test_{of}.py"))
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_fsdp2, _pytorch, _transformers = (_contract(of) for of in ("fsdp2", "pytorch", "transformers"))
 STANDARD = {
     "_exit", "_getframe", "_current_frames", "_run_exitfuncs", "_args_from_interpreter_flags", "_replace", "_field_defaults",
 }  # fmt: skip
@@ -20,19 +27,15 @@ OWN = {
     "_token_id", "_weight",
 }  # fmt: skip
 """Parts of Octavo's keys and names, and of arguments of Transformer Engine and names of SMP, in strings."""
-TABLES = (test_attention, test_autograd, test_flash_attention, test_pytorch, test_transformer_engine, test_transformers)
+TABLES = (
+    _pytorch, _transformers, *map(_contract, ("attention", "autograd", "flash_attention", "transformer_engine")),
+)  # fmt: skip
 
 
 def contracts():
     """Every private part of a name with a contract."""
     names = {part for table in TABLES for name in table.NAMES for part in name.path.split(".")}
-    return (
-        names
-        | test_pytorch.ATTRIBUTES.keys()
-        | test_pytorch.OTHERS.keys()
-        | test_transformers.ATTRIBUTES.keys()
-        | test_fsdp2.names()
-    )
+    return names | _pytorch.ATTRIBUTES.keys() | _pytorch.OTHERS.keys() | _transformers.ATTRIBUTES.keys() | _fsdp2.names()
 
 
 def test_every_private_name_has_a_contract():
@@ -44,8 +47,8 @@ def test_no_contract_is_about_a_name_that_nothing_uses():
     assert private - foreign().keys() - defined() == set()
 
 
-def test_fsdp2_s_private_parts_are_in_its_adapter_alone():
+def _fsdp2_s_private_parts_are_in_its_adapter_alone():
     adapter = SOURCE / "parallel" / "fsdp2" / "adapter.py"
-    private = {name for name in test_fsdp2.names() if name.startswith("_")}
+    private = {name for name in _fsdp2.names() if name.startswith("_")}
     found = {file.relative_to(SOURCE).as_posix(): private & used_in(file) for file in SOURCE.rglob("*.py") if file != adapter}
     assert {file: names for file, names in found.items() if names} == {}

@@ -29,7 +29,8 @@ class _Sharded:
         self.seen: object = None
 
     def __contains__(self, module: nn.Module) -> bool:
-        now = len(WRAPPED), next(reversed(WRAPPED.data), None)
+        wrapped = WRAPPED.keyrefs()
+        now = len(wrapped), wrapped[-1] if wrapped else None
         if now != self.seen:
             self.modules = weakref.WeakSet(each for root in list(WRAPPED) for each in root.modules())
             self.seen = now
