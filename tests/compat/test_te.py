@@ -375,8 +375,8 @@ def test_what_is_not_here_is_refused_by_name(te):
     with te.fp8_model_init(False, preserve_high_precision_init_val=True):
         layer = te.Linear(8, 8)
     layer.set_tensor_parallel_group(None)
-    with pytest.raises(AttributeError, match=r"Linear.fp8_meta is not in .* octavo.fp8.inspect"):
-        layer.fp8_meta  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Linear.quantizers is not in .* octavo.fp8.inspect"):
+        layer.quantizers  # noqa: B018
     assert not hasattr(layer, "primary_weights_in_fp8")
     with pytest.raises(TypeError, match="out_features"):
         te.Linear(8)

@@ -424,3 +424,39 @@ def test_calibration_of_compiled_code_and_of_experts(te):
         pytest.raises(InputError, match="experts of LayerNormMoE cannot be calibrated"),
     ):
         experts(plain.fresh(2, 3, HIDDEN))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "sizes", "products"),
+    [
+        ("Linear", (32, 16), 1),
+        ("LayerNormLinear", (32, 16), 1),
+        ("LayerNormMLP", (32, 64), 2),
+        ("GroupedLinear", (2, 32, 16), 2),
+    ],
+)
+def test_what_clients_read_of_a_layer(te, layer, sizes, products, bias):
+    module = getattr(te, layer)(*sizes, bias=bias, device="cpu")
+    assert (module.use_bias, module.apply_bias) == (bias, bias)
+    assert (module.tp_size, module.tp_group, module.sequence_parallel, module.parallel_mode) == (1, None, False, None)
+    assert dict(module.fp8_meta) == {"recipe": None, "num_gemms": products, "fp8_checkpoint": False}
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        with te.fp8_autocast():
+            y = module(x, [4, 4]) if layer == "GroupedLinear" else module(x)
+        y.square().sum().backward()
+    meta = module.fp8_meta
+    forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+    assert meta["recipe"].amax_history_len == forward.amax_history.shape[0] == backward.amax_history.shape[0] == 1024
+    assert (forward.amax_history.shape[1], backward.amax_history.shape[1]) == (3 * products, 2 * products)
+    found = list(octavo.fp8.inspect(module).values()) if products > 1 else [octavo.fp8.inspect(module)]
+    for number, own in enumerate(found):
+        scales = torch.stack([own["input"]["scale"], own["weight"]["scale"]])
+        assert torch.equal(forward.scale[3 * number : 3 * number + 2], scales)
+        assert torch.equal(forward.amax_history[:, 3 * number + 1], own["weight"]["amax_history"])
+        assert backward.scale[2 * number] == own["grad_output"]["scale"]
+    with pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
+        forward.scale.fill_(2)
+    with pytest.raises(TypeError):
+        meta["recipe"] = None

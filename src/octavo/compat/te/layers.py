@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from octavo.compat.te import parts
 from octavo.compat.te.signatures import SIGNATURES, bound, refuse_fp8
 from octavo.compat.te.split import SplitLinear, split
-from octavo.compat.te.state import Stateful, Stateless
+from octavo.compat.te.state import Products, Stateless
 from octavo.nn import grouped as _grouped
 from octavo.nn import linear as _linear
 from octavo.nn import mlp as _mlp
@@ -33,7 +33,7 @@ def in_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
 
 
-class Linear(Stateful, _linear.Linear, metaclass=Kind):
+class Linear(Products, _linear.Linear, metaclass=Kind):
     """y = x · weightᵀ + bias."""
 
     __module__ = "transformer_engine.pytorch.module.linear"  # by which clients tell it
@@ -55,7 +55,7 @@ class Linear(Stateful, _linear.Linear, metaclass=Kind):
         return super().forward(inp, is_first_microbatch)
 
 
-class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
+class LayerNormLinear(Products, _linear.LayerNormLinear, metaclass=Kind):
     """y = norm(x) · weightᵀ + bias."""
 
     __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients tell it
@@ -82,7 +82,7 @@ class LayerNormLinear(Stateful, _linear.LayerNormLinear, metaclass=Kind):
         return super().forward(inp, is_first_microbatch, **residual)
 
 
-class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
+class LayerNormMLP(Products, _mlp.LayerNormMLP, metaclass=Kind):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias."""
 
     __module__ = "transformer_engine.pytorch.module.layernorm_mlp"  # by which clients tell it
@@ -98,7 +98,7 @@ class LayerNormMLP(Stateful, _mlp.LayerNormMLP, metaclass=Kind):
         return super().forward(inp, is_first_microbatch, **residual)
 
 
-class GroupedLinear(Stateful, _grouped.GroupedLinear, metaclass=Kind):
+class GroupedLinear(Products, _grouped.GroupedLinear, metaclass=Kind):
     """The linear layers of several experts."""
 
     __module__ = "transformer_engine.pytorch.module.grouped_linear"  # by which clients tell it

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.compat.te.parts import Parts, Product, State
 from octavo.compat.te.signatures import refuse_fp8
-from octavo.compat.te.state import Stateful
+from octavo.compat.te.state import Products
 from octavo.errors import InputError
 from octavo.nn import linear as _linear
 
@@ -38,7 +38,7 @@ def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
     return sizes
 
 
-class Split(Parts, Stateful):
+class Split(Parts, Products):
     """Base: parameters NAME_weight and NAME_bias."""
 
     names: tuple[str, ...]

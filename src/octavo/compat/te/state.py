@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,8 @@ from octavo.compat.notices import say_once
 from octavo.compat.te.parts import rejoined
 from octavo.errors import InputError
 from octavo.fp8.formats import Format
-from octavo.fp8.recipe import DelayedScaling
-from octavo.fp8.scaling import load_state_records, state_records, states_of
+from octavo.fp8.recipe import DelayedScaling, Operand
+from octavo.fp8.scaling import ModuleState, load_state_records, state_records, states_of
 from octavo.nn.attention import MultiheadAttention
 
 KEY = "_extra_state"
@@ -108,6 +110,57 @@ class Stateful(nn.Module):
                 "this checkpoint has FP8 scales of Transformer Engine's, which are pickled and not read: weights are loaded, "
                 "and the amax histories begin anew.",
             )
+
+
+class Scaling(NamedTuple):
+    """Scales and histories of the tensors of a direction, in Transformer Engine's order: copies, which refuse writes."""
+
+    scale: Tensor
+    """float32 [n]; 1 of a tensor that is not cast here."""
+    amax_history: Tensor
+    """float32 [L, n], the newest first."""
+
+
+class Products(Stateful):
+    """Base of the layers with products, with what clients read of them; a layer has one tensor-parallel rank."""
+
+    tp_size = 1
+    tp_group = None
+    sequence_parallel = False
+    parallel_mode = None
+    return_bias: bool
+
+    @property
+    def use_bias(self) -> bool:
+        """True if the layer has a bias besides that of its norm."""
+        names = (name for name, own in self._parameters.items() if own is not None and "layer_norm" not in name)
+        return any("bias" in name for name in names)
+
+    @property
+    def apply_bias(self) -> bool:
+        """True if the bias is added, and not returned."""
+        return self.use_bias and not self.return_bias
+
+    @property
+    def fp8_meta(self) -> Mapping[str, Any]:
+        """recipe, num_gemms, fp8_checkpoint and, once there are histories, scaling_fwd and scaling_bwd; it refuses writes."""
+        states = [state for _, state in states_of(self)]
+        recipe = next((state.recipe for state in states if state.recipe is not None), None)
+        found: dict[str, Any] = {"recipe": recipe, "num_gemms": len(states), "fp8_checkpoint": recipe is not None}
+        if any(state.slots for state in states):
+            found["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
+            found["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
+        return MappingProxyType(found)
+
+
+@torch.inference_mode()  # of which a write raises
+def _scaling(states: Sequence[ModuleState], operands: Sequence[Operand | None]) -> Scaling:
+    slots = [state.slots.get(operand) if operand is not None else None for state in states for operand in operands]
+    one = next(slot for state in states for slot in state.slots.values())
+    length = max(len(slot.history) for slot in slots if slot is not None)
+    none = torch.ones((), device=one.scale.device), torch.zeros(length, device=one.scale.device)
+    pairs = [none if slot is None else (slot.scale, slot.history) for slot in slots]
+    return Scaling(torch.stack([scale for scale, _ in pairs]), torch.stack([history for _, history in pairs], 1))
 
 
 def _nothing() -> Tensor:
