@@ -48,7 +48,13 @@ def given(**values):
     return trainer(hyperparameters=values)
 
 
+def twice():
+    return [InputData(channel_name="train", data_source=folder) for folder in ("data", "src")]
+
+
 REFUSED = [
+    (lambda: trainer(input_data_config=twice()), "two channels are called 'train'"),
+    (lambda: trainer().train(input_data_config=twice()), "two channels are called 'train'"),
     (lambda: trainer(source_code="src"), "source_code = 'src': give SourceCode(…)"),
     (lambda: trainer(compute="ml.p5.48xlarge"), "compute = 'ml.p5.48xlarge': give Compute(…)"),
     (lambda: trainer(compute={1: 2}), "compute = {1: 2}: give Compute(…)"),

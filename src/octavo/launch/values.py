@@ -54,10 +54,10 @@ def text_of(value: Any, key: str) -> str | None:
 
 
 def channels_of(given: Any, key: str) -> dict[str, Any]:
-    """Channel → address, of a list of `InputData` or `Channel`; the last of a name counts. key: for messages.
+    """Channel → address, of a list of `InputData` or `Channel`. key: for messages.
 
     Raises:
-        InputError: another value, or a channel that is no folder of files.
+        InputError: another value, a channel that is no folder of files, or two of one name.
     """
     if given is None:
         return {}
@@ -69,6 +69,8 @@ def channels_of(given: Any, key: str) -> dict[str, Any]:
         name = value_of(channel, "channel_name")
         if not is_a(channel, "InputData", "Channel") or not name:
             raise InputError(f"{key}: {one!r}: give InputData(channel_name=…, data_source=…).")
+        if name in found:
+            raise InputError(f"{key}: two channels are called {name!r}: give each a name of its own, or one folder with both.")
         found[name] = _address(channel, f"{key}[{name!r}]")
     return found
 
