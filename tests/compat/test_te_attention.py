@@ -28,7 +28,7 @@ def ordered(x, order):
     return x[0] if order == "thd" else x.transpose(0, 1) if order == "sbhd" else x
 
 
-def compare(core, inputs, sequences, how, *, order="bshd", others=(), tolerance=2e-5, **call):
+def assert_matches(core, inputs, sequences, how, *, order="bshd", others=(), tolerance=2e-5, **call):
     """Output and every gradient of a call beside float64. others: further tensors with gradients, name in `how` → tensor."""
     exact = [x.detach().double().requires_grad_() for x in inputs]
     more = {name: x.detach().double().requires_grad_() for name, x in dict(others).items()}
@@ -67,7 +67,7 @@ def test_packed_sequences(te, kind, window, gap):
     if gap:
         call |= {"cu_seqlens_q_padded": q_padded, "cu_seqlens_kv_padded": kv_padded, "pad_between_seqs": True}
     sequences = placed(q_padded, kv_padded)
-    found, (q, k, v) = compare(
+    found, (q, k, v) = assert_matches(
         core, inputs, sequences, {"kind": kind, "window": window}, order="thd", window_size=window, **call
     )
     there = torch.zeros(q.shape[1], dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_padded_samples_of_other_numbers_of_queries_than_keys(te, order, kind, g
     if given != "lengths":
         call |= {"attention_mask": masks}
     sequences = [(n, 0, q, 0, k) for n, (q, k) in enumerate(zip(Q_LENGTHS, KV_LENGTHS, strict=True))]
-    found, _ = compare(core, inputs, sequences, {"kind": kind}, order=order, **call)
+    found, _ = assert_matches(core, inputs, sequences, {"kind": kind}, order=order, **call)
     assert not ordered(found, order)[0, 5:].any()
 
 
@@ -110,7 +110,7 @@ def test_whole_samples(te, queries, keys, kind, window):
         mask[:, 1, 1] = True  # a query without a key
         call, how = {"attention_mask": mask}, how | {"allowed": ~mask[0]}
     sequences = [(n, 0, queries, 0, keys) for n in range(2)]
-    compare(core, inputs, sequences, how, window_size=window, **call)
+    assert_matches(core, inputs, sequences, how, window_size=window, **call)
 
 
 @pytest.mark.parametrize("aligned", [True, False, None])
@@ -120,7 +120,7 @@ def test_a_window_lies_at_the_corner_that_bottom_right_diagonal_names(te, aligne
     core = te.DotProductAttention(HEADS, DIM, attn_mask_type="no_mask", **(told if where == "layer" else {}))
     how = {"kind": "no_mask", "window": (1, 2), "right_aligned": aligned}
     call = told if where == "call" else {}
-    compare(core, drawn(2, 4, 9, groups=HEADS), [(n, 0, 4, 0, 9) for n in range(2)], how, window_size=(1, 2), **call)
+    assert_matches(core, drawn(2, 4, 9, groups=HEADS), [(n, 0, 4, 0, 9) for n in range(2)], how, window_size=(1, 2), **call)
 
 
 SOFTMAX = ["off-by-one", "learnable"]
@@ -143,7 +143,7 @@ def test_softmax_offsets(te, order, softmax, kind):
     sequences = placed(q_ends, kv_ends) if packed else sequences
     call = {"cu_seqlens_q": q_ends, "cu_seqlens_kv": kv_ends, "attn_mask_type": kind}
     how = {"kind": kind, "scale": 0.5}
-    compare(core, inputs, sequences, how, order=order, others={"sink": core.softmax_offset}, **call)
+    assert_matches(core, inputs, sequences, how, order=order, others={"sink": core.softmax_offset}, **call)
 
 
 @pytest.mark.parametrize("kind", [*CAUSAL, "no_mask"])
@@ -156,7 +156,7 @@ def test_biases(te, kind, bias, shape, monkeypatch):
     how = {"kind": kind, "before": bias == "pre_scale_bias"}
     call = {"core_attention_bias_type": bias, "core_attention_bias": added}
     sequences = [(n, 0, 20, 0, 9) for n in range(2)]
-    compare(core, drawn(2, 20, 9, groups=HEADS), sequences, how, others={"bias": added}, **call)
+    assert_matches(core, drawn(2, 20, 9, groups=HEADS), sequences, how, others={"bias": added}, **call)
 
 
 @pytest.mark.parametrize("kind", [*CAUSAL, "no_mask", "padding", "padding_causal"])
@@ -170,7 +170,7 @@ def test_alibi(te, kind, given):
     if "padding" in kind:
         call |= {"cu_seqlens_q": ends([q for q, _ in lengths]), "cu_seqlens_kv": ends([k for _, k in lengths])}
     sequences = [(n, 0, q, 0, k) for n, (q, k) in enumerate(lengths)]
-    compare(core, drawn(2, 6, 8, groups=HEADS), sequences, {"kind": kind, "slopes": used.double()}, **call)
+    assert_matches(core, drawn(2, 6, 8, groups=HEADS), sequences, {"kind": kind, "slopes": used.double()}, **call)
 
 
 def test_slopes_of_heads_that_are_no_power_of_two():
@@ -193,14 +193,14 @@ def test_caps_and_largest_logits(te, softmax, order):
         sequences = placed(q_ends, kv_ends)
     others = {} if softmax == "vanilla" else {"sink": core.softmax_offset}
     how = {"kind": call["attn_mask_type"], "cap": 0.7}
-    compare(core, inputs, sequences, how, order=order, others=others, **call)
+    assert_matches(core, inputs, sequences, how, order=order, others=others, **call)
 
 
 def test_values_of_another_size(te):
     core = te.DotProductAttention(HEADS, (DIM, 12), qkv_format="bshd")
     for kind in ("causal", "no_mask"):
         inputs = drawn(2, 6, 6, groups=HEADS, value=12)
-        compare(core, inputs, [(n, 0, 6, 0, 6) for n in range(2)], {"kind": kind}, attn_mask_type=kind)
+        assert_matches(core, inputs, [(n, 0, 6, 0, 6) for n in range(2)], {"kind": kind}, attn_mask_type=kind)
 
 
 @pytest.mark.parametrize("dim", [-3, -2])

@@ -77,7 +77,9 @@ def test_windows_before_a_query_take_the_kernels(monkeypatch):
     monkeypatch.setattr(segments, "_by_library", None)
     monkeypatch.setattr(segments, "plain_attention", None)
     for sight in (Sight(), Sight(None, 0, True), Sight(None, 0, False), Sight(20, 0, True)):
-        attend_segments(*inputs(), drawn_segments(), sight, scale=0.3)
+        ours, places = inputs(), drawn_segments()
+        found, _ = attend_segments(*ours, places, sight, scale=0.3)
+        torch.testing.assert_close(found, written_out(*ours, places, sight))
 
 
 def test_nothing_to_attend_to():

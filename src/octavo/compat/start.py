@@ -61,7 +61,7 @@ def _excepthook(before: Callable[..., Any], job: faults.Faults | None) -> Callab
         said = isinstance(error, OctavoError)
         line = f"{_place(trace)}{error}" if said else _line(error)
         printed = line if said else "".join(traceback.format_exception(kind, error, trace))
-        # What another rank of the job has printed already is not printed again.
+        # An error that another rank of the job has printed is not printed again.
         shown = job is None or isinstance(error, KeyboardInterrupt) or job.record(printed, line)
         if not isinstance(error, OctavoError):
             if shown:

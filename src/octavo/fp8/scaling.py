@@ -68,7 +68,7 @@ class ModuleState:
 
     @property
     def module(self) -> nn.Module | None:
-        """Whose state it is; None when it is gone."""
+        """The module with this state; None when it is gone."""
         return self._module()
 
     @property

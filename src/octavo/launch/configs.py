@@ -16,7 +16,7 @@ from octavo.launch.keys import TRAINER
 
 
 class Mode(Enum):
-    """Where the SDK trains: both mean this machine."""
+    """The SDK's places of training: both mean this machine."""
 
     LOCAL_CONTAINER = "LOCAL_CONTAINER"
     SAGEMAKER_TRAINING_JOB = "SAGEMAKER_TRAINING_JOB"

@@ -82,7 +82,7 @@ def _taken(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple[Any, str | None]:
-    """What stands for `attention_mask` in the layer of `octavo.nn`, and its mask type. x: its hidden states."""
+    """`attention_mask` for the layer of `octavo.nn`, and its mask type. x: its hidden states."""
     batch, tokens = (x.shape[1], x.shape[0]) if attention.sequence_first else (x.shape[0], x.shape[1])
     apart = isinstance(rotary, tuple) and len(rotary) == 2 and rotary[0] is not rotary[1]
     apart = apart and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # others for keys

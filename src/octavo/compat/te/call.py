@@ -1,4 +1,4 @@
-"""What a call of Transformer Engine's attention says of its keys: mask type, window, masks, lengths, padding.
+"""The keys of a call of Transformer Engine's attention: mask type, window, masks, lengths, padding.
 
 Each argument is used or checked: one that contradicts another, or the tensors, is refused. The result is a mask for the layers
 of `octavo.nn`, or a list of segments.
@@ -53,7 +53,7 @@ def _cap(value: Any) -> float:
 
 
 class Settings:
-    """What a layer's constructor says of its calls."""
+    """A layer's own mask type, window and cap, for calls without."""
 
     def __init__(self, kind: str, window: Any, bottom_right: bool | None, softcap: float | None) -> None:
         self.kind, self.window, self.bottom_right = kind, window_pair(window), bottom_right

@@ -241,7 +241,7 @@ class _SharedWeight:
             held = self._cast(own, amax, how, mesh)
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
-        # As numbers of the dtype of norms and biases, which travel with them: FSDP2 copies elements, and a group of several
+        # Viewed in the dtype of norms and biases, which are gathered with them: FSDP2 copies elements, and a group of several
         # dtypes byte by byte. It wants a shard that some rank pads in its own width.
         rows, columns = self.parameter.size
         fills_numbers = rows % self.parameter.ranks == 0 and columns % own.dtype.itemsize == 0
