@@ -44,7 +44,7 @@ GROUP = (
 )  # fmt: skip
 """Names of an `FSDPParamGroup` that this file uses. The last two are of groups over several ranks."""
 PARAMETER = (
-    "_module_info", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
+    "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
     "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "device", "sharded_state", "sharded_param",
     "all_gather_outputs", "unsharded_accumulated_grad", "init_all_gather_outputs", "alloc_all_gather_outputs",
     "init_unsharded_param", "free_unsharded_param", "reset_sharded_param", "accumulate_unsharded_grad_if_needed",
@@ -96,7 +96,8 @@ class Parameter:
         self._raw = raw
         self.module: nn.Module = raw._module_info.module
         self.name: str = raw._module_info.param_name
-        self.size: torch.Size = raw.sharded_param.size()
+        # Of experts on this rank: `sharded_param` has the size of all experts.
+        self.size: torch.Size = raw._orig_size
         self.device: torch.device = raw.device
         mesh = raw.mesh_info
         over_ranks = isinstance(mesh, FSDPMeshInfo)
