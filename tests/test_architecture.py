@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
-    ("_version", "errors", "dtypes", "hub", "versions"),
+    ("_version", "errors", "dtypes", "hub", "versions", "stored_names"),
     ("hardware", "storage", "libraries", "job_ranks"),
     ("config",),
     ("launch",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("nn",),
     ("models",),
     ("parallel",),
-    ("plan", "context_parallel", "recipe", "matrix_parts"),
+    ("plan", "context_parallel", "recipe", "matrix_parts", "groups"),
     ("build",),
     ("data",),
     ("checkpoint", "watchdog"),

@@ -23,6 +23,7 @@ from octavo.nn.block import TransformerLayer
 from octavo.nn.derived import derive
 from octavo.nn.experts import StackedExperts
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.plain_names import PlainLayerNormMLP, PlainTransformerLayer
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, single_rank
@@ -34,6 +35,8 @@ from octavo.parallel.world import on_one_host
 
 Unit = list[nn.Module]
 """The FSDP modules of a block: parts of it that are gathered and reduced by themselves, and the block."""
+_LAYERS, _MLPS = (TransformerLayer, PlainTransformerLayer), (LayerNormMLP, PlainLayerNormMLP)
+"""Classes with Octavo's own forward."""
 _ACCUMULATED = "octavo_accumulated"
 """Attribute of the root: before its last forward there were gradients of micro-batches that the ranks had not summed."""
 
@@ -160,10 +163,10 @@ def _mlp_apart(first: nn.Module) -> list[nn.Module]:
     the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention. Code of a caller's
     own, which may read the MLP's weights, has the block in one.
     """
-    if type(first) is not TransformerLayer or first.parallel or first.experts is not None:
+    if not isinstance(first, TransformerLayer) or type(first) not in _LAYERS or first.parallel or first.experts is not None:
         return []
     mlp = first.layernorm_mlp
-    if type(mlp) is not LayerNormMLP or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
+    if type(mlp) not in _MLPS or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
         return []
     own = set(mlp.parameters())
     inside = set(mlp.modules())

@@ -41,8 +41,8 @@ MOST_RANKS = 1 << 12
 """Ranks tried, by doubling."""
 CHUNKS = 8
 """Tried for `train.mlp_chunks`: the temporaries of an MLP are an eighth, and products of 16,384 tokens run at full speed."""
-_MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj")
-_MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.experts.fc1", "layernorm_moe.experts.fc2")
+_MATRICES = ("self_attention.qkv", "self_attention.proj")
+_MLP, _EXPERTS = ("ffn.fc1", "ffn.fc2"), ("moe.experts.fc1", "moe.experts.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
 _CONTEXT = "parallel.context_parallel_degree"

@@ -17,14 +17,16 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from octavo.collectives.whole import whole_tensor
-from octavo.compat.smp.state_dicts import Settings, clean
+from octavo.compat.smp.state_dicts import Settings, clean, stored_names_of
 from octavo.errors import InputError
 from octavo.parallel.shards import local_shard
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The id of each parameter → its name."""
-    return {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    """The id of each parameter → its stored name."""
+    stored = stored_names_of(model)
+    names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    return {number: stored.get(name, name) for number, name in names.items()}
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from octavo.fp8.formats import Format
 from octavo.fp8.recipe import DelayedScaling, Operand
 from octavo.fp8.scaling import ModuleState, load_state_records, state_records, states_of
 from octavo.nn.attention import MultiheadAttention
+from octavo.nn.plain_names import stored_names
+from octavo.stored_names import record_name
 
 KEY = "_extra_state"
 _MAGIC = b"octavo-fp8:"
@@ -38,7 +40,9 @@ def encode(module: nn.Module) -> Tensor:
     if isinstance(recipe, DelayedScaling):
         header = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
         header["fp8_format"] = recipe.fp8_format.name
-    records = {name: tensor.cpu().contiguous() for name, tensor in state_records(module).items()} if header else {}
+    stored = stored_names(module)
+    found = state_records(module) if header else {}
+    records = {record_name(name, stored): tensor.cpu().contiguous() for name, tensor in found.items()}
     text = json.dumps(header).encode()
     return torch.frombuffer(bytearray(_MAGIC + len(text).to_bytes(4, "little") + text + _save(records)), dtype=torch.uint8)
 
@@ -59,7 +63,9 @@ def decode(module: nn.Module, state: Tensor) -> None:
         return
     recipe = DelayedScaling(**header | {"fp8_format": Format[header["fp8_format"]]})
     object.__setattr__(recipe, "native", False)
-    load_state_records(module, _load(data[4 + size :]), recipe)
+    named = {stored: own for own, stored in stored_names(module).items()}
+    records = {record_name(name, named): tensor for name, tensor in _load(data[4 + size :]).items()}
+    load_state_records(module, records, recipe)
 
 
 WAYS = {
