@@ -145,11 +145,11 @@ def order_of_replacements():
     model = sharded()
     log = []
     group = adapter.group_of(model[0])
-    for kind in ("buffers", "hand over", "dtype", "direct"):
+    for kind in ("buffers", "hand over", "dtype", "same parameters", "direct"):
         group.before_reduction(kind, lambda kind=kind: log.append(kind))
     group.before_end_of_backward(lambda: log.append("end"))
     group.around_pre_backward(lambda: log.append("before"), lambda: log.append(group.is_gathered))
-    with pytest.raises(ValueError, match="one action each of direct, hand over"):
+    with pytest.raises(ValueError, match="one action each of same parameters, direct, hand over"):
         group.before_reduction("dtype", log.clear)
     model(torch.ones(1, 4)).sum().backward()
     return log

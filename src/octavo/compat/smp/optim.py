@@ -77,7 +77,8 @@ def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, stat
         for parameter in group["params"]:
             name = _name(names, parameter)
             numbers[name], parameters[name] = len(numbers), parameter
-    given = _nested(state.get("state", {}))
+    stored = stored_names_of(model)
+    given = {stored.get(name, name): entries for name, entries in _nested(state.get("state", {})).items()}
     if strangers := sorted(given.keys() - numbers.keys()):
         raise InputError(
             f"the optimizer's state is of other parameters than the model's, such as {strangers[0]!r}: load it into the model "

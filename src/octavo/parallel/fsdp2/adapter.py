@@ -54,11 +54,12 @@ PARAMETER = (
 LATER = ("_reduce_dtype",), ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
 """Names that a first forward gives an `FSDPParamGroup`, and an `FSDPParam`."""
 
-BEFORE_REDUCTION = ("direct", "hand over", "dtype", "buffers")
+BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "dtype", "buffers")
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
 
-direct: large gradients are reduced from where they are. hand over: those of a single rank become those of its shards. dtype:
-what is left travels in this dtype. buffers: the next reduction asks for its buffers anew.
+same parameters: sums that wait for those of replicas have to be of these parameters. direct: large gradients are reduced from
+where they are. hand over: those of a single rank become those of its shards. dtype: what is left travels in this dtype.
+buffers: the next reduction asks for its buffers anew.
 """
 
 
@@ -219,6 +220,8 @@ class Group:
         self.is_sharded = isinstance(raw.mesh_info, FSDPMeshInfo)
         self.replicated = self.is_sharded and isinstance(raw.mesh_info, DDPMeshInfo)
         self._before_reduction: dict[str, Callable[[], None]] = {}
+        self.micro_batch_follows = False
+        """This backward is reduced, and another of the same step follows (`octavo.parallel.fsdp2.each_micro_batch`)."""
         if self.is_sharded:
             _check(raw, GROUP[-2:], "groups of parameters over ranks")
 
@@ -265,6 +268,11 @@ class Group:
     def reduces(self) -> bool:
         """True if this backward sums gradients over the ranks, False for a micro-batch that accumulates."""
         return bool(self._raw.reduce_grads)
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """True with sums over the shards, of backwards before, that are not summed over the replicas yet."""
+        return self._raw._partial_reduce_output is not None
 
     @property
     def forces_sums(self) -> bool:

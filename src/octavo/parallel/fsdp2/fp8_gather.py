@@ -287,7 +287,8 @@ class _SharedWeight:
 
     def _is_gathered_again(self, backward: bool) -> bool:
         """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
-        micro_batch_follows = self.forward.first is not None and not self.group.reduces
+        accumulates = self.group.micro_batch_follows or not self.group.reduces
+        micro_batch_follows = self.forward.first is not None and accumulates
         return micro_batch_follows or (not backward and self.group.frees_after_forward)
 
     def _is_chosen(self, how: Cast) -> bool:
