@@ -27,6 +27,7 @@ from transformers import __version__ as transformers_version
 
 from octavo.collectives.context import STRATEGIES
 from octavo.config.moe import MoeConfig
+from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.columnwise import keep_columnwise
@@ -50,15 +51,15 @@ from octavo.models.own_code import (
 )
 from octavo.models.published import keep_float32_buffers
 from octavo.models.replace import (
+    attention_dropout,
     attributes_of,
     carry_attributes,
     choose_recipes,
     freeze,
+    has_experts,
     keep_frozen,
     recompute_mlps,
-    refuse_dropout,
     refuse_hooks,
-    refuse_part_of_experts,
     replace_linears,
     restore_attributes,
 )
@@ -82,9 +83,6 @@ from octavo.parallel.world import state
 from octavo.storage import local_path
 
 __all__ = ["build_model", "describe", "parts_of", "place", "transform"]
-
-Recompute = bool | Literal["mlp", "selective"]
-"""Activation recomputation, as in `transform`."""
 
 
 def transform(
@@ -374,10 +372,7 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
 def _check_settings(blocks: str, recompute: object, mlp_chunks: object, offload: object) -> None:
     if blocks not in ("auto", "own"):
         raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
-    if recompute not in (False, True, "mlp", "selective"):
-        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, "selective", or "mlp".')
-    if type(mlp_chunks) is not int or mlp_chunks < 1:
-        raise InputError(f"mlp_chunks = {mlp_chunks!r} is not supported: use a whole number from 1, which is no chunks.")
+    check_values(recompute, mlp_chunks)
     if not isinstance(offload, bool):
         raise InputError(f"offload = {offload!r} is not supported: use False or True.")
 
@@ -425,11 +420,10 @@ def _recompute(
         if recompute:
             recompute_own_code(model)
         return
+    check_blocks(recompute, mlp_chunks, experts=has_experts(model), attention_dropout=attention_dropout(model))
     if recompute == "mlp" or mlp_chunks > 1:
-        refuse_part_of_experts(model, recompute, mlp_chunks)
         recompute_mlps(stack, mlp_chunks)
     if recompute == "selective":
-        refuse_dropout(model)
         stack.run_block = selectively_recomputed
     elif recompute is True:
         stack.run_block = recomputed

@@ -10,12 +10,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.peers import ADAMW
+from octavo.config.recompute import Recompute
 from octavo.errors import recorded
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
@@ -31,7 +32,7 @@ class Workload(NamedTuple):
     """A case with the settings of `octavo.transform` that save memory."""
 
     case: Case
-    recompute: bool | Literal["mlp", "selective"] = False
+    recompute: Recompute = False
     mlp_chunks: int = 1
     offload: bool = False
 

@@ -209,7 +209,7 @@ def check(
         hf_config,
         dtype=torch_dtype(config.model.params_dtype),
         device=torch.device("meta"),
-        offload=config.train.offload or config.parallel.sm_activation_offloading,
+        offload=config.offloads,
         blocks=blocks,
         **model_options(config),
     )

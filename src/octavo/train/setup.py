@@ -82,7 +82,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         device=plan.device,
         excluded=plan.excluded,
         load_from=plan.weights_folder,
-        offload=config.train.offload or config.parallel.sm_activation_offloading,
+        offload=config.offloads,
         horizon=config.parallel.activation_loading_horizon,
         blocks=plan.blocks,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
