@@ -140,9 +140,9 @@ def kept_at_the_exchange():
     results, kept = [], []
 
     def noted_gather(*args):
-        work, gathered = gather(*args)
-        results.append(gathered.untyped_storage()._weak_ref())
-        return work, gathered
+        gathering = gather(*args)
+        results.append(gathering._finish().untyped_storage()._weak_ref())
+        return gathering
 
     def is_there(result):
         return torch.UntypedStorage._new_with_weak_ptr(result) is not None
@@ -235,9 +235,9 @@ def counted_gather(arrived):
     gather = causal.start_gather
 
     def noted(kv, group):
-        work, out = gather(kv, group)
-        arrived.append(out.numel() - kv.numel())
-        return work, out
+        gathering = gather(kv, group)
+        arrived.append((dist.get_world_size(group) - 1) * kv.numel())
+        return gathering
 
     return noted
 

@@ -434,7 +434,7 @@ def order_of_streams():
     model = sharded.build(BF16, None, sizes={"vocab_size": 18})
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     settle(model)
-    group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather._all_gather
+    group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather.all_gather
     streams = group.device_handle = Streams(log)
     group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream = Stream("gathering", log), Stream("copies", log)
     group.comm_ctx.all_gather_state = AllGatherState(None, "event of a block")  # its buffer, of the stream of copies
@@ -449,7 +449,7 @@ def order_of_streams():
         parameter.alloc_all_gather_outputs = lambda allocate=allocate: (
             log.append(f"allocated in {streams.now.name}") or allocate()
         )
-    with mock.patch.object(direct_gather, "_all_gather", noted), group.use_training_state(TrainingState.FORWARD):
+    with mock.patch.object(direct_gather, "all_gather", noted), group.use_training_state(TrainingState.FORWARD):
         group.unshard()
         log.append("other work")
         group.wait_for_unshard()
