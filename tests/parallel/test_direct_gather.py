@@ -15,7 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 
 import ranks
-from octavo.build import build_model, transform
+from building import built_model
+from octavo.build import transform
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
@@ -63,7 +64,7 @@ class Life:
 
     def __init__(self, dtype, params_dtype, recipe, sizes, frozen, *, recompute=False, seed=0):
         self.recipe = None if recipe is None else RECIPES[recipe]()
-        self.model = build_model(
+        self.model = built_model(
             llama_config(**sharded.SIZES | sizes),
             dtype=dtype,
             params_dtype=params_dtype,

@@ -107,13 +107,14 @@ def _release(device: torch.device) -> None:
 def _train(workload: Workload, device: torch.device, steps: int, warmup: int) -> tuple[list[float], int]:
     """Seconds of each timed step, and the allocator's peak in bytes."""
     # With transformers' model classes, which import torchao: a broken torchao must not cost other suites their rows.
-    from octavo.build import build_model
+    from octavo.build import BuildOptions, build_model
 
     case = workload.case
-    model = build_model(
-        case.hf_config(), dtype=torch.bfloat16, params_dtype=torch.bfloat16, device=device, seed=0,
-        recompute=workload.recompute, mlp_chunks=workload.mlp_chunks, offload=workload.offload,
+    options = BuildOptions(
+        dtype=torch.bfloat16, params_dtype=torch.bfloat16, recompute=workload.recompute, mlp_chunks=workload.mlp_chunks,
+        offload=workload.offload,
     )  # fmt: skip
+    model = build_model(case.hf_config(), options, device=device)
     optimizer = AdamW(model.parameters(), **ADAMW)
     seconds = []
     for step in range(warmup + steps):

@@ -29,7 +29,6 @@ from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, OctavoError
 from octavo.hardware import GIB, process_memory_limit, size, whole_gib
 from octavo.kernels.experts.routes import TILE
-from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.context import check_context
 from octavo.parallel.world import rank_variable
@@ -106,7 +105,7 @@ class Memory:
 def setup_of(plan: RunPlan) -> Setup:
     """The part of a run on which its memory depends."""
     config = plan.config
-    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
+    spec = plan.spec
     blocks: tuple[BlockRecipes, ...] = ()
     if spec is not None and plan.recipe is not None:
         blocks = tuple(
