@@ -42,7 +42,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     if not number or not math.isfinite(weight_decay) or weight_decay < 0:
         raise InputError(f"octavo.parameter_groups: weight_decay = {weight_decay!r}: give a finite number from 0, such as 0.1.")
     exempt = _norms_and_biases(model)
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

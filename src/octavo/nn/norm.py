@@ -273,7 +273,7 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
-class LayerNorm(_Norm, nn.LayerNorm):
+class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]
     """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype.
 
     A subclass of `nn.LayerNorm`, so that code which leaves its parameters out of weight decay finds them.
