@@ -19,7 +19,7 @@ AMPERE = torch.device("cuda", 7)
 def ampere(monkeypatch):
     """A GPU of compute capability 8.0, as far as the choice of products can see."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(autocast._state, "warned", set())
+    monkeypatch.setattr(autocast, "_warned", set())
     gemm.capability.cache_clear()
     yield
     gemm.capability.cache_clear()
