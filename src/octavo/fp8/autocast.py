@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.fp8.threads import OfThread
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_transforms
+from octavo.process import process
 
 
 @dataclass
@@ -82,35 +82,8 @@ class _Thread:
     measured: Recipe | None = None  # inside `measuring`
 
 
-@dataclass(eq=False)
-class _Traced:
-    """What compiled code reads: the thread that has entered a context last. PyTorch's compiler guards no thread's own."""
-
-    thread: _Thread
-
-
-@dataclass(eq=False)
-class _Checkpoints:
-    """Forwards by the object that a checkpoint shares with its recomputation, on whatever thread that runs."""
-
-    forwards: weakref.WeakKeyDictionary[Any, _Forward] = field(default_factory=weakref.WeakKeyDictionary)
-    entered: weakref.WeakKeyDictionary[Any, _Entered] = field(default_factory=weakref.WeakKeyDictionary)
-
-
-@dataclass(eq=False)
-class _Open:
-    """Outermost contexts with FP8 that are open on any thread, for a notice that is said once."""
-
-    contexts: int = 0
-    told: bool = False
-
-
 _threads: OfThread[_Thread] = OfThread("contexts", _Thread)
 _own = _threads.own
-_traced = _Traced(_own.state)
-_checkpoints = _Checkpoints()
-_warned: set[torch.device] = set()
-_open = _Open()
 
 
 @contextlib.contextmanager
@@ -139,7 +112,7 @@ def fp8_autocast(
     if fp8_group is not None and not isinstance(fp8_group, dist.ProcessGroup):
         raise InputError(f"fp8_autocast: fp8_group = {fp8_group!r} is not a process group of torch.distributed.")
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
-    thread = _traced.thread = _threads.here()
+    thread = process.traced = _threads.here()
     before, task, outer, around = thread.active, checkpoints.graph_task(), _in_force(thread), checkpoints.enclosing()
     outermost = before is None and task == -1  # in a backward it is part of a recomputation
     if outermost:
@@ -147,7 +120,7 @@ def fp8_autocast(
     session = _enter(thread, around) if outer is None else outer.session
     active = _Active(recipe, emulate, outer, task, frozenset(map(id, around)), session)
     counts = outermost and recipe is not None
-    _open.contexts += counts
+    process.open_autocasts += counts
     try:
         if recipe is not None:
             scaling.prepare_all(recipe)
@@ -160,10 +133,15 @@ def fp8_autocast(
             thread.last = _Forward(active, thread.first_microbatch)
             buffers.end_forward(unseen=recipe is not None)
     finally:
-        _open.contexts -= counts
+        process.open_autocasts -= counts
         thread.active = before
         if outermost:
             buffers.leave()
+
+
+def _traced(name: str) -> Any:
+    """What compiled code reads of a context: PyTorch's compiler guards no thread's own."""
+    return None if process.traced is None else getattr(process.traced, name)
 
 
 def _enter(thread: _Thread, around: list[Any]) -> buffers.Session:
@@ -174,12 +152,12 @@ def _enter(thread: _Thread, around: list[Any]) -> buffers.Session:
         session = thread.recomputed.entered.next(task)
     elif task != -1:
         found = next((one for one in around if one in recomputed), None)
-        session = _checkpoints.entered[found].next(task) if found in _checkpoints.entered else None
+        session = process.checkpoint_autocasts[found].next(task) if found in process.checkpoint_autocasts else None
     if session is None:
         session = buffers.session() if task == -1 else _repeated(thread).session
     for one in around:
         if one not in recomputed:
-            _checkpoints.entered.setdefault(one, _Entered()).sessions.append(session)
+            process.checkpoint_autocasts.setdefault(one, _Entered()).sessions.append(session)
     for told in thread.told:
         told.entered.sessions.append(session)
     return session
@@ -188,7 +166,7 @@ def _enter(thread: _Thread, around: list[Any]) -> buffers.Session:
 def current_recipe(device: torch.device) -> Recipe | None:
     """The recipe that applies here on this device, or None where products stay in high precision."""
     if torch.compiler.is_compiling():
-        active = _traced.thread.active
+        active = _traced("active")
     elif checkpoints.graph_task() == -1:
         thread = _own.state
         active = thread.active
@@ -201,7 +179,7 @@ def current_recipe(device: torch.device) -> Recipe | None:
             _remember(thread, active)
         buffers.update_after_backward()
     if active is None or active.recipe is None:
-        if active is None and _open.contexts and not torch.compiler.is_compiling():
+        if active is None and not torch.compiler.is_compiling() and process.open_autocasts:
             _warn_of_other_thread()
         return None
     refuse_transforms("FP8 layers")  # before the layer touches its scales
@@ -241,11 +219,11 @@ def _in_force(thread: _Thread) -> _Active | None:
 def _remember(thread: _Thread, active: _Active | None) -> None:
     """Keep context and scales of this forward, without gradients or under hooks, for each checkpoint around it to repeat."""
     if torch.is_grad_enabled():
-        if checkpoints.innermost() in _checkpoints.forwards:
+        if checkpoints.innermost() in process.checkpoint_forwards:
             return
     elif not checkpoints.trains():
         return
-    new = [found for found in checkpoints.enclosing() if found not in _checkpoints.forwards]
+    new = [found for found in checkpoints.enclosing() if found not in process.checkpoint_forwards]
     if not new:
         return
     forward = _repeated(thread) if _is_in_checkpoint(thread) else _Forward(None, thread.first_microbatch)
@@ -254,13 +232,13 @@ def _remember(thread: _Thread, active: _Active | None) -> None:
         while around is not None and id(found) in around.inside:
             around = around.outer
         session = forward.session if around is None else around.session
-        _checkpoints.forwards[found] = _Forward(around, forward.first, session, forward.captured)
+        process.checkpoint_forwards[found] = _Forward(around, forward.first, session, forward.captured)
 
 
 def _warn_of_other_thread() -> None:
     """Say once that the context of another thread is not that of a layer on this one."""
-    if not _open.told:
-        _open.told = True
+    if "autocast of another thread" not in process.said:
+        process.said.add("autocast of another thread")
         warnings.warn(
             "a layer that can run in FP8 runs in high precision, on a thread without fp8_autocast while another thread is "
             "inside one. A context is of its thread, as torch.autocast: enter fp8_autocast on this thread, or "
@@ -272,8 +250,8 @@ def _warn_of_other_thread() -> None:
 @torch.compiler.disable
 def _warn_without_fp8(device: torch.device) -> None:
     """Say once that layers on this device stay in high precision."""
-    if device not in _warned:
-        _warned.add(device)
+    if device not in process.said:
+        process.said.add(device)
         warnings.warn(
             f"{device} has no FP8 units (compute capability 8.9 or more): FP8 layers run in the dtype of their inputs."
             " fp8_autocast(emulate=True) computes FP8's numbers slowly.",
@@ -284,7 +262,7 @@ def _warn_without_fp8(device: torch.device) -> None:
 @contextlib.contextmanager
 def microbatch(first: bool) -> Iterator[None]:
     """Around a forward of an accumulated step: all but the first reuse its FP8 weights and record no amax of them."""
-    thread = _traced.thread = _threads.here()
+    thread = process.traced = _threads.here()
     before, thread.first_microbatch = thread.first_microbatch, first
     try:
         yield
@@ -295,7 +273,7 @@ def microbatch(first: bool) -> Iterator[None]:
 def first_microbatch() -> bool | None:
     """True in the first forward of an accumulated step, False in later ones, None outside of `microbatch`."""
     if torch.compiler.is_compiling():
-        return _traced.thread.first_microbatch
+        return cast("bool | None", _traced("first_microbatch"))
     thread = _threads.here()
     return _repeated(thread).first if _is_in_checkpoint(thread) else thread.first_microbatch
 
@@ -345,7 +323,7 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
         self.entered = _Entered()
 
     def __enter__(self) -> None:
-        thread = self._thread = _traced.thread = _threads.here()
+        thread = self._thread = process.traced = _threads.here()
         self._before = (thread.active, thread.first_microbatch, thread.recomputed, thread.dropping, thread.told)
         self.entered.task = -1
         self._replay = buffers.replay(self.forward.scales)
@@ -379,7 +357,7 @@ def dropping() -> Iterator[None]:
 @contextlib.contextmanager
 def measuring(recipe: Recipe | None) -> Iterator[None]:
     """Around a calibration by this recipe: see `octavo.fp8.calibration`."""
-    thread = _traced.thread = _threads.here()
+    thread = process.traced = _threads.here()
     before, thread.measured = thread.measured, recipe
     try:
         yield
@@ -389,7 +367,7 @@ def measuring(recipe: Recipe | None) -> Iterator[None]:
 
 def measured() -> Recipe | None:
     """The recipe of the innermost `measuring`; None outside of one."""
-    return _traced.thread.measured if torch.compiler.is_compiling() else _threads.here().measured
+    return cast("Recipe | None", _traced("measured")) if torch.compiler.is_compiling() else _threads.here().measured
 
 
 def drops() -> bool:
@@ -412,8 +390,8 @@ def scales_of_forward() -> contextlib.AbstractContextManager[None]:
 def _repeated(thread: _Thread) -> _Forward:
     """The forward of this recomputation; without a checkpoint around, that of the current context or of the last one."""
     for found in checkpoints.enclosing():
-        if found in _checkpoints.forwards:
-            return _checkpoints.forwards[found]
+        if found in process.checkpoint_forwards:
+            return process.checkpoint_forwards[found]
     if thread.active is None:
         return thread.last
     return _Forward(thread.active, thread.first_microbatch, thread.active.session)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -28,13 +27,11 @@ from octavo.fp8.recipe import History, Operand, Recipe
 from octavo.fp8.threads import OfThread
 from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.scales import update_scales_
+from octavo.process import process
 
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
 """An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
-_by_number: weakref.WeakValueDictionary[int, ScaleBuffer] = weakref.WeakValueDictionary()
-_sets: weakref.WeakValueDictionary[int, BufferSet] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _LONG = 100
 """Backward passes inside one outermost autocast, more than micro-batches of a step: the training stands inside of it."""
 _TWO_THREADS = (
@@ -120,8 +117,8 @@ class ScaleBuffer:
         self.owner = owner
         self.policy = policy
         self.device = device
-        self.number = next(_numbers)
-        _by_number[self.number] = self
+        self.number = next(process.numbers)
+        process.scale_buffers[self.number] = self
         self.scale = torch.ones(_FIRST_CAPACITY, device=device)
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
@@ -244,8 +241,8 @@ class BufferSet:
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()
         """Amaxes of forwards in evaluation mode, which count if a backward follows."""
-        self.number = next(_numbers)
-        _sets[self.number] = self
+        self.number = next(process.numbers)
+        process.buffer_sets[self.number] = self
 
     def __reduce__(self) -> Any:
         """Pickled as a set without slots: each `ModuleState` allocates its own. `default` becomes the reading process's."""
@@ -417,7 +414,7 @@ def session() -> Session:
 
 def by_number(number: int) -> ScaleBuffer:
     """The buffer of a slot's `position`."""
-    return _by_number[number]
+    return cast(ScaleBuffer, process.scale_buffers[number])
 
 
 def keep_scales() -> None:
@@ -441,7 +438,7 @@ def end_forward(*, unseen: bool) -> None:
     session = thread.session
     trained = [buffers for buffers, mode in session.recorded.items() if mode == "training"]
     if unseen and not session.used:
-        trained = [buffers for buffers in list(_sets.values()) if buffers.trained and buffers.session is None]
+        trained = [buffers for buffers in list(process.buffer_sets.values()) if buffers.trained and buffers.session is None]
     for buffers in _in_order(trained):
         _update(buffers.forward, session.joint, thread)
 
@@ -483,7 +480,11 @@ def snapshot(sets: Iterable[BufferSet]) -> Scales:
 
 def captured() -> Scales | None:
     """While a CUDA graph is captured a snapshot in it, since its replays are of other sessions; else None."""
-    return snapshot(_sets.values()) if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() else None
+    return (
+        snapshot(process.buffer_sets.values())
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        else None
+    )
 
 
 @contextlib.contextmanager

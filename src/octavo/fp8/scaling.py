@@ -6,7 +6,6 @@ Training alone changes it: an evaluation, under whatever recipe, reads the scale
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,10 +20,7 @@ from octavo.fp8.buffers import BufferSet, Slot
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.kernels.quantize.cast_scaled import amax, scale_from_amax
 from octavo.kernels.quantize.quantized import QuantizedTensor
-
-_numbers = itertools.count()
-_modules: weakref.WeakValueDictionary[int, ModuleState] = weakref.WeakValueDictionary()
-_prepared: set[Recipe] = set()
+from octavo.process import process
 
 
 class ModuleState:
@@ -63,9 +59,9 @@ class ModuleState:
         self._register()
 
     def _register(self) -> None:
-        _modules[next(_numbers)] = self
+        process.fp8_modules[next(process.numbers)] = self
         self.buffers.claimed = None
-        _prepared.clear()
+        process.offered.clear()
 
     @property
     def records(self) -> dict[Operand, Slot]:
@@ -216,7 +212,7 @@ def prepare_all(recipe: Recipe) -> None:
 
     Whose layers run inside is not known yet: those of another model leave theirs aside, and `claim` takes them.
     """
-    if recipe in _prepared:
+    if recipe in process.offered:
         return
     if buffers.several_ranks() and next(_without_slots(_new(), recipe), None) is not None:
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
@@ -224,16 +220,16 @@ def prepare_all(recipe: Recipe) -> None:
         state.prepare(own, device)
         for slot in state.slots.values():
             slot.offered = True
-    if all(state.device is not None for state in _modules.values()):
-        _prepared.clear()
-        _prepared.add(recipe)
+    if all(state.device is not None for state in process.fp8_modules.values()):
+        process.offered.clear()
+        process.offered.add(recipe)
 
 
 def _new() -> list[ModuleState]:
     """The modules of models of which no layer has run in FP8, without slots or with offered ones, in order of creation."""
     return [
         state
-        for state in list(_modules.values())
+        for state in list(process.fp8_modules.values())
         if state.buffers.claimed is None and all(slot.offered for slot in state.slots.values())
     ]
 
@@ -244,7 +240,7 @@ def claim(model: BufferSet, recipe: Recipe) -> None:
     A module that was trained keeps its slots: it moves to another recipe only when it is trained under one.
     """
     if model.claimed != recipe:
-        states = [state for state in list(_modules.values()) if state.buffers is model]
+        states = [state for state in list(process.fp8_modules.values()) if state.buffers is model]
         for state, own, device in _without_slots(states, recipe):
             state.prepare(own, device)
         for state in states:
