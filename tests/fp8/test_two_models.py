@@ -8,6 +8,7 @@ import pytest
 import torch
 from beside import KINDS, RECIPES, Net, Training, Turns, alone, same
 from torch import nn
+from torch._dynamo.utils import counters
 
 import octavo
 from octavo.errors import InputError
@@ -262,3 +263,30 @@ def test_a_context_is_of_its_thread():
         assert not torch.equal(layer(x), plain)
     assert turns.errors == [None, None]
     assert all(torch.equal(one, plain) for one in found)
+
+
+class Compiled(Training):
+    def forward(self, pause=lambda: None):
+        if not hasattr(self, "eager"):
+            self.eager = self.model
+            self.model = torch.compile(self.eager, fullgraph=True, backend="aot_eager")
+        super().forward(pause)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("other", ["long", "current"])
+def test_a_compiled_model_is_compiled_once_beside_another(other):
+    torch.compiler.reset()
+    a, b = Compiled("delayed", 1), Training(other, 2)
+    graphs = []
+    for _ in range(4):
+        a.step()
+        b.step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 4
+    torch.compiler.reset()
+    own = Compiled("delayed", 1)
+    for _ in range(4):
+        own.step()
+    assert same(a.log, own.log)
+    assert same(b.log, alone(other, 2, steps=4))

@@ -62,7 +62,8 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
         InputError: a transform of `torch.func` around an FP8 layer.
     """
     around = autocast.current_recipe(device)
-    if around is not state.buffers.claimed and around is not None and not torch.compiler.is_compiling():
+    # The first, since what compiled code reads before is guarded, and would be compiled anew when it changes.
+    if not torch.compiler.is_compiling() and around is not None and around is not state.buffers.claimed:
         claim(state.buffers, around)
     recipe = state.under(around)
     if recipe is not None:
