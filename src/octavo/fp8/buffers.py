@@ -298,7 +298,8 @@ class BufferSet:
                 own.copy_(torch.maximum(own, amaxes))
             if self.session is None:
                 _update(self.forward, session.joint, thread)
-        update_after_backward(thread)
+        if checkpoints.graph_task() != thread.task:
+            update_after_backward(thread)
         if self.backward_of is not thread:
             if self.backward_of is not None and self in self.backward_of.gradients:
                 raise InputError(_TWO_THREADS)
@@ -445,7 +446,8 @@ def end_forward(*, unseen: bool) -> None:
 
 def joins_forward(group: dist.ProcessGroup) -> bool:
     """True if the amaxes of this forward will be joined over all ranks of `group`."""
-    return _threads.here().session.joint.covers(group)
+    thread = _own.state if checkpoints.graph_task() == -1 else _threads.here()
+    return thread.session.joint.covers(group)
 
 
 def update_after_backward(thread: _Thread | None = None) -> None:
