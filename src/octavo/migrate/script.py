@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest
-from octavo.migrate.known import REST, UNKNOWN
-from octavo.migrate.limits import refused, unsure
+from octavo.migrate.known import OPTIONAL, REST, UNKNOWN, is_known
+from octavo.migrate.limits import made_by, odd, refused, unsure
 from octavo.migrate.meanings import Meanings, Target
 from octavo.migrate.names import (
     NAMES,
@@ -158,7 +158,7 @@ class _Reader:
             for dotted in self._import(node, spared=id(node) in spared)
         ]
         self._meanings.follow(nodes)
-        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there)
+        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there, self._recipe)
         self._unreached = self._values.unreached
         self.script.estimators = self._values.jobs
         for statement, dotted in imported:
@@ -259,7 +259,8 @@ class _Reader:
             given = dict(zip(names, args[target.skip :], strict=False)) | given
             where = dict(zip(names, node.args[target.skip :], strict=False)) | where
             most = len(_FIRST.get(target.dotted, node.args))
-            twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & {word.arg for word in node.keywords})
+            twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & set(words))
+            twice += self._values.doubled(node)
             if twice:
                 self._refuse(node, target, f"{twice[0]}=", "given twice")
             if len(node.args) > most:
@@ -268,6 +269,8 @@ class _Reader:
             self._argument(where.get(name, node), target, name, value)
         if open_ended:
             self._note(node, f"arguments of {target.dotted} are made at run time")
+        elif signature is None and words and target.dotted.startswith(("accelerate.", "torch.distributed.fsdp.")):
+            self._note(node, f"{', '.join(words)} of {target.dotted} is not checked")
         elif signature is not None and target.whole:
             count = len(node.args) - target.skip
             if count > signature.positional:
@@ -277,9 +280,20 @@ class _Reader:
             if missing and count <= signature.positional:
                 self._refuse(node, target, "…", f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         rest = {REST: UNKNOWN} if open_ended or not target.whole else {}
-        for name, value, reason in refused(target.dotted, given | rest):
-            told = value if isinstance(value, str) and value.startswith("Format.") else repr(value)
+        told_of = {name: value if value is not UNKNOWN else _maybe(where.get(name)) for name, value in given.items()}
+        seen = set()
+        for name, value, reason in refused(target.dotted, told_of | rest):
+            seen.add(name)
+            written = repr(value) if is_known(value) else "…"
+            told = str(value) if isinstance(value, str) and value.startswith("Format.") else written
             self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
+        for name, value in (given | {name: words[name] for name in own if name in words and not target.recomputed}).items():
+            if (
+                name not in seen
+                and (is_known(value) or isinstance(value, list | dict))
+                and (doubt := odd(target.dotted, signature, name, value)) is not None
+            ):
+                self._note(where.get(name, node), f"{target.dotted}({name}={value!r}) is not checked: {doubt}")
         for name, reason in unsure(target.dotted, given):
             self._note(where.get(name, node), f"the value of {name} is known only at run time: {reason}")
 
@@ -352,6 +366,11 @@ class _Reader:
         dotted = self._meanings.dotted(function)
         return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
 
+    def _recipe(self, function: ast.AST) -> str | None:
+        """The class of the recipe that a call of an expression makes; None for others."""
+        dotted = self._meanings.dotted(function)
+        return made_by(canonical(dotted)) if dotted is not None and self._meanings.is_sure(function) else None
+
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
             self._gpu(node, ".cuda()")
@@ -399,6 +418,11 @@ class _Reader:
         place = (getattr(node, "lineno", 0), text)
         if place not in self.script.needs_gpu and id(node) not in self._unreached:
             self.script.needs_gpu.append(place)
+
+
+def _maybe(node: ast.AST | None) -> Any:
+    """A value that only a run tells: the result of a call is one, a name may hold None."""
+    return UNKNOWN if isinstance(node, ast.Call) else OPTIONAL
 
 
 def _of_a_plain_script(uses: list[Use]) -> list[Use]:
