@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from transformers import __version__ as transformers_version
 
 from octavo.collectives.context import STRATEGIES
 from octavo.config.moe import MoeConfig
+from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown
 from octavo.fp8.columnwise import keep_columnwise
@@ -50,15 +52,15 @@ from octavo.models.own_code import (
 )
 from octavo.models.published import keep_float32_buffers
 from octavo.models.replace import (
+    attention_dropout,
     attributes_of,
     carry_attributes,
     choose_recipes,
     freeze,
+    has_experts,
     keep_frozen,
     recompute_mlps,
-    refuse_dropout,
     refuse_hooks,
-    refuse_part_of_experts,
     replace_linears,
     restore_attributes,
 )
@@ -81,10 +83,56 @@ from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.world import state
 from octavo.storage import local_path
 
-__all__ = ["build_model", "describe", "parts_of", "place", "transform"]
+__all__ = ["BuildOptions", "build_model", "describe", "parts_of", "place", "transform"]
 
-Recompute = bool | Literal["mlp", "selective"]
-"""Activation recomputation, as in `transform`."""
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What a model is to be: for `transform`, a run and SMP's scripts.
+
+    Attributes:
+        dtype: of activations and of products outside FP8.
+        params_dtype: of parameters; None for a model that keeps its own code, whose parameters keep their dtypes.
+        buffer_dtype: of buffers.
+        seed: of initial weights.
+        blocks: "own" keeps a model's code, "auto" replaces it where Octavo has blocks for it.
+        skip: patterns of layers that stay out of FP8. excluded: names of others, each with its reason.
+        layers: pattern → a recipe of its own, or None to stay out of FP8.
+        fp8_head: as in `transform`. objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
+        recompute, mlp_chunks: as in `octavo.config.recompute`.
+        offload: saved activations are kept in host memory. horizon: blocks that are loaded ahead in backward.
+        moe: losses, noise and balancing of routers.
+        frozen: patterns of parameters that are not trained.
+        averaged: average the gradients of a model that keeps its own code over ranks, for mean losses; False sums them.
+        resize: the config may have more tokens than the weights of `load_from`.
+    """
+
+    dtype: torch.dtype
+    params_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype = torch.float32
+    seed: int = 0
+    blocks: Literal["auto", "own"] = "auto"
+    skip: Sequence[str] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, Recipe | None] = field(default_factory=dict)
+    fp8_head: bool | Literal["backward"] | None = None
+    objective: Objective | None = None
+    recompute: Recompute = False
+    mlp_chunks: int = 1
+    offload: bool = False
+    horizon: int = HORIZON
+    moe: MoeConfig | None = None
+    frozen: Sequence[str] = ()
+    averaged: bool = False
+    resize: bool = False
+
+    def check(self) -> None:
+        """Raise an InputError for values that no model takes."""
+        if self.blocks not in ("auto", "own"):
+            raise unknown("blocks", str(self.blocks), ("auto", "own"), key="model.blocks")
+        check_values(self.recompute, self.mlp_chunks)
+        if not isinstance(self.offload, bool):
+            raise InputError(f"offload = {self.offload!r} is not supported: use False or True.")
 
 
 def transform(
@@ -152,37 +200,32 @@ def transform(
         with together("octavo.transform"):
             if not load_state_dict_from_rank0:
                 check_same_weights(model, all_ranks())
-    transformed = build_model(
-        model,
-        config=config,
+    options = BuildOptions(
         dtype=dtype,
         params_dtype=params_dtype,
-        device=_device_of(model) if device is None else device,
+        buffer_dtype=torch_dtype(state.config.buffer_dtype),
+        seed=state.config.random_seed,
+        blocks=blocks,
         skip=skip,
         layers={pattern: None if own is None else coerce(own) for pattern, own in (layers or {}).items()},
-        load_from=load_from,
-        from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
+        fp8_head=fp8_head,
         recompute=recompute,
         mlp_chunks=mlp_chunks,
         offload=offload or state.config.sm_activation_offloading,
-        sharding=sharding,
-        **_options_of_state(),
-        fp8_head=fp8_head,
-        averaged=True,
-        blocks=blocks,
+        horizon=state.config.activation_loading_horizon,
         moe=moe if isinstance(moe, MoeConfig) else MoeConfig.from_dict(moe or {}, where="octavo.transform(moe=…)"),
+        averaged=True,
+    )
+    transformed = build_model(
+        model,
+        options,
+        config=config,
+        device=_device_of(model) if device is None else device,
+        sharding=sharding,
+        load_from=load_from,
+        from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
     )
     return _handed_over(transformed, model, training=training)
-
-
-def _options_of_state() -> dict[str, Any]:
-    """Arguments of `build_model` that `octavo.init` has been given."""
-    config = state.config
-    return {
-        "seed": config.random_seed,
-        "horizon": config.activation_loading_horizon,
-        "buffer_dtype": torch_dtype(config.buffer_dtype),
-    }
 
 
 def _handed_over(transformed: nn.Module, model: nn.Module, *, training: bool) -> nn.Module:
@@ -198,57 +241,38 @@ def _handed_over(transformed: nn.Module, model: nn.Module, *, training: bool) ->
 
 def build_model(
     source: Any,
+    options: BuildOptions,
     *,
-    dtype: torch.dtype,
-    params_dtype: torch.dtype | None,
     device: torch.device | str,
-    seed: int,
     config: Any = None,
-    skip: Sequence[str] = (),
-    layers: Mapping[str, Recipe | None] | None = None,
-    excluded: Mapping[str, str] | None = None,
-    fp8_head: bool | Literal["backward"] | None = None,
-    objective: Objective | None = None,
-    recompute: Recompute = False,
-    mlp_chunks: int = 1,
-    offload: bool = False,
-    horizon: int = HORIZON,
     sharding: Sharding | None = None,
-    averaged: bool = False,
     load_from: str | Path | None = None,
-    resize: bool = False,
     from_rank0: Ranks | None = None,
-    buffer_dtype: torch.dtype = torch.float32,
-    blocks: Literal["auto", "own"] = "auto",
-    moe: MoeConfig | None = None,
-    frozen: Sequence[str] = (),
 ) -> nn.Module:
-    """Make a model, in the order of this module, for `transform` and for a run; other arguments are as in `transform`.
+    """Make a model, in the order of this module, for `transform` and for a run.
 
     Args:
         source: a model, with weights or on the meta device; or a Hugging Face config, for a causal language model with random
-            weights by `seed` or those of `load_from`.
-        params_dtype: None for a model that keeps its own code, whose parameters keep their dtypes.
-        device: "meta" fills nothing, for counting parameters. horizon: blocks that `offload` loads ahead in backward.
-        excluded: names of layers that stay out of FP8, each with its reason.
-        resize: the config may have more tokens than the weights of `load_from`.
-        objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
-        averaged: average the gradients of a model that keeps its own code, for mean losses; False sums them.
+            weights by the options' seed or those of `load_from`.
+        options: what the model is to be.
+        device: "meta" fills nothing, for counting parameters.
+        config, load_from: as in `transform`.
+        sharding: over which ranks; None keeps the model whole.
         from_rank0: all ranks; rank 0 has the weights.
-        frozen: patterns of parameters that are not trained.
     """
-    _check_settings(blocks, recompute, mlp_chunks, offload)
+    options.check()
     device = torch.device(device)
     original = source if isinstance(source, nn.Module) else None
     if original is not None:
         tie_again(original)
     config = source if original is None else config or getattr(original, "config", None)
     load_from = None if device.type == "meta" else load_from
-    spec, vision, reason = _replacement(original, config, blocks, can_fill=bool(load_from or from_rank0))
-    spec = with_moe(spec, config, moe)
+    spec, vision, reason = _replacement(original, config, options.blocks, can_fill=bool(load_from or from_rank0))
+    spec = with_moe(spec, config, options.moe)
+    dtype, params_dtype = options.dtype, options.params_dtype
     if params_dtype is None and (spec is not None or vision or sharding is not None):
         raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")
-    weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None, resize=resize)
+    weights = _weights(original, config, load_from, from_rank0, replaced=vision or spec is not None, resize=options.resize)
     trains = {} if original is None else {n: p.requires_grad for n, p in original.named_parameters(remove_duplicate=False)}
     attributes = {} if original is None else attributes_of(original)
     if original is not None:
@@ -257,32 +281,32 @@ def build_model(
     # 1. Replace.
     model: nn.Module
     if spec is not None:
-        dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": buffer_dtype}
-        model = Decoder(config, spec, **dtypes, device="meta", fp8_head=fp8_head, objective=objective)
+        dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": options.buffer_dtype}
+        model = Decoder(config, spec, **dtypes, device="meta", fp8_head=options.fp8_head, objective=options.objective)
         keep_frozen(model, trains)
         carry_attributes(model, attributes)
     else:
         model = _from_config(config, params_dtype or dtype) if original is None else original
-        refuse_head_settings(model, fp8_head, objective)
+        refuse_head_settings(model, options.fp8_head, options.objective)
         if vision:
             replace_blocks(model, params_dtype or dtype)
             keep_frozen(model, trains)
             carry_attributes(model, attributes)
         else:
-            _keep_own_code(model, reason, recompute, mlp_chunks, offload=offload)
-        cast(model, params_dtype, buffer_dtype)
+            _keep_own_code(model, reason, options)
+        cast(model, params_dtype, options.buffer_dtype)
         if sharding is not None and params_dtype is not None:
             refuse_float32_parameters(model, params_dtype)
         compute_in(model, dtype, device)
     # 2. Choose.
-    choose_recipes(model, layers=layers, skip=skip, excluded=excluded)
+    choose_recipes(model, layers=options.layers, skip=options.skip, excluded=options.excluded)
     use_own_buffers(model)
-    freeze(model, frozen)
+    freeze(model, options.frozen)
     # 3. Recompute, offload.
-    _recompute(model, parts_of(model)[0], recompute, mlp_chunks, horizon=horizon if offload else None)
+    _recompute(model, parts_of(model)[0], options)
     if device.type == "meta":
         return model.train()
-    return place(model, device, sharding, lambda: _values(model, weights, from_rank0, seed), averaged=averaged)
+    return place(model, device, sharding, lambda: _values(model, weights, from_rank0, options.seed), averaged=options.averaged)
 
 
 def place(
@@ -348,8 +372,8 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
             layer_state.context_group = context.group
 
 
-def _keep_own_code(model: nn.Module, reason: str, recompute: Recompute, mlp_chunks: int, *, offload: bool) -> None:
-    refuse_block_settings(model, recompute, mlp_chunks, offload=offload)
+def _keep_own_code(model: nn.Module, reason: str, options: BuildOptions) -> None:
+    refuse_block_settings(model, options.recompute, options.mlp_chunks, offload=options.offload)
     replace_linears(model)
     vars(model)["octavo_own_code"] = reason  # for `describe`
 
@@ -369,17 +393,6 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
         raise InputError(f"layers = {layers!r} is not a table: use a dict of pattern → recipe, or None for high precision.")
     if not isinstance(moe, MoeConfig | Mapping | None):
         raise InputError(f"moe = {moe!r} is not a table: use a dict of keys of [moe], such as {{'moe_z_loss_coeff': 0.001}}.")
-
-
-def _check_settings(blocks: str, recompute: object, mlp_chunks: object, offload: object) -> None:
-    if blocks not in ("auto", "own"):
-        raise unknown("blocks", str(blocks), ("auto", "own"), key="model.blocks")
-    if recompute not in (False, True, "mlp", "selective"):
-        raise InputError(f'recompute = {recompute!r} is not supported: use False, True, "selective", or "mlp".')
-    if type(mlp_chunks) is not int or mlp_chunks < 1:
-        raise InputError(f"mlp_chunks = {mlp_chunks!r} is not supported: use a whole number from 1, which is no chunks.")
-    if not isinstance(offload, bool):
-        raise InputError(f"offload = {offload!r} is not supported: use False or True.")
 
 
 def _replacement(
@@ -418,23 +431,21 @@ def parts_of(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]
     return (stack, list(stack)) if isinstance(stack, Blocks) else (None, blocks_of(model))
 
 
-def _recompute(
-    model: nn.Module, stack: Decoder | Blocks | None, recompute: Recompute, mlp_chunks: int, *, horizon: int | None
-) -> None:
+def _recompute(model: nn.Module, stack: Decoder | Blocks | None, options: BuildOptions) -> None:
+    recompute, chunks = options.recompute, options.mlp_chunks
     if stack is None:
         if recompute:
             recompute_own_code(model)
         return
-    if recompute == "mlp" or mlp_chunks > 1:
-        refuse_part_of_experts(model, recompute, mlp_chunks)
-        recompute_mlps(stack, mlp_chunks)
+    check_blocks(recompute, chunks, experts=has_experts(model), attention_dropout=attention_dropout(model))
+    if recompute == "mlp" or chunks > 1:
+        recompute_mlps(stack, chunks)
     if recompute == "selective":
-        refuse_dropout(model)
         stack.run_block = selectively_recomputed
     elif recompute is True:
         stack.run_block = recomputed
-    if horizon is not None:
-        stack.run_block = offloaded(stack.run_block, horizon)
+    if options.offload:
+        stack.run_block = offloaded(stack.run_block, options.horizon)
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:

@@ -20,16 +20,16 @@ from octavo.plan.memory import estimate
 def test_each_setting_is_trained_and_stands_beside_its_estimate():
     built, real = [], build.build_model
 
-    def noted(*args, **options):
+    def noted(source, options, **how):
         built.append(options)
-        return real(*args, **options)
+        return real(source, options, **how)
 
     names = ["tiny-none", "tiny-recompute-selective-mlp_chunks-8", "tiny-recompute-mlp-offload-true"]
     with mock.patch.object(build, "build_model", noted):
         rows = measure_memory(
             [WORKLOADS[name] for name in names], torch.device("cpu"), iterations=2, warmup=1, say=lambda line: None
         )
-    assert [(one["recompute"], one["mlp_chunks"], one["offload"]) for one in built] == [
+    assert [(one.recompute, one.mlp_chunks, one.offload) for one in built] == [
         (False, 1, False), ("selective", 8, False), ("mlp", 1, True),
     ]  # fmt: skip
     for row, name in zip(rows, names, strict=True):

@@ -738,19 +738,19 @@ def names_of(function):
 )
 def test_entries_pass_every_setting_so_that_they_keep_their_meaning_under_other_defaults(monkeypatch, name, vision):
     entry, given, asked = ENTRIES[name], {}, set()
-    whole, wrap = build.build_model, build.transform
+    whole, wrap = build.BuildOptions, build.transform
 
     def record(function, keep):
-        def call(source, *arguments, **settings):
+        def call(*arguments, **settings):
             given[function.__name__] = settings
-            return keep(source, *arguments, **settings)
+            return keep(*arguments, **settings)
 
         return call
 
     def model_with_loss(source, *arguments, **settings):
         return torch.nn.Linear(2, 2)
 
-    monkeypatch.setattr(build, "build_model", record(whole, whole))
+    monkeypatch.setattr(build, "BuildOptions", record(whole, whole))
     monkeypatch.setattr(build, "transform", record(wrap, model_with_loss))
     monkeypatch.setattr(peers, "timm_model", lambda case, device, seed: None)
     monkeypatch.setattr(peers, "fp8_autocast", lambda **settings: asked.update(settings))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import octavo
-from octavo.build import build_model
+from building import built_model
 from octavo.checkpoint import shard_io
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import OpenCheckpoint
@@ -38,7 +38,7 @@ def sharded(degrees=None, seed=0, **sizes):
     """A decoder over all ranks, and its optimizer."""
     world.init(degrees or {})
     config = llama_config(**SIZES | sizes)
-    model = build_model(config, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=seed)
+    model = built_model(config, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=seed)
     if world.state.world_size > 1:
         for part in (*model.layers, model):
             fully_shard(part, mesh=world.state.shard_mesh)

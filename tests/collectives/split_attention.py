@@ -140,9 +140,9 @@ def kept_at_the_exchange():
     results, kept = [], []
 
     def noted_gather(*args):
-        work, gathered = gather(*args)
-        results.append(gathered.untyped_storage()._weak_ref())
-        return work, gathered
+        gathering = gather(*args)
+        results.append(gathering._finish().untyped_storage()._weak_ref())
+        return gathering
 
     def is_there(result):
         return torch.UntypedStorage._new_with_weak_ptr(result) is not None
@@ -189,6 +189,28 @@ def traffic():
     return found
 
 
+def moved(heads, groups):
+    """{exchange: numbers that arrive from other ranks in a forward of plain attention}; of "auto" the name of its exchange."""
+    found = {}
+    for strategy in ("all_gather", "a2a"):
+        context, arrived = ContextGroup(dist.group.WORLD, strategy), []
+        q, k, v = (torch.randn(BATCH, TOKENS // context.size, count, DIM) for count in (heads, groups, groups))
+        exchange, others = dist.all_to_all_single, (context.size - 1) / context.size
+
+        def noted(out, sent, *, exchange=exchange, others=others, arrived=arrived, **options):
+            arrived.append(out.numel() * others)
+            return exchange(out, sent, **options)
+
+        with (
+            mock.patch.object(attention._Chunks, "fetch", counted(arrived)),
+            mock.patch.object(causal, "start_gather", counted_gather(arrived)),
+            mock.patch.object(dist, "all_to_all_single", noted),
+        ):
+            context_attention(q, k, v, context, PATTERNS["causal"], 0.3)
+        found[strategy] = sum(arrived)
+    return found, ContextGroup(dist.group.WORLD, "auto").resolved(heads, groups).strategy
+
+
 def counted(arrived):
     """`_Chunks.fetch` that notes how many numbers arrive from other ranks."""
     fetch = attention._Chunks.fetch
@@ -213,9 +235,9 @@ def counted_gather(arrived):
     gather = causal.start_gather
 
     def noted(kv, group):
-        work, out = gather(kv, group)
-        arrived.append(out.numel() - kv.numel())
-        return work, out
+        gathering = gather(kv, group)
+        arrived.append((dist.get_world_size(group) - 1) * kv.numel())
+        return gathering
 
     return noted
 

@@ -63,6 +63,13 @@ def test_only_chunks_that_some_query_sees_travel_and_none_is_kept(world):
             assert saved == split_attention.BATCH * tokens * (2 * heads * dim + 2 * 2 * dim + heads), name
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 8), (8, 4), (12, 4), (8, 2), (16, 4), (8, 1)])
+def test_auto_is_the_exchange_of_which_fewer_numbers_arrive(world, heads, groups):
+    for found, chosen in ranks.run(world, split_attention.moved, heads, groups):
+        assert chosen == ("a2a" if found["a2a"] < found["all_gather"] else "all_gather"), found
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_sequence_is_split_and_joined(world):
     for same, own, gradient, total in ranks.run(world, split_attention.split_and_gather):

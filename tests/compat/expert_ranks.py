@@ -124,7 +124,7 @@ def refusal_of_some_ranks(tsm, root):
 def refusals(folder):
     """Messages of every degree that does not fit two ranks or a model, by what asked for it."""
     from accelerate import init_empty_weights
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from transformers import GPT2Config, LlamaConfig, MistralConfig
 
     tsm = names()
@@ -134,11 +134,11 @@ def refusals(folder):
         with init_empty_weights():
             return AutoModelForCausalLM.from_config(config(**changes))
 
-    def sharded(degrees, *built):
+    def sharded(degrees, config, changes, **options):
         octavo.shutdown()
         tsm.init(degrees)
-        new = tsm.transform(model(*built[:1], **built[1]))
-        FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn())
+        new = tsm.transform(model(config, **changes))
+        FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn(), **options)
 
     def twice():
         octavo.shutdown()
@@ -156,6 +156,10 @@ def refusals(folder):
         ("Degrees twice", twice),
         ("expert_parallel_degree dense", lambda: sharded(experts, LlamaConfig, TINY)),
         ("expert_parallel_degree odd", lambda: sharded(experts, MixtralConfig, TINY | {"num_local_experts": 3})),
+        (
+            "expert_parallel_degree groups",
+            lambda: sharded(experts, MixtralConfig, TINY, sharding_strategy=ShardingStrategy.NO_SHARD),
+        ),
         ("context_parallel_degree other code", lambda: sharded(context, GPT2Config, small)),
         ("cp_comm_type window", lambda: sharded(context, MistralConfig, TINY | {"sliding_window": 8})),
         ("context_parallel_degree dropout", lambda: sharded(context, LlamaConfig, TINY | {"attention_dropout": 0.1})),

@@ -34,7 +34,7 @@ def test_a_folder_for_each_rank_of_experts_loads_at_the_same_and_other_degrees(t
 
 def test_a_degree_that_does_not_fit_is_refused_by_the_key_that_the_script_has():
     for found in ranks.run(2, expert_ranks.refusals, ""):
-        assert len(found) == 10
+        assert len(found) == 11
         for name, text in found.items():
             assert name.partition(" ")[0] in text, name
             assert not re.search(r"(?<!octavo\.)parallel\.[a-z]|--ranks|octavo\.init|a2a", text), text

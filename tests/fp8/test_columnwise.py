@@ -8,6 +8,7 @@ from driving import RECIPES
 from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 import octavo
+from building import built_model
 from octavo import build
 from octavo.fp8.columnwise import keep_columnwise
 from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
@@ -24,7 +25,7 @@ OF_A_BLOCK = 4 * 32 * 32 + 3 * 32 * 48
 def model_of(memory, **options):
     """A decoder on a GPU of so many bytes, as far as the rule is told."""
     with mock.patch.object(build, "memory_of_gpu", return_value=memory):
-        return build.build_model(
+        return built_model(
             LlamaConfig(**SIZES), dtype=torch.bfloat16, params_dtype=torch.bfloat16, device="cpu", seed=3, **options
         )  # fmt: skip
 
@@ -79,7 +80,7 @@ def test_weights_of_32_bits_are_none_of_its_business():
 )
 def test_a_plan_and_its_run_decide_alike(config):
     spec = spec_of(config)
-    model = build.build_model(config, dtype=torch.bfloat16, params_dtype=torch.bfloat16, device="cpu", seed=0)
+    model = built_model(config, dtype=torch.bfloat16, params_dtype=torch.bfloat16, device="cpu", seed=0)
     limit = PART * sum(state.weight.numel() for layer in model.layers for _, state in states_of(layer))
     blocks = (BlockRecipes(*("delayed",) * 4),) * spec.layers
     for memory, keeps in ((limit - 1, False), (limit, True)):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 import octavo
-from octavo.build import build_model
+from building import built_model
 from octavo.fp8.scaling import state_records
 from octavo.models.sources import load_config
 
@@ -29,7 +29,7 @@ RECIPES = [
 
 def built(device, *, config=CONFIG, dtype=torch.bfloat16, compile=False, **options):
     """compile: each block, as a user's own loop may."""
-    model = build_model(config, dtype=dtype, params_dtype=torch.float32, device=device, seed=3, **options)
+    model = built_model(config, dtype=dtype, params_dtype=torch.float32, device=device, seed=3, **options)
     for part in (*model.layers, model.norm) if compile else ():
         part.compile()
     return model
@@ -53,7 +53,7 @@ def train(device, recipe, *, steps=6, **options):
 
 def test_initial_weights_are_those_of_the_cpu():
     make = {"dtype": torch.bfloat16, "params_dtype": torch.float32, "seed": 3}
-    cpu, gpu = (build_model(CONFIG, device=device, **make) for device in ("cpu", "cuda"))
+    cpu, gpu = (built_model(CONFIG, device=device, **make) for device in ("cpu", "cuda"))
     for (name, a), (_, b) in zip(cpu.named_parameters(), gpu.named_parameters(), strict=True):
         torch.testing.assert_close(a, b.cpu(), rtol=1e-5, atol=1e-7, msg=name)
 

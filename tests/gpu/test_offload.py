@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 
-from octavo.build import build_model
+from building import built_model
 from octavo.models.sources import load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -22,7 +22,7 @@ SIZES = {
 
 def gradients(*, twice=False, **options):
     """Gradients of two micro-batches, and bytes on the GPU between the forward and the backward of the second."""
-    model = build_model(
+    model = built_model(
         load_config("llama-tiny", SIZES), dtype=torch.bfloat16, params_dtype=torch.float32, device="cuda", seed=1, **options
     )
     generator = torch.Generator("cuda").manual_seed(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.build import build_model
+from building import built_model
 from octavo.fp8.scaling import state_records
 from octavo.kernels.attention import flash
 from octavo.models.sources import load_config
@@ -39,7 +39,7 @@ def repeats():
 
 def train(config, recipe, **options):
     """By name: losses, gradients and FP8 state of three steps of two micro-batches."""
-    model = build_model(config, dtype=torch.bfloat16, params_dtype=torch.float32, device="cuda", seed=3, **options)
+    model = built_model(config, dtype=torch.bfloat16, params_dtype=torch.float32, device="cuda", seed=3, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(5)
     seen = {}

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoConfig
 
 import octavo
-from octavo.build import build_model, describe
+from building import built_model
+from octavo.build import describe
 from octavo.errors import EXIT_INPUT, InputError
 from octavo.models.sources import load_config
 
@@ -25,7 +26,7 @@ RECIPES = {
 
 def build(config=CONFIG, **changes):
     make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 3}
-    return build_model(config, **make | changes)
+    return built_model(config, **make | changes)
 
 
 def tokens(seed=1, length=16):

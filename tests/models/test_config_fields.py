@@ -10,7 +10,8 @@ import torch
 from expectations import refused
 from llamas import LLAMA3_ROPE, assert_same_gradients, llama, llama_config, tokens
 
-from octavo.build import build_model, describe, transform
+from building import built_model
+from octavo.build import describe, transform
 from octavo.models.decoder import Decoder
 from octavo.models.sources import load_config
 
@@ -128,7 +129,7 @@ def both_ways(reference, folder):
     reference.save_pretrained(folder)
     yield transform(copy.deepcopy(reference), dtype=torch.float32)
     make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 0}
-    yield build_model(load_config(str(folder)), **make, load_from=folder)
+    yield built_model(load_config(str(folder)), **make, load_from=folder)
 
 
 @pytest.mark.parametrize(("kind", "changes"), DECODERS, ids=str)
@@ -170,7 +171,7 @@ def test_a_field_that_no_code_can_honour_is_refused(kind, changes, words):
 def test_no_layer_with_experts_by_a_step_of_0_is_refused_before_transformers_fails():
     config = llama_config(model_type="qwen3_moe", decoder_sparse_step=0)
     make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "meta", "seed": 0}
-    refused("decoder_sparse_step = 0", build_model, config, **make)
+    refused("decoder_sparse_step = 0", built_model, config, **make)
 
 
 def test_one_rotation_for_each_kind_of_layer_is_refused_before_transformers_fails():
@@ -178,7 +179,7 @@ def test_one_rotation_for_each_kind_of_layer_is_refused_before_transformers_fail
     layers = {"layer_types": list(kinds), "sliding_window": 4, "use_sliding_window": True}
     config = llama_config(model_type="qwen2", rope_parameters=kinds, **layers)
     make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "meta", "seed": 0}
-    refused(("rope_parameters of qwen2", "full_attention, sliding_attention"), build_model, config, **make)
+    refused(("rope_parameters of qwen2", "full_attention, sliding_attention"), built_model, config, **make)
 
 
 @pytest.mark.parametrize(("kind", "pad"), [("llama", 97), ("llama", -98), ("phi3", 32000), ("gpt_neox", 32000)])

@@ -8,7 +8,7 @@ from expectations import refused
 from llamas import llama_config
 from transformers import GPT2Config, GPTNeoConfig, LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from octavo.build import build_model
+from building import built_model
 from octavo.models.families import decoder_spec
 from octavo.models.shapes import SHAPES
 from octavo.models.sources import load_config
@@ -25,7 +25,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
 def test_built_in_shapes_have_the_published_number_of_parameters(name, billions):
-    model = build_model(load_config(name), dtype=torch.bfloat16, params_dtype=torch.float32, device="meta", seed=0)
+    model = built_model(load_config(name), dtype=torch.bfloat16, params_dtype=torch.float32, device="meta", seed=0)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-4)
 
 

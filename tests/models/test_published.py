@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM, LlamaModel
 
 import octavo
-from octavo.build import build_model, transform
+from building import built_model
+from octavo.build import transform
 from octavo.models import weight_files, weight_loader
 from octavo.models.sources import load_config
 
@@ -81,7 +82,7 @@ def fresh(kind, seed=0, **changes):
 
 def build(config, folder, dtype=torch.float32, **options):
     make = {"dtype": dtype, "params_dtype": dtype, "device": "cpu", "seed": 0}
-    return build_model(config, load_from=folder, **make | options).eval()
+    return built_model(config, load_from=folder, **make | options).eval()
 
 
 def check_loads_as_transformers(folder, dtype=torch.float32):
@@ -453,7 +454,7 @@ def test_a_config_that_says_quantised_is_refused_for_weights_alone(edited, key):
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
     config = load_config(str(folder))
     refused((key, "'fp8'", "Dequantise"), build, config, folder)
-    model = build_model(config, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=1)  # its shapes, untrained
+    model = built_model(config, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=1)  # its shapes, untrained
     octavo.export(model, folder / "out")
     assert "quant" not in (folder / "out" / "config.json").read_text()
     AutoModelForCausalLM.from_pretrained(folder / "out")

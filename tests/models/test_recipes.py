@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 import octavo
-from octavo.build import build_model, describe, transform
+from building import built_model
+from octavo.build import describe, transform
 from octavo.fp8 import scaling
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.kernels.cross_entropy import Objective
@@ -31,7 +32,7 @@ FC1, FC2, PROJ, QKV = "layernorm_mlp.fc1", "layernorm_mlp.fc2", "self_attention.
 
 def build(config=CONFIG, **changes):
     make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 3}
-    return build_model(config, **make | changes)
+    return built_model(config, **make | changes)
 
 
 def tokens(seed=1, length=24):

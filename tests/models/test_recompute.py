@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPTNeoConfig, LlamaForCausalLM
 
 import octavo
-from octavo.build import build_model, describe, transform
+from building import built_model
+from octavo.build import describe, transform
 from octavo.errors import InputError
 from octavo.fp8.experts import ExpertsGemms
 from octavo.fp8.linear import LinearGemms
@@ -39,7 +40,7 @@ def train(
     """Losses, every gradient of every step, and the FP8 state of a short run; attention: the dropout of its probabilities."""
     hidden = {"hidden_dropout": dropout} if family == "gpt_neox" else {}
     config = llama_config(attention_dropout=dropout if attention is None else attention, model_type=family, **hidden)
-    model = build_model(
+    model = built_model(
         config, dtype=dtype, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute,
         mlp_chunks=chunks, offload=away,
     )  # fmt: skip
@@ -95,7 +96,7 @@ def test_attention_is_never_recomputed_selectively(packing, monkeypatch):
     computed = pieces._forward
     monkeypatch.setattr(pieces, "_forward", lambda *given: forwards.append(1) or computed(*given))
     for recompute in (False, "selective"):
-        model = build_model(
+        model = built_model(
             llama_config(model_type="mistral", sliding_window=5 if packing == "window" else None),
             dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute,
         )  # fmt: skip
@@ -118,7 +119,7 @@ def test_attention_is_never_recomputed_selectively(packing, monkeypatch):
 
 def test_dropout_is_computed_again_and_so_refused_selectively():
     with pytest.raises(InputError, match=r'"selective" with attention_dropout = 0\.1.*Set train\.recompute = true'):
-        build_model(
+        built_model(
             llama_config(attention_dropout=0.1), dtype=torch.float32, params_dtype=torch.float32, device="meta", seed=0,
             recompute="selective",
         )  # fmt: skip
@@ -144,7 +145,7 @@ def test_recomputation_with_kept_weights_changes_no_bit():
 
 def test_dropout_drops_in_training_only():
     assert not torch.equal(train(None, False, dropout=0.1)[0], train(None, False)[0])
-    model = build_model(
+    model = built_model(
         llama_config(attention_dropout=0.5), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4
     ).eval()
     ids = tokens(2, 19)
@@ -154,7 +155,7 @@ def test_dropout_drops_in_training_only():
 def test_a_recomputed_model_keeps_less_for_backward():
     kept = []
     for recompute in (False, "mlp", True):
-        model = build_model(
+        model = built_model(
             llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute
         )
         sizes = []
@@ -192,11 +193,11 @@ def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(
 def test_a_model_that_keeps_its_own_code_is_not_offloaded_and_keeps_its_mlps_whole():
     neo = GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=50)
     with pytest.raises(InputError, match=r"gpt_neo keeps its own code.*Use train\.recompute = true"):
-        build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)
+        built_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)
     with pytest.raises(InputError, match=r"recompute = 'mpl' is not supported: use False, True, \"selective\", or \"mlp\""):
-        build_model(llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mpl")
+        built_model(llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mpl")
     with pytest.raises(InputError, match=r'train.recompute = "mlp": gpt_neo keeps its own code.*Use train\.recompute = true'):
-        build_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")
+        built_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": "mlp"}, {"recompute": True, "offload": True}])
@@ -349,7 +350,7 @@ def test_no_product_is_computed_again_that_only_the_stream_takes(recipe, family,
         monkeypatch.setattr(products, "output", output)
     found = []
     for recompute in (False, True):
-        model = build_model(
+        model = built_model(
             llama_config(model_type=family, **({"num_local_experts": 4} if family == "mixtral" else {})),
             dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute, mlp_chunks=chunks,
         )  # fmt: skip
@@ -382,7 +383,7 @@ def test_a_forward_that_is_computed_again_casts_no_input_for_backward(recompute,
         return cast(quantizer, operand, producer, **how)
 
     monkeypatch.setattr(LinearQuantizer, "_cast", record)
-    model = build_model(
+    model = built_model(
         llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=4, recompute=recompute
     )
     ids = tokens(2, 19)
@@ -401,7 +402,7 @@ def test_compiled_blocks(recompute):
     found = []
     for compile in (False, True):
         make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 4}
-        model = build_model(llama_config(), recompute=recompute, **make)
+        model = built_model(llama_config(), recompute=recompute, **make)
         for block in model.layers if compile else ():
             block.compile(backend="aot_eager")
         losses = []

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import octavo
 import ranks
-from octavo.build import build_model
+from building import built_model
 from octavo.models import resized
 from octavo.models.sources import load_config
 from octavo.parallel.sharding import sharding_of
@@ -42,7 +42,7 @@ def _saved(folder, kind, dtype=torch.float32):
 def _resized(folder, blocks="auto", **settings):
     config = resized.grown(load_config(str(folder)), MORE)
     settings = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 0} | settings
-    return build_model(config, load_from=folder, resize=True, blocks=blocks, **settings)
+    return built_model(config, load_from=folder, resize=True, blocks=blocks, **settings)
 
 
 def _expected(folder):

@@ -9,7 +9,8 @@ from llamas import SHAPES, hugging_face, llama, llama_config, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from octavo.build import build_model, transform
+from building import built_model
+from octavo.build import transform
 from octavo.models import weight_files
 from octavo.models.convert import check_names_and_shapes, conversion, write_pretrained
 from octavo.models.weight_files import INDEX, WeightFiles
@@ -21,7 +22,7 @@ def parameters(model):
 
 def build(config, folder=None, **changes):
     make = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu", "seed": 0}
-    return build_model(config, load_from=folder, **make | changes)
+    return built_model(config, load_from=folder, **make | changes)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 import octavo
-from octavo.build import build_model
+from building import built_model
 from octavo.errors import InputError
 from octavo.fp8.formats import E5M2
 from octavo.fp8.linear import LinearGemms
@@ -263,7 +263,7 @@ def config(**changes):
 
 
 def decoder(fp8_head=True, dtype=torch.bfloat16, **changes):
-    return build_model(config(**changes), dtype=dtype, params_dtype=torch.float32, device="cpu", seed=5, fp8_head=fp8_head)
+    return built_model(config(**changes), dtype=dtype, params_dtype=torch.float32, device="cpu", seed=5, fp8_head=fp8_head)
 
 
 def batch(seed):

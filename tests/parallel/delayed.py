@@ -134,11 +134,9 @@ def parts(kind, degrees):
     for name, parameter in model.named_parameters():
         part, whole = local_shard(parameter), full(parameter)
         assert part.local.data_ptr() == parameter.to_local().data_ptr()
-        stop = part.start + len(part.local)
-        assert torch.equal(part.local, whole[part.start : stop])
-        if part.local.numel():
-            assert whole.flatten()[part.first_element] == part.local.flatten()[0]
-        found.append((name, part.start, stop, part.shape))
+        assert torch.equal(part.local, whole[part.rows.start : part.rows.stop])
+        assert torch.equal(part.local.flatten(), whole.flatten()[part.numbers(0, part.local.numel())])
+        found.append((name, part.rows.start, part.rows.stop, part.shape))
     return found
 
 
@@ -257,7 +255,7 @@ def own(**changes):
 def check_against(model, folder):
     part = local_shard(model.layers[5].layernorm_mlp.fc2_weight)
     with safe_open(folder / "model.safetensors", "pt") as file:
-        rows = file.get_slice("model.layers.5.mlp.down_proj.weight")[part.start : part.start + len(part.local)]
+        rows = file.get_slice("model.layers.5.mlp.down_proj.weight")[part.rows.start : part.rows.stop]
     assert torch.equal(part.local, rows)
 
 

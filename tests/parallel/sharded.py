@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from llamas import llama_config
 
-from octavo.build import build_model
+from building import built_model
 from octavo.collectives.whole import whole_tensor
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast, microbatch
@@ -44,7 +44,7 @@ def sharding(recipe, dtype, **settings):
 
 def build(dtype, recipe, *, seed=0, settings=None, sizes=None, **options):
     """The model of this rank: whole when there is one."""
-    return build_model(
+    return built_model(
         llama_config(**SIZES | (sizes or {})),
         dtype=dtype,
         params_dtype=torch.float32,
@@ -58,7 +58,7 @@ def build(dtype, recipe, *, seed=0, settings=None, sizes=None, **options):
 def build_whole(dtype, sizes):
     """The same weights, all of them on every rank."""
     config = llama_config(**SIZES | sizes)
-    return build_model(config, dtype=dtype, params_dtype=torch.float32, device=world.state.device, seed=0)
+    return built_model(config, dtype=dtype, params_dtype=torch.float32, device=world.state.device, seed=0)
 
 
 def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, sizes=None, **options):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from llamas import llama_config
 
-from octavo.build import build_model
+from building import built_model
 from octavo.collectives import causal
 from octavo.collectives.whole import whole_tensor
 from octavo.config import MoeConfig
@@ -64,7 +64,7 @@ def build(
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=torch.float32, strategy=strategy)
     if family == "mixtral":
         options.setdefault("moe", MoeConfig(moe_z_loss_coeff=0.3))
-    return build_model(
+    return built_model(
         config(window, heads, family, queries),
         dtype=dtype,
         params_dtype=torch.float32,

@@ -10,7 +10,11 @@ from octavo.parallel.deferred_init import counter_normal_
 
 
 def values(count, *, seed=0, name="layers.0.weight", std=1.0, first_element=0, dtype=torch.float32):
-    return counter_normal_(torch.empty(count, dtype=dtype), seed=seed, name=name, std=std, first_element=first_element)
+    return filled(torch.empty(count, dtype=dtype), seed=seed, name=name, std=std, first_element=first_element)
+
+
+def filled(tensor, *, first_element=0, **draw):
+    return counter_normal_(tensor, lambda start, stop: torch.arange(first_element + start, first_element + stop), **draw)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 10_000), (1, 2), (7, 4103), (4999, 10_000), (9999, 10_000)])
@@ -21,11 +25,11 @@ def test_any_slice_equals_that_slice_of_the_whole(start, stop):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_rows_filled_by_ranks_make_the_whole(ranks):
-    whole = counter_normal_(torch.empty(61, 33), seed=5, name="w", std=0.02)
+    whole = filled(torch.empty(61, 33), seed=5, name="w", std=0.02)
     parts = whole.tensor_split(ranks)
     offset = 0
     for part in parts:
-        mine = counter_normal_(torch.empty(part.shape), seed=5, name="w", std=0.02, first_element=offset)
+        mine = filled(torch.empty(part.shape), seed=5, name="w", std=0.02, first_element=offset)
         assert torch.equal(mine, part)
         offset += part.numel()
 

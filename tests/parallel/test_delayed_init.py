@@ -21,7 +21,7 @@ from octavo.models.weight_files import InMemoryWeights
 from octavo.models.weight_loader import WeightLoader
 from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise
 from octavo.parallel.module_init import OwnInit
-from octavo.parallel.shards import local_shard, named_tensors
+from octavo.parallel.shards import named_tensors
 
 pytestmark = ranks.alone
 
@@ -278,7 +278,7 @@ def test_the_counter_fills_a_decoder_as_its_elements_are_numbered():
     for name, parameter in model.named_parameters():
         wanted = torch.full_like(parameter, 0 if name.endswith("bias") else 1)
         if parameter.dim() > 1:
-            wanted = counter_normal_(torch.empty_like(parameter), seed=7, name=name, std=0.02)
+            wanted = counter_normal_(torch.empty_like(parameter), torch.arange, seed=7, name=name, std=0.02)
         assert torch.equal(parameter, wanted), name
 
 
@@ -368,20 +368,6 @@ def test_buffers_on_meta_come_from_files_that_have_them(tmp_path):
     save = {name: torch.zeros(tensor.shape) for name, tensor in other.state_dict().items()}
     with pytest.raises(InputError, match=r"buffers scratch "):
         materialise(other, "cpu", Loaded(WeightLoader(other, InMemoryWeights(save))))
-
-
-def test_parts_of_columns_are_refused():
-    assert local_shard(torch.tensor(3.0)).start == 0
-    message = "whole rows"
-    with pytest.raises(AssertionError, match=message):
-        ranks.run(1, by_columns)
-
-
-def by_columns():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    local_shard(distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)]))
 
 
 # Ranks.

@@ -15,7 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState
 
 import ranks
-from octavo.build import build_model, transform
+from building import built_model
+from octavo.build import transform
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.parallel import world
@@ -63,7 +64,7 @@ class Life:
 
     def __init__(self, dtype, params_dtype, recipe, sizes, frozen, *, recompute=False, seed=0):
         self.recipe = None if recipe is None else RECIPES[recipe]()
-        self.model = build_model(
+        self.model = built_model(
             llama_config(**sharded.SIZES | sizes),
             dtype=dtype,
             params_dtype=params_dtype,
@@ -434,7 +435,7 @@ def order_of_streams():
     model = sharded.build(BF16, None, sizes={"vocab_size": 18})
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     settle(model)
-    group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather._all_gather
+    group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather.all_gather
     streams = group.device_handle = Streams(log)
     group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream = Stream("gathering", log), Stream("copies", log)
     group.comm_ctx.all_gather_state = AllGatherState(None, "event of a block")  # its buffer, of the stream of copies
@@ -449,7 +450,7 @@ def order_of_streams():
         parameter.alloc_all_gather_outputs = lambda allocate=allocate: (
             log.append(f"allocated in {streams.now.name}") or allocate()
         )
-    with mock.patch.object(direct_gather, "_all_gather", noted), group.use_training_state(TrainingState.FORWARD):
+    with mock.patch.object(direct_gather, "all_gather", noted), group.use_training_state(TrainingState.FORWARD):
         group.unshard()
         log.append("other work")
         group.wait_for_unshard()

@@ -10,6 +10,7 @@ from transformers import GPTNeoForCausalLM, LlamaForCausalLM
 
 import octavo
 import ranks
+from building import built_model
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES
@@ -51,11 +52,9 @@ def test_the_memory_is_that_of_the_rank_s_own_gpu(monkeypatch):
 
 def meta_blocks(**changes):
     """Blocks of a decoder with float32 parameters, on meta."""
-    from octavo.build import build_model
-
-    layers = changes.pop("layers", None)
+    layers = changes.pop("layers", {})
     config = sharded.llama_config(**EVEN | changes)
-    model = build_model(
+    model = built_model(
         config, dtype=torch.bfloat16, params_dtype=torch.float32, device="meta", seed=0, layers=layers,
     )  # fmt: skip
     return list(model.layers)

@@ -8,7 +8,7 @@ import torch
 from llamas import llama, llama_config
 
 import octavo
-from octavo.build import build_model
+from building import built_model
 from octavo.errors import InputError
 from octavo.parallel import offload
 
@@ -21,7 +21,7 @@ def every_tensor_is_large(monkeypatch):
 
 
 def model_of(horizon, recompute):
-    return build_model(
+    return built_model(
         llama_config(num_hidden_layers=LAYERS), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0,
         recompute=recompute, offload=horizon is not None, horizon=horizon or 1,
     )  # fmt: skip

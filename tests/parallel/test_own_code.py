@@ -21,7 +21,8 @@ from transformers import (
 )
 
 import ranks
-from octavo.build import build_model, transform
+from building import built_model
+from octavo.build import transform
 from octavo.errors import InputError
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
@@ -76,7 +77,7 @@ def build(kind, frozen):
         recipe = DelayedScaling()
         sharding = sharded.sharding(recipe, torch.float32) if world.state.world_size > 1 else None
         options = {"dtype": torch.float32, "params_dtype": torch.float32, "device": "cpu"}
-        model = build_model(neo_config(), seed=0, sharding=sharding, **options)
+        model = built_model(neo_config(), seed=0, sharding=sharding, **options)
         freeze(model, frozen)
         return model
     torch.manual_seed(0)
@@ -215,7 +216,7 @@ def losses_and_scales(family, fp8, way):
     recipe = DelayedScaling(amax_history_len=4)
     options = {"dtype": torch.bfloat16, "params_dtype": torch.float32, "device": "cpu", "seed": 0, "blocks": "own"}
     sharding = sharded.sharding(recipe, torch.bfloat16) if world.state.world_size > 1 else None
-    model = build_model(config, sharding=sharding, recompute=way == "recompute", **options)
+    model = built_model(config, sharding=sharding, recompute=way == "recompute", **options)
     if way == "reentrant":
         # By its name in later and in earlier versions of transformers.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )  # fmt: skip
 
+from building import built_model
 from octavo import build
 from octavo.bench.cases import ALL_CASES, CASES
 from octavo.bench.memory import WORKLOADS
@@ -325,7 +326,7 @@ def check_saved(recipe, config=CONFIG, *, within=0.0, **setting):
     setup = setup_of(spec_of(config), 2, 48, recipe, **setting)
     dtypes = {2: torch.bfloat16, 4: torch.float32}
     with mock.patch.object(build, "memory_of_gpu", return_value=setup.memory):
-        model = build.build_model(
+        model = built_model(
             config, dtype=dtypes[setup.compute_bytes], params_dtype=dtypes[setup.params_bytes], device="cpu", seed=0,
             recompute=setup.recompute, mlp_chunks=setup.mlp_chunks, fp8_head=setup.head,
         )  # fmt: skip

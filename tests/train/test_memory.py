@@ -9,12 +9,13 @@ import torch
 from transformers import GPT2Config
 
 from octavo.cli import main
+from octavo.config.recompute import LEVELS
 from octavo.config.run import RunConfig
 from octavo.errors import OctavoError
 from octavo.hardware import GIB, GPUS, lookup
 from octavo.plan.memory import PARTS, USABLE, estimate
 from octavo.plan.saved import BlockRecipes
-from octavo.train.memory import explaining, lines, memory_of, out_of_memory, setup_of
+from octavo.train.memory import COSTS, explaining, lines, memory_of, out_of_memory, setup_of
 from octavo.train.plan import Target, check
 
 ROOT_8B = "model.source=llama-8b"
@@ -140,6 +141,28 @@ def test_the_whole_space_of_settings_is_searched_and_what_it_names_is_a_run_that
         again = memory_of(planned(run, *settings, *changes, ranks=option.changes.get("ranks", ranks), gpu=gpu))
         assert again.fits
         assert again.estimate == option.estimate
+
+
+def test_each_level_of_recomputation_takes_less_memory_and_more_time_than_the_one_before(tiny_run):
+    settings = ["model.source=llama-8b", "model.config={}", "data.sequence_length=8192", "train.global_batch=8"]
+    run, totals = tiny_run(), []
+    for level in LEVELS:
+        plan = planned(run, *settings, f"train.recompute={json.dumps(level)}", gpu="h200")
+        totals.append(estimate(setup_of(plan)).total)
+        for option in memory_of(plan).options:
+            assert LEVELS.index(option.changes.get("train.recompute", level)) >= LEVELS.index(level)
+    assert totals == sorted(set(totals), reverse=True)
+    assert [COSTS[level] for level in LEVELS] == sorted({COSTS[level] for level in LEVELS})
+
+
+def test_selective_recomputation_is_not_advised_beside_dropout_of_attention(tiny_run):
+    (source, gpu, ranks, length, batch, micro, recompute), expected = PLANS["8B on 8"]
+    settings = [f"model.source={source}", f"data.sequence_length={length}", f"train.global_batch={batch}"]
+    settings += [f"train.micro_batch={micro}", f"train.recompute={recompute}", "model.config={attention_dropout = 0.1}"]
+    found = memory_of(planned(tiny_run(), *settings, ranks=ranks, gpu=gpu))
+    assert expected["train.recompute"] == "selective"
+    assert found.options
+    assert "selective" not in [option.changes.get("train.recompute") for option in found.options]
 
 
 def test_the_setup_follows_the_run(tiny_run):

@@ -19,7 +19,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from octavo.build import build_model
+from building import built_model
 from octavo.cli import main
 from octavo.errors import InputError
 from octavo.train.own_code_check import check_own_code
@@ -60,7 +60,7 @@ CONFIGS = {
 
 def model_of(family, **changes):
     config = type(CONFIGS[family]).from_dict(CONFIGS[family].to_dict() | changes)
-    return build_model(config, dtype=torch.bfloat16, params_dtype=torch.float32, device="cpu", seed=3, blocks="own")
+    return built_model(config, dtype=torch.bfloat16, params_dtype=torch.float32, device="cpu", seed=3, blocks="own")
 
 
 def probe(model, *, documents):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+from octavo.config.recompute import Recompute
 from octavo.models.families import spec_of
 from octavo.models.shapes import SHAPES
 from octavo.models.spec import ModelSpec
@@ -43,7 +44,7 @@ class Case:
     sequence_length: int
     context: int = 1
     expert: int = 1
-    recompute: bool | Literal["selective"] = False
+    recompute: Recompute = False
     offload: bool = False
 
     rate: ClassVar[str] = "tokens_per_second"

@@ -10,12 +10,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from octavo.bench.cases import Case
 from octavo.bench.peers import ADAMW
+from octavo.config.recompute import Recompute
 from octavo.errors import recorded
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import DelayedScaling
@@ -31,7 +32,7 @@ class Workload(NamedTuple):
     """A case with the settings of `octavo.transform` that save memory."""
 
     case: Case
-    recompute: bool | Literal["mlp", "selective"] = False
+    recompute: Recompute = False
     mlp_chunks: int = 1
     offload: bool = False
 
@@ -106,13 +107,14 @@ def _release(device: torch.device) -> None:
 def _train(workload: Workload, device: torch.device, steps: int, warmup: int) -> tuple[list[float], int]:
     """Seconds of each timed step, and the allocator's peak in bytes."""
     # With transformers' model classes, which import torchao: a broken torchao must not cost other suites their rows.
-    from octavo.build import build_model
+    from octavo.build import BuildOptions, build_model
 
     case = workload.case
-    model = build_model(
-        case.hf_config(), dtype=torch.bfloat16, params_dtype=torch.bfloat16, device=device, seed=0,
-        recompute=workload.recompute, mlp_chunks=workload.mlp_chunks, offload=workload.offload,
+    options = BuildOptions(
+        dtype=torch.bfloat16, params_dtype=torch.bfloat16, recompute=workload.recompute, mlp_chunks=workload.mlp_chunks,
+        offload=workload.offload,
     )  # fmt: skip
+    model = build_model(case.hf_config(), options, device=device)
     optimizer = AdamW(model.parameters(), **ADAMW)
     seconds = []
     for step in range(warmup + steps):

@@ -51,7 +51,7 @@ RECIPE_SETTINGS: dict[str, dict[str, Any]] = {
 MODEL_SETTINGS: dict[str, Any] = {
     "skip": (), "layers": {}, "recompute": False, "mlp_chunks": 1, "offload": False, "blocks": "auto",
 }  # fmt: skip
-"""Arguments of `octavo.transform` and `build_model` that are the same in all entries."""
+"""Arguments of `octavo.transform` and `BuildOptions` that are the same in all entries."""
 PEERS = {"bf16": "torch-", "torchao": "ao-", "te": "te-"}
 """Groups of peers (`--peers`) and the prefix of their entries' names."""
 FLASH_ATTENTION = "flash-attn-4"
@@ -291,7 +291,7 @@ def build_octavo(
     shorter than their launch from Python, so its forward and backward are one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
-    from octavo.build import build_model, transform
+    from octavo.build import BuildOptions, build_model, transform
 
     scaling = _recipe(recipe, fast) if recipe else None
     around = partial(fp8_autocast, enabled=scaling is not None, fp8_recipe=scaling, fp8_group=None, emulate=False)
@@ -303,17 +303,9 @@ def build_octavo(
     sharding = sharding_of(state, scaling, **dtypes, strategy=strategy)
     if sharding is not None:
         sharding = replace(sharding, reshard_after_forward=reshard)
-    model = build_model(
-        case.hf_config(),
-        **dtypes,
-        buffer_dtype=torch.float32,
-        device=device,
-        seed=seed,
-        sharding=sharding,
-        fp8_head=head,
-        horizon=2,
-        **MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload},
-    )
+    settings = MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload, "horizon": 2}
+    options = BuildOptions(**dtypes, buffer_dtype=torch.float32, seed=seed, fp8_head=head, **settings)
+    model = build_model(case.hf_config(), options, device=device, sharding=sharding)
     return Training(model, _loss_of(model), around, AdamW(model.parameters(), **ADAMW))
 
 

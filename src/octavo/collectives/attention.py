@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.collectives import causal
-from octavo.collectives.context import ContextGroup, in_order, splits_heads, start_gather
+from octavo.collectives.context import ContextGroup, in_order, splits_heads
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
+from octavo.collectives.work import Pending, start_gather
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
@@ -202,18 +203,6 @@ def _add_earlier(grads: Gradients, chunks: list[Tensor], parts: dict[int, Tensor
         parts[number] += part
 
 
-class _Fetching:
-    """An exchange under way: `wait()` gives its result."""
-
-    def __init__(self, work: dist.Work | None, finish: Any) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self) -> Any:
-        if self._work is not None:
-            self._work.wait()
-        return self._finish()
-
-
 class _Chunks:
     """The exchange of chunks of keys and values, there and back: a rank receives only the chunks that it reads."""
 
@@ -229,7 +218,7 @@ class _Chunks:
         self.received = [[number for number in reads[split.rank] if number in split.chunks(rank)] for rank in range(split.size)]
         self.idle = not any(reads)
 
-    def fetch(self, kv: Tensor) -> _Fetching:
+    def fetch(self, kv: Tensor) -> Pending[list[Tensor]]:
         """kv [2, B, L, G, D] → the chunks that this rank reads, by number, [2, B, C, G, D] each; others are empty."""
         size = self.split.size
         own = dict(zip(self.split.chunks(), kv.chunk(2, 2), strict=True))
@@ -240,9 +229,9 @@ class _Chunks:
             empty = kv.new_empty(2, kv.shape[1], 0, *kv.shape[3:])
             return [found.get(number, empty) for number in range(2 * size)]
 
-        return _Fetching(work, chunks)
+        return Pending([work], chunks)
 
-    def give_back(self, parts: dict[int, Tensor], own: Tensor) -> _Fetching:
+    def give_back(self, parts: dict[int, Tensor], own: Tensor) -> Pending[Tensor]:
         """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its own two, [2, B, L, G, D]."""
         numbers = self.split.chunks()
         shape = (2, own.shape[1], self.split.chunk, *own.shape[3:])
@@ -255,7 +244,7 @@ class _Chunks:
                     mine[number] = mine[number] + tensor
             return torch.cat([mine[number] for number in numbers], 2)
 
-        return _Fetching(work, summed)
+        return Pending([work], summed)
 
     def _exchange(self, sent: list[list[Tensor]], received: list[list[int]], like: dict[int, Tensor]) -> tuple[Any, Any]:
         """Send each rank its tensors. Returns the work, and a function for the (numbers, tensors) received from each rank."""
@@ -320,10 +309,10 @@ class _Ring(torch.autograd.Function):
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
-def _pass_on(context: ContextGroup, x: Tensor) -> _Fetching:
+def _pass_on(context: ContextGroup, x: Tensor) -> Pending[Tensor]:
     """Send `x` to the next rank of the ring and get the one before's."""
     if context.size == 1:  # gloo connects no rank with itself
-        return _Fetching(None, lambda: x)
+        return Pending([], lambda: x)
     out = torch.empty_like(x)
     following, before = ((context.rank + step) % context.size for step in (1, -1))
     works = dist.batch_isend_irecv(
@@ -332,13 +321,7 @@ def _pass_on(context: ContextGroup, x: Tensor) -> _Fetching:
             dist.P2POp(dist.irecv, out, group=context.group, group_peer=before),
         ]
     )
-
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        return out
-
-    return _Fetching(None, finish)
+    return Pending(works, lambda: out, [x])
 
 
 class _HeadsForTokens(torch.autograd.Function):

@@ -18,24 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.collectives.context import ContextGroup, chunks_in_order, start_gather
+from octavo.collectives.context import ContextGroup, chunks_in_order
 from octavo.collectives.schedule import Split
+from octavo.collectives.work import Pending, start_gather
 from octavo.kernels.attention import pieces
 from octavo.kernels.attention.join import add_, add_up, join_
-
-Gathering = tuple[dist.Work, Tensor]
-"""A gather of keys and values under way, and its result."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, split: Split, scale: float) -> tuple[Tensor, Tensor]:
     """out [B, L, H, D] in the dtype of q, lse [B, H, L] float32 (float64 for float64 inputs)."""
-    work, gathered = start_gather(joint(k, v), context.group)
+    gathering = start_gather(joint(k, v), context.group)
     early, late = slice(None, split.chunk), slice(split.chunk, None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     pieces.attend(q[:, early], k[:, early], v[:, early], (out[:, early], lse[..., early]), causal=True, scale=scale)
-    work.wait()
-    keys, values = in_sequence(gathered, split)
+    keys, values = in_sequence(gathering.wait(), split)
     before = split.chunks()[0] * split.chunk
     if before:
         other = pieces.attend(q[:, early], keys[:, :before], values[:, :before], None, causal=False, scale=scale)
@@ -52,11 +49,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, split: Split
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float,
-    started: list[Gathering],
+    started: list[Pending[Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in their dtype. started: the gather of k and v, if it is under way; emptied."""
     ahead = bool(started)
-    work, gathered = started.pop() if ahead else start_gather(joint(k, v), context.group)
+    gathering = started.pop() if ahead else start_gather(joint(k, v), context.group)
     chunk, (rank, last) = split.chunk, split.chunks()
     halves = slice(None, chunk), slice(chunk, None)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -82,8 +79,7 @@ def backward(
     itself = empty(1)
     if not ahead:
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
-    work.wait()
-    keys, values = in_sequence(gathered, split)
+    keys, values = in_sequence(gathering.wait(), split)
     of_early, of_late = empty(rank), empty(last + 1)
     if rank:
         add(0, keys[:, : rank * chunk], values[:, : rank * chunk], of_early, causal=False)
@@ -92,7 +88,7 @@ def backward(
     else:
         add(1, k[:, halves[1]], v[:, halves[1]], share(of_late, last), causal=True)
         add(1, keys[:, : last * chunk], values[:, : last * chunk], of_late[:, :, : last * chunk], causal=False)
-    del work, gathered, keys, values  # nothing else holds their memory
+    del keys, values  # nothing else holds their memory
 
     others = [other for other in range(split.size) if other != rank]
     # The chunk that every late chunk sees, and one more: the early chunks behind it see it too, or else the other's late one.
@@ -100,11 +96,10 @@ def backward(
     for place, other in enumerate(others):
         add_up(sent[place, 0], [share(of_late, other)])
         add_up(sent[place, 1], [share(of_early, other) if other < rank else share(of_late, 2 * split.size - 1 - other)])
-    exchange, received = _start_exchange(sent, others, context)
+    exchange = _start_exchange(sent, others, context)
     if ahead:
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
-    if exchange is not None:
-        exchange.wait()
+    received = exchange.wait()
     summed = empty(2)
     # Ranks behind this one see its early chunk alone, by both of theirs; those before it see both, by their late ones.
     behind = [received[place, 1] for place, other in enumerate(others) if other > rank]
@@ -133,11 +128,12 @@ def in_sequence(gathered: Tensor, split: Split) -> Any:
     return torch.cat(chunks_in_order(gathered, 2)[: split.chunks()[1] + 1], 2)
 
 
-def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> tuple[dist.Work | None, Tensor]:
-    """Begin to send sent[place] to others[place]: the work, and what those send to this rank, in the same order."""
+def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> Pending[Tensor]:
+    """Begin to send sent[place] to others[place]: what those send to this rank, in the same order."""
     received = torch.empty_like(sent)
     if not others:
-        return None, received
+        return Pending([], lambda: received)
     sizes = [sent[0].numel() if rank in others else 0 for rank in range(context.size)]
     group = context.group
-    return dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=group, async_op=True), received
+    work = dist.all_to_all_single(received.view(-1), sent.view(-1), sizes, sizes, group=group, async_op=True)
+    return Pending([work], lambda: received, [sent])

@@ -5,7 +5,6 @@ Shapes: T tokens of the whole sequence, n ranks; a rank holds T / n, two chunks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,19 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.collectives.schedule import Split
+from octavo.collectives.work import start_gather
 from octavo.errors import InputError, unknown
 
 STRATEGIES = ("all_gather", "p2p", "a2a")
 """Exchanges of keys and values: gathered, passed around a ring, or heads for tokens."""
-
-# PyTorch 2.12 renamed it, and warns of the old name.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
-    """Begin to gather `x`, contiguous, of all ranks: the work, and its result, [n, *x.shape]."""
-    out = x.new_empty(dist.get_world_size(group), *x.shape)
-    return _all_gather(out.view(-1), x.view(-1), group=group, async_op=True), out
 
 
 class ContextGroup:
@@ -201,9 +192,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, context: ContextGroup, dim: int) -> Tensor:
         ctx.context, ctx.dim = context, dim
-        work, out = start_gather(x.contiguous(), context.group)
-        work.wait()
-        return in_order(list(out), dim)
+        return in_order(list(start_gather(x.contiguous(), context.group).wait()), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

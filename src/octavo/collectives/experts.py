@@ -8,37 +8,14 @@ Legend: T tokens of this rank, V experts that a token visits, C = T · V copies,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.collectives.work import Pending
 from octavo.kernels.experts.travel import narrow, widen
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """Rows on their way: `wait` gives them when they have arrived.
-
-    Attributes:
-        parts: the rows, valid after `wait`; in FP8 the inverse scales too.
-        sent: the source, alive until it is sent.
-        dtype: of the rows, where they travel in FP8.
-    """
-
-    parts: tuple[Tensor, ...]
-    works: tuple[dist.Work, ...]
-    sent: tuple[Tensor, ...]
-    dtype: torch.dtype
-
-    def wait(self) -> Tensor:
-        """The rows; a GPU's stream waits, not the host."""
-        for work in self.works:
-            work.wait()
-        rows, *scale_inv = self.parts
-        return widen(rows, scale_inv[0], self.dtype) if scale_inv else rows
 
 
 class ExpertGroup:
@@ -108,21 +85,20 @@ class Exchange:
         own = torch.arange(self.group.local, device=self._received.device).repeat(self.group.size)
         return own.repeat_interleave(self._received.flatten(), output_size=sum(self._in))
 
-    def dispatch(self, copies: Tensor, *, fp8: bool = False) -> InFlight:
+    def dispatch(self, copies: Tensor, *, fp8: bool = False) -> Pending[Tensor]:
         """Send rows [C, K] to the ranks of their experts, and receive [R, K]. Collective."""
         return self._send(narrow(copies) if fp8 else (copies,), self._out, self._in, copies.dtype)
 
-    def collect(self, results: Tensor) -> InFlight:
+    def collect(self, results: Tensor) -> Pending[Tensor]:
         """Send rows [R, K] back to the ranks of their tokens, and receive [C, K]. Collective."""
         return self._send((results,), self._in, self._out, results.dtype)
 
-    def _send(self, parts: tuple[Tensor, ...], leaving: list[int], arriving: list[int], dtype: torch.dtype) -> InFlight:
+    def _send(self, parts: tuple[Tensor, ...], leaving: list[int], arriving: list[int], dtype: torch.dtype) -> Pending[Tensor]:
         sent = tuple(part.contiguous() for part in parts)
         received = tuple(part.new_empty(sum(arriving), part.shape[1]) for part in sent)
-        works = []
+        works: list[dist.Work | None] = []
         for into, given in zip(received, sent, strict=True):
             as_bytes = into.view(torch.uint8), given.view(torch.uint8)  # gloo does not know every dtype
-            work = dist.all_to_all_single(*as_bytes, arriving, leaving, group=self.group.group, async_op=True)
-            assert work is not None
-            works.append(work)
-        return InFlight(received, tuple(works), sent, dtype)
+            works.append(dist.all_to_all_single(*as_bytes, arriving, leaving, group=self.group.group, async_op=True))
+        rows, *scale_inv = received  # of FP8
+        return Pending(works, lambda: widen(rows, scale_inv[0], dtype) if scale_inv else rows, sent)

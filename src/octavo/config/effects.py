@@ -88,7 +88,7 @@ _NEEDS = (
     _Need(
         ("parallel.activation_loading_horizon",),
         ("train.offload", "parallel.sm_activation_offloading"),
-        lambda config: config.train.offload or config.parallel.sm_activation_offloading,
+        lambda config: config.offloads,
         "train.offload = true",
     ),
     _Need(

@@ -121,6 +121,11 @@ class RunConfig(Section):
         return tomli_w.dumps({section: table for section, table in _without_none(tables).items() if table})
 
     @property
+    def offloads(self) -> bool:
+        """Activations saved for backward are kept in host memory, by either key."""
+        return self.train.offload or self.parallel.sm_activation_offloading
+
+    @property
     def steps(self) -> int | None:
         """Optimizer steps; None for a number of epochs, which depends on the prepared data."""
         train = self.train

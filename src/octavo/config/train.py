@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from octavo.config.recompute import Recompute
 from octavo.config.section import Section, refuse_addresses
 
 
@@ -26,7 +27,7 @@ class TrainConfig(Section):
     micro_batch: int | None = Field(
         None, ge=1, description="Sequences in a forward of one rank; its whole share of the global batch when absent."
     )
-    recompute: bool | Literal["mlp", "selective"] = Field(
+    recompute: Recompute = Field(
         False,
         description="true: save only each block's input and recompute the rest in backward. \"selective\": save attention's "
         'result too, and never recompute it. "mlp": recompute only the first product of each MLP, the largest activation '

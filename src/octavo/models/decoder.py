@@ -41,6 +41,9 @@ from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
 from octavo.nn.norm import NORM_LAYERS
 
+FP8_HEAD: Literal["backward"] = "backward"
+"""Of a decoder that is not told which products of its head for a loss run in FP8."""
+
 
 class RotaryAngles:
     """cos and sin of each position's rotary angles: not a module, so that no `.to(dtype)` rounds them unasked."""
@@ -99,7 +102,7 @@ class Decoder(PretrainedInterface):
             raise InputError(
                 f'fp8_head = {fp8_head!r} is not supported: use False, True, or "backward" for its gradients alone.'
             )
-        self.fp8_head: bool | Literal["backward"] = "backward" if fp8_head is None else fp8_head
+        self.fp8_head: bool | Literal["backward"] = FP8_HEAD if fp8_head is None else fp8_head
         """The products of the head that are FP8."""
         self.fp8_head_asked = fp8_head is not None
         self.config, self.spec, self.dtype = config, spec, dtype

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from octavo.config.recompute import Recompute, check_own_code
 from octavo.errors import InputError, some
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import DECODER_FAMILIES
@@ -86,9 +87,7 @@ def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] 
         )
 
 
-def refuse_block_settings(
-    model: nn.Module, recompute: bool | Literal["mlp", "selective"], mlp_chunks: int, *, offload: bool
-) -> None:
+def refuse_block_settings(model: nn.Module, recompute: Recompute, mlp_chunks: int, *, offload: bool) -> None:
     """Raise an InputError for settings of Octavo's blocks."""
     kind = _kind(model)
     families = ", ".join(DECODER_FAMILIES)
@@ -98,21 +97,8 @@ def refuse_block_settings(
             " Octavo's decoder are offloaded"
             f" ({families}). Use train.recompute = true instead."
         )
-    if mlp_chunks > 1:
-        raise InputError(
-            f"train.mlp_chunks = {mlp_chunks}: {kind} keeps its own code, and only the blocks of Octavo's decoder compute their"
-            f" MLPs in chunks ({families}). Use train.mlp_chunks = 1."
-        )
-    if recompute in ("mlp", "selective"):
-        raise InputError(
-            f'train.recompute = "{recompute}": {kind} keeps its own code, and only the blocks of Octavo\'s decoder are'
-            f" recomputed in part ({families}). Use train.recompute = true instead."
-        )
-    if recompute and not any(hasattr(model, switch) for switch in _SWITCHES):
-        raise InputError(
-            f"recompute = True: {kind} keeps its own code and has no {_SWITCHES[1]}(), the switch of Hugging Face's models:"
-            " use recompute = False, and torch.utils.checkpoint in the model's forward."
-        )
+    has_switch = any(hasattr(model, switch) for switch in _SWITCHES)
+    check_own_code(recompute, mlp_chunks, model=kind, families=families, has_switch=has_switch)
 
 
 def _kind(model: nn.Module) -> str:

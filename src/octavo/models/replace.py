@@ -193,24 +193,14 @@ def recompute_mlps(model: nn.Module, chunks: int = 1) -> None:
             module.checkpoint, module.chunks = True, chunks
 
 
-def refuse_part_of_experts(model: nn.Module, recompute: object, mlp_chunks: int) -> None:
-    """Raise an InputError for experts, which are not recomputed or computed in parts."""
-    if any(isinstance(layer, LayerNormMoE) for layer in model.modules()):
-        asked = 'train.recompute = "mlp"' if recompute == "mlp" else f"train.mlp_chunks = {mlp_chunks}"
-        raise InputError(
-            f'{asked}: experts are recomputed with their block alone. Set train.recompute = "selective", or true, and '
-            "train.mlp_chunks = 1."
-        )
+def has_experts(model: nn.Module) -> bool:
+    """True if some of a model's layers are mixtures of experts."""
+    return any(isinstance(layer, LayerNormMoE) for layer in model.modules())
 
 
-def refuse_dropout(model: nn.Module) -> None:
-    """Raise an InputError for attention with dropout, whose result a recomputation of the rest would not repeat."""
-    rates = {layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)}
-    if any(rates):
-        raise InputError(
-            f'train.recompute = "selective" with attention_dropout = {max(rates)}: a result with dropout is computed again. '
-            "Set train.recompute = true, or attention_dropout = 0.0."
-        )
+def attention_dropout(model: nn.Module) -> float:
+    """The highest rate of dropout of a model's attention."""
+    return max((layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)), default=0.0)
 
 
 def choose_recipes(

@@ -12,10 +12,11 @@ Buffers (rotary tables, causal masks) are small and computed in constructors, so
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -165,7 +166,7 @@ class CounterInit:
                 continue
             part = local_shard(parameter)
             if parameter.dim() >= 2:
-                counter_normal_(part.local, seed=self.seed, name=name, std=self.std, first_element=part.first_element)
+                counter_normal_(part.local, part.numbers, seed=self.seed, name=name, std=self.std)
             else:
                 part.local.fill_(0 if name.endswith("bias") else 1)
 
@@ -199,9 +200,7 @@ class Loaded:
         """Fill this rank's part of every tensor among the weights."""
         for name, tensor in named_tensors(model):
             if name in self.load.names:
-                part = local_shard(tensor)
-                if part.local.numel():
-                    self.load(name, part.local, part.start)
+                local_shard(tensor).load(functools.partial(self.load, name))
 
 
 @dataclass(frozen=True)
@@ -273,17 +272,17 @@ def key_of(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def counter_normal_(tensor: Tensor, *, seed: int, name: str, std: float, first_element: int = 0) -> Tensor:
+def counter_normal_(tensor: Tensor, numbers: Callable[[int, int], Tensor], *, seed: int, name: str, std: float) -> Tensor:
     """Fill `tensor`, contiguous and of any float dtype, in place with normal values of mean 0.
 
-    Its elements are number `first_element`, `first_element + 1`, … of the flattened parameter `name`.
+    numbers: of its flattened elements from start to stop, int64: the index of each in the flattened parameter `name`, as
+    `LocalShard.numbers` has them.
     """
     flat = tensor.view(-1)
     key = key_of(seed, name)
     for start in range(0, flat.numel(), _CHUNK):
         stop = min(start + _CHUNK, flat.numel())
-        number = torch.arange(first_element + start, first_element + stop, device=tensor.device)
-        bits = _mix(_mix(number * _GOLDEN + key) ^ key)
+        bits = _mix(_mix(numbers(start, stop) * _GOLDEN + key) ^ key)
         # 24 bits each for radius and angle: uniform in (0, 1] and [0, 1), exact in float32.
         radius = (_shift_right(bits, 40).float() + 1) / (1 << 24)
         angle = (_shift_right(bits << 24, 40).float()) / (1 << 24)

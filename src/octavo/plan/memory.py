@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.config.recompute import recomputes_block
 from octavo.models.spec import ModelSpec
 from octavo.plan.saved import (
     BlockRecipes,
@@ -133,7 +134,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     shards = _cast_shards(setup, spec)
     away = {recipes: _away(setup, spec, recipes) for recipes in set(setup.recipes)}
     # The last norm's result, and the last block's, which that norm adds to the residual stream if the block has not.
-    results = stream * (1 if setup.recompute in (True, "selective") or spec.parallel else 2)
+    results = stream * (1 if recomputes_block(setup.recompute) or spec.parallel else 2)
     yield (
         "at the output head",
         {"gradients": before, "gathered weights": held, "weight copies": copies + shards}
@@ -151,7 +152,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     end = spec.layers - 1
     # Of offloaded activations the last to be loaded ahead come with the gradients of most blocks. Not of blocks that are
     # recomputed: they keep little, and the estimate of the last one exceeds the measured peaks.
-    whole = setup.offload and setup.recompute in (False, "mlp")
+    whole = setup.offload and not recomputes_block(setup.recompute)
     ahead_of = [(min(setup.horizon, end), f"block {min(setup.horizon, end) + 1}")] if whole else []
     for index, place in (*ahead_of, (end, "the last block"), (0, "the first block")):
         recipes, last = setup.recipes[index], place == "the last block"

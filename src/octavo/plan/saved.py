@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from octavo.config.recompute import Recompute, recomputes_block
 from octavo.hardware import is_affordable
 from octavo.models.spec import ModelSpec
 
@@ -68,7 +69,7 @@ class Setup:
     params_bytes: int = 4
     blocks: tuple[BlockRecipes, ...] = ()
     head: bool | Literal["backward"] = False
-    recompute: bool | Literal["mlp", "selective"] = False
+    recompute: Recompute = False
     mlp_chunks: int = 1
     offload: bool = False
     horizon: int = 2
@@ -229,7 +230,7 @@ def _statistics(spec: ModelSpec) -> int:
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves in forward."""
-    if setup.recompute in (True, "selective"):
+    if recomputes_block(setup.recompute):
         kept = [setup.tokens * spec.hidden_size * setup.compute_bytes]
         kept += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
         return [Saved(size, "activations", False) for size in kept]
@@ -242,7 +243,7 @@ def recomputed_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) ->
     if setup.recompute == "selective":
         for size in _result_of_attention(setup, spec):  # is there already
             made.remove(Saved(size, "activations", False))
-    return made if setup.recompute in (True, "selective") else []
+    return made if recomputes_block(setup.recompute) else []
 
 
 def _result_of_attention(setup: Setup, spec: ModelSpec) -> list[int]:
@@ -308,7 +309,7 @@ def root_bytes(setup: Setup) -> int:
 
 def keeps_columnwise(setup: Setup) -> bool:
     """Forward casts weights with a scale in both layouts, for this forward's backward: `LinearQuantizer.weight`."""
-    shared, small = setup.sharded or setup.accumulates, setup.recompute in (True, "selective") or setup.offload
+    shared, small = setup.sharded or setup.accumulates, recomputes_block(setup.recompute) or setup.offload
     if shared or small or setup.spec is None:
         return False
     return setup.params_bytes == 4 or is_affordable(_fp8_elements(setup, setup.spec), setup.memory)

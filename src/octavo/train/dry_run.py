@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from octavo.build import build_model, describe
+from octavo.build import describe
 from octavo.checkpoint.reader import has_own_code
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
@@ -27,7 +25,7 @@ from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
 from octavo.run.folder import RunFolder
 from octavo.train import fp8_auto, memory
-from octavo.train.plan import RunPlan, Target, check, inactive_parameters, model_options
+from octavo.train.plan import RunPlan, Target, check, inactive_parameters
 
 
 def target(world_size: int | None, gpu: str | None) -> Target:
@@ -183,14 +181,7 @@ def _without_weights(config: RunConfig) -> RunConfig:
 
 def _description(plan: RunPlan) -> Description:
     """`octavo.describe` of the run's model, by the precision and on the device of the run."""
-    model = build_model(
-        plan.hf_config,
-        dtype=plan.dtype,
-        device=torch.device("meta"),
-        excluded=plan.excluded,
-        blocks=plan.blocks,
-        **model_options(plan.config),
-    )
+    model = plan.model_on_meta
     found = describe(model)
     layers = found.layers
     if plan.recipe is None:

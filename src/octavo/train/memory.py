@@ -1,6 +1,6 @@
 """Memory of a run: its estimate beside the device's memory, the settings that make it fit, and the message where it ran out.
 
-Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed (`_COSTS`), on these
+Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed (`COSTS`), on these
 ranks, on more, and with parameters in bfloat16: micro-batches, recomputation, offloading, chunks, gathering, and degrees. On a
 CPU the estimate is that of a GPU's kernels: reference kernels hold more beside it.
 """
@@ -24,11 +24,11 @@ import torch
 
 from octavo.config.degrees import divisors
 from octavo.config.effects import with_values
+from octavo.config.recompute import levels_for
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, OctavoError
 from octavo.hardware import GIB, process_memory_limit, size, whole_gib
 from octavo.kernels.experts.routes import TILE
-from octavo.models.families import decoder_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.context import check_context
 from octavo.parallel.world import rank_variable
@@ -46,7 +46,7 @@ _MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.exp
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
 _CONTEXT = "parallel.context_parallel_degree"
-_COSTS: Mapping[Any, float] = {
+COSTS: Mapping[Any, float] = {
     False: 0.0,
     "mlp": 0.05,
     "selective": 0.1,
@@ -105,7 +105,7 @@ class Memory:
 def setup_of(plan: RunPlan) -> Setup:
     """The part of a run on which its memory depends."""
     config = plan.config
-    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
+    spec = plan.spec
     blocks: tuple[BlockRecipes, ...] = ()
     if spec is not None and plan.recipe is not None:
         blocks = tuple(
@@ -126,7 +126,7 @@ def setup_of(plan: RunPlan) -> Setup:
         head=False if plan.recipe is None else plan.fp8_head,
         recompute=config.train.recompute,
         mlp_chunks=config.train.mlp_chunks,
-        offload=(config.train.offload or config.parallel.sm_activation_offloading) and plan.hardware.kind == "cuda",
+        offload=config.offloads and plan.hardware.kind == "cuda",
         horizon=config.parallel.activation_loading_horizon,
         accumulates=plan.accumulation > 1,
         documents=config.data.packing == "documents",
@@ -210,7 +210,7 @@ class _Tried:
     """A setting that is tried.
 
     Attributes:
-        cost: in speed, as a share of a step's time, from `_COSTS`.
+        cost: in speed, as a share of a step's time, from `COSTS`.
         changes: keys of the run that it changes.
         setup: the run with them.
         least: the same micro-batch on the same ranks with all that saves memory: if no one fits, no other is tried.
@@ -262,7 +262,7 @@ def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
             check_context(degree, kind, spec.heads, spec.kv_heads, windows=spec.windows, dropout=spec.attention_dropout)
         except InputError:
             continue
-        cost = _COSTS["context"] * math.log2(degree / setup.context)
+        cost = COSTS["context"] * math.log2(degree / setup.context)
         for found, changes, more in _layouts(plan, dataclasses.replace(setup, context=degree)):
             settings = _settings(plan, found, {_CONTEXT: degree, **changes}, more + cost, samples)
             tried += settings
@@ -306,10 +306,10 @@ def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any
             cost, other = 0.0, dataclasses.replace(setup, shard=shard, expert=expert)
             if shard != setup.shard:
                 changes["parallel.hybrid_shard_degree"] = 0 if shard == setup.world else shard
-                cost += _COSTS["hosts" if shard > RANKS_OF_A_HOST else "shard"] * math.log2(shard / setup.shard)
+                cost += COSTS["hosts" if shard > RANKS_OF_A_HOST else "shard"] * math.log2(shard / setup.shard)
             if expert != setup.expert:
                 changes["parallel.expert_parallel_degree"] = expert
-                cost += _COSTS["expert"] * math.log2(expert / setup.expert)
+                cost += COSTS["expert"] * math.log2(expert / setup.expert)
                 spread = dataclasses.replace(plan, degrees=dataclasses.replace(plan.degrees, hybrid_shard=shard, expert=expert))
                 other = dataclasses.replace(other, reshard=spread.gathering.reshard)
             yield other, changes, cost
@@ -319,8 +319,8 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
     """Settings of a layout of ranks, which has these changes already; samples: data-parallel ranks."""
     share, train = -(-plan.config.train.global_batch // samples), plan.config.train
     own = setup.spec is None  # whose code takes none of these
-    experts = setup.spec is not None and setup.spec.experts > 0  # which are recomputed with their block alone
-    levels: tuple[Any, ...] = (False, "selective", True) if experts else (False, "mlp", "selective", True)
+    experts = setup.spec is not None and setup.spec.experts > 0
+    levels = levels_for(experts=experts, attention_dropout=0.0 if setup.spec is None else setup.spec.attention_dropout)
     levels = (setup.recompute,) if own or setup.recompute not in levels else levels[levels.index(setup.recompute) :]
     offloads = (setup.offload,) if own or setup.offload or not _on_gpu(plan) else (False, True)
     reshards = (False, True) if setup.sharded and not (setup.reshard or own) else (setup.reshard,)
@@ -335,7 +335,7 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
         )
         usual = share if train.micro_batch is None else train.micro_batch
         of_step = {} if micro == usual else {"train.micro_batch": micro}
-        more = max(0.0, math.log2(share / micro / before)) * _COSTS["micro-batches" if setup.sharded else "micro-batch"]
+        more = max(0.0, math.log2(share / micro / before)) * COSTS["micro-batches" if setup.sharded else "micro-batch"]
         for reshard, recompute, offload, chunks in itertools.product(reshards, levels, offloads, parts):
             if chunks != setup.mlp_chunks and not recompute:
                 continue  # they recompute the first product themselves
@@ -343,14 +343,14 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
             total = cost + more
             if reshard != setup.reshard:
                 own_changes["parallel.reshard_after_forward"] = True
-                total += _COSTS["reshard"]
+                total += COSTS["reshard"]
             own_changes |= of_step
             if recompute != setup.recompute:
                 own_changes["train.recompute"] = recompute
-                total += _COSTS[recompute] - _COSTS[setup.recompute]
+                total += COSTS[recompute] - COSTS[setup.recompute]
             if chunks != setup.mlp_chunks:
                 own_changes["train.mlp_chunks"] = chunks
-                total += _COSTS["chunks"]
+                total += COSTS["chunks"]
             if offload != setup.offload:
                 own_changes["train.offload"] = True
                 total += _OFFLOADS[recompute]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from octavo.build import build_model, parts_of
+from octavo.build import BuildOptions, build_model, parts_of
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
 from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
@@ -32,11 +32,12 @@ from octavo.fp8.scaling import states_of
 from octavo.hardware import Device, Gpu, describe_device, supports_fp8, whole_gib
 from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
-from octavo.models.decoder import Decoder
-from octavo.models.families import spec_of
+from octavo.models.decoder import FP8_HEAD, Decoder
+from octavo.models.families import decoder_spec, spec_of
 from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
 from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
+from octavo.models.spec import ModelSpec
 from octavo.models.weight_loader import folder_weights
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
@@ -79,15 +80,28 @@ class RunPlan:
         degree = self.degrees.context
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
 
+    @property
+    def build_options(self) -> BuildOptions:
+        """How the run's model is built."""
+        return replace(build_options(self.config, blocks=self.blocks), excluded=self.excluded)
+
+    @functools.cached_property
+    def spec(self) -> ModelSpec | None:
+        """Of Octavo's decoder; None for a model that keeps its own code."""
+        return decoder_spec(self.hf_config)[0] if self.blocks == "auto" else None
+
+    @functools.cached_property
+    def model_on_meta(self) -> torch.nn.Module:
+        """The run's model without storage: names, shapes and recipes of its layers. For reading alone."""
+        return build_model(self.hf_config, self.build_options, device="meta")
+
     @functools.cached_property
     def gathering(self) -> Choice:
         """`parallel.reshard_after_forward` as the run uses it on this device, by the run's own rule."""
         asked, hardware = self.config.parallel.reshard_after_forward, self.hardware
         if asked != "auto" or hardware.kind == "cpu":
             return choose(0, None) if asked == "auto" else Choice(asked)
-        meta = torch.device("meta")
-        how = {"excluded": self.excluded, "blocks": self.blocks, **model_options(self.config)}
-        _, blocks = parts_of(build_model(self.hf_config, dtype=self.dtype, device=meta, **how))
+        _, blocks = parts_of(self.model_on_meta)
         dtype = gather_dtype(self.config.parallel, self.dtype, self.params_dtype)
         gathered = gathered_bytes(blocks, self.recipe, dtype, experts_over=self.degrees.expert)
         return choose(gathered, whole_gib(hardware.memory_gib))
@@ -205,14 +219,9 @@ def check(
     device, hardware, native = planned.device()
     check_sizes(config, hf_config, degrees, micro_batch, hardware, planned=target is not None, here=planned.gpu is None)
     blocks = blocks or config.model.blocks
-    model = build_model(  # for names and shapes; building also checks the patterns of layers
-        hf_config,
-        dtype=torch_dtype(config.model.params_dtype),
-        device=torch.device("meta"),
-        offload=config.train.offload or config.parallel.sm_activation_offloading,
-        blocks=blocks,
-        **model_options(config),
-    )
+    config = _with_native_defaults(config, None if blocks == "own" else decoder_spec(hf_config)[0])
+    # For names and shapes; building also checks the patterns of layers.
+    model = build_model(hf_config, build_options(config, blocks=blocks), device="meta")
     _check_context(config, degrees, model)
     if world > 1 and not isinstance(model, Decoder):
         refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
@@ -231,8 +240,8 @@ def check(
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
-    return RunPlan(
-        config=_with_native_defaults(config, model),
+    plan = RunPlan(
+        config=config,
         hf_config=hf_config,
         device=device,
         hardware=hardware,
@@ -252,6 +261,8 @@ def check(
         frozen_of_block=min(map(_frozen, model.layers)) if isinstance(model, Decoder) else 0,
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
+    vars(plan)["model_on_meta"] = model  # it is built once
+    return plan
 
 
 def _steps_of_epochs(config: RunConfig) -> int | None:
@@ -285,35 +296,40 @@ def recipe_from_config(config: Fp8Config, name: str | None = None) -> Recipe:
     return RECIPES[name]()
 
 
-def _with_native_defaults(config: RunConfig, model: torch.nn.Module) -> RunConfig:
+def _with_native_defaults(config: RunConfig, spec: ModelSpec | None) -> RunConfig:
     """The run with its defaults resolved for the model, so that its run file records them."""
     fp8 = config.fp8
     if fp8.enabled is False:
         return config
     update: dict[str, Any] = {}
     if fp8.head is None:
-        update["head"] = model.fp8_head if isinstance(model, Decoder) else False
+        update["head"] = False if spec is None else FP8_HEAD
     if fp8.fast_accumulation is None and fp8.uses("fast_accumulation"):
         update["fast_accumulation"] = DelayedScaling.fast_accumulation
     return config.model_copy(update={"fp8": fp8.model_copy(update=update)})
 
 
-def model_options(config: RunConfig) -> dict[str, Any]:
-    """Arguments of `build_model` that depend on the run file alone."""
+def build_options(config: RunConfig, *, blocks: Literal["auto", "own"]) -> BuildOptions:
+    """How the model of a run file is built; `blocks` may be those that a continued run began with."""
     fp8 = config.fp8
-    return {
-        "params_dtype": torch_dtype(config.model.params_dtype),
-        "seed": config.train.seed,
-        "recompute": config.train.recompute,
-        "mlp_chunks": config.train.mlp_chunks,
-        "skip": fp8.skip,
-        "layers": {p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
-        "fp8_head": fp8.head,
-        "moe": config.moe,
-        "resize": config.model.resize,
-        "frozen": config.train.freeze,
-        "objective": Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
-    }
+    return BuildOptions(
+        dtype=torch_dtype(config.model.dtype),
+        params_dtype=torch_dtype(config.model.params_dtype),
+        buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
+        seed=config.train.seed,
+        blocks=blocks,
+        skip=fp8.skip,
+        layers={p: None if name == "bf16" else recipe_from_config(fp8, name) for p, name in fp8.layers.items()},
+        fp8_head=fp8.head,
+        objective=Objective(label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss),
+        recompute=config.train.recompute,
+        mlp_chunks=config.train.mlp_chunks,
+        offload=config.offloads,
+        horizon=config.parallel.activation_loading_horizon,
+        moe=config.moe,
+        frozen=config.train.freeze,
+        resize=config.model.resize,
+    )
 
 
 def _frozen(model: torch.nn.Module) -> int:

@@ -15,17 +15,16 @@ from octavo.data.loader import BatchLoader
 from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.data.prepared import PreparedData
-from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, install_extra, warn
 from octavo.kernels.attention import flash
-from octavo.models.families import decoder_spec, with_moe
+from octavo.models.families import with_moe
 from octavo.parallel.coordination import writing_ranks
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
 from octavo.run.resume import ASSIGNED, BALANCED, VALIDATED
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
-from octavo.train.plan import RunPlan, model_options
+from octavo.train.plan import RunPlan
 from octavo.train.step import TrainContext, begin_histories
 from octavo.watchdog.watchdog import Watchdog
 
@@ -78,16 +77,10 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     train_loader = _loader(plan, prepared, "train")
     model = build_model(
         plan.hf_config,
-        dtype=plan.dtype,
+        plan.build_options,
         device=plan.device,
-        excluded=plan.excluded,
         load_from=plan.weights_folder,
-        offload=config.train.offload or config.parallel.sm_activation_offloading,
-        horizon=config.parallel.activation_loading_horizon,
-        blocks=plan.blocks,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),
-        buffer_dtype=torch_dtype(config.parallel.buffer_dtype),
-        **model_options(config),
     )
     model.train()
     end = plan.steps * config.train.global_batch
@@ -135,7 +128,7 @@ def restore_or_begin(context: TrainContext, latest: Path | None, seed: int) -> N
 
 def run_layout(plan: RunPlan) -> dict[str, Any]:
     """Device, threads and ranks, which set the order of sums; sequences of a validation, and those of experts."""
-    spec = decoder_spec(plan.hf_config)[0] if plan.blocks == "auto" else None
+    spec = plan.spec
     spec = with_moe(spec, plan.hf_config, plan.config.moe)
     balances = spec is not None and spec.mixtures and spec.balance
     assigns = spec is not None and spec.mixtures and spec.assignment != "largest"

@@ -8,6 +8,7 @@ them ranks that share a folder would write over each other's rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
         if not isinstance(parameter, DTensor):
             return value.to(parameter.device)
         new = torch.empty_like(part.local, dtype=value.dtype)
-        new.copy_(value[part.start : part.start + len(part.local)])
+        replace(part, local=new).copy_from(value)
     elif tuple(value.shape) == tuple(part.local.shape):
         new = value.to(parameter.device)
     else:

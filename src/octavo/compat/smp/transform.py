@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from octavo.build import build_model
+from octavo.build import BuildOptions, build_model
 from octavo.compat.smp.init import given_names
 from octavo.compat.smp.moe import moe_of
 from octavo.compat.smp.safe_globals import admit_config
@@ -93,15 +93,9 @@ def transform(
     home: Any = "meta" if on_meta else device or next(parameter.device for parameter in model.parameters())
     training = model.training
     with given_names():
-        new = build_model(
-            model,
-            dtype=params_dtype,
-            params_dtype=params_dtype,
-            device=home,
-            seed=state.config.random_seed,
-            averaged=True,
-            moe=moe,
-        ).train(training)
+        seed = state.config.random_seed
+        options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)
+        new = build_model(model, options, device=home).train(training)
     if isinstance(new, Decoder):
         new.generation_config = getattr(model, "generation_config", None)
         new.register_forward_hook(_as_output)

@@ -13,18 +13,14 @@ caller's own is FSDP2's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from octavo.collectives.work import all_gather
 from octavo.parallel.fsdp2.adapter import Group, groups_of
 from octavo.parallel.fsdp2.sizes import one_is_large
-
-# PyTorch 2.12 renamed it, and warns of the old name.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
@@ -47,4 +43,4 @@ def _gather(group: Group, wholes: Sequence[Tensor]) -> None:
         shard = parameter.flat_shard
         own = whole.narrow(0, ranks.rank() * shard.numel(), shard.numel())
         own.copy_(shard)
-        _all_gather(whole, own, group=ranks)
+        all_gather(whole, own, group=ranks)

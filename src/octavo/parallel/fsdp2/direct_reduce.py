@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from octavo.collectives.work import reduce_scatter
 from octavo.kernels.attention.join import add_up
 from octavo.parallel.fsdp2.adapter import Group, Parameter, groups_of
 from octavo.parallel.fsdp2.sizes import one_is_large
 from octavo.parallel.storages import ALONE, uses_of
-
-# PyTorch 2.12 renamed it, and warns of the old name.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LARGE_BYTES = 256 * 2**20
 """Of a gradient among others from which on its copy takes longer than one more collective."""
@@ -116,7 +114,7 @@ class _Reduction:
         ranks = self.ranks.size()
         rows = gradient.new_empty(gradient.shape[0] // ranks, *gradient.shape[1:], dtype=dtype)
         if gradient.dtype == dtype:
-            _reduce_scatter(rows, gradient, group=self.ranks)
+            reduce_scatter(rows, gradient, group=self.ranks)
         else:
             parts = torch.empty_like(gradient)
             dist.all_to_all_single(parts, gradient, group=self.ranks)

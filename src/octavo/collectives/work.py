@@ -1,0 +1,41 @@
+"""Collectives under way: one handle for all of them, and the names that PyTorch has for those into one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+# PyTorch 2.12 renamed both, and warns of the old names.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending(Generic[T]):
+    """Collectives under way; `wait`, once, gives their result.
+
+    finish: makes the result when all works are over. held: what is sent, alive until then.
+    """
+
+    def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], T], held: Sequence[Tensor] = ()) -> None:
+        self._works, self._finish, self._held = works, finish, held
+
+    def wait(self) -> T:
+        """The result; a GPU's stream waits, not the host. Nothing of it is held afterwards."""
+        works, finish = self._works, self._finish
+        del self._works, self._finish, self._held
+        for work in works:
+            if work is not None:
+                work.wait()
+        return finish()
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending[Tensor]:
+    """Begin to gather `x`, contiguous, of all ranks: [n, *x.shape]."""
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    work = all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
+    return Pending([work], lambda: out, [x])
