@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -124,6 +124,10 @@ _CALLS: dict[str, dict[str, Limit]] = {
     f"{_TE}fp8_model_init": _INIT,
     f"{_TE}quantized_model_init": _INIT,
     "torch.sagemaker.transform": {"cp_comm_type": one_of("p2p", "all_gather")},
+    **{
+        f"torch.sagemaker.nn.attn.{name}.forward": {"layout": one_of("b h s d", "b s h d"), "attn_mask": one_of(None)}
+        for name in ("FlashSelfAttention", "FlashGroupedQueryAttention")
+    },
     "torch.sagemaker.nn.attn.FlashSelfAttention": {"use_alibi": one_of(False, None)},
     "accelerate.Accelerator": {
         "mixed_precision": one_of(None, "no", "bf16", "fp8", "fp16"),
@@ -300,6 +304,9 @@ def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
     plain = layer in ("LayerNormMLP", "TransformerLayer") and is_known(activation) and activation != "clamped_swiglu"
     if plain and params and is_known(params):
         yield "activation_params", params, f"{activation!r} has none: clamped_swiglu has."
+    taken = tables("octavo.nn.te_arguments", ("_CLAMP",)).get("_CLAMP", {})
+    if activation == "clamped_swiglu" and isinstance(params, dict) and is_known(params) and set(params) - set(taken):
+        yield "activation_params", params, f"its keys are {', '.join(taken)}."
     sizes = [given.get(name) for name in ("normalized_shape", "hidden_size")]
     if layer in ("LayerNorm", "RMSNorm") and sizes == [None, None] and REST not in given:
         yield "normalized_shape", None, "give one size, that of the last dimension."
@@ -345,6 +352,59 @@ def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         open_ended = isinstance(config, dict) and (REST in config or not is_known(config.get("tensor_parallel_degree", 1)))
         if open_ended or config is UNKNOWN:
             yield "config", "tensor_parallel_degree is at most 1, and keys are SMP's."
+
+
+_OF_STATE = {
+    "transformer_engine.pytorch.FP8GlobalStateManager.reset": "within fp8_autocast it is refused",
+    "transformer_engine.pytorch.fp8.FP8GlobalStateManager.reset": "within fp8_autocast it is refused",
+    "transformer_engine.pytorch.quantization.FP8GlobalStateManager.reset": "within fp8_autocast it is refused",
+    **dict.fromkeys(
+        [
+            f"transformer_engine.pytorch.{module}CudaRNGStatesTracker.{method}"
+            for module in ("", "distributed.")
+            for method in ("add", "fork", "set_states")
+        ],
+        "each generator is added once, before its use",
+    ),
+    **dict.fromkeys(
+        ("sagemaker.pytorch.PyTorch.logs", "sagemaker.pytorch.PyTorch.stop", "octavo.launch.PyTorch.logs"),
+        "it needs a job that fit has started",
+    ),
+    **dict.fromkeys(
+        ("sagemaker.pytorch.PyTorch.attach", "octavo.launch.PyTorch.attach", "octavo.launch.ModelTrainer.attach"),
+        "the job has to be there",
+    ),
+}
+
+
+def of_state(dotted: str) -> str | None:
+    """What a call needs of the run's state, which no script tells; None for others."""
+    return _OF_STATE.get(dotted)
+
+
+def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a call of attention needs beside its constants, by the constructors of such layers in the script."""
+    name = layer.removeprefix(_TE).removesuffix(".forward")
+    if name not in _ATTENTIONS or REST in given:
+        return
+    kind = "self_attn_mask_type" if name == "TransformerLayer" else "attn_mask_type"
+    order = "attn_input_format" if name == "TransformerLayer" else "qkv_format"
+    kinds = [given[kind]] if given.get(kind) is not None else [made.get(kind, "causal") for made in makings] or ["causal"]
+    lengths = any(given.get(each) is not None for each in te.LENGTHS)
+    masked = any(not isinstance(each, str) or "padding" in each or each == "arbitrary" for each in kinds)
+    if masked and given.get("attention_mask") is None and not lengths:
+        yield f"{kind} may be one that takes attention_mask or lengths, and the call has neither"
+    if any(made.get(order, "sbhd") not in ("sbhd", "bshd") for made in (*makings, given)):
+        yield "packed sequences take lengths, and a mask type with padding"
+    of_cross = [made.get("layer_type", made.get("attention_type")) in ("cross", "decoder") for made in makings]
+    unsure_kind = any(UNKNOWN in (made.get("layer_type"), made.get("attention_type")) or REST in made for made in makings)
+    encoded = given.get("encoder_output") is not None
+    if name != "DotProductAttention" and (any(of_cross) or unsure_kind) and not encoded:
+        yield "cross-attention takes encoder_output"
+    if name != "DotProductAttention" and encoded and not (of_cross and all(of_cross)):
+        yield "encoder_output is of cross-attention alone"
+    if name == "TransformerLayer" and given.get("enc_dec_attn_mask") is not None and not all(of_cross):
+        yield "enc_dec_attn_mask is of decoders alone"
 
 
 def _refused_keys(config: Any) -> Iterator[tuple[str, Any, str]]:

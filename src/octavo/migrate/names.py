@@ -348,7 +348,9 @@ NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCE
 
 METHODS = (
     "torch.sagemaker.delayed_param.DelayedParamIniter", "accelerate.Accelerator", "sagemaker.pytorch.PyTorch",
-    "sagemaker.Session",
+    "sagemaker.Session", "octavo.launch.PyTorch", "transformer_engine.pytorch.CudaRNGStatesTracker",
+    "transformer_engine.pytorch.distributed.CudaRNGStatesTracker",
+    "torch.sagemaker.distributed.checkpoint.async_utils.AsyncCallsQueue",
 )  # fmt: skip
 """Classes whose instances are followed through a script by the names that they are assigned to."""
 
