@@ -458,7 +458,8 @@ def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str 
     kind = None if signature is None else signature.kinds.get(name)
     if value is None:
         there = signature is None or name not in signature.required
-        return None if there and (kind is None or dotted.startswith(_TE) or takes(kind, None)) else "it has to be there."
+        own = dotted.removeprefix(_TE) in _of_layers()  # whose kinds are those of defaults
+        return None if there and (kind is None or own or takes(kind, None)) else "it has to be there."
     if name == "mixed_precision" and value == "fp16":
         return "it needs a GPU."
     if (
