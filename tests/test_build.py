@@ -365,7 +365,7 @@ def test_what_was_frozen_stays_frozen():
     decoder = transform(copy.deepcopy(model), dtype=torch.float32)
     assert {name for name, p in decoder.named_parameters() if not p.requires_grad} == {
         "embedding.weight",
-        "layers.0.layernorm_mlp.fc1_weight",
+        "layers.0.ffn.fc1.weight",
     }
     model.get_parameter(frozen[1]).requires_grad_(True)
     refused([frozen[2], "are one parameter"], transform, model, dtype=torch.float32)
@@ -391,12 +391,12 @@ def tagged():
 def test_attributes_of_parameters_are_carried_over():
     decoder = transform(tagged(), dtype=torch.float32)
     assert {name for name, parameter in decoder.named_parameters() if not parameter.decay} == {
-        "layers.0.self_attention.layernorm_qkv.layer_norm_weight",
-        "layers.0.layernorm_mlp.layer_norm_weight",
+        "layers.0.self_attention.layernorm.weight",
+        "layers.0.ffn.layernorm.weight",
         "norm.weight",
     }
     assert decoder.embedding.weight._seen == ["model.embed_tokens.weight"]
-    assert not hasattr(decoder.layers[0].layernorm_mlp.fc1_weight, "_seen")
+    assert not hasattr(decoder.layers[0].ffn.fc1.weight, "_seen")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch.optim import AdamW, Muon
 
 import octavo
 import ranks
-from octavo import matrix_parts
 from octavo.errors import InputError
 from octavo.models.convert import conversion_of
+from octavo.process import process
 
 sys.path.insert(0, str(Path(__file__).parent / "models"))
 from llamas import SHAPES, hugging_face, llama, tokens
@@ -22,7 +22,7 @@ from matrix_ranks import adafactor, muon, refused, trained
 
 pytestmark = ranks.alone
 
-QKV = "layers.0.self_attention.layernorm_qkv.weight"
+QKV = "layers.0.self_attention.qkv.weight"
 
 
 def transformed(**changes):
@@ -89,7 +89,7 @@ def test_a_step_is_that_of_the_same_optimizer_on_hugging_faces_matrices(shape, m
 def test_the_joined_parameters_by_themselves_train_otherwise():
     """What the refusal is for: Muon of the joined matrix is far from that of its parts."""
     model, separate = transformed(), transformed()
-    matrix_parts._watched.discard(model)
+    process.models_of_matrices.discard(model)
     parts = octavo.matrices(separate, "model.layers.*")
     both = muon([p for name, p in model.named_parameters() if ".layers." in f".{name}" and p.ndim == 2]), muon(parts.values())
     parts.attach(both[1])
@@ -143,16 +143,16 @@ def test_known_classes_are_refused_at_their_first_step_and_nothing_changes(make)
     for _ in range(2):  # not once alone
         with pytest.raises(InputError) as raised:
             optimizer.step()
-    assert "layers.0.self_attention.layernorm_qkv.weight is 3, with interleaved rows" in str(raised.value)
+    assert "layers.0.self_attention.qkv.weight is 3, with interleaved rows" in str(raised.value)
     assert "model.layers.0.self_attn.q_proj.weight" in str(raised.value)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_a_joined_bias_is_refused_and_single_matrices_are_not():
     model = transformed(**SHAPES["all-biases"])
-    bias = dict(model.named_parameters())["layers.0.self_attention.layernorm_qkv.bias"]
+    bias = dict(model.named_parameters())["layers.0.self_attention.qkv.bias"]
     bias.grad = torch.ones_like(bias)
-    with pytest.raises(InputError, match=r"layernorm_qkv\.bias is 3"):
+    with pytest.raises(InputError, match=r"qkv\.bias is 3"):
         torch.optim.Adafactor([bias]).step()
     set_gradients(model, llama(**SHAPES["all-biases"]))
     muon([p for name, p in model.named_parameters() if name.endswith("proj.weight")]).step()
@@ -173,9 +173,9 @@ def test_an_optimizer_that_is_not_attached_is_refused_at_its_first_step():
     matrices.attach(optimizer)
     ids = tokens(2, 16)
     model(ids, labels=ids).loss.backward()
-    before = model.layers[0].self_attention.layernorm_qkv.weight.detach().clone()
+    before = model.layers[0].self_attention.qkv.weight.detach().clone()
     optimizer.step()
-    assert not torch.equal(model.layers[0].self_attention.layernorm_qkv.weight, before)
+    assert not torch.equal(model.layers[0].self_attention.qkv.weight, before)
 
 
 def test_faults_of_a_loop_are_refused(tmp_path):
@@ -266,4 +266,4 @@ def test_ranks_share_the_matrices_and_train_as_one(shape, degrees):
 def test_the_parameters_of_a_sharded_model_are_refused_on_every_rank(degrees):
     for messages in ranks.run(2, refused, degrees):
         assert len(messages) == 2
-        assert all("layers.0.self_attention.layernorm_qkv.weight is 3, with interleaved rows" in text for text in messages)
+        assert all("layers.0.self_attention.qkv.weight is 3, with interleaved rows" in text for text in messages)

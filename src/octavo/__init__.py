@@ -25,6 +25,7 @@ _HOME = {
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.parallel.graphed",
     "matrices": "octavo.matrix_parts",
+    "parameter_groups": "octavo.groups",
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
 }
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from octavo.build import describe, transform
     from octavo.checkpoint.api import load, save
     from octavo.fp8.autocast import fp8_autocast
+    from octavo.groups import parameter_groups
     from octavo.matrix_parts import matrices
     from octavo.models.convert import to_huggingface
     from octavo.parallel.deferred_init import delayed_init
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors", "export",
-    "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "nn", "recipe", "save", "shutdown", "state",
-    "to_huggingface", "transform",
+    "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "nn", "parameter_groups", "recipe", "save",
+    "shutdown", "state", "to_huggingface", "transform",
 ]  # fmt: skip
 
 

@@ -150,8 +150,8 @@ def test_fp8_state_that_not_all_parts_have_starts_anew_and_is_named(tmp_path, ca
     said = capsys.readouterr().err
     assert "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.v_proj has no place" in said
     records = state_records(model)
-    assert not records["layers.0.self_attention.layernorm_qkv.input.amax_history"].any()
-    assert records["layers.1.self_attention.layernorm_qkv.input.amax_history"].any()
+    assert not records["layers.0.self_attention.qkv.input.amax_history"].any()
+    assert records["layers.1.self_attention.qkv.input.amax_history"].any()
 
 
 def test_parts_without_the_same_states_are_refused_with_the_way_out(tmp_path):
@@ -171,6 +171,6 @@ def test_a_checkpoint_of_another_model_is_still_named_as_one(tmp_path):
     own, _ = of("mistral", "sgd", "own")
     octavo.save(tmp_path / "own", own)
     other = transform(llama(model_type="mistral", intermediate_size=48), dtype=torch.float32)
-    with pytest.raises(InputError, match=r"holds another model: layers\.0\.layernorm_mlp\.fc1_weight is \[88, 48\]"):
+    with pytest.raises(InputError, match=r"holds another model: layers\.0\.ffn\.fc1\.weight is \[88, 48\]"):
         octavo.load(tmp_path / "own", other)
     assert llama_config(model_type="mistral").sliding_window is None

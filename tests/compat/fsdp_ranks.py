@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import octavo
 import octavo.compat.smp
 import octavo.compat.te
+from octavo.nn.plain_names import stored_names
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -198,10 +199,11 @@ def states(tsm, mine, folder):
     loss_of(hf(whole).logits, whole).backward()
     norms = norm, torch.nn.utils.clip_grad_norm_(hf.parameters(), 1e9).item()
     shapes = {name: tuple(entries["exp_avg"].shape) for name, entries in moments["state"].items()}
+    stored = stored_names(model.module)
     found = {
         "hugging face": losses,
         "norms of an own loss": norms,
-        "whole states": shapes == {name: tuple(p.shape) for name, p in model.named_parameters()},
+        "whole states": shapes == {stored.get(name, name): tuple(p.shape) for name, p in model.named_parameters()},
     }
     for name, how in (
         ("local", by_local),

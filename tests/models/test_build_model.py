@@ -111,10 +111,10 @@ def test_on_the_meta_device_nothing_is_allocated(config, dtype):
     assert [(n, p.shape) for n, p in model.named_parameters()] == [(n, p.shape) for n, p in build(config).named_parameters()]
 
 
-EVERY = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+EVERY = ("self_attention.qkv", "self_attention.proj", "ffn.fc1", "ffn.fc2")
 PATTERNS = {
     "layers.1.self_attention.proj": [(1, EVERY[1])],
-    "layers.1.layernorm_mlp": [(1, EVERY[2]), (1, EVERY[3])],
+    "layers.1.ffn": [(1, EVERY[2]), (1, EVERY[3])],
     "layers.1.*": [(1, name) for name in EVERY],
     "layers.2": [(2, name) for name in EVERY],
     "*.fc1": [(n, EVERY[2]) for n in range(3)],
@@ -160,7 +160,7 @@ def test_skipped_layers_compute_the_unquantised_product():
     [
         ("layers.0.self_atention.proj", "layers.0.self_attention.proj"),
         ("layers.9.*", "layers."),
-        ("layer.1.layernorm_mlp.fc2", "layers.1.layernorm_mlp.fc2"),
+        ("layer.1.ffn.fc2", "layers.1.ffn.fc2"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest(pattern, meant):

@@ -27,7 +27,7 @@ NEO = GPTNeoConfig(
 )  # fmt: skip
 DELAYED = DelayedScaling(amax_history_len=4)
 SHORT = DelayedScaling(amax_history_len=2, margin=1)
-FC1, FC2, PROJ, QKV = "layernorm_mlp.fc1", "layernorm_mlp.fc2", "self_attention.proj", "self_attention.layernorm_qkv"
+FC1, FC2, PROJ, QKV = "ffn.fc1", "ffn.fc2", "self_attention.proj", "self_attention.qkv"
 
 
 def build(config=CONFIG, **changes):
@@ -74,7 +74,7 @@ def test_each_layer_runs_by_the_last_pattern_that_names_it_and_skip_is_above_all
         for operand in ("input", "weight", "grad_output"):
             assert seen[name][operand]["amax_history"].shape == (length,), (name, operand)
             assert seen[name][operand]["amax_history"].count_nonzero() > 0, (name, operand)
-    weight = model.layers[1].layernorm_mlp.fc2_weight
+    weight = model.layers[1].ffn.fc2.weight
     assert seen[f"layers.1.{FC2}"]["weight"]["scale"] == 448 / 2 / weight.abs().max()  # its margin, not the autocast's
 
 
@@ -92,7 +92,7 @@ def test_every_layer_by_its_own_recipe_is_that_recipe_for_all(own, around):
 
 
 def test_a_recomputed_layer_repeats_its_own_recipe():
-    layers = {"*.fc1": RowwiseScaling(), "*.proj": SHORT, "layers.0.self_attention.layernorm_qkv": None}
+    layers = {"*.fc1": RowwiseScaling(), "*.proj": SHORT, "layers.0.self_attention.qkv": None}
     models = [build(layers=layers, recompute=recompute) for recompute in (False, True)]
     for _ in range(3):
         assert torch.equal(*(step(model) for model in models))

@@ -148,7 +148,7 @@ def test_frozen_parameters_and_patterns_go_by_timms_names():
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if "blocks.0" in name or "patch" in name}
     skipped = {layer.name for layer in describe(model).layers if "skipped" in layer.reason}
-    assert skipped == {"blocks.1.self_attention.layernorm_qkv"}
+    assert skipped == {"blocks.1.self_attention.qkv"}
 
 
 def test_the_head_of_a_vision_transformer_is_not_octavos():
@@ -236,7 +236,7 @@ def test_blocks_that_were_changed_are_not_written_under_timms_names(change, tmp_
         "removed": lambda: blocks.__delitem__(1),
         "extra": lambda: setattr(blocks[0], "extra", torch.nn.Linear(4, 4)),
         "forward": lambda: setattr(blocks[0], "forward", lambda x: x),
-        "eps": lambda: setattr(blocks[0].layernorm_mlp, "eps", 0.5),
+        "eps": lambda: setattr(blocks[0].ffn, "eps", 0.5),
     }
     octavo.export(model, tmp_path / "before")
     changes[change]()

@@ -72,7 +72,7 @@ def test_every_range_of_joined_queries_keys_and_values(family, heads, groups, he
     q, k, v = numbered([heads * head_dim, groups * head_dim, groups * head_dim])
     sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim}
     model = decoder(model_type=family, **sizes)
-    name = "layers.0.self_attention.layernorm_qkv.weight"
+    name = "layers.0.self_attention.qkv.weight"
     check_every_range(model, name, (q, k, v), merge_qkv(q, k, v, groups))
 
 
@@ -81,7 +81,7 @@ def test_every_range_of_joined_queries_keys_and_values(family, heads, groups, he
 def test_every_range_of_gate_and_up(family, size):
     gate, up = numbered([size, size])
     model = decoder(model_type=family, intermediate_size=size)
-    check_every_range(model, "layers.0.layernorm_mlp.fc1_weight", (gate, up), interleave(gate, up))
+    check_every_range(model, "layers.0.ffn.fc1.weight", (gate, up), interleave(gate, up))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -85,7 +85,7 @@ def test_fp8_equals_one_rank(recipe, layout, on_one_rank):
         differences(one, many, loss=1e-6 if recipe == "delayed" else 2e-3, gradient=1e-3 if recipe == "delayed" else 0.25) == []
     )
     if recipe == "delayed":
-        for name in ("layers.0.layernorm_moe.experts.fc1.input.scale", "layers.2.layernorm_moe.experts.fc2.weight.scale"):
+        for name in ("layers.0.moe.experts.fc1.input.scale", "layers.2.moe.experts.fc2.weight.scale"):
             assert many[0][1][name].shape == (4,)
             torch.testing.assert_close(many[0][1][name], one[1][name], rtol=1e-4, atol=0)
 
@@ -98,8 +98,8 @@ def test_frozen_experts_stay_and_the_rest_equals_one_rank(recipe, layout):
     many = ranks.run(size, spread_experts.train, degrees, recipe, **options)
     assert differences(one, many, loss=1e-6, gradient=1e-4 if recipe is None else 1e-3) == []
     gradients = many[0][0][0][2]
-    assert "layers.0.layernorm_moe.router_weight" in gradients
-    assert "layers.0.layernorm_moe.experts.fc1_weight" not in gradients
+    assert "layers.0.moe.router.weight" in gradients
+    assert "layers.0.moe.experts.fc1_weight" not in gradients
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "block"])
@@ -124,7 +124,7 @@ def test_experts_without_tokens_on_a_rank(recipe, on_one_rank):
     """Experts 0 and 1 are on rank 0: nothing reaches rank 1."""
     one, many = on_one_rank(recipe, 0), ranks.run(2, spread_experts.train, {"expert_parallel_degree": 2}, recipe, 0)
     assert differences(one, many, loss=2e-3 if recipe else 1e-6, gradient=0.25 if recipe else 1e-4) == []
-    weight = many[1][0][0][2]["layers.0.layernorm_moe.experts.fc1_weight"].unflatten(0, (4, -1))
+    weight = many[1][0][0][2]["layers.0.moe.experts.fc1_weight"].unflatten(0, (4, -1))
     assert weight[:2].any()
     assert not weight[2:].any()
 
@@ -176,7 +176,7 @@ def test_an_export_has_every_expert(tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
     for layer in range(3):
         for ours, name in (("fc1_weight", "gate_up_proj"), ("fc2_weight", "down_proj")):
-            own = found[f"layers.{layer}.layernorm_moe.experts.{ours}"]
+            own = found[f"layers.{layer}.moe.experts.{ours}"]
             assert torch.equal(theirs[f"model.layers.{layer}.mlp.experts.{name}"].flatten(0, 1), own)
 
 

@@ -70,7 +70,7 @@ def test_bytes_worked_out_by_hand():
     assert gathered_bytes(blocks, rowwise, torch.bfloat16) == 3 * 2 * (matrices + norms)  # cast behind the gathering
     assert gathered_bytes(blocks, None, None) == 3 * 4 * (matrices + norms)
     # A block with a weight in FP8 has its others in their own dtype.
-    some = meta_blocks(layers={"layers.*.layernorm_mlp.*": None})
+    some = meta_blocks(layers={"layers.*.ffn.*": None})
     mlp = 128 * 32 + 32 * 64
     assert gathered_bytes(some, delayed, torch.bfloat16) == 3 * (2 * (matrices - mlp) + 4 * (mlp + norms))
     # Experts: two of four on each of two ranks; router and norms are the block's.

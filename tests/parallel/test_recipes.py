@@ -19,7 +19,7 @@ LAYERS = {
         "*.proj": CurrentScaling(),
         "*.fc2": DelayedScaling(0, amax_history_len=3),
     },
-    "one": {"layers.1.layernorm_mlp.fc2": DelayedScaling(amax_history_len=3)},
+    "one": {"layers.1.ffn.fc2": DelayedScaling(amax_history_len=3)},
 }
 
 
@@ -58,8 +58,8 @@ def gathered(recipe, which):
 
 def test_what_has_one_scale_a_tensor_travels_in_fp8_whatever_the_others_do():
     for found in ranks.run(2, gathered, "delayed", "mixed"):
-        parts = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc2")
+        parts = ("self_attention.qkv", "self_attention.proj", "ffn.fc2")
         blocks = {f"layers.{n}.{part}" for n in (1, 2) for part in parts}
-        assert found == blocks | {"layers.0.self_attention.proj", "layers.0.layernorm_mlp.fc2"}
+        assert found == blocks | {"layers.0.self_attention.proj", "layers.0.ffn.fc2"}
     for found in ranks.run(2, gathered, "rowwise", "one"):
-        assert found == {"layers.1.layernorm_mlp.fc2"}
+        assert found == {"layers.1.ffn.fc2"}

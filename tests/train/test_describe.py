@@ -51,7 +51,7 @@ def test_layers_that_see_all_tokens_have_a_kernel_of_their_own(mask, said):
     assert ("document by document" in attention) == (mask == "causal")
 
 
-PARTS = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+PARTS = ("self_attention.qkv", "self_attention.proj", "ffn.fc1", "ffn.fc2")
 
 
 def test_a_run_without_fp8_has_no_matrix_in_fp8(described, tiny_run):
@@ -108,9 +108,9 @@ def test_the_choice_of_auto_is_the_folder_s(described, tiny_run):
     run.output.mkdir()
     config = RunConfig.from_file(run.file, ["fp8.enabled=auto", "fp8.emulate=true"])
     (run.output / "run.toml").write_text(config.to_toml())
-    kept_out = {"layers.0.layernorm_mlp.fc2": "slower in FP8: 1.00 and 2.00 ms"}
+    kept_out = {"layers.0.ffn.fc2": "slower in FP8: 1.00 and 2.00 ms"}
     (run.output / "choices.json").write_text(json.dumps({"fp8": True, "device": "H200", "kept_out": kept_out}))
     found = described(run=run.output)
     out = {matrix["name"]: matrix["reason"] for matrix in found["matrices"] if not matrix["fp8"]}
-    assert out["layers.0.layernorm_mlp.fc2"] == kept_out["layers.0.layernorm_mlp.fc2"]
+    assert out["layers.0.ffn.fc2"] == kept_out["layers.0.ffn.fc2"]
     assert "as it was chosen when the run began, on H200" in found["fp8"]

@@ -73,7 +73,7 @@ def test_each_layer_is_timed_under_its_own_recipe_and_what_is_out_already_is_not
     given = ['fp8.layers={"layers.0.*" = "rowwise", "*.fc2" = "bf16"}', 'fp8.skip=["*.proj"]']
     plan = choose_layers(tiny_run(), *MEASURED, *given)
     assert sorted(timed) == sorted(((64, *shape), name) for shape in ((64, 32), FC1) for name in ("delayed", "rowwise"))
-    assert set(plan.excluded) == {f"layers.{n}.self_attention.layernorm_qkv" for n in range(2)}
+    assert set(plan.excluded) == {f"layers.{n}.self_attention.qkv" for n in range(2)}
 
 
 def test_true_and_false_measure_nothing(tiny_run, timed):
@@ -95,7 +95,7 @@ def test_on_a_cpu_auto_is_off_says_why_and_saves_that(tiny_run, capsys):
     assert choice["fp8"] is False
     plan = choose_layers(run, AUTO, "fp8.head=true")
     reports = {r.name: r for r in describe(setup.build(plan, prepare(plan.config.data))[0].model).layers}
-    for name in ("layers.0.layernorm_mlp.fc1", "head"):
+    for name in ("layers.0.ffn.fc1", "head"):
         assert "never faster" in reports[name].reason
     assert not (plain.output / "choices.json").exists()
 
@@ -113,7 +113,7 @@ def test_the_choice_is_kept_with_the_run_whatever_the_machine_says_later(tiny_ru
     assert main(["train", str(whole.file), *given]) == 0
     assert main(["train", str(cut.file), *given, "train.steps=3"]) == 0
     excluded = json.loads((cut.output / "choices.json").read_text())["kept_out"]
-    assert {name.rpartition(".")[2] for name in excluded} == {"layernorm_qkv", "proj", "fc2"}
+    assert {name.rpartition(".")[2] for name in excluded} == {"qkv", "proj", "fc2"}
     timed.clear()
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     monkeypatch.setattr(fp8_auto, "timer_on", lambda plan: lambda shape, recipe: Timing(2.0, 1.0))

@@ -85,17 +85,20 @@ def test_frozen_parameters_are_told_and_need_no_states(folder, tiny_run, capsys)
     assert main(["describe", str(run.file)]) == 0
     said = capsys.readouterr().out
     assert f"{experts:,} of them frozen" in said
-    assert len(re.findall(r"layernorm_moe\.experts\.fc[12] .* not trained", said)) == 4
+    assert len(re.findall(r"moe\.experts\.fc[12] .* not trained", said)) == 4
 
 
 @pytest.mark.parametrize(
     ("patterns", "frozen"),
     [
-        (["*.fc1_weight"], ["layernorm_moe.experts.fc1_weight"]),
-        (["*.mlp.experts"], ["layernorm_moe.experts.fc1_weight", "layernorm_moe.experts.fc2_weight"]),
-        (["*.mlp.gate"], ["layernorm_moe.router_weight"]),
-        (["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], ["self_attention.layernorm_qkv.weight"]),
-        (["model.layers.*.self_attn", "*.o_proj"], ["self_attention.layernorm_qkv.weight", "self_attention.proj.weight"]),
+        (["*.fc1_weight"], ["moe.experts.fc1_weight"]),
+        (["*.mlp.experts"], ["moe.experts.fc1_weight", "moe.experts.fc2_weight"]),
+        (["*.mlp.gate"], ["moe.router.weight"]),
+        (["*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"], ["self_attention.qkv.weight"]),
+        (["*layernorm*"], ["self_attention.layernorm.weight", "moe.layernorm.weight"]),
+        (["*.layernorm_moe.router_weight"], ["moe.router.weight"]),  # by the names of older versions
+        (["*.layernorm_qkv.layer_norm_weight"], ["self_attention.layernorm.weight"]),
+        (["model.layers.*.self_attn", "*.o_proj"], ["self_attention.qkv.weight", "self_attention.proj.weight"]),
     ],
     ids=str,
 )
@@ -112,8 +115,11 @@ def test_names_are_octavos_or_hugging_faces_of_parameters_or_modules(patterns, f
         (["*.expert.*"], r"train\.freeze pattern '\*\.expert\.\*' matches no parameter"),
         (["lm_haed"], "The nearest is"),
         (["*.q_proj.weight"], r"does not match .*k_proj\.weight, .*v_proj\.weight, but .* are one parameter here"),
-        (["*norm*"], r"two meanings.* it is 'model\.layers\.\*\.input_layernorm\.weight', .*; by Octavo's also .*q_proj"),
-        (["lm_head", "*layernorm*"], r"'\*layernorm\*' has two meanings"),
+        (
+            ["*attention*"],
+            r"two meanings.* it is 'model\.layers\.\*\.post_attention_layernorm\.weight'; by Octavo's also .*q_proj",
+        ),
+        (["lm_head", "*_attention*"], r"'\*_attention\*' has two meanings"),
         (["*"], r"train\.freeze = \['\*'\] leaves no parameter to train"),
     ],
     ids=str,

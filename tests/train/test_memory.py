@@ -95,20 +95,26 @@ PLANS = {
     "70B on 64": (["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true"], {"train.micro_batch": 8, "train.offload": True}),
     "70B on 64, sharded over 8": (
         ["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true", "parallel.hybrid_shard_degree=8"],
-        {"parallel.hybrid_shard_degree": 0, "train.micro_batch": 8, "train.offload": True},
+        {"parallel.hybrid_shard_degree": 32, "parallel.sync_each_micro_batch": True},
     ),
     "8B on 1": (
         ["llama-8b", "h100 sxm", 1, 8192, 64, 8, "false"],
-        {"ranks": 4, "train.micro_batch": 2, "train.recompute": "selective"},
+        {
+            "ranks": 2, "parallel.sync_each_micro_batch": True, "train.micro_batch": 2, "train.recompute": "selective",
+            "train.offload": True,
+        },
     ),
     "8B on 2": (
         ["llama-8b", "h100 sxm", 2, 8192, 64, 8, "false"],
-        {"ranks": 4, "train.micro_batch": 4, "train.recompute": "selective", "train.offload": True},
+        {
+            "parallel.sync_each_micro_batch": True, "train.micro_batch": 2, "train.recompute": "selective",
+            "train.offload": True,
+        },
     ),
     "8B on 8": (["llama-8b", "h100 sxm", 8, 16384, 256, 4, "false"], {"train.recompute": "selective", "train.offload": True}),
     "8B of 128k on 8": (
         ["llama-8b", "h100 sxm", 8, 131072, 16, 1, "false"],
-        {"train.recompute": "selective", "train.mlp_chunks": 8, "train.offload": True},
+        {"parallel.sync_each_micro_batch": True, "train.recompute": "selective", "train.offload": True},
     ),
     "Mixtral on 8, whole on each": (
         ["mixtral-8x7b", "h200", 8, 4096, 64, 8, "true", "parallel.hybrid_shard_degree=1"],
@@ -141,6 +147,21 @@ def test_the_whole_space_of_settings_is_searched_and_what_it_names_is_a_run_that
         again = memory_of(planned(run, *settings, *changes, ranks=option.changes.get("ranks", ranks), gpu=gpu))
         assert again.fits
         assert again.estimate == option.estimate
+
+
+def test_sums_in_each_micro_batch_make_70b_fit(tiny_run):
+    """Whole gradients take 4 bytes of each of 70.6e9 parameters, and their shards a 64th of that."""
+    settings = ["model.source=llama-70b", "model.config={}", "data.sequence_length=8192", "train.global_batch=512"]
+    settings += ["train.micro_batch=1", "train.recompute=true"]
+    run = tiny_run()
+    found = memory_of(planned(run, *settings, ranks=64, gpu="h100 sxm"))
+    parameters = 70_553_706_496
+    assert found.estimate.parts["gradients"] == pytest.approx(4 * parameters, rel=0.01)
+    (option,) = (one for one in found.options if dict(one.changes) == {"parallel.sync_each_micro_batch": True})
+    assert option.estimate.parts["gradients"] == pytest.approx(4 * parameters / 64, rel=0.01)
+    synced = memory_of(planned(run, *settings, "parallel.sync_each_micro_batch=true", ranks=64, gpu="h100 sxm"))
+    assert synced.fits
+    assert synced.estimate == option.estimate
 
 
 def test_each_level_of_recomputation_takes_less_memory_and_more_time_than_the_one_before(tiny_run):

@@ -62,9 +62,9 @@ def test_a_weight_that_was_none_before_comes_first():
 def test_a_step_ends_with_the_layer_and_the_weights_of_the_step_before(tiny_run, overrides, micro):
     stepper = built(tiny_run(), *overrides, f"train.micro_batch={micro}")
     train_step(stepper, 1)
-    stepper.model.layers[1].layernorm_mlp.register_forward_hook(lambda _, __, stream: (stream[0], stream[1] * math.inf))
+    stepper.model.layers[1].ffn.register_forward_hook(lambda _, __, stream: (stream[0], stream[1] * math.inf))
     before = [p.detach().clone() for p in stepper.model.parameters()]
-    where = re.escape("the first output that is not finite is of layers.1.layernorm_mlp")
+    where = re.escape("the first output that is not finite is of layers.1.ffn")
     with pytest.raises(OctavoError, match=rf"step 2: .*{where}.*Lower optimizer\.lr"):
         train_step(stepper, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))

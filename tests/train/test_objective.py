@@ -27,12 +27,12 @@ def built(run, *overrides):
 def test_layers_and_head_of_a_run_file(tiny_run):
     model = built(tiny_run(), LAYERS, "fp8.head=true", "fp8.recipe=current", "fp8.margin=1")
     found = {report.name: (report.fp8, report.recipe) for report in describe(model).layers}
-    assert found["layers.0.layernorm_mlp.fc1"] == (False, "")
+    assert found["layers.0.ffn.fc1"] == (False, "")
     assert found["layers.0.self_attention.proj"] == (True, "rowwise")
-    assert found["layers.1.layernorm_mlp.fc1"] == (True, "")
-    assert found["layers.1.layernorm_mlp.fc2"] == (True, "delayed")
+    assert found["layers.1.ffn.fc1"] == (True, "")
+    assert found["layers.1.ffn.fc2"] == (True, "delayed")
     assert found["head"] == (True, "")
-    override = model.layers[1].layernorm_mlp.fc2_fp8_state.override
+    override = model.layers[1].ffn.fc2_fp8_state.override
     assert (override.margin, override.amax_history_len) == (1, 4)  # of the section
 
 

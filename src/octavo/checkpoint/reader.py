@@ -27,6 +27,7 @@ from octavo.checkpoint.writer import own_name, spec_record, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records, reset_states, states_of
+from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 
 
@@ -140,9 +141,13 @@ class _Loaded:
     ) -> None:
         path, self.state = checkpoint.path, _state_of(checkpoint)
         self._model, self._optimizer, self._rank = model, optimizer, rank
+        named = {theirs: own for own, theirs in stored_names(model).items()}
+        stored = stored.renamed(named)
         self._stored = as_model_has_it(stored, model, self.state.pop("blocks", None))
         self._groups = self.state.pop("groups")
-        self._scalars: optimizer_state.Scalars = self.state.pop("optimizer", {})
+        self._scalars: optimizer_state.Scalars = {
+            named.get(name, name): values for name, values in self.state.pop("optimizer", {}).items()
+        }
         if isinstance(self._stored, Converted):
             self._scalars = self._stored.scalars(self._scalars)
         self._recipe = _recipe_from(path, self.state.pop("recipe"))
@@ -156,6 +161,7 @@ class _Loaded:
         self._weights = {name: torch.empty_like(tensor) for name, tensor in own.items()}
         self._states: dict[str, torch.Tensor] = {}
         kind, names = self.state.pop("optimizer_class", None), self.state.pop("group_names", [])
+        names = [[named.get(name, name) for name in group] for group in names]
         if optimizer is not None:
             optimizer_state.check_class(path, optimizer, kind, self._groups)
             if self._stored is stored:  # with the model's own names
@@ -284,7 +290,7 @@ def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bo
 
 
 def check_stored_weights(path: Path, wanted: shard_io.Layout, ranks: Ranks) -> None:
-    """Compare a checkpoint's weights with those of a model, and refuse others by name. Collective."""
+    """Compare a checkpoint's weights with those of a model, by their stored names, and refuse others. Collective."""
     shard_io.check_layout(path, ranks.on_rank_0(lambda: _stored_weights(path)), wanted)
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from octavo.checkpoint.manifest import Count, Manifest, OpenCheckpoint, first_fault, parse_json
 from octavo.checkpoint.opened import Damaged, OpenFolder
 from octavo.checkpoint.shard_io import DTYPES, Layout
+from octavo.stored_names import record_name
 
 _LARGEST_HEADER = 100_000_000  # bytes: safetensors' own limit
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -75,6 +76,18 @@ class StoredTensors:
     def layout(self) -> Layout:
         """Names, global shapes and dtypes."""
         return {name: (_global_shape(pieces), pieces[0].dtype) for name, pieces in self.pieces.items()}
+
+    def renamed(self, names: Mapping[str, str]) -> StoredTensors:
+        """The same tensors under a model's names; names: those of parameters and modules in the file → the model's."""
+
+        def of(name: str) -> str:
+            section, _, rest = name.partition(".")
+            if section == "fp8":
+                return f"fp8.{record_name(rest, names)}"
+            key, _, owner = rest.partition(".") if section == "optimizer" else ("", "", rest)
+            return ".".join(part for part in (section, key, names.get(owner, owner)) if part)
+
+        return StoredTensors(self.opened, {of(name): pieces for name, pieces in self.pieces.items()}) if names else self
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill the tensors of `into` in place, by name; of a DTensor only this rank's slices are read. Not collective."""

@@ -32,8 +32,10 @@ from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
 from octavo.models.convert import conversion_of
 from octavo.models.decoder import Decoder
+from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
+from octavo.stored_names import record_name
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,13 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the state by its name on disk; not copied."""
-    tensors = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    stored = stored_names(model)
+    tensors = {f"model.{stored.get(name, name)}": tensor for name, tensor in weights(model).items()}
     if optimizer is not None:
         for name, states in named_states(model, optimizer).items():
+            name = stored.get(name, name)
             tensors |= {f"optimizer.{key}.{name}": v for key, v in states.items() if isinstance(v, torch.Tensor)}
-    tensors |= {f"fp8.{name}": tensor for name, tensor in state_records(model).items()}
+    tensors |= {f"fp8.{record_name(name, stored)}": tensor for name, tensor in state_records(model).items()}
     return tensors | {f"random.{rank}.{device}": tensor for device, tensor in random_tensors().items()}
 
 
@@ -82,13 +86,14 @@ def take_snapshot(
         pieces = shard_io.pieces_of(collect(model, optimizer, ranks.rank))
         scalars = random_scalars()
         if ranks.rank == 0:
+            stored = stored_names(model)
             record = {
                 **state,
                 "random": scalars,
                 "groups": group_scalars(optimizer),
-                "group_names": group_names(model, optimizer),
+                "group_names": [[stored.get(name, name) for name in group] for group in group_names(model, optimizer)],
                 "optimizer_class": None if optimizer is None else class_name(optimizer),
-                "optimizer": state_scalars(model, optimizer),
+                "optimizer": {stored.get(name, name): values for name, values in state_scalars(model, optimizer).items()},
                 "recipe": _recipe_record(model),
                 "fp8_head": getattr(model, "fp8_head", None),
                 "spec": spec_record(model),

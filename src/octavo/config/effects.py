@@ -172,7 +172,10 @@ _NEEDS = (
 )
 _FORMER_DEFAULTS = {"parallel.reshard_after_forward": True, "data.split": "train"}
 """Defaults of older versions, which their resolved run files list."""
-_OF_SEVERAL_RANKS = ("parallel.reshard_after_forward", "parallel.param_dtype", "parallel.reduce_dtype", "launch.*")
+_OF_SEVERAL_RANKS = (
+    *("parallel.reshard_after_forward", "parallel.sync_each_micro_batch", "parallel.param_dtype", "parallel.reduce_dtype"),
+    "launch.*",
+)
 
 
 def without_effect(config: RunConfig) -> Iterator[Idle]:

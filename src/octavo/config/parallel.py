@@ -39,6 +39,11 @@ class ParallelConfig(Section):
         "tensor are gathered in FP8.",
     )
     reduce_dtype: DtypeName = Field("float32", description="Dtype in which gradients are summed over ranks.")
+    sync_each_micro_batch: bool = Field(
+        False,
+        description="Sum gradients over the shards in each micro-batch, not in the last alone: between them a rank keeps its "
+        "shard of the gradients, not the whole, for one reduction more a micro-batch. Replicas are summed in the last.",
+    )
     buffer_dtype: DtypeName = Field("float32", description="Dtype of floating-point buffers, rotary tables among them.")
     sm_activation_offloading: bool = Field(
         False, description="Keep activations saved for backward in host memory, as train.offload."

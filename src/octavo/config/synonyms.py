@@ -25,6 +25,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("optimizer.min_lr_fraction", "min_lr min_lr_ratio lr_end final_lr", "a fraction of optimizer.lr"),
     ("optimizer.clip", "grad_clip max_grad_norm clip_grad clip_grad_norm gradient_clipping gradient_clip_val clip_norm", ""),
+    (
+        "parallel.sync_each_micro_batch",
+        "sync_each_batch no_sync reshard_gradients reduce_each_micro_batch sync_gradients zero2_gradients",
+        "true sums gradients over the shards in every micro-batch",
+    ),
     ("train.epochs", "epoch num_epochs num_train_epochs max_epochs n_epochs", ""),
     ("train.steps", "max_steps num_steps total_steps train_steps num_train_steps iterations max_iters train_iters", ""),
     (

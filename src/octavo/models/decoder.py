@@ -40,6 +40,7 @@ from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
 from octavo.nn.norm import NORM_LAYERS
+from octavo.nn.plain_names import use_plain_names
 
 FP8_HEAD: Literal["backward"] = "backward"
 """Of a decoder that is not told which products of its head for a loss run in FP8."""
@@ -498,4 +499,4 @@ def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]
         **make,
     )
     block.drops_apart = True  # as GPT-NeoX does
-    return block
+    return use_plain_names(block)

@@ -13,6 +13,7 @@ from octavo.kernels import gemm
 from octavo.kernels.attention import flash, short
 from octavo.nn.attention import DotProductAttention
 from octavo.nn.moe import LayerNormMoE
+from octavo.nn.plain_names import Product
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def describe(model: nn.Module) -> Description:
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
             joined = vars(module).get("fp8_state")  # of a weight that several parameters make
             state = joined if isinstance(joined, ModuleState) and key in joined.parts else states.get(label)
-            kind, shape = type(module).__name__, tuple(parameter.shape)
+            kind, shape = module.kind if isinstance(module, Product) else type(module).__name__, tuple(parameter.shape)
             frozen = "" if parameter.requires_grad else "not trained"
             if state is None or state.skipped:
                 reason = _reason(module, _is_head(module, name) or module is head) if state is None else state.skipped
@@ -159,7 +160,7 @@ def _reason(module: nn.Module, is_head: bool) -> str:
         return "an embedding looks up rows and multiplies nothing"
     if is_head:
         return "the output head stays in high precision: its logits feed the loss"
-    if isinstance(module, LayerNormMoE):
+    if isinstance(module, LayerNormMoE) or (isinstance(module, Product) and module.kind == LayerNormMoE.__name__):
         return "a router: its choice of experts is made in float32"
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass with code of its own"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from octavo.config.moe import MoeConfig
 from octavo.errors import InputError, unknown
 from octavo.models.spec import ModelSpec
+from octavo.stored_names import stored_name
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that do not depend on the sequence at hand."""
@@ -48,7 +49,7 @@ class NameTable:
     """Octavo's parameters → those of the source. Outside of blocks a name that is not here is the same in both.
 
     Attributes:
-        block: parameters of a block.
+        block: parameters of a block, by their stored names (`octavo.nn.plain_names`); calls take both names.
         model: parameters outside of blocks.
         ours, theirs: prefix of the blocks' names, `<ours>.<number>.<parameter>`.
     """
@@ -72,7 +73,7 @@ class NameTable:
         if not name.startswith(f"{self.ours}."):
             return "", self.model.get(name, name)
         _, number, parameter = name.split(".", 2)
-        return f"{self.theirs}.{number}.", self.block[parameter]
+        return f"{self.theirs}.{number}.", self.block[stored_name(parameter)]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from octavo.nn.attention import DotProductAttention
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import LayerNormMoE
+from octavo.nn.plain_names import stored_names
 
 _ABSENT = object()
 
@@ -133,14 +134,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         InputError: a pattern matches no parameter, only some of the matrices that are one parameter, or more by Octavo's names
             than by the source's; or all are frozen.
     """
-    way = conversion_of(model)
+    way, stored = conversion_of(model), stored_names(model)
     names = {name: () if way is None else tuple(way.names(name)) for name, _ in model.named_parameters()}
     for pattern in patterns:
         _refuse_two_meanings(names, pattern)
+    known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
+    former = {pattern for pattern in patterns if not any(_names(alias, pattern) for alias in known)}
+    """Of files that were written by the stored names, which count where no other does."""
     matched: set[str] = set()
     for name, parameter in model.named_parameters():
         theirs = names[name]
         found = {alias: [p for p in patterns if _names(alias, p)] for alias in (name, *theirs)}
+        found[name] += [p for p in former if _names(stored.get(name, name), p)]
         matched.update(pattern for hits in found.values() for pattern in hits)
         left = [part for part in theirs if not found[part]]
         if found[name] or (theirs and not left):
@@ -153,7 +158,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
     for pattern in patterns:
         if pattern not in matched:
-            known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
             guess = nearest(pattern.replace("*", ""), known)
             hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
             raise InputError(
@@ -166,7 +170,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str) -> None:
     """Raise an InputError if Octavo's names would freeze more than the source's, which the pattern matches too.
 
-    "*norm*" is every norm of a Hugging Face model, and here every matrix behind a norm (`layernorm_qkv.weight`).
+    "*attention*" is one norm of a Hugging Face Llama, `post_attention_layernorm`, and here all that is in `self_attention`.
     """
     by_source = [name for name, theirs in names.items() if any(_names(each, pattern) for each in theirs)]
     more = [name for name in names if _names(name, pattern) and name not in by_source]
@@ -238,6 +242,10 @@ def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, 
             yield from itertools.accumulate(alias.split("."), "{}.{}".format)
 
     matched = [state for name, state in states.items() if any(fnmatch.fnmatchcase(alias, pattern) for alias in aliases(name))]
+    if not matched:  # patterns of files that were written by the stored names
+        stored = stored_names(model)
+        former = {name: itertools.accumulate(stored.get(name, name).split("."), "{}.{}".format) for name in states}
+        matched = [states[name] for name, each in former.items() if any(fnmatch.fnmatchcase(one, pattern) for one in each)]
     if not matched:
         guess = nearest(pattern.replace("*", ""), states)
         hint = f" The nearest layer is {guess!r}." if guess else ""

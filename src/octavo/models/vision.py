@@ -20,6 +20,7 @@ from octavo.models.exact import HOOKS
 from octavo.models.families import Join, Joined, NameTable
 from octavo.models.structure import difference_from
 from octavo.nn.block import RunBlock, TransformerLayer
+from octavo.nn.plain_names import use_plain_names
 
 VIT_NAMES = NameTable(
     model={},
@@ -153,7 +154,7 @@ def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> None:
                 device="meta",
             )
         )
-    model.blocks = Blocks(*layers)
+    model.blocks = Blocks(*map(use_plain_names, layers))
     vars(model)[_AS_BUILT] = copy.deepcopy(model.blocks)  # on the meta device
     attach(model, Conversion(VIT_NAMES, heads, heads, {}, "octavo/timm-vit"))
 

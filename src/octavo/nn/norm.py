@@ -235,7 +235,7 @@ class _Norm(nn.Module):
         device: torch.device | str | None = None,
         **te_arguments: Any,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         check(self.normalization, te_arguments, _Norm.__init__)
         shape = normalized_shape if hidden_size is None else hidden_size
         size = [shape] if isinstance(shape, int) else list(shape or ())
@@ -273,13 +273,25 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]
     """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype.
+
+    A subclass of `nn.LayerNorm`, so that code which leaves its parameters out of weight decay finds them.
 
     zero_centered_gamma: 1 + weight in place of weight, added in float32.
     """
 
     normalization = "LayerNorm"
+    elementwise_affine = True
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The size, as PyTorch's layer has it."""
+        return tuple(self.weight.shape)
+
+    def extra_repr(self) -> str:
+        """Nothing, as that of `RMSNorm`."""
+        return ""
 
 
 NORM_LAYERS: dict[str, type[_Norm]] = {norm.normalization: norm for norm in (LayerNorm, RMSNorm)}

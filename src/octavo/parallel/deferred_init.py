@@ -29,6 +29,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.errors import InputError, some
+from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.shards import local_shard, named_tensors
 
@@ -149,7 +150,10 @@ def refuse_buffers(model: nn.Module, names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class CounterInit:
-    """Octavo's own initialisation: matrices normal by counter, norms 1, biases 0, as Hugging Face's Llama has them."""
+    """Octavo's own initialisation: matrices normal by counter, norms 1, biases 0, as Hugging Face's Llama has them.
+
+    The counter of a parameter is that of its stored name.
+    """
 
     seed: int
     std: float
@@ -161,12 +165,13 @@ class CounterInit:
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
+        stored = stored_names(model)
         for name, parameter in model.named_parameters():
             if name not in names:
                 continue
             part = local_shard(parameter)
             if parameter.dim() >= 2:
-                counter_normal_(part.local, part.numbers, seed=self.seed, name=name, std=self.std)
+                counter_normal_(part.local, part.numbers, seed=self.seed, name=stored.get(name, name), std=self.std)
             else:
                 part.local.fill_(0 if name.endswith("bias") else 1)
 

@@ -23,17 +23,22 @@ from octavo.nn.block import TransformerLayer
 from octavo.nn.derived import derive
 from octavo.nn.experts import StackedExperts
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.plain_names import PlainLayerNormMLP, PlainTransformerLayer
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
-from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, single_rank
+from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, each_micro_batch, single_rank
 from octavo.parallel.fsdp2.adapter import backward_is_open, end_passes, forward_is_open, group_of, groups_of
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.gathered import travels
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
 
+_EACH = "octavo_syncs_each_micro_batch"
+"""Attribute of the root: gradients are summed over the shards in each micro-batch."""
 Unit = list[nn.Module]
 """The FSDP modules of a block: parts of it that are gathered and reduced by themselves, and the block."""
+_LAYERS, _MLPS = (TransformerLayer, PlainTransformerLayer), (LayerNormMLP, PlainLayerNormMLP)
+"""Classes with Octavo's own forward."""
 _ACCUMULATED = "octavo_accumulated"
 """Attribute of the root: before its last forward there were gradients of micro-batches that the ranks had not summed."""
 
@@ -113,7 +118,7 @@ def shard(
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     policy = own if not blocks and travels(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    _use_own_class(model)
+    _use_own_class(model, each_micro_batch_too=how.sync_each_micro_batch)
     if summed:
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
@@ -121,6 +126,9 @@ def shard(
         _spare_copies(model, units, how, whole=inner.size() == 1)
     for each in groups_of(sharded_modules(model)):
         each.make_trainable()
+    if how.sync_each_micro_batch:
+        each_micro_batch.use(model, sharded_modules(model))
+        vars(model)[_EACH] = True
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
     direct_gather.use([_fsdp(part) for part in (*front, *last, model)])
     _prefetch([[part] for part in front], units, [[part] for part in last])
@@ -160,10 +168,10 @@ def _mlp_apart(first: nn.Module) -> list[nn.Module]:
     the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention. Code of a caller's
     own, which may read the MLP's weights, has the block in one.
     """
-    if type(first) is not TransformerLayer or first.parallel or first.experts is not None:
+    if not isinstance(first, TransformerLayer) or type(first) not in _LAYERS or first.parallel or first.experts is not None:
         return []
     mlp = first.layernorm_mlp
-    if type(mlp) is not LayerNormMLP or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
+    if type(mlp) not in _MLPS or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
         return []
     own = set(mlp.parameters())
     inside = set(mlp.modules())
@@ -232,7 +240,10 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:
-    """Before a backward: sum gradients over the ranks in it if it is the `last` of its step."""
+    """Before a backward: sum gradients over the ranks in it if it is the `last` of its step.
+
+    With `Sharding.sync_each_micro_batch` they are summed over the shards in each, and the last sums them over the replicas.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
 
@@ -260,7 +271,12 @@ def _drop_abandoned_gradients(model: nn.Module, modules: Sequence[FSDPModule]) -
     if backward_is_open(modules):
         for group in groups:
             group.drop_gradients()
-        if vars(model).get(_ACCUMULATED):
+        if vars(model).get(_EACH) and any(parameter.grad is not None for parameter in model.parameters()):
+            warn(
+                "a backward ended in an exception. The gradients of this step, which are summed over the ranks in each "
+                "micro-batch, may contain a part of its own: call optimizer.zero_grad(), and begin the step anew."
+            )
+        elif vars(model).get(_ACCUMULATED):
             warn(
                 "a backward ended in an exception. The gradients of the micro-batches before it, which were not summed over "
                 "the ranks yet, contain a part of its own, and are dropped: begin the step anew with its first micro-batch."
@@ -274,8 +290,11 @@ def _settle_after_exception(root: nn.Module, *_: Any) -> None:
         settle(root)
 
 
-def _use_own_class(model: nn.Module) -> None:
+def _use_own_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
     """Give the model a class of its own, whose `zero_grad` drops all gradients.
+
+    each_micro_batch_too: `set_requires_gradient_sync(False)`, which loops and libraries call to accumulate, leaves the sums
+    over the shards in.
 
     FSDP1 fails with a reason, when it sets its mark on the module, and DDP, when it looks for its own there.
     """
@@ -302,10 +321,18 @@ def _use_own_class(model: nn.Module) -> None:
             group.drop_gradients()
         base.zero_grad(self, set_to_none)
 
+    def set_requires_gradient_sync(self: Any, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Sum gradients over the shards in the next backwards, and with True over the replicas too."""
+        if not recurse:
+            base.set_requires_gradient_sync(self, requires_gradient_sync, recurse=False)
+            return
+        each_micro_batch.begin(self, sharded_modules(self), last=requires_gradient_sync)
+
     vars(model).pop(mark, None)  # FSDP2's own
-    base = type(model)
+    base: Any = type(model)
     marks = {mark: property(lambda self: True, refuse), "_ddp_params_and_buffers_to_ignore": property(refuse_ddp)}
-    derive(model, {**marks, "zero_grad": zero_grad})
+    own = {"set_requires_gradient_sync": set_requires_gradient_sync} if each_micro_batch_too else {}
+    derive(model, {**marks, **own, "zero_grad": zero_grad})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

@@ -35,6 +35,8 @@ class Sharding:
         reduce_dtype: of the sums of gradients; None: that of the gradient.
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward; "auto":
             `octavo.parallel.gathered` decides it before the model is sharded.
+        sync_each_micro_batch: sum gradients over the shards in every backward; `set_requires_gradient_sync(False)` then leaves
+            out replicas alone.
         expert_dispatch_fp8: tokens, and gradients of results, travel to their experts in FP8 under an autocast.
     """
 
@@ -48,6 +50,7 @@ class Sharding:
     reduce_dtype: torch.dtype | None = torch.float32
     reshard_after_forward: bool | Literal["auto"] = "auto"
     expert_dispatch_fp8: bool = False
+    sync_each_micro_batch: bool = False
 
     @property
     def frees_blocks(self) -> bool:
@@ -78,6 +81,7 @@ def sharding_of(
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
         reshard_after_forward=ranks.config.reshard_after_forward,
         expert_dispatch_fp8=ranks.config.expert_dispatch_fp8,
+        sync_each_micro_batch=ranks.config.sync_each_micro_batch,
     )
 
 

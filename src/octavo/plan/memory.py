@@ -190,7 +190,7 @@ def _travelling(setup: Setup) -> int:
 
     On one host it is as autograd wrote it (`octavo.parallel.fsdp2.direct_reduce`); else FSDP2 has a copy in the dtype of sums.
     """
-    as_written = setup.shard == setup.world <= RANKS_OF_A_HOST and not setup.accumulates
+    as_written = setup.shard == setup.world <= RANKS_OF_A_HOST and not setup.keeps_whole_gradients
     return root_bytes(setup) if as_written else setup.reduce_bytes
 
 
@@ -314,7 +314,10 @@ def _buffers(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
-    """Gradients of micro-batches before the last, which every rank keeps whole."""
+    """Gradients of micro-batches before the last, which every rank keeps whole, or the shard of their sum."""
+    if setup.accumulates and not setup.keeps_whole_gradients:
+        width = setup.params_bytes if setup.shard == setup.world else max(setup.params_bytes, setup.reduce_bytes)
+        return math.ceil((setup.parameters - setup.frozen) / setup.shard) * width
     width = setup.reduce_bytes if setup.sharded else setup.params_bytes
     here = setup.parameters - setup.frozen - spec.mixtures * _elsewhere(setup, spec)
     return here * width if setup.accumulates else 0

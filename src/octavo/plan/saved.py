@@ -47,7 +47,7 @@ class Setup:
         head: products of the head in FP8, as `fp8.head`.
         mlp_chunks: parts of the tokens that an MLP computes one after the other.
         horizon: blocks whose offloaded activations are loaded ahead in backward.
-        accumulates: several micro-batches make a step.
+        accumulates: several micro-batches make a step. syncs: gradients are summed over the shards in each.
         documents: attention stays within documents.
         context: ranks that share each sequence.
         expert: ranks over which experts are spread; each is assumed to get an equal share of the tokens' copies.
@@ -88,6 +88,12 @@ class Setup:
     row_tile: int = 128
     frozen: int = 0
     frozen_of_block: int = 0
+    syncs: bool = False
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Gradients of micro-batches before the last are there whole, until the last sums them over the ranks."""
+        return self.accumulates and not (self.syncs and self.sharded)
 
     @property
     def tokens(self) -> int:

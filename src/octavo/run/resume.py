@@ -40,6 +40,7 @@ CHANGEABLE: dict[str, str] = {
     "parallel.*_degree": "a checkpoint loads in any layout",
     "parallel.cp_comm_type": "the same keys and values, by another exchange",
     "parallel.reshard_after_forward": "the same numbers, for less memory",
+    "parallel.sync_each_micro_batch": "the same gradient, in another order of summation",
     "parallel.sm_activation_offloading": "the same numbers, for less memory",
     "parallel.activation_loading_horizon": "the same numbers, for less memory",
     "launch.*": "timeouts of the watchdog",

@@ -33,6 +33,7 @@ from octavo.kernels.timing import median_us
 from octavo.parallel.coordination import all_ranks
 from octavo.run.folder import RunFolder
 from octavo.storage import write_atomic
+from octavo.stored_names import stored_name
 from octavo.train.plan import RunPlan, recipe_from_config
 
 _ROUNDS, _WARM_UP = 25, 3
@@ -128,7 +129,9 @@ def _with_saved_choice(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
     note = f"FP8 as it was chosen when the run began, on {choice['device']}"
     recipe = recipe_from_config(plan.config.fp8) if choice["fp8"] else None
     how = ": none" if recipe is None else "" if supports_fp8(plan.device) else ", emulated here"
-    return dataclasses.replace(plan, recipe=recipe, excluded=choice["kept_out"], fp8_note=note + how)
+    named = {stored_name(name): name for name in plan.layers}  # of a run that an older version began
+    kept_out = {named.get(name, name): reason for name, reason in choice["kept_out"].items()}
+    return dataclasses.replace(plan, recipe=recipe, excluded=kept_out, fp8_note=note + how)
 
 
 def _read_choice(path: Path) -> dict[str, Any]:

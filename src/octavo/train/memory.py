@@ -41,11 +41,11 @@ MOST_RANKS = 1 << 12
 """Ranks tried, by doubling."""
 CHUNKS = 8
 """Tried for `train.mlp_chunks`: the temporaries of an MLP are an eighth, and products of 16,384 tokens run at full speed."""
-_MATRICES = ("self_attention.layernorm_qkv", "self_attention.proj")
-_MLP, _EXPERTS = ("layernorm_mlp.fc1", "layernorm_mlp.fc2"), ("layernorm_moe.experts.fc1", "layernorm_moe.experts.fc2")
+_MATRICES = ("self_attention.qkv", "self_attention.proj")
+_MLP, _EXPERTS = ("ffn.fc1", "ffn.fc2"), ("moe.experts.fc1", "moe.experts.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
-_CONTEXT = "parallel.context_parallel_degree"
+_CONTEXT, _SYNC = "parallel.context_parallel_degree", "parallel.sync_each_micro_batch"
 COSTS: Mapping[Any, float] = {
     False: 0.0,
     "mlp": 0.05,
@@ -55,6 +55,7 @@ COSTS: Mapping[Any, float] = {
     "reshard": 0.02,
     "micro-batch": 0.02,
     "micro-batches": 0.04,
+    "sync": 0.02,  # for each doubling of the micro-batches
     "shard": 0.03,
     "hosts": 0.05,
     "context": 0.04,
@@ -135,6 +136,7 @@ def setup_of(plan: RunPlan) -> Setup:
         gather_bytes=torch_dtype(config.parallel.param_dtype or config.model.dtype).itemsize,
         reduce_bytes=torch_dtype(config.parallel.reduce_dtype).itemsize,
         reshard=plan.gathering.reshard,
+        syncs=config.parallel.sync_each_micro_batch,
         late=plan.dtype == torch.float16,
         history=history,
         memory=whole_gib(plan.hardware.memory_gib) if plan.hardware.kind == "cuda" else None,
@@ -195,6 +197,8 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
         return _fits(found, room) is not False
 
     options = [*_first(plan, _on_these_ranks(plan, setup), fits), *_first(plan, _in_more_parts(plan, setup), fits)]
+    if options and not any(_SYNC in option.changes for option in options):  # the least change of a run that accumulates
+        options += _first(plan, _synced(setup), fits)
     if _on_gpu(plan):  # more ranks would share the memory of a CPU
         options += next((found for ranks in _on_more_ranks(plan, setup) if (found := _first(plan, ranks, fits))), [])
     if setup.params_bytes == 4 and plan.dtype != torch.float16:
@@ -203,6 +207,14 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
         smaller = dataclasses.replace(setup, params_bytes=2, reshard=other.gathering.reshard)
         options += _first(plan, [one.beside(half) for one in _on_these_ranks(other, smaller)], fits)
     return options or next((found for tried in _shorter(plan, setup) if (found := _first(plan, tried, fits))), [])
+
+
+def _synced(setup: Setup) -> list[_Tried]:
+    """The same run with gradients that are summed in each micro-batch, where it keeps whole ones and its shards are smaller."""
+    if not setup.keeps_whole_gradients or setup.shard == 1:
+        return []
+    synced = dataclasses.replace(setup, syncs=True)
+    return [_Tried(0.0, {_SYNC: True}, synced, (synced,))]
 
 
 @dataclass(frozen=True)
@@ -324,19 +336,24 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
     levels = (setup.recompute,) if own or setup.recompute not in levels else levels[levels.index(setup.recompute) :]
     offloads = (setup.offload,) if own or setup.offload or not _on_gpu(plan) else (False, True)
     reshards = (False, True) if setup.sharded and not (setup.reshard or own) else (setup.reshard,)
+    syncs = (False, True) if setup.sharded and setup.shard > 1 and not setup.syncs else (setup.syncs,)
     parts = (setup.mlp_chunks,) if own or experts or setup.mlp_chunks > 1 else (1, CHUNKS)
     before = plan.accumulation
     found: list[_Tried] = []
     for micro in _micro_batches(share, setup.micro_batch):
         of_micro = dataclasses.replace(setup, micro_batch=micro, accumulates=share > micro)
         least = tuple(
-            dataclasses.replace(of_micro, recompute=levels[-1], reshard=reshards[-1], offload=offload, mlp_chunks=chunks)
+            dataclasses.replace(
+                of_micro, recompute=levels[-1], reshard=reshards[-1], syncs=syncs[-1], offload=offload, mlp_chunks=chunks
+            )
             for offload, chunks in itertools.product(offloads, parts)
         )
         usual = share if train.micro_batch is None else train.micro_batch
         of_step = {} if micro == usual else {"train.micro_batch": micro}
         more = max(0.0, math.log2(share / micro / before)) * COSTS["micro-batches" if setup.sharded else "micro-batch"]
-        for reshard, recompute, offload, chunks in itertools.product(reshards, levels, offloads, parts):
+        for sync, reshard, recompute, offload, chunks in itertools.product(syncs, reshards, levels, offloads, parts):
+            if sync != setup.syncs and share == micro:
+                continue  # nothing is accumulated
             if chunks != setup.mlp_chunks and not recompute:
                 continue  # they recompute the first product themselves
             own_changes: dict[str, Any] = {}
@@ -344,6 +361,9 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
             if reshard != setup.reshard:
                 own_changes["parallel.reshard_after_forward"] = True
                 total += COSTS["reshard"]
+            if sync != setup.syncs:
+                own_changes[_SYNC] = True
+                total += COSTS["sync"] * math.log2(share / micro)
             own_changes |= of_step
             if recompute != setup.recompute:
                 own_changes["train.recompute"] = recompute
@@ -354,7 +374,8 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
             if offload != setup.offload:
                 own_changes["train.offload"] = True
                 total += _OFFLOADS[recompute]
-            tried: dict[str, Any] = {"recompute": recompute, "mlp_chunks": chunks, "offload": offload, "reshard": reshard}
+            tried: dict[str, Any] = {"recompute": recompute, "mlp_chunks": chunks, "offload": offload}
+            tried |= {"reshard": reshard, "syncs": sync}
             found.append(_Tried(total, {**changes, **own_changes}, dataclasses.replace(of_micro, **tried), least))
     return found
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from octavo.config.optimizer import OptimizerConfig
+from octavo.groups import parameter_groups
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import is_shard
@@ -23,13 +24,9 @@ from octavo.train.adamw import AdamW
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW with decoupled weight decay of matrices; none for norms, biases and other vectors."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    norms = _norm_parameters(model)
-    decayed = [p for name, p in named if p.ndim >= 2 and name not in norms]
-    others = [p for name, p in named if p.ndim < 2 or name in norms]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps)
+    """AdamW with decoupled weight decay of matrices, by the rule of `octavo.parameter_groups`."""
+    groups = parameter_groups(model, config.weight_decay)
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
@@ -110,13 +107,3 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     """This rank's part of each."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-
-
-def _norm_parameters(model: nn.Module) -> set[str]:
-    """Names of parameters of norms, by the class of their module or their own name."""
-    return {
-        f"{name}.{own}" if name else own
-        for name, module in model.named_modules()
-        for own, _ in module.named_parameters(recurse=False)
-        if own.startswith("layer_norm") or type(module).__name__.endswith("Norm")
-    }

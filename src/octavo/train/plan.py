@@ -39,6 +39,7 @@ from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_loader import folder_weights
+from octavo.nn.plain_names import stored_names
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, check_supported, gather_dtype
@@ -64,7 +65,7 @@ class RunPlan:
     accumulation: int  # forwards in a step
     layers: Mapping[str, Fp8Layer]  # layers that can run in FP8, by name
     flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters
-    weights: Layout  # parameters and persistent buffers
+    weights: Layout  # parameters and persistent buffers by their stored names
     weights_folder: Path | None  # pretrained weights; None for random ones
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
     parameters: int  # of the whole model, shared ones once
@@ -240,6 +241,7 @@ def check(
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
+    stored = stored_names(model)
     plan = RunPlan(
         config=config,
         hf_config=hf_config,
@@ -252,7 +254,7 @@ def check(
         micro_batch=micro_batch,
         accumulation=accumulation,
         flops=None if _frozen(model) else _token_flops(hf_config, config.data.sequence_length),
-        weights=layout_of(weights(model)),
+        weights={stored.get(name, name): tensor for name, tensor in layout_of(weights(model)).items()},
         weights_folder=folder,
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

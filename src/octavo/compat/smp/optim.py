@@ -18,14 +18,16 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from octavo.collectives.whole import whole_tensor
-from octavo.compat.smp.state_dicts import Settings, clean
+from octavo.compat.smp.state_dicts import Settings, clean, stored_names_of
 from octavo.errors import InputError
 from octavo.parallel.shards import local_shard
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The id of each parameter → its name."""
-    return {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    """The id of each parameter → its stored name."""
+    stored = stored_names_of(model)
+    names = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    return {number: stored.get(name, name) for number, name in names.items()}
 
 
 @torch.no_grad()
@@ -76,7 +78,8 @@ def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, stat
         for parameter in group["params"]:
             name = _name(names, parameter)
             numbers[name], parameters[name] = len(numbers), parameter
-    given = _nested(state.get("state", {}))
+    stored = stored_names_of(model)
+    given = {stored.get(name, name): entries for name, entries in _nested(state.get("state", {})).items()}
     if strangers := sorted(given.keys() - numbers.keys()):
         raise InputError(
             f"the optimizer's state is of other parameters than the model's, such as {strangers[0]!r}: load it into the model "

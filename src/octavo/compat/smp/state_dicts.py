@@ -28,6 +28,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.compat.te.state import decode, encode, is_ours
 from octavo.errors import InputError
 from octavo.models.convert import Conversion, conversion_of
+from octavo.nn.plain_names import stored_names
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import local_shard
 
@@ -138,6 +139,11 @@ def clean(name: str) -> str:
     return name
 
 
+def stored_names_of(model: nn.Module) -> dict[str, str]:
+    """`stored_names` without wrappers: a model's names → those of its states, of parameters and buffers."""
+    return {clean(own): clean(stored) for own, stored in stored_names(model).items()}
+
+
 def sharded_in(model: Any) -> list[Any]:
     """Every `ShardedModel` that `model` is or has inside, under wrappers of any kind.
 
@@ -201,10 +207,10 @@ def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *con
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a tied one once under Octavo's first name."""
-    way = conversion_of(model)
+    """Parameters and persistent buffers by stored name, a tied one once under Octavo's first name."""
+    way, stored = conversion_of(model), stored_names_of(model)
     state = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    return {name: tensor for name, tensor in state.items() if way is None or name not in way.tied}
+    return {stored.get(name, name): tensor for name, tensor in state.items() if way is None or name not in way.tied}
 
 
 @torch.no_grad()
@@ -249,7 +255,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     """
     settle(model)
     tensors, way = tensors_of(model), conversion_of(model)
-    given = {clean(name): value for name, value in state.items() if name != FP8}
+    stored = stored_names_of(model)
+    given = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
     local = settings.kind in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
     missing, used = [], set()
     for name, tensor in tensors.items():

@@ -109,7 +109,7 @@ class GroupedLinear(Products, _grouped.GroupedLinear, metaclass=Kind):
         super().__init__(**bound("GroupedLinear", args, kwargs))
 
 
-class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):
+class LayerNorm(Stateless, _norm.LayerNorm, metaclass=Kind):  # type: ignore[misc]
     """(x − mean) / √(variance + eps) · weight + bias."""
 
     __module__ = "transformer_engine.pytorch.module.layernorm"  # by which clients tell it

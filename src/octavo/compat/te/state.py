@@ -26,6 +26,8 @@ from octavo.fp8.formats import Format
 from octavo.fp8.recipe import DelayedScaling, Operand
 from octavo.fp8.scaling import ModuleState, load_state_records, state_records, states_of
 from octavo.nn.attention import MultiheadAttention
+from octavo.nn.plain_names import stored_names
+from octavo.stored_names import record_name
 
 KEY = "_extra_state"
 _MAGIC = b"octavo-fp8:"
@@ -33,12 +35,14 @@ _MAGIC = b"octavo-fp8:"
 
 def encode(module: nn.Module) -> Tensor:
     """The FP8 state of a module's layers, uint8 on the CPU."""
-    recipe = next((state.history_recipe for _, state in states_of(module) if state.slots), None)
+    recipe = next((state.history_recipe for _, state in states_of(module) if state.records), None)
     header: dict[str, Any] = {}
     if isinstance(recipe, DelayedScaling):
         header = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
         header["fp8_format"] = recipe.fp8_format.name
-    records = {name: tensor.cpu().contiguous() for name, tensor in state_records(module).items()} if header else {}
+    stored = stored_names(module)
+    found = state_records(module) if header else {}
+    records = {record_name(name, stored): tensor.cpu().contiguous() for name, tensor in found.items()}
     text = json.dumps(header).encode()
     return torch.frombuffer(bytearray(_MAGIC + len(text).to_bytes(4, "little") + text + _save(records)), dtype=torch.uint8)
 
@@ -59,7 +63,9 @@ def decode(module: nn.Module, state: Tensor) -> None:
         return
     recipe = DelayedScaling(**header | {"fp8_format": Format[header["fp8_format"]]})
     object.__setattr__(recipe, "native", False)
-    load_state_records(module, _load(data[4 + size :]), recipe)
+    named = {stored: own for own, stored in stored_names(module).items()}
+    records = {record_name(name, named): tensor for name, tensor in _load(data[4 + size :]).items()}
+    load_state_records(module, records, recipe)
 
 
 WAYS = {
@@ -152,7 +158,7 @@ class Readable(OneRank):
         states = [state for _, state in states_of(self)]
         recipe = next((state.recipe for state in states if state.recipe is not None), None)
         found: dict[str, Any] = {"recipe": recipe, "num_gemms": len(states), "fp8_checkpoint": recipe is not None}
-        if any(state.slots for state in states):
+        if any(state.records for state in states):
             found["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
             found["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
         return MappingProxyType(found)
@@ -164,8 +170,8 @@ class Products(Readable, Stateful):
 
 @torch.inference_mode()  # of which a write raises
 def _scaling(states: Sequence[ModuleState], operands: Sequence[Operand | None]) -> Scaling:
-    slots = [state.slots.get(operand) if operand is not None else None for state in states for operand in operands]
-    one = next(slot for state in states for slot in state.slots.values())
+    slots = [state.records.get(operand) if operand is not None else None for state in states for operand in operands]
+    one = next(slot for state in states for slot in state.records.values())
     length = max(len(slot.history) for slot in slots if slot is not None)
     none = torch.ones((), device=one.scale.device), torch.zeros(length, device=one.scale.device)
     pairs = [none if slot is None else (slot.scale, slot.history) for slot in slots]

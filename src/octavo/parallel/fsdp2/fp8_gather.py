@@ -37,10 +37,10 @@ from octavo.kernels.quantize.cast_scaled import amax
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.scales import inverse_
 from octavo.parallel.fsdp2.adapter import Form, Group, Parameter, group_of
+from octavo.process import process
 
 _BESIDE_THEIR_BASE = ("lora", "ia3", "vera")
 """Adapters of PEFT that use the output of their base layer, and not its weight."""
-_placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 @dataclass
@@ -287,7 +287,8 @@ class _SharedWeight:
 
     def _is_gathered_again(self, backward: bool) -> bool:
         """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
-        micro_batch_follows = self.forward.first is not None and not self.group.reduces
+        accumulates = self.group.micro_batch_follows or not self.group.reduces
+        micro_batch_follows = self.forward.first is not None and accumulates
         return micro_batch_follows or (not backward and self.group.frees_after_forward)
 
     def _is_chosen(self, how: Cast) -> bool:
@@ -363,9 +364,9 @@ def _matrices(parameter: Parameter, state: ModuleState) -> dict[int | tuple[()],
 @torch.inference_mode(False)
 def _placeholder(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """NaN, which shows in the loss if other code than the layer's reads the weight."""
-    shared = _placeholders.get((device, dtype))
+    shared: Tensor | None = process.placeholders.get((device, dtype))
     if shared is None or shared.numel() < elements:
-        shared = _placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
+        shared = process.placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
     return shared[:elements]
 
 

@@ -1,0 +1,202 @@
+"""Parameters of a transformer layer under the names that they have without fusion: `ffn.fc1.weight`, `ffn.layernorm.weight`.
+
+Transformer Engine's layers hold a norm and a product in one module, as `layernorm_mlp.fc1_weight`. Everyone decides by names
+and classes which parameters decay: none with "norm" or "bias" in the name, none that is called "bias", none of an
+`nn.LayerNorm`. By the fused names such a rule leaves out every matrix behind a norm. `use_plain_names` moves the parameters of
+a layer, in their order, into modules that are named as Hugging Face's; the layer computes as before, and its fused names stay
+attributes, to read and to set.
+
+The fused names are the stored ones too (`stored_names`): checkpoints, state dicts by SMP's names and the counters of initial
+weights use them, so that files load in both directions and a seed gives the same weights. `octavo.nn` by itself, and the layers
+of a script for Transformer Engine, have the fused names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from octavo.fp8.scaling import ModuleState
+from octavo.nn.attention import MultiheadAttention
+from octavo.nn.block import TransformerLayer
+from octavo.nn.linear import LayerNormLinear
+from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.moe import LayerNormMoE
+from octavo.nn.norm import NORM_LAYERS
+from octavo.stored_names import stored_name
+
+
+class Product(nn.Module):
+    """Weight and bias of a product that the module around it computes; not called by itself.
+
+    Attributes:
+        kind: name of the class of the module around.
+    """
+
+    def __init__(self, kind: str, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, *_: Any) -> Tensor:
+        """Raises a TypeError: the module around computes the product, with what stands before and behind it."""
+        raise TypeError(f"a product of {self.kind} is not called by itself: call the {self.kind}.")
+
+    def extra_repr(self) -> str:
+        """The shape, for `print(model)`."""
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, bias={self.bias is not None}"
+
+
+class _Plain:
+    """Base, in front of a layer's class, of a layer with plain names: where its fused names are."""
+
+    places: ClassVar[dict[str, tuple[str, str]]] = {}
+    """Fused name → attribute of this module, and attribute of that; empty for the attribute itself."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.places:
+            owner, own = self.places[name]
+            target, name = (getattr(self, owner), own) if own else (self, owner)
+            setattr(target, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def _plain_class(base: type[nn.Module], places: dict[str, tuple[str, str]]) -> type[nn.Module]:
+    """The class of a layer of `base` with plain names; it has the base's name, which users and libraries read."""
+
+    def at(owner: str, own: str) -> property:
+        return property(lambda self: getattr(getattr(self, owner), own) if own else getattr(self, owner))
+
+    members: dict[str, Any] = {name: at(*place) for name, place in places.items()}
+    # By the qualified name pickle finds the class, among the names of this module.
+    members |= {"places": places, "__module__": __name__, "__qualname__": f"Plain{base.__name__}", "__doc__": base.__doc__}
+    return type(base.__name__, (_Plain, base), members)
+
+
+def _inside(names: str, *, fp8: bool = False) -> dict[str, tuple[str, str]]:
+    """Fused names of children's weights and biases, `layernorm` among them."""
+    kinds = ("weight", "bias")
+    found = {f"layer_norm_{kind}": ("layernorm", kind) for kind in kinds}
+    for name in names.split():
+        found |= {f"{name}_{kind}": (name, kind) for kind in kinds}
+        found |= {f"{name}_fp8_state": (name, "fp8_state")} if fp8 else {}
+    return found
+
+
+PlainTransformerLayer = _plain_class(TransformerLayer, {"layernorm_mlp": ("ffn", ""), "layernorm_moe": ("moe", "")})
+PlainMultiheadAttention = _plain_class(MultiheadAttention, {"layernorm_qkv": ("qkv", "")})
+PlainLayerNormLinear = _plain_class(LayerNormLinear, _inside(""))
+PlainLayerNormMLP = _plain_class(LayerNormMLP, _inside("fc1 fc2", fp8=True))
+PlainLayerNormMoE = _plain_class(LayerNormMoE, _inside("router"))
+
+
+def use_plain_names(layer: TransformerLayer) -> TransformerLayer:
+    """Give the parameters of a new layer with a norm in front of its attention their plain names; returns the layer."""
+    attention = layer.self_attention
+    qkv = attention.layernorm_qkv
+    # The norm is a child of the attention, so that its parameters stay in front of the product's: optimizers that were saved
+    # by position, and sums over all gradients, see the same order. The layer that computes with it has a reference.
+    vars(qkv)["layernorm"] = norm = _norm(qkv, qkv.normalization, qkv.eps, qkv.zero_centered_gamma)
+    _become(qkv, PlainLayerNormLinear)
+    _replace(attention, "layernorm_qkv", {"layernorm": norm, "qkv": qkv})
+    _become(attention, PlainMultiheadAttention)
+    if layer.experts is not None:
+        moe = layer.layernorm_moe
+        parts: dict[str, nn.Module] = {"layernorm": _norm(moe, *moe.norm), "router": _product(moe, "router")}
+        _put_first(moe, parts)
+        _become(moe, PlainLayerNormMoE)
+        _replace(layer, "layernorm_moe", {"moe": moe})
+    else:
+        mlp = layer.layernorm_mlp
+        parts = {"layernorm": _norm(mlp, mlp.normalization, mlp.eps, mlp.zero_centered_gamma)}
+        for name in ("fc1", "fc2"):
+            parts[name] = _product(mlp, name)
+            delattr(mlp, f"{name}_fp8_state")
+            vars(parts[name])["fp8_state"] = ModuleState(parts[name])
+        _put_first(mlp, parts)
+        _become(mlp, PlainLayerNormMLP)
+        _replace(layer, "layernorm_mlp", {"ffn": mlp})
+    _become(layer, PlainTransformerLayer)
+    layer.register_load_state_dict_pre_hook(_take_stored_names)
+    return layer
+
+
+def _take_stored_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have `load_state_dict` take a state dict of an older version, by the stored names, too."""
+    for name in _names_in(layer):
+        if (stored := prefix + stored_name(name)) != prefix + name and stored in state_dict:
+            state_dict.setdefault(prefix + name, state_dict.pop(stored))
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
+
+
+def _taken(module: nn.Module, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias of this name, which the module has no more."""
+    found = getattr(module, f"{name}_weight"), getattr(module, f"{name}_bias", None)
+    for kind in ("weight", "bias"):
+        if hasattr(module, f"{name}_{kind}"):
+            delattr(module, f"{name}_{kind}")
+    return found
+
+
+def _product(module: nn.Module, name: str) -> Product:
+    return Product(type(module).__name__, *_taken(module, name))
+
+
+def _norm(module: nn.Module, normalization: str, eps: float, zero_centered: bool) -> nn.Module:
+    """A norm with the parameters of the one in `module`."""
+    weight, bias = _taken(module, "layer_norm")
+    norm = NORM_LAYERS[normalization](weight.shape[0], eps, zero_centered_gamma=zero_centered, device="meta")
+    norm.weight, norm.bias = weight, bias
+    return norm
+
+
+def _replace(module: nn.Module, name: str, by: dict[str, nn.Module]) -> None:
+    """Put children in the place of one, among the others in their order."""
+    children = dict(module.named_children())
+    for each in children:
+        delattr(module, each)
+    for each, child in children.items():
+        for key, new in (by if each == name else {each: child}).items():
+            module.add_module(key, new)
+
+
+def _put_first(module: nn.Module, parts: dict[str, nn.Module]) -> None:
+    """Add children in front of the others."""
+    children = dict(module.named_children())
+    for each in children:
+        delattr(module, each)
+    for key, child in (parts | children).items():
+        module.add_module(key, child)
+
+
+def stored_names(model: nn.Module) -> dict[str, str]:
+    """Parameters, buffers and modules in layers with plain names → their stored names; others are stored as they are called.
+
+    Wrappers around the model or inside of it, such as `torch.compile`'s, may lengthen the names.
+    """
+    found: dict[str, str] = {}
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, PlainTransformerLayer):
+            continue
+        start = f"{prefix}." if prefix else ""
+        for name in _names_in(layer):
+            if (stored := stored_name(name)) != name:
+                found[start + name] = start + stored
+    return found
+
+
+def _names_in(layer: nn.Module) -> Iterator[str]:
+    for members in (layer.named_modules, layer.named_parameters, layer.named_buffers):
+        yield from (name for name, _ in members(remove_duplicate=False) if name)
+
+
+def has_plain_names(module: nn.Module) -> bool:
+    """True for a layer of `use_plain_names`, or a part of it with fused names of its own."""
+    return isinstance(module, _Plain)
