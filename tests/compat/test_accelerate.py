@@ -6,6 +6,8 @@ Lightning is tested where it is installed.
 import contextlib
 import copy
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import InputError
+from octavo.migrate.script import read
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that this project does not choose
 
@@ -141,6 +144,34 @@ def test_accelerate_resumes_to_the_bit(te, tmp_path):
 def test_mxfp8_is_refused_by_name(te):
     with pytest.raises(ValueError, match="Octavo has no MXFP8: use Float8BlockScaling"):
         Training(use_mxfp8_block_scaling=True)
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("amax_history_len=0", "TERecipeKwargs(amax_history_len=0): a history has at least 1 step"),
+        ("margin=99", "TERecipeKwargs(margin=99): scales are divided by 2^margin"),
+        ("fp8_format='E5M2'", "TERecipeKwargs: fp8_format E5M2 is not supported: use HYBRID or E4M3."),
+        ("override_linear_precision=(False, False, True)", "TERecipeKwargs: override_linear_precision=(False, False, True): "),
+        ("amax_history_len='many'", "TERecipeKwargs(amax_history_len='many'): Input should be a valid integer"),
+        ("use_mxfp8_block_scaling=True", "TERecipeKwargs(use_mxfp8_block_scaling=True): Octavo has no MXFP8"),
+    ],
+)
+def test_a_refused_argument_is_one_message_with_the_key_of_the_script(tmp_path, argument, told):
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom accelerate import Accelerator\nfrom accelerate.utils import TERecipeKwargs\n"
+        f"handlers = [TERecipeKwargs({argument})]\n"
+        "accelerator = Accelerator(mixed_precision='fp8', cpu=True, kwargs_handlers=handlers)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(16, 16))\n"
+        "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\nmodel(torch.ones(16, 16))\n"
+    )
+    script = read(tmp_path / "train.py")
+    assert [use.name for use in script.uses if use.row.status == "absent"][-1].startswith("accelerate.utils.TERecipeKwargs(")
+    command = [sys.executable, "-W", "ignore", "-m", "octavo.compat", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"accelerate.utils.{told}" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_the_global_state_is_that_of_the_innermost_autocast(te):

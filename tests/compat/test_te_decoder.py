@@ -290,8 +290,13 @@ def test_refused_by_name(te):
     decoder = te.TransformerLayer(HIDDEN, 48, HEADS, layer_type="decoder")
     with pytest.raises(InputError, match="cross-attention takes encoder_output"):
         decoder(x)
-    with pytest.raises(InputError, match=r"encoder_output=Tensor.* is not supported"):
-        te.TransformerLayer(HIDDEN, 48, HEADS)(x, encoder_output=x)
+    for name in ("encoder_output", "enc_dec_attn_mask"):
+        with pytest.raises(InputError, match=rf"{name} beside layer_type='encoder'.* Pass layer_type='decoder'"):
+            te.TransformerLayer(HIDDEN, 48, HEADS)(x, **{name: x})
+    with pytest.raises(InputError, match=r"encoder_output beside attention_type='self'.* Pass attention_type='cross'"):
+        te.MultiheadAttention(HIDDEN, HEADS)(x, encoder_output=x)
+    with pytest.raises(InputError, match=r"give a bool tensor, .* or cu_seqlens_q and cu_seqlens_kv"):
+        te.MultiheadAttention(HIDDEN, HEADS)(x, attn_mask_type="padding")
     with pytest.raises(InputError, match="layer_type='decoder', parallel_attention_mlp=True"):
         te.TransformerLayer(HIDDEN, 48, HEADS, layer_type="decoder", parallel_attention_mlp=True)
     for name, layer in (("MultiheadAttention", te.MultiheadAttention(HIDDEN, HEADS)), ("TransformerLayer", decoder)):

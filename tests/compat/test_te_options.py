@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 
 import plain
 import pytest
@@ -460,3 +461,29 @@ def test_what_clients_read_of_a_layer(te, layer, sizes, products, bias):
         forward.scale.fill_(2)
     with pytest.raises(TypeError):
         meta["recipe"] = None
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True}, {"layer_type": "decoder"}, {"input_layernorm": True}])
+def test_attributes_that_clients_read_of_layers_inside(te, options):
+    attention = "input_layernorm" in options
+    make = te.MultiheadAttention if attention else te.TransformerLayer
+    layer = make(32, *(() if attention else (64,)), 4, bias="layer_type" not in options, **options)
+    products = [
+        module for module in layer.modules() if any("weight" in name for name, _ in module.named_parameters(recurse=False))
+    ]
+    assert len(products) == {"layer_type": 6, "input_layernorm": 2}.get(next(iter(options), ""), 3)
+    for module in layer.modules():
+        assert (module.tp_size, module.tp_group, module.sequence_parallel) == (1, None, False)
+    for module in products:
+        biased = any("bias" in name and "norm" not in name for name, own in module.named_parameters(recurse=False))
+        assert module.use_bias is biased is ("layer_type" not in options)
+        assert module.fp8_meta["recipe"] is None
+    x = torch.randn(8, 2, 32, requires_grad=True)
+    given = {"encoder_output": torch.randn(8, 2, 32)} if "layer_type" in options else {}
+    with te.fp8_autocast():
+        y = layer(x, **given)
+    y.sum().backward()
+    for module in products:
+        assert module.fp8_meta["scaling_fwd"].amax_history.max() > 0
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))  # noqa: S301
+    assert [type(one) for one in copied.modules()] == [type(one) for one in layer.modules()]

@@ -32,6 +32,7 @@ from octavo.launch import (
     configs,
     distribution,
 )
+from octavo.launch.job import start_ticks
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -320,18 +321,34 @@ SMP(tensor_parallel_degree=2)
     assert done.stderr.splitlines()[-1].startswith(last)
 
 
-def test_ctrl_c_stops_the_job(place):
-    (place / "src" / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+@pytest.mark.parametrize("command", [[], ["-m", "octavo.compat"]])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ModelTrainer(source_code=SourceCode(source_dir='src', entry_script='train.py'), base_job_name='one').train()",
+        "PyTorch('train.py', 'src', instance_type='local', base_job_name='one').fit()",
+    ],
+)
+@pytest.mark.parametrize("caught", [False, True])
+def test_ctrl_c_stops_the_job_and_ends_the_script_without_a_traceback(place, command, call, caught):
+    text = "import os, time\nprint('begun', os.getpid(), flush=True)\ntime.sleep(600)\n"
+    (place / "src" / "train.py").write_text(text)
     (place / "launch.py").write_text(
-        "import signal\nfrom octavo.launch import ModelTrainer, SourceCode\n"
+        "import signal\nfrom octavo.launch import ModelTrainer, PyTorch, SourceCode\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever the tests' shell has set
-        "ModelTrainer(source_code=SourceCode(source_dir='src', entry_script='train.py'), base_job_name='one').train()\n"
+        + (f"try:\n    {call}\nexcept KeyboardInterrupt:\n    print('caught')\n" if caught else f"{call}\n")
     )
     with subprocess.Popen(
-        [sys.executable, "launch.py"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command, "launch.py"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout.readline() == "begun\n"
+        begun, pid = process.stdout.readline().split()
+        assert begun == "begun"
         process.send_signal(signal.SIGINT)
-        assert "stopping job one-" in process.stderr.read()
+        out, said = process.communicate()
+    assert process.returncode == (0 if caught else 130)
+    assert ("caught" in out) == caught
+    assert "stopping job one-" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert start_ticks(int(pid)) is None
     (folder,) = (place / "jobs").iterdir()
     assert TrainingJob.get(folder.name).training_job_status == "Stopped"

@@ -109,6 +109,43 @@ RUNS = [
     "te.MultiheadAttention(16, 2, qkv_format='bshd', qk_norm_type='L2Normalization')",
 ]
 FAILS = [
+    "with te.fp8_autocast(enabled=True, fp8_recipe=recipe.MXFP8BlockScaling()):\n    te.Linear(16, 16)(x)",
+    (
+        "r = recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=True))\n"
+        "with te.fp8_autocast(True, fp8_recipe=r):\n    te.Linear(16, 16)(x)"
+    ),
+    "r = recipe.MXFP8BlockScaling()\nwith te.fp8_autocast(enabled=True, fp8_recipe=r):\n    te.Linear(16, 16)(x)",
+    "R = recipe\nr = R.NVFP4BlockScaling()\nkw = {'recipe': r}\nwith te.autocast(**kw):\n    te.Linear(16, 16)(x)",
+    "from accelerate.utils import TERecipeKwargs\nfrom accelerate.utils.transformer_engine import apply_fp8_autowrap\n"
+    "apply_fp8_autowrap(nn.Linear(2, 2), TERecipeKwargs(override_linear_precision=(False, False, True)))",
+    "from accelerate.utils import TERecipeKwargs\nfrom accelerate.utils.transformer_engine import apply_fp8_autowrap\n"
+    "apply_fp8_autowrap(nn.Linear(2, 2), TERecipeKwargs(fp8_format='E5M2'))",
+    "from accelerate.utils import TERecipeKwargs\nfrom accelerate.utils.transformer_engine import apply_fp8_autowrap\n"
+    "apply_fp8_autowrap(nn.Linear(2, 2), TERecipeKwargs(amax_history_len=0))(x[..., :2])",
+    "from transformer_engine.pytorch.attention import apply_rotary_pos_emb\n"
+    "apply_rotary_pos_emb(q, torch.randn(4, 1, 1, 8), tensor_format='bhsd')",
+    "from transformer_engine.pytorch.attention import apply_rotary_pos_emb as turn\n"
+    "turn(q, torch.randn(4, 1, 1, 8), cp_size=2, cp_rank=2)",
+    "te.DotProductAttention(2, 8)(q, q, q, softcap=-1.0)",
+    "l = te.MultiheadAttention(16, 2)\nl(x, softcap=-1.0)",
+    "te.DotProductAttention(2, 8, softcap=-1.0)",
+    "te.TransformerLayer(16, 32, 2, layer_type='decoder', parallel_attention_mlp=True)",
+    "te.DotProductAttention(2, 8)(q, q, q, attn_mask_type='padding', cu_seqlens_q=torch.tensor([0, 4, 8]))",
+    "te.MultiheadAttention(16, 2)(x, attn_mask_type='padding', cu_seqlens_kv=torch.tensor([0, 4, 8]))",
+    "te.DotProductAttention(2, 8)(q, q, q, core_attention_bias_type='alibi', softcap=1.0)",
+    "te.DotProductAttention(2, 8)(q, q, q, core_attention_bias_type='post_scale_bias')",
+    "te.Linear(16, 16, bias=True, **{'bias': False})",
+    "from torch.sagemaker.nn.attn import FlashSelfAttention\nFlashSelfAttention()((q, q, q), layout='b s d h')",
+    "from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue as A\na = A()\n"
+    "a.maybe_finalize_async_calls(nonsense=1)",
+    "from transformer_engine.pytorch.attention import RotaryPositionEmbedding as R\nR(8)(4, nonsense=1)",
+    "from accelerate import Accelerator\na = Accelerator(cpu=True)\na.clip_grad_norm_([x], max_nrm=1.0)",
+    "te.LayerNormMLP(16, 32, activation='clamped_swiglu', activation_params={'nope': 1})",
+    "kw = {'in_features': 16}\nte.Linear(16, 16, **kw)",
+    "te.Linear(16, 16, parameters_split=('a', 'b', 'c'))",
+    "tsm.init({'hybrid_shard_degree': 2, 'context_parallel_degree': 4})",
+    "tsm.init({'random_seed': -1})",
+    "from torch.sagemaker.nn.attn import FlashSelfAttention\nFlashSelfAttention(use_alibi=True)",
     "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP.nothing",
     "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nFSDP(nn.Linear(2, 2), nonsense=1)",
     "from torch.distributed.fsdp import MixedPrecision\nMixedPrecision(nonsense=1)",
@@ -153,11 +190,22 @@ FAILS = [
     "te.MultiheadAttention(16, 2, input_layernorm=True, normalization='BatchNorm')",
 ]
 UNSEEN = [
-    "with te.fp8_autocast(enabled=True, fp8_recipe=recipe.MXFP8BlockScaling()):\n    te.Linear(16, 16)(x)",
-    (
-        "r = recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=True))\n"
-        "with te.fp8_autocast(True, fp8_recipe=r):\n    te.Linear(16, 16)(x)"
-    ),
+    "l = te.DotProductAttention(2, 8, attn_mask_type='padding')\nl(q, q, q)",
+    "l = te.DotProductAttention(2, 8, qkv_format='thd', attn_mask_type='padding')\nl(q[0], q[0], q[0])",
+    "l = te.TransformerLayer(16, 32, 2, attn_input_format='thd')\nl(x.flatten(0, 1))",
+    "l = te.MultiheadAttention(16, 2, attention_type='cross')\nl(x)",
+    "l = te.TransformerLayer(16, 32, 2, layer_type='decoder')\nl(x)",
+    "l = te.TransformerLayer(16, 32, 2)\nl(x, encoder_output=x)",
+    "l = te.TransformerLayer(16, 32, 2)\nl(x, self_attn_mask_type='arbitrary')",
+    "l = te.DotProductAttention(2, 8)\nl.set_context_parallel_group(3)",
+    "t = te.CudaRNGStatesTracker()\nt.add('a', 1)\nt.add('a', 2)",
+    "with te.fp8_autocast():\n    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as G\n    G.reset()",
+    "from octavo.launch import PyTorch\nPyTorch.attach('no-such-job')",
+    "from sagemaker.pytorch import PyTorch\nPyTorch.attach('no-such-job')",
+    "from torch.sagemaker.grad_norm import clip_grad_norm_\nclip_grad_norm_(nn.Linear(2, 2), max_nrm=1.0)",
+    "from torch.sagemaker.nn.attn import FlashSelfAttention\nf = FlashSelfAttention()\nf((q, q, q), attn_mask=x)",
+    "r = recipe.DelayedScaling()\nr.margin = 99\nwith te.fp8_autocast(fp8_recipe=r):\n    te.Linear(16, 16)(x)",
+    "r = build()\nwith te.fp8_autocast(fp8_recipe=r):\n    te.Linear(16, 16)(x)",
     ("class N(te.Linear):\n\n    def __init__(self, *args, extra=0):\n        super().__init__(*args)\nN(16, 16, extra=1)(x)"),
     ("class N(te.Linear):\n\n    def __init__(self, n, **kw):\n        super().__init__(n, n, **kw)\nN(16, bias=False)(x)"),
     ("class N(te.Linear):\n\n    def __init__(self, n, **kw):\n        super().__init__(n, n, **kw)\nN(16, nonsense=False)(x)"),

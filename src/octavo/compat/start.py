@@ -20,6 +20,7 @@ from typing import Any
 from octavo.compat import finder, sdk
 from octavo.compat.smp.beside import SHIMS as BESIDE
 from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.limits import NO_MXFP8
 from octavo.compat.te.shim import SHIM as TE
 from octavo.errors import InputError, OctavoError, warn
 from octavo.launch import faults
@@ -58,6 +59,8 @@ def _let_threads_end() -> None:
 
 def _excepthook(before: Callable[..., Any], job: faults.Faults | None) -> Callable[..., None]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ValueError) and str(error).endswith(NO_MXFP8):  # Accelerate raises with the reason that it gets
+            error = InputError(f"accelerate.utils.TERecipeKwargs(use_mxfp8_block_scaling=True): {NO_MXFP8}")
         said = isinstance(error, OctavoError)
         line = f"{_place(trace)}{error}" if said else _line(error)
         printed = line if said else "".join(traceback.format_exception(kind, error, trace))

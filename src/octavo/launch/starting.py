@@ -10,9 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from octavo.errors import InputError, warn
+from octavo.errors import EXIT_INTERRUPTED, InputError, warn
 from octavo.launch import code, container_paths, environment, inputs, job
 from octavo.launch.checkpoints import Checkpoints
 from octavo.launch.distribution import Layout
@@ -155,19 +156,36 @@ def _too_long(request: Request) -> str:
 
 
 def run(started: Job, logs: Any) -> None:
-    """Wait for the end of a job, with its log if `logs`; Ctrl-C stops it.
+    """Wait for the end of a job, with its log if `logs`; Ctrl-C stops it, and a second one does not wait for its end.
 
     Raises:
         JobFailed: it failed.
         RunStopped: it was stopped.
+        KeyboardInterrupt: after Ctrl-C; a script that does not catch it ends with exit code 130 and no traceback.
     """
     try:
         started.wait(logs=logs)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         warn(f"stopping job {started.name} …")
-        started.stop()
         started.told = True
-        raise
+        _without_traceback(interrupt)
+        try:
+            started.stop()
+        except KeyboardInterrupt:
+            warn(f"job {started.name} is left to its supervisor, which ends its ranks.")
+        raise interrupt from None
+
+
+def _without_traceback(interrupt: KeyboardInterrupt) -> None:
+    """End the process with exit code 130 if nothing catches `interrupt`: the message about the job is there already."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is interrupt:
+            raise SystemExit(EXIT_INTERRUPTED)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _mapped(request: Request, folder: Path, channels: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -256,7 +274,9 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
                 text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
             found.until(lambda: in_hand() or supervisor.poll() is not None, 1.0)
-    except BaseException:  # such as Ctrl-C: its folder will be removed
+    except BaseException as error:  # such as Ctrl-C: its folder will be removed
+        if isinstance(error, KeyboardInterrupt):
+            _without_traceback(error)
         supervisor.kill()
         supervisor.wait()
         raise

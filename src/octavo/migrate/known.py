@@ -22,6 +22,8 @@ class _Unknown:
 
 UNKNOWN = _Unknown()
 """A value known only at run time."""
+OPTIONAL = _Unknown()
+"""A value known only at run time, which may be None."""
 MORE = _Unknown()
 """The one item of a list of which nothing is known, its length included."""
 REST = "**"
@@ -74,6 +76,18 @@ class Function:
 
     def __deepcopy__(self, memo: Any) -> Function:
         return self
+
+
+@dataclass(frozen=True)
+class Made:
+    """An object of a recipe as a value: its class, and the arguments of its call."""
+
+    dotted: str
+    args: list[Any]
+    words: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"{self.dotted.rpartition('.')[2]}(…)"
 
 
 def put(table: dict[Any, Any], given: dict[Any, Any]) -> None:
@@ -185,6 +199,8 @@ def is_known(value: Any) -> bool:
         return all(map(is_known, value.values()))
     if isinstance(value, list):
         return all(map(is_known, value))
+    if isinstance(value, Made):
+        return is_known(value.args) and is_known(value.words)
     return not isinstance(value, _Unknown | Function)
 
 

@@ -6,15 +6,21 @@ or functions; sizes that do not fit each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from octavo.compat.smp.configs import MoEConfig, SmpConfig
+from octavo.compat.te import limits as te
+from octavo.compat.te import recipes
+from octavo.config.degrees import DEGREES, fit_degrees
 from octavo.errors import InputError
 from octavo.launch.inputs import TrainingInput
-from octavo.migrate.known import REST, UNKNOWN, is_known
-from octavo.migrate.sources import fields_of, tables
+from octavo.migrate.known import OPTIONAL, REST, UNKNOWN, Made, is_known
+from octavo.migrate.sources import Signature, tables, takes
 
 _TE = "transformer_engine.pytorch."
 _TP = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode")
@@ -73,7 +79,7 @@ def _window(value: Any) -> bool:
 
 
 def _number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high
+    return lambda value: isinstance(value, int | float) and low <= value < high
 
 
 def _whole(value: Any, low: float, high: float = float("inf")) -> bool:
@@ -82,42 +88,127 @@ def _whole(value: Any, low: float, high: float = float("inf")) -> bool:
 
 
 _DROPOUT = Limit(_number(0, 1), "a rate is at least 0 and below 1.", open=False)
+_CAP = Limit(lambda value: _fault(lambda: te.cap_of(value)) is None, "a cap is a finite number from 0.", open=False)
 _WINDOWS = Limit(_window, "a window is (left, right), -1 for all, or None.", open=False)
+_FLAG = Limit(lambda value: isinstance(value, bool), "it takes True or False.", open=False)
+_FLAG_OR_NONE = Limit(lambda value: value is None or isinstance(value, bool), "it takes True, False or None.", open=False)
+_FLAG_OR_FALSE = Limit(lambda value: not value or value is True, "it takes True, False or None.", open=False)
+_SHARED = ("bottom_right_diagonal", "fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved")
+_FLAGS = {
+    "DotProductAttention": ("bottom_right_diagonal", "return_max_logit"),
+    "MultiheadAttention": _SHARED,
+    "TransformerLayer": (
+        *_SHARED, "enc_dec_attn_mask_type", "enc_dec_window_size", "enc_dec_bottom_right_diagonal",
+    ),
+}  # fmt: skip
 _NO_FP8 = one_of(False, None, way="Results and gradients are in the compute dtype.")
 _OFF = one_of(False, way="Attention runs in the compute dtype.")
-_DEFAULT = Limit(lambda value: False, "it takes the recipe's default alone.")
-_OF_RECIPES = {
-    "fp8_dpa": _OFF, "fp8_mha": _OFF, "backward_override": one_of(None),
-    "x_block_scaling_dim": one_of(1), "w_block_scaling_dim": one_of(2), "grad_block_scaling_dim": one_of(1),
-    "use_f32_scales": one_of(False), "scaling_factor_compute_algo": one_of(None),
-    "amax_compute_algo": one_of("max", "most_recent"),
-    "amax_history_len": Limit(lambda value: _whole(value, 1), "a history has at least 1 step.", open=False),
-    "margin": Limit(lambda value: _whole(value, -64, 64), "it takes numbers from -64 to 64.", open=False),
-    "fp8_gemm_fprop": _DEFAULT, "fp8_gemm_dgrad": _DEFAULT, "fp8_gemm_wgrad": _DEFAULT,
-    "override_linear_precision": Limit(lambda value: not any(value or ()), "it takes False for each product."),
-    "fp8_format": one_of("Format.HYBRID", "Format.E4M3"),
-}  # fmt: skip
-_BLOCKS = {"fp8_format": one_of("Format.E4M3")}
-_OBJECT = Limit(lambda value: value is None, "it takes an object, such as DelayedScaling().", open=False)
-_MOE = {
-    "moe_load_balancing": one_of("aux_loss", "sinkhorn", "balanced", "none"),
-    "global_token_shuffle": Limit(lambda value: True, "transform refuses True."),
-    **dict.fromkeys(
-        ("moe_aux_loss_coeff", "moe_z_loss_coeff"), Limit(_number(0, float("inf")), "it takes numbers from 0.", open=False)
-    ),
+_OBJECT = "it takes an object, such as DelayedScaling()."
+_FIELDS = {
+    "fp8_format": "HYBRID and E4M3 are taken.",
+    "amax_compute_algo": "'max' and 'most_recent' are taken.",
+    "scaling_factor_compute_algo": "functions are refused.",
+    "override_linear_precision": "it takes False for each product.",
+    "backward_override": "it takes None.",
+    "use_f32_scales": "it takes False.",
+    **dict.fromkeys(("fp8_dpa", "fp8_mha"), "True is refused."),
+    **dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), "it takes the recipe's default alone."),
 }
+"""Field of a recipe that only some values are taken of → these."""
 _INIT = {"preserve_high_precision_init_val": one_of(False, way="Parameters are in high precision: read them.")}
+_RECIPE = "transformer_engine.common.recipe."
+_ACCELERATES = ("accelerate.utils.TERecipeKwargs", "accelerate.utils.FP8RecipeKwargs")
+_OPTIONS = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend", "opt_level")
+"""Arguments of these that are no field of a recipe."""
 _CALLS: dict[str, dict[str, Limit]] = {
-    **{f"transformer_engine.common.recipe.{name}": _OF_RECIPES for name in _RECIPES},
-    "transformer_engine.common.recipe.Float8BlockScaling": _OF_RECIPES | _BLOCKS,
-    f"{_TE}fp8_autocast": {"fp8_recipe": _OBJECT},
-    f"{_TE}autocast": {"recipe": _OBJECT},
     f"{_TE}fp8_model_init": _INIT,
     f"{_TE}quantized_model_init": _INIT,
     "torch.sagemaker.transform": {"cp_comm_type": one_of("p2p", "all_gather")},
-    "torch.sagemaker.moe.moe_config.MoEConfig": _MOE,
+    **{
+        f"torch.sagemaker.nn.attn.{name}.forward": {"layout": one_of("b h s d", "b s h d"), "attn_mask": one_of(None)}
+        for name in ("FlashSelfAttention", "FlashGroupedQueryAttention")
+    },
+    "torch.sagemaker.nn.attn.FlashSelfAttention": {"use_alibi": one_of(False, None)},
+    "accelerate.Accelerator": {
+        "mixed_precision": one_of(None, "no", "bf16", "fp8", "fp16"),
+        "dynamo_backend": one_of(None, "no", "NO", "eager", "EAGER", "inductor", "INDUCTOR"),
+    },
 }
 """Function → argument → its values."""
+_CONTEXTS = {f"{_TE}fp8_autocast": "fp8_recipe", f"{_TE}autocast": "recipe"}
+_ROTATION = f"{_TE}attention.apply_rotary_pos_emb"
+_ROTATIONS = (_ROTATION, f"{_TE}attention.rope.apply_rotary_pos_emb")
+_MOE = "torch.sagemaker.moe.moe_config.MoEConfig"
+
+
+def made_by(dotted: str) -> str | None:
+    """The class of the recipe that a name makes; None for others."""
+    if dotted.rpartition(".")[2] in ("get_default_recipe", "get_default_fp8_recipe") and dotted.startswith(_TE):
+        return "DelayedScaling"
+    name = dotted.removeprefix(_RECIPE)
+    return name if dotted.startswith(_RECIPE) and (name in _RECIPES or name in te.OF_BLACKWELL or name == "MMParams") else None
+
+
+def _real(value: Any) -> Any:
+    """A known value as the script has it: formats and recipes are objects, lists are tuples."""
+    if isinstance(value, Made):
+        kind = getattr(recipes, value.dotted)
+        return kind(*map(_real, value.args), **{name: _real(each) for name, each in value.words.items()})
+    if isinstance(value, str) and value.startswith("Format.") and value[7:] in recipes.Format.__members__:
+        return recipes.Format[value[7:]]
+    return tuple(map(_real, value)) if isinstance(value, list) else value
+
+
+def _fault(check: Callable[[], Any]) -> str | None:
+    """The reason for which a check refuses; None if it does not."""
+    try:
+        check()
+    except (InputError, TypeError, ValueError, AssertionError) as error:
+        return str(error)
+    return None
+
+
+def _of_recipe(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Fields of a recipe that are refused when it is made, or by an autocast."""
+    for field, value in given.items():
+        if is_known(value) and field != REST:
+            fault = _fault(lambda: te.check_recipe(getattr(recipes, name)(**{field: _real(value)}), name))  # noqa: B023
+            if fault is not None:
+                yield field, value, fault
+
+
+def _of_accelerate(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Arguments of TERecipeKwargs whose recipe is refused; texts are Accelerate's."""
+    for name, value in given.items():
+        if name == "use_mxfp8_block_scaling" and is_known(value) and value:
+            yield name, value, "Octavo has no MXFP8."
+        if value is None or name in (*_OPTIONS, REST) or not is_known(value):
+            continue
+        given_format = name == "fp8_format"
+        if name in ("fp8_format", "amax_compute_algo") and (not isinstance(value, str) or value.startswith("Format.")):
+            yield name, value, "it takes a text, such as 'HYBRID' or 'max'."
+            continue
+        if given_format and value.upper() not in ("HYBRID", "E4M3", "E5M2"):
+            yield name, value, "it takes 'HYBRID' or 'E4M3'."
+            continue
+        real = f"Format.{value.upper()}" if given_format else value.lower() if name == "amax_compute_algo" else value
+        for _, _, fault in _of_recipe("DelayedScaling", {name: real}):
+            yield name, value, fault
+
+
+def _of_context(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The recipe of an autocast."""
+    name = _CONTEXTS[dotted]
+    value = given.get(name)
+    if given.get("enabled", True) is UNKNOWN or value is None or not (given.get("enabled", True) or given.get("calibrating")):
+        return
+    if is_known(value) and (not isinstance(value, Made) or value.dotted == "MMParams"):
+        yield name, value, _OBJECT
+    elif isinstance(value, Made):
+        known = Made(value.dotted, [], {key: each for key, each in value.words.items() if is_known(each)})
+        fault = _fault(lambda: te.check_recipe(_real(known), value.dotted))
+        if fault is not None:
+            yield name, value, fault
 
 
 def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -129,11 +220,52 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
         value = given.get(name, UNKNOWN)
         if name in given and is_known(value) and not limit.allows(value):
             yield name, value, limit.text
+    recipe = made_by(dotted)
+    if recipe is not None and recipe in _RECIPES:
+        yield from _of_recipe(recipe, given)
+    if dotted in _ACCELERATES:
+        yield from _of_accelerate(given)
+    if dotted in _CONTEXTS:
+        yield from _of_context(dotted, given)
+    if dotted in _ROTATIONS:
+        yield from _alone_and_together(te.check_rotation, given)
+    if dotted == _MOE:
+        yield from _of_experts(given)
     if dotted == "torch.sagemaker.init":
         yield from _refused_keys(given.get("config"))
     if dotted == "sagemaker.inputs.TrainingInput":
         yield from _refused_channel(given)
     yield from _unfit(dotted.removeprefix(_TE), given)
+
+
+def _alone_and_together(check: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """What a check of arguments refuses: each known one by itself, or else all of them.
+
+    A value that only a run tells stands for a tensor, or is left out if that is not certain (`OPTIONAL`).
+    """
+    known = {name: value for name, value in given.items() if is_known(value) and name != REST}
+    there = {name: value for name, value in given.items() if name != REST and value is not OPTIONAL}
+    if REST in given or OPTIONAL in given.values():
+        there = {}
+    found = False
+    for name, value in known.items():
+        if name not in te.LENGTHS and (fault := _fault(lambda: check({name: value}))) is not None:  # noqa: B023
+            lone = _fault(lambda: check(there)) is not None  # beside the others it may be right
+            if lone or not there:
+                found = True
+                yield name, value, fault
+    if not found and there and (fault := _fault(lambda: check(there))) is not None:
+        yield next(iter(there)), next(iter(there.values())), fault
+
+
+def _of_experts(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Values of a MoEConfig that it refuses, or `transform`."""
+    for name, value in given.items():
+        if name == REST or not is_known(value):
+            continue
+        fault = _fault(lambda: MoEConfig(**{name: _real(value)}))  # noqa: B023
+        if fault is not None:
+            yield name, value, fault
 
 
 def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -150,15 +282,39 @@ def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
 
 def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Values that do not fit those of other arguments."""
+    known = {name: value for name, value in given.items() if is_known(value) and name != REST and not isinstance(value, Made)}
+    made = {name: _real(value) for name, value in known.items()}
+    fault = _fault(lambda: te.check_layer(layer, made)) if "." not in layer else None
+    if fault is not None:
+        name = next((each for each in ("num_gqa_groups", "layer_type") if each in fault), "parameters_split")
+        yield name, given.get(name), fault
+    attention = layer.removesuffix(".forward") in _ATTENTIONS and layer.endswith(".forward")
+    if attention:
+        names = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "softcap")
+        terms = {name: given[name] for name in (*names, REST) if name in given}
+        if is_known(terms.get("core_attention_bias_type", "no_bias")):
+            yield from _alone_and_together(_check_terms, terms)
+        lengths = {name: given[name] for name in (*te.LENGTHS, REST) if given.get(name) is not None}
+        own = not layer.startswith("DotProduct")
+        yield from _alone_and_together(lambda each: te.check_lengths(each, own_keys=own), lengths)
     heads, groups = given.get("num_attention_heads"), given.get("num_gqa_groups")
-    if layer in _ATTENTIONS and isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+    if layer in _ATTENTIONS and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
         yield "num_gqa_groups", groups, f"it divides num_attention_heads = {heads}."
     params, activation = given.get("activation_params"), given.get("activation", "gelu")
     plain = layer in ("LayerNormMLP", "TransformerLayer") and is_known(activation) and activation != "clamped_swiglu"
     if plain and params and is_known(params):
         yield "activation_params", params, f"{activation!r} has none: clamped_swiglu has."
-    if layer in ("LayerNorm", "RMSNorm") and not {"normalized_shape", "hidden_size"} & set(given) and REST not in given:
+    taken = tables("octavo.nn.te_arguments", ("_CLAMP",)).get("_CLAMP", {})
+    if activation == "clamped_swiglu" and isinstance(params, dict) and is_known(params) and set(params) - set(taken):
+        yield "activation_params", params, f"its keys are {', '.join(taken)}."
+    sizes = [given.get(name) for name in ("normalized_shape", "hidden_size")]
+    if layer in ("LayerNorm", "RMSNorm") and sizes == [None, None] and REST not in given:
         yield "normalized_shape", None, "give one size, that of the last dimension."
+
+
+def _check_terms(given: Mapping[str, Any]) -> None:
+    cap = given.get("softcap")
+    te.check_cap_alone(te.cap_of(cap) if is_known(cap) else 0.0, te.check_terms(given))
 
 
 def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -166,6 +322,31 @@ def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, limit in _limits(dotted, given).items():
         if name in given and limit.open and not is_known(given[name]):
             yield name, limit.text
+    recipe = made_by(dotted)
+    for name, value in given.items() if recipe is not None or dotted in _ACCELERATES else ():
+        if name in _FIELDS and not is_known(value):
+            yield name, _FIELDS[name]
+    for name in ("moe_load_balancing", "global_token_shuffle") if dotted == _MOE else ():
+        if name in given and not is_known(given[name]):
+            yield name, "transform refuses global_token_shuffle=True, and a router that SMP has not."
+    if dotted in _CONTEXTS:
+        chosen, enabled = given.get(_CONTEXTS[dotted]), given.get("enabled", True)
+        if isinstance(chosen, Made):
+            if enabled is UNKNOWN and chosen.dotted in te.OF_BLACKWELL:
+                yield "enabled", f"{chosen.dotted} is refused"
+        elif chosen is not None and not is_known(chosen) and (enabled or given.get("calibrating")):
+            yield _CONTEXTS[dotted], "MXFP8BlockScaling and NVFP4BlockScaling are refused."
+    if dotted in _ROTATIONS:
+        for name in ("tensor_format", "cp_size", "cp_rank", "interleaved"):
+            if name in given and not is_known(given[name]):
+                yield name, "formats are 'sbhd', 'bshd' and 'thd', and ranks whole numbers."
+    layer = dotted.removeprefix(_TE)
+    if layer.removesuffix(".forward") in _ATTENTIONS and layer.endswith(".forward"):
+        there = [name for name in te.LENGTHS if given.get(name) is not None]
+        if there and layer.startswith(("Multihead", "Transformer")) and "cu_seqlens_kv" not in given:
+            yield there[0], "cross-attention and decoders take cu_seqlens_kv too."
+        if there:
+            yield there[0], "it has to fit the mask type, the format and the tokens."
     if dotted == "torch.sagemaker.init":
         config = given.get("config")
         open_ended = isinstance(config, dict) and (REST in config or not is_known(config.get("tensor_parallel_degree", 1)))
@@ -173,34 +354,179 @@ def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "config", "tensor_parallel_degree is at most 1, and keys are SMP's."
 
 
+_OF_STATE = {
+    "transformer_engine.pytorch.FP8GlobalStateManager.reset": "within fp8_autocast it is refused",
+    "transformer_engine.pytorch.fp8.FP8GlobalStateManager.reset": "within fp8_autocast it is refused",
+    "transformer_engine.pytorch.quantization.FP8GlobalStateManager.reset": "within fp8_autocast it is refused",
+    **dict.fromkeys(
+        [
+            f"transformer_engine.pytorch.{module}CudaRNGStatesTracker.{method}"
+            for module in ("", "distributed.")
+            for method in ("add", "fork", "set_states")
+        ],
+        "each generator is added once, before its use",
+    ),
+    **dict.fromkeys(
+        ("sagemaker.pytorch.PyTorch.logs", "sagemaker.pytorch.PyTorch.stop", "octavo.launch.PyTorch.logs"),
+        "it needs a job that fit has started",
+    ),
+    **dict.fromkeys(
+        ("sagemaker.pytorch.PyTorch.attach", "octavo.launch.PyTorch.attach", "octavo.launch.ModelTrainer.attach"),
+        "the job has to be there",
+    ),
+}
+
+
+def of_state(dotted: str) -> str | None:
+    """What a call needs of the run's state, which no script tells; None for others."""
+    return _OF_STATE.get(dotted)
+
+
+def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a call of attention needs beside its constants, by the constructors of such layers in the script."""
+    name = layer.removeprefix(_TE).removesuffix(".forward")
+    if name not in _ATTENTIONS or REST in given:
+        return
+    kind = "self_attn_mask_type" if name == "TransformerLayer" else "attn_mask_type"
+    order = "attn_input_format" if name == "TransformerLayer" else "qkv_format"
+    kinds = [given[kind]] if given.get(kind) is not None else [made.get(kind, "causal") for made in makings] or ["causal"]
+    lengths = any(given.get(each) is not None for each in te.LENGTHS)
+    masked = any(not isinstance(each, str) or "padding" in each or each == "arbitrary" for each in kinds)
+    if masked and given.get("attention_mask") is None and not lengths:
+        yield f"{kind} may be one that takes attention_mask or lengths, and the call has neither"
+    if any(made.get(order, "sbhd") not in ("sbhd", "bshd") for made in (*makings, given)):
+        yield "packed sequences take lengths, and a mask type with padding"
+    of_cross = [made.get("layer_type", made.get("attention_type")) in ("cross", "decoder") for made in makings]
+    unsure_kind = any(UNKNOWN in (made.get("layer_type"), made.get("attention_type")) or REST in made for made in makings)
+    encoded = given.get("encoder_output") is not None
+    if name != "DotProductAttention" and (any(of_cross) or unsure_kind) and not encoded:
+        yield "cross-attention takes encoder_output"
+    if name != "DotProductAttention" and encoded and not (of_cross and all(of_cross)):
+        yield "encoder_output is of cross-attention alone"
+    if name == "TransformerLayer" and given.get("enc_dec_attn_mask") is not None and not all(of_cross):
+        yield "enc_dec_attn_mask is of decoders alone"
+
+
 def _refused_keys(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """Keys of SMP's configuration that `init` refuses."""
+    """Keys of SMP's configuration that `init` refuses, by the class that it reads them with."""
     if not isinstance(config, dict):
         return
-    known = fields_of("octavo.compat.smp.init", "SmpConfig") or ()
-    for key, value in config.items():
-        if key == REST:
-            continue
-        if known and key not in known:
-            yield "config", key, f"no key of it: {', '.join(known)}."
-        elif key == "tensor_parallel_degree" and is_known(value) and value != 1:
+    known = {key: value for key, value in config.items() if key != REST and is_known(value)}
+    fields = SmpConfig.model_fields
+    for key, value in known.items():
+        if key not in fields:
+            yield "config", key, f"no key of it: {', '.join(fields)}."
+        elif key == "tensor_parallel_degree" and value != 1:
             yield (
                 f"config.{key}",
                 value,
                 "there is no tensor parallelism: set it to 1; hybrid_shard_degree shards the matrices.",
             )
+        elif (fault := _fault(lambda: SmpConfig.from_dict({key: value}, where="config"))) is not None:  # noqa: B023
+            yield f"config.{key}", value, fault
+    degrees = {key: known.get(key, fields[key].default) for key in DEGREES}
+    numbers = all(type(value) is int and value >= 0 for value in degrees.values())
+    if REST not in config and numbers and not any(key in config and key not in known for key in DEGREES):
+        hybrid, _, context, expert = degrees.values()
+        world = hybrid or math.lcm(max(1, context), max(1, expert))
+        if (
+            _fault(lambda: fit_degrees(**degrees | {"tensor_parallel_degree": 1}, world_size=world)) is not None
+            and context * expert
+        ):
+            yield "config.hybrid_shard_degree", hybrid, "context_parallel_degree and expert_parallel_degree divide it."
+
+
+_SIZES = (
+    "in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels",
+    "num_gemms", "normalized_shape", "layer_number", "dim",
+)  # fmt: skip
+_ANY_TEXT = (
+    "name",
+    "ub_name",
+    "rng_tracker_name",
+    "checkpoint_id",
+    "path",
+    "output_path",
+    "job_name",
+    "project_dir",
+    "logging_dir",
+)
+
+
+def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str | None:
+    """The reason for which a constant may be refused in the run by no limit that is known here; None for a usual one."""
+    kind = None if signature is None else signature.kinds.get(name)
+    if value is None:
+        there = signature is None or name not in signature.required
+        own = dotted.removeprefix(_TE) in _of_layers()  # whose kinds are those of defaults
+        return None if there and (kind is None or own or takes(kind, None)) else "it has to be there."
+    if name == "mixed_precision" and value == "fp16":
+        return "it needs a GPU."
+    if (
+        (name in _limits(dotted, {}) and name != "pad_between_seqs")
+        or name in _FIELDS
+        or (isinstance(value, Made) and name in _RECIPES_OF)
+    ):
+        return None
+    if name in _TP or (name == "parameters_split" and isinstance(value, list | dict)):
+        return None
+    if name == "device" and isinstance(value, str) and re.fullmatch(r"cpu|meta|cuda(:\d)?", value):
+        return None
+    if name.startswith("enc_dec_") and (limit := _of_layers()["TransformerLayer"].get(name)) is not None:
+        return None if limit.allows(value) else limit.text
+    if name == "pad_between_seqs" and value is True:
+        return "it is of packed sequences with places."
+    if name in te.LONGEST:
+        return "it is a whole number of at least the longest sequence."
+    if dotted in _ROTATIONS:
+        if name in ("cp_size", "cp_rank") and value not in (0, 1):
+            return "there have to be angles for the tokens of all ranks."
+        return "it is a tensor." if name in ("t", "freqs", "start_positions", "cu_seqlens") else None
+    if dotted in _CONTEXTS:
+        return None if name in ("enabled", "calibrating", "_graph", _CONTEXTS[dotted]) else "it is a process group."
+    if dotted in _CHECKPOINTS:
+        return None if name in _USUAL or (value is False and name == "debug") else "it is not a usual value."
+    if dotted in (*_ACCELERATES, _MOE) or made_by(dotted) or dotted.startswith("sagemaker."):
+        return None  # checked as in the run
+    layer = dotted.removeprefix(_TE).removesuffix(".forward")
+    free = tables("octavo.nn.te_arguments", ("ARGUMENTS",), reference=_NO_REFERENCE).get("ARGUMENTS", {})
+    if dotted.startswith(_TE) and name in free.get(dotted.removeprefix(_TE), {}):
+        only = free[dotted.removeprefix(_TE)][name]
+        if not only.values or value in only.values:
+            return None
+    if name in _SIZES:
+        return None if type(value) is int and 1 <= value <= _LARGEST else "it is a whole number from 1."
+    if isinstance(value, float | int) and not isinstance(value, bool) and not 0 <= value <= _LARGEST:
+        return "it is a usual number."
+    if name in _ANY_TEXT and isinstance(value, str):
+        return None
+    if kind is None:
+        plain = isinstance(value, bool | int | float) and not dotted.startswith(_TE)
+        return None if plain or dotted.startswith("torch.") else "its kind is not known here."
+    if kind == "Any" and layer in _of_layers():
+        return "it is a tensor."
+    if not takes(kind, value):
+        return f"it is {kind}."
+    if isinstance(value, str) and (dotted.startswith((_TE, "accelerate.")) or "|" in kind or "Literal" in kind):
+        return None if kind == "str" and not dotted.startswith(_TE) and "accelerate" not in dotted else "texts of it are few."
+    return None
+
+
+_LARGEST = 10**7
+_RECIPES_OF = (*_CONTEXTS.values(), "kwargs_handlers")
+_CHECKPOINTS = (f"{_TE}checkpoint", f"{_TE}distributed.checkpoint")
+_USUAL = ("use_reentrant", "distribute_saved_activations", "preserve_rng_state", "early_stop")
+_NO_REFERENCE = SimpleNamespace(ACTIVATIONS=())
 
 
 def _limits(dotted: str, given: Mapping[str, Any]) -> dict[str, Limit]:
     if not dotted.startswith(_TE):
         return _CALLS.get(dotted, {})
     if dotted in _CALLS:
-        off = given.get("enabled", True) is False
+        off = not given.get("enabled", True)
         return {} if off else _CALLS[dotted]
     layer = dotted.removeprefix(_TE)
     limits = dict(_of_layers().get(layer, {}))
-    if not given.get("fuse_qkv_params"):
-        limits.pop("qkv_weight_interleaved", None)  # of the one joint parameter
     if layer == "MultiheadAttention" and not given.get("input_layernorm"):
         limits.pop("normalization", None)
     if not layer.endswith(".forward"):
@@ -218,32 +544,38 @@ def _of_layers() -> dict[str, dict[str, Limit]]:
     names = tables("octavo.kernels.reference", ("ACTIVATIONS",))
     found = tables("octavo.nn.te_arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
     masks = one_of(*tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ()))
-    formats = one_of(*tables("octavo.compat.te.attention", ("FORMATS",)).get("FORMATS", ()))
-    calls = tables("octavo.compat.te.call", ("TAKEN", "BIASES"))
+    formats = one_of(*te.FORMATS)
     more = {
         "normalization": one_of(*tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
         "activation": one_of(*found.get("ACTIVATIONS", ()), "clamped_swiglu"),
         "qkv_format": formats, "attn_input_format": formats, "attn_mask_type": masks, "self_attn_mask_type": masks,
         "window_size": _WINDOWS, "attention_dropout": _DROPOUT, "hidden_dropout": _DROPOUT, "drop_path_rate": _DROPOUT,
         "qk_norm_type": one_of(None, "L2Normalization", *tables("octavo.nn.norm", ("NORMS",)).get("NORMS", ())),
-        "attention_type": one_of("self", "cross"), "layer_type": one_of("encoder", "decoder"),
+        "attention_type": one_of(*te.ATTENTION_TYPES), "layer_type": one_of(*te.LAYER_TYPES),
         "softmax_type": one_of(*tables("octavo.compat.te.core", ("SOFTMAX",)).get("SOFTMAX", ())),
+        "enc_dec_attn_mask_type": masks, "enc_dec_window_size": _WINDOWS, "enc_dec_bottom_right_diagonal": _FLAG_OR_FALSE,
+        "bottom_right_diagonal": _FLAG_OR_FALSE,
+        **dict.fromkeys(("fuse_qkv_params", "qkv_weight_interleaved", "rotary_pos_interleaved", "return_max_logit"), _FLAG),
     }  # fmt: skip
     limits: dict[str, dict[str, Limit]] = {"Linear.forward": {}, "LayerNormLinear.forward": {}}
     for layer, arguments in found.get("ARGUMENTS", {}).items():
         limits[layer] = {
             name: one_of(*only.values, way=only.instead)
             for name, only in arguments.items()
-            if only.values and name not in _TAKEN.get(layer, ()) and not (layer.endswith(".forward") and name in calls["TAKEN"])
+            if only.values and name not in _TAKEN.get(layer, ()) and not (layer.endswith(".forward") and name in te.TAKEN)
         }
-        limits[layer] |= {name: more[name] for name in _usual(layer) if name in more}
+        limits[layer] |= {name: more[name] for name in (*_usual(layer), *_FLAGS.get(layer, ())) if name in more}
+        if layer in _ATTENTIONS:
+            limits[layer]["softcap"] = _CAP
     for layer in ("Linear.forward", "LayerNormLinear.forward"):
         limits[layer] |= {"fp8_output": _NO_FP8, "fp8_grad": _NO_FP8}
     for layer in ("DotProductAttention.forward", "MultiheadAttention.forward", "TransformerLayer.forward"):
         name = "self_attn_mask_type" if layer.startswith("TransformerLayer") else "attn_mask_type"
         kinds = tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ())
         limits[layer] |= {name: one_of(None, *kinds), "window_size": _WINDOWS}
-        limits[layer] |= {"core_attention_bias_type": one_of(*calls["BIASES"])}
+        limits[layer] |= {"core_attention_bias_type": one_of(*te.BIASES), "softcap": _CAP}
+        limits[layer] |= {"checkpoint_core_attention": _FLAG, "pad_between_seqs": _FLAG_OR_NONE}
+        limits[layer] |= {"bottom_right_diagonal": _FLAG_OR_FALSE}
     return limits
 
 

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from octavo.migrate.names import METHODS, canonical, is_layer, library_of
+from octavo.migrate.names import METHODS, canonical, is_called, library_of
 
 _ITSELF = ("to", "cuda", "cpu", "half", "float", "bfloat16", "double", "eval", "train", "requires_grad_", "apply", "to_empty")
 """Methods of a module that return it."""
@@ -160,7 +160,7 @@ class Meanings:
                     *(Target(f"{kind}.forward", skip=older, sure=len(handed) == 1, recomputed=True) for kind in handed if kind),
                 ]
             sure, whole = self.is_sure(function), not (isinstance(function, ast.Name) and function.id in self._partial)
-            if last in ("__init__", "forward", "__call__") and is_layer(owner):
+            if last in ("__init__", "forward", "__call__") and is_called(owner):
                 return [Target(owner if last == "__init__" else f"{owner}.forward", skip=1, sure=sure)]
             return [Target(name, sure=sure, whole=whole)]
         if isinstance(function, ast.Name) and function.id in self._made:
@@ -202,7 +202,7 @@ class Meanings:
     def _subclass(self, node: ast.ClassDef) -> None:
         bases = [canonical(each) for each in map(self.dotted, node.bases) if each is not None]
         bases += [self._bases_by_name(each) for each in node.bases if isinstance(each, ast.Name)]
-        base = next((each for each in bases if each and is_layer(each)), None)
+        base = next((each for each in bases if each and is_called(each)), None)
         if base is None:
             return
         self._bases[id(node)] = base
@@ -271,7 +271,7 @@ class Meanings:
         if not isinstance(node, ast.Call):
             return set()
         dotted = self.dotted(node.func)
-        if dotted is not None and is_layer(canonical(dotted)):
+        if dotted is not None and is_called(canonical(dotted)):
             return {canonical(dotted)} if self.is_sure(node.func) else {canonical(dotted), None}
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if isinstance(node.func, ast.Name) and name in self._called:

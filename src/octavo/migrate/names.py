@@ -321,6 +321,10 @@ _ACCELERATE = (
         "octavo.fp8_autocast() around the forward of a model of octavo.transform",
     ),
     Name("accelerate.DeepSpeedPlugin", "absent", "DeepSpeed shards another way", "octavo.init"),
+    *(
+        Name(f"accelerate.Accelerator({name}=)", "absent", "another library shards another way", "octavo.init")
+        for name in ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin")
+    ),
 )
 
 _SDK = (
@@ -344,7 +348,9 @@ NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCE
 
 METHODS = (
     "torch.sagemaker.delayed_param.DelayedParamIniter", "accelerate.Accelerator", "sagemaker.pytorch.PyTorch",
-    "sagemaker.Session",
+    "sagemaker.Session", "octavo.launch.PyTorch", "transformer_engine.pytorch.CudaRNGStatesTracker",
+    "transformer_engine.pytorch.distributed.CudaRNGStatesTracker",
+    "torch.sagemaker.distributed.checkpoint.async_utils.AsyncCallsQueue",
 )  # fmt: skip
 """Classes whose instances are followed through a script by the names that they are assigned to."""
 
@@ -362,7 +368,7 @@ def library_of(dotted: str) -> str | None:
 _STATE, _NOT_THERE = "torch.sagemaker.state.", "not in Octavo's compatibility layer"
 _ROOTS = {"torch.sagemaker": SMP, "transformer_engine": TE, "sagemaker": SDK}
 _PARTS = {
-    "cfg": lambda name: name in (fields_of("octavo.compat.smp.init", "SmpConfig") or ()) or hasattr(Section, name),
+    "cfg": lambda name: name in (fields_of("octavo.compat.smp.configs", "SmpConfig") or ()) or hasattr(Section, name),
     "ranker": lambda name: has_attribute("octavo.compat.smp.init", "Ranker", name),
 }
 """Parts of `torch.sagemaker.state` → whether a name is theirs."""
@@ -462,6 +468,9 @@ def signature_of_name(dotted: str) -> Signature | None:
     owner, _, method = dotted.rpartition(".")
     if method == "forward" and is_layer(owner):
         return forward_of(owner.rpartition(".")[2])
+    if owner.rpartition(".")[2][:1].isupper() and owner != "sagemaker.pytorch.PyTorch":
+        home = _home(owner)
+        return None if home is None else method_of(home, owner.rpartition(".")[2], method)
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
     module, _, last = dotted.rpartition(".")
     if shim is None:
@@ -472,6 +481,15 @@ def signature_of_name(dotted: str) -> Signature | None:
     if is_layer(dotted):
         return made_by(last)
     return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)
+
+
+def _home(dotted: str) -> str | None:
+    """The module that defines a class: of the compatibility layer, or of an installed library."""
+    shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)
+    module, _, last = dotted.rpartition(".")
+    if shim is None:
+        return _installed(dotted)
+    return next((home for home, names in shim.modules.get(module, {}).items() if last in names.split()), None)
 
 
 def _installed(dotted: str) -> str | None:
@@ -493,6 +511,20 @@ def is_layer(dotted: str) -> bool:
     """True for one of Transformer Engine's layers, by its name in `transformer_engine.pytorch`."""
     module, _, last = dotted.rpartition(".")
     return module == "transformer_engine.pytorch" and last in _LAYERS
+
+
+CALLED = (
+    "transformer_engine.pytorch.RotaryPositionEmbedding", "transformer_engine.pytorch.attention.RotaryPositionEmbedding",
+    "transformer_engine.pytorch.attention.rope.RotaryPositionEmbedding", "torch.sagemaker.nn.attn.FlashSelfAttention",
+    "torch.sagemaker.nn.attn.FlashGroupedQueryAttention",
+    "torch.sagemaker.nn.huggingface.llama_flashattn.LlamaFlashAttention",
+)  # fmt: skip
+"""Further modules that a script calls."""
+
+
+def is_called(dotted: str) -> bool:
+    """True for a layer, or another module that a script calls."""
+    return is_layer(dotted) or dotted in CALLED
 
 
 def unchecked(dotted: str) -> str | None:

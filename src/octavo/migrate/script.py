@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest
-from octavo.migrate.known import REST, UNKNOWN
-from octavo.migrate.limits import refused, unsure
+from octavo.migrate.known import OPTIONAL, REST, UNKNOWN, is_known
+from octavo.migrate.limits import made_by, odd, of_call, of_state, refused, unsure
 from octavo.migrate.meanings import Meanings, Target
 from octavo.migrate.names import (
     NAMES,
@@ -146,6 +146,7 @@ class _Reader:
         self._meanings = Meanings(tree)
         self._seen: set[tuple[int, str]] = set()
         self._unreached: dict[int, int] = {}
+        self._makings: dict[str, list[dict[str, Any]]] = {}  # layer → arguments of each constructor
         self._parts: set[int] = set()  # attributes that belong to a longer one
         self._spared: set[str] = set()  # absent names that the script's own `except` does without
         spared = _spared_imports(tree)
@@ -158,7 +159,7 @@ class _Reader:
             for dotted in self._import(node, spared=id(node) in spared)
         ]
         self._meanings.follow(nodes)
-        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there)
+        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there, self._recipe)
         self._unreached = self._values.unreached
         self.script.estimators = self._values.jobs
         for statement, dotted in imported:
@@ -166,6 +167,8 @@ class _Reader:
         for node in nodes:
             self._visit(node)
         calls = [node for node in nodes if isinstance(node, ast.Call)]
+        for call in calls:
+            self._making(call)
         for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # PyTorch(…) before its .fit(…)
             self._call(call)
         for stray, layer, way in self._meanings.strays:
@@ -234,8 +237,24 @@ class _Reader:
             if replaced is not None and library_of(replaced) is not None:
                 self._note(node, f"{replaced} is replaced: its uses are not those of Octavo's")
 
+    def _making(self, node: ast.Call) -> None:
+        """Keep the arguments of a layer's constructor, for what its calls need."""
+        for target in self._meanings.targets(node):
+            if is_layer(target.dotted):
+                args, words = self._values.arguments(node)
+                signature = signature_of_name(target.dotted)
+                names = signature.names if signature is not None else ()
+                more = {} if target.whole else {REST: UNKNOWN}
+                self._makings.setdefault(target.dotted, []).append(dict(zip(names, args, strict=False)) | words | more)
+
     def _call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr.startswith("set_") and (node.args or node.keywords):
+            layer = self._meanings.attribute_of_layer(node.func)
+            if layer is not None and any(not _is_none(each) for each in (*node.args, *(w.value for w in node.keywords))):
+                self._note(node, f"arguments of {layer}.{node.func.attr} are not checked")
         dotted = self._meanings.dotted(node.func)
+        if dotted is not None and library_of(dotted) is None and (state := of_state(dotted)) is not None:
+            self._note(node, f"{dotted}: {state}")
         for target in self._meanings.targets(node):
             self._arguments(node, target)
         self._indirect(node, dotted)
@@ -259,7 +278,8 @@ class _Reader:
             given = dict(zip(names, args[target.skip :], strict=False)) | given
             where = dict(zip(names, node.args[target.skip :], strict=False)) | where
             most = len(_FIRST.get(target.dotted, node.args))
-            twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & {word.arg for word in node.keywords})
+            twice = sorted(set(names[: max(0, len(node.args) - target.skip)]) & set(words))
+            twice += self._values.doubled(node)
             if twice:
                 self._refuse(node, target, f"{twice[0]}=", "given twice")
             if len(node.args) > most:
@@ -268,6 +288,12 @@ class _Reader:
             self._argument(where.get(name, node), target, name, value)
         if open_ended:
             self._note(node, f"arguments of {target.dotted} are made at run time")
+        elif (
+            signature is None
+            and words
+            and target.dotted.startswith(("accelerate.", "torch.distributed.fsdp.", "torch.sagemaker."))
+        ):
+            self._note(node, f"{', '.join(words)} of {target.dotted} is not checked")
         elif signature is not None and target.whole:
             count = len(node.args) - target.skip
             if count > signature.positional:
@@ -277,9 +303,27 @@ class _Reader:
             if missing and count <= signature.positional:
                 self._refuse(node, target, "…", f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         rest = {REST: UNKNOWN} if open_ended or not target.whole else {}
-        for name, value, reason in refused(target.dotted, given | rest):
-            told = value if isinstance(value, str) and value.startswith("Format.") else repr(value)
+        told_of = {name: value if value is not UNKNOWN else _maybe(where.get(name)) for name, value in given.items()}
+        seen = set()
+        for name, value, reason in refused(target.dotted, told_of | rest):
+            seen.add(name)
+            written = repr(value) if is_known(value) else "…"
+            told = str(value) if isinstance(value, str) and value.startswith("Format.") else written
             self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
+        for name, value in (given | {name: words[name] for name in own if name in words and not target.recomputed}).items():
+            if (
+                name not in seen
+                and (is_known(value) or isinstance(value, list | dict))
+                and (doubt := odd(target.dotted, signature, name, value)) is not None
+            ):
+                self._note(where.get(name, node), f"{target.dotted}({name}={value!r}) is not checked: {doubt}")
+        state = of_state(target.dotted)
+        if state is not None:
+            self._note(node, f"{target.dotted}: {state}")
+        if target.dotted.endswith(".forward"):
+            layer = target.dotted.removesuffix(".forward")
+            for need in of_call(target.dotted, given, self._makings.get(layer, [])):
+                self._note(node, f"{target.dotted}: {need}")
         for name, reason in unsure(target.dotted, given):
             self._note(where.get(name, node), f"the value of {name} is known only at run time: {reason}")
 
@@ -352,6 +396,11 @@ class _Reader:
         dotted = self._meanings.dotted(function)
         return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
 
+    def _recipe(self, function: ast.AST) -> str | None:
+        """The class of the recipe that a call of an expression makes; None for others."""
+        dotted = self._meanings.dotted(function)
+        return made_by(canonical(dotted)) if dotted is not None and self._meanings.is_sure(function) else None
+
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":
             self._gpu(node, ".cuda()")
@@ -399,6 +448,15 @@ class _Reader:
         place = (getattr(node, "lineno", 0), text)
         if place not in self.script.needs_gpu and id(node) not in self._unreached:
             self.script.needs_gpu.append(place)
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _maybe(node: ast.AST | None) -> Any:
+    """A value that only a run tells: the result of a call is one, a name may hold None."""
+    return UNKNOWN if isinstance(node, ast.Call) else OPTIONAL
 
 
 def _of_a_plain_script(uses: list[Use]) -> list[Use]:

@@ -9,9 +9,10 @@ import __future__
 import ast
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from octavo.migrate.values import Values
@@ -85,11 +86,13 @@ class Signature(NamedTuple):
         names: all, in their order.
         positional: of them, the first that may be given by position.
         required: those without a default.
+        kinds: of them → annotation, as text; of Transformer Engine's layers by the default.
     """
 
     names: tuple[str, ...]
     positional: int
     required: tuple[str, ...]
+    kinds: Mapping[str, str] = MappingProxyType({})
 
 
 def arguments_of(module: str, name: str) -> tuple[str, ...] | None:
@@ -119,14 +122,17 @@ def made_by(layer: str) -> Signature | None:
     found = _te_signatures().get(_ALIASES.get(layer, layer))
     more = list(tables("octavo.nn.te_arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
     base: str | None = layer
+    kinds = dict(found.kinds) if found is not None else {}
     while found is not None and base is not None:
         node = next((each for each, _ in _found(_NN[layer], base)), None)
         methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
         own = _signature(methods[0], skip=1, rest=True) if methods else None
         more += own.names if own is not None else ()
+        kinds = (dict(own.kinds) if own is not None else {}) | kinds
         bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
         base = None if methods or not bases else bases[0]
-    return found if found is None else found._replace(names=tuple(dict.fromkeys((*found.names, *more))))
+    names = () if found is None else tuple(dict.fromkeys((*found.names, *more)))
+    return found if found is None else found._replace(names=names, kinds=kinds)
 
 
 @cache
@@ -135,6 +141,7 @@ def forward_of(layer: str) -> Signature | None:
     names: list[str] = []
     required: tuple[str, ...] = ()
     positional = None
+    kinds: dict[str, str] = {}
     module = next((m for m in _TE_LAYERS if any(_found(m, layer))), None)
     while module is not None:
         node = next((each for each, _ in _found(module, layer)), None)
@@ -147,6 +154,7 @@ def forward_of(layer: str) -> Signature | None:
                 return None
             inside = found.names[found.positional :] if positional is not None else found.names  # what **kwargs hands on
             names += [each for each in inside if each not in (*names, *_INNER)]
+            kinds = dict(found.kinds) | kinds
             if positional is None:
                 positional, required = found.positional, found.required
             if methods[0].args.kwarg is None:
@@ -156,15 +164,18 @@ def forward_of(layer: str) -> Signature | None:
                 names += [each for each in arguments.get(f"{layer}.forward", {}) if each not in names]
                 break
         module = None if module.startswith("octavo.nn") else _NN.get(layer)
-    return None if positional is None else Signature(tuple(names), positional, required)
+    return None if positional is None else Signature(tuple(names), positional, required, kinds)
 
 
 def method_of(module: str, name: str, method: str) -> Signature | None:
     """The signature of a method of a class of Octavo; None for a property, and if its source does not tell."""
-    node = next((each for each, _ in _found(module, name)), None)
+    node, home = next(iter(_found(module, name)), (None, module))
     methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == method]
-    is_property = bool(methods) and "property" in map(ast.unparse, methods[0].decorator_list)
-    return _signature(methods[0], skip=1) if methods and not is_property else None
+    if not methods:  # of a base
+        bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
+        return next((found for base in bases if (found := method_of(home, base, method)) is not None), None)
+    kinds = list(map(ast.unparse, methods[0].decorator_list))
+    return None if "property" in kinds else _signature(methods[0], skip=int("staticmethod" not in kinds))
 
 
 def fields_of(module: str, name: str) -> tuple[str, ...] | None:
@@ -249,7 +260,8 @@ def _of_fields(node: ast.ClassDef) -> Signature:
     ]
     names = tuple(each.target.id for each in fields if isinstance(each.target, ast.Name))
     required = tuple(name for name, each in zip(names, fields, strict=True) if each.value is None)
-    return Signature(names, len(names), required)
+    kinds = {name: ast.unparse(each.annotation) for name, each in zip(names, fields, strict=True)}
+    return Signature(names, len(names), required, kinds)
 
 
 def _signature(node: ast.FunctionDef, *, skip: int, rest: bool = False) -> Signature | None:
@@ -260,7 +272,9 @@ def _signature(node: ast.FunctionDef, *, skip: int, rest: bool = False) -> Signa
     first = [*given.posonlyargs, *given.args][skip:]
     required = [each.arg for each in first[: len(first) - len(given.defaults)]]
     required += [each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-    return Signature(tuple(each.arg for each in (*first, *given.kwonlyargs)), len(first), tuple(required))
+    every = (*first, *given.kwonlyargs)
+    kinds = {each.arg: ast.unparse(each.annotation) for each in every if each.annotation is not None}
+    return Signature(tuple(each.arg for each in every), len(first), tuple(required), kinds)
 
 
 def tables(module: str, names: tuple[str, ...], reference: Any = None) -> dict[str, Any]:
@@ -293,5 +307,50 @@ def _te_signatures() -> dict[str, Signature]:
         if isinstance(text, str):
             parts = [part.partition("=") for part in text.split()]
             required = tuple(part[0] for part in parts if not part[1])
-            found[name] = Signature(tuple(part[0] for part in parts), len(parts), required)
+            kinds = {part[0]: kind for part in parts if (kind := _kind_of(part[2])) is not None}
+            found[name] = Signature(tuple(part[0] for part in parts), len(parts), required, kinds)
     return found
+
+
+def _kind_of(default: str) -> str | None:
+    """The kind of an argument by its default; None if that does not tell."""
+    value = ast.literal_eval(default) if default else None
+    return None if value is None else "bool" if isinstance(value, bool) else "str" if isinstance(value, str) else "float"
+
+
+def takes(annotation: str, value: Any) -> bool:
+    """True if an annotation has a constant's type in it; a class that is not Python's own has none."""
+    try:
+        return _takes(ast.parse(annotation, mode="eval").body, value)
+    except SyntaxError:
+        return False
+
+
+def _takes(kind: ast.expr, value: Any) -> bool:
+    if isinstance(kind, ast.BinOp):
+        return _takes(kind.left, value) or _takes(kind.right, value)
+    if isinstance(kind, ast.Constant):
+        return value is None if kind.value is None else isinstance(kind.value, str) and takes(kind.value, value)
+    if isinstance(kind, ast.Subscript):
+        outer, inner = ast.unparse(kind.value).rpartition(".")[2], kind.slice
+        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        if outer == "Literal":
+            return any(
+                isinstance(part, ast.Constant) and type(part.value) is type(value) and part.value == value for part in parts
+            )
+        if outer in ("Union", "Optional"):
+            return (outer == "Optional" and value is None) or any(_takes(part, value) for part in parts)
+        whole = [part for part in parts if not (isinstance(part, ast.Constant) and part.value is Ellipsis)]
+        if isinstance(value, list) and outer not in ("dict", "Dict", "Mapping", "MutableMapping"):
+            known = [each for each in value if isinstance(each, bool | int | float | str | None)]
+            return _takes(ast.Name(outer), value) and all(any(_takes(part, each) for part in whole) for each in known)
+        return _takes(ast.Name(outer), value)
+    name = ast.unparse(kind).rpartition(".")[2]
+    if name == "Any":
+        return True
+    kinds: dict[str, tuple[type, ...]] = {
+        "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "PathLike": (str,), "Path": (str,),
+        **dict.fromkeys(("list", "List", "Sequence", "tuple", "Tuple", "Iterable", "Collection", "set"), (list,)),
+        **dict.fromkeys(("dict", "Dict", "Mapping", "MutableMapping"), (dict,)),
+    }  # fmt: skip
+    return isinstance(value, kinds.get(name, ())) and (name == "bool" or not isinstance(value, bool))

@@ -25,6 +25,7 @@ from octavo.migrate.known import (
     UNKNOWN,
     Function,
     Job,
+    Made,
     calculated,
     converted,
     entries,
@@ -58,6 +59,7 @@ class Values:
         positional: called expression → names of the positional arguments of an estimator; None for another call.
         called: the full dotted name of an expression, or None.
         has: dotted name of a library → whether it is there; None for others.
+        made: called expression → class of a recipe that it makes, or None.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Values:
         positional: Callable[[ast.AST], Sequence[str] | None] = lambda function: None,
         called: Callable[[ast.AST], str | None] = lambda function: None,
         has: Callable[[str], bool | None] = lambda dotted: None,
+        made: Callable[[ast.AST], str | None] = lambda function: None,
     ) -> None:
-        self._positional, self._called, self._has = positional, called, has
+        self._positional, self._called, self._has, self._makes = positional, called, has, made
+        self._doubled: dict[int, list[str]] = {}  # call → keywords that it has twice
         self._frames: list[dict[str, Any]] = [{"__name__": "__main__"}]
         self._shared: list[set[str]] = [set()]  # names of each frame that are the module's
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
@@ -237,8 +241,16 @@ class Values:
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for word in call.keywords:
-            found |= entries(self.of(word.value)) if word.arg is None else {word.arg: self.of(word.value)}
+            given = entries(self.of(word.value)) if word.arg is None else {word.arg: self.of(word.value)}
+            twice = [name for name in given if name in found and name != REST]
+            if twice:
+                self._doubled[id(call)] = sorted({*self._doubled.get(id(call), []), *map(str, twice)})
+            found |= given
         return found
+
+    def doubled(self, call: ast.Call) -> list[str]:
+        """Keywords that a call gets twice, by their names or by `**`: Python refuses them."""
+        return self._doubled.get(id(call), [])
 
     def _call(self, node: ast.Call) -> Any:
         function = node.func
@@ -249,6 +261,9 @@ class Values:
         if any(isinstance(each, ast.Starred) for each in node.args):
             args = [UNKNOWN]
         self._remember(node, args, keywords)
+        kind = self._makes(function)
+        if kind is not None:
+            return Made(kind, *copy.deepcopy((args, keywords)))
         names = self._positional(function)
         if names is not None:
             return self._job(node, dict(zip(names, args, strict=False)) | keywords)
@@ -488,6 +503,10 @@ class Values:
             whole = whole and not any(isinstance(each, ast.Starred) for each in target.elts)
             for each, part in zip(target.elts, value if whole else [UNKNOWN] * len(target.elts), strict=True):
                 self._assign(each.value if isinstance(each, ast.Starred) else each, part)
+        elif isinstance(target, ast.Attribute) and isinstance(self.of(target.value), Made):
+            for frame in self._frames:  # a field that is written later: every name of the object
+                for name in [name for name, each in frame.items() if isinstance(each, Made)]:
+                    frame[name] = UNKNOWN
 
     def _change(self, node: ast.AugAssign) -> None:
         before, value = self.of(node.target), self.of(node.value)

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from pydantic import Field
 
 from octavo.compat.missing import MissingName, way_of
+from octavo.compat.smp.configs import SmpConfig
 from octavo.compat.smp.keys import users_names
 from octavo.compat.smp.shim import WAYS
 from octavo.config.degrees import Degrees
-from octavo.config.section import Section
 from octavo.errors import InputError
 from octavo.parallel import world
 from octavo.parallel.sharding import check_supported
@@ -23,21 +22,6 @@ from octavo.storage import local_path
 
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 """Environment variable with SMP's configuration as JSON, set by the estimator."""
-
-
-class SmpConfig(Section):
-    """SMP's configuration: its names and defaults."""
-
-    hybrid_shard_degree: int = Field(0, ge=0, description="Ranks over which parameters are sharded; 0: by sharding_strategy.")
-    tensor_parallel_degree: int = Field(1, ge=1, description="Ranks over which each matrix is split.")
-    context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split.")
-    expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread.")
-    sm_activation_offloading: bool = Field(True, description="offload_wrapper offloads; without it nothing does.")
-    activation_loading_horizon: int = Field(2, ge=1, description="Blocks whose activations are loaded ahead.")
-    fsdp_cache_flush_warnings: bool = Field(True, description="Without effect.")
-    allow_empty_shards: bool = Field(False, description="Without effect: shards may be empty.")
-    delayed_parameter_initialization: bool = Field(False, description="Without effect: DelayedParamIniter does it.")
-    random_seed: int = Field(12345, ge=0, le=2**63 - 1, description="Seed of every generator.")
 
 
 class _Given:

@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from octavo.compat.notices import say_once
+from octavo.compat.smp.configs import MoEConfig
 from octavo.config.moe import MoeConfig
-from octavo.errors import InputError, check_flags, unknown
+from octavo.errors import InputError
 from octavo.nn.moe import LayerNormMoE
 
-BALANCING = ("aux_loss", "sinkhorn", "balanced", "none")
 _NO_SHUFFLE = (
     "global_token_shuffle = True: tokens are not shuffled between ranks, and need not be, since none is dropped and the "
     "balancing loss counts those of all ranks. Set it to False."
 )
-
-
-@dataclass
-class MoEConfig:
-    """SMP's configuration of experts: its names and defaults. `transform` refuses values that it does not have.
-
-    Attributes:
-        smp_moe: False: nothing below counts, and the model's config decides.
-        random_seed: without effect: generators and initial values have the `random_seed` of `torch.sagemaker.init`.
-        moe_load_balancing: as in `[moe]`. "sinkhorn" is that of Megatron-LM; of "balanced" SMP publishes no definition, and
-            tokens visit the experts round robin.
-        global_token_shuffle: False.
-        moe_all_to_all_dispatcher: without effect: either exchange gives the same numbers.
-        moe_aux_loss_coeff, moe_z_loss_coeff: of means over the layers, where Megatron-LM adds them up.
-        use_cpu_initialization: without effect: initial values are the same on every device.
-
-    Raises:
-        InputError: a value of the wrong kind, or a `moe_load_balancing` that SMP does not have either.
-    """
-
-    smp_moe: bool = True
-    random_seed: int = 12345
-    moe_load_balancing: str = "sinkhorn"
-    global_token_shuffle: bool = False
-    moe_all_to_all_dispatcher: bool = True
-    moe_aux_loss_coeff: float = 0.001
-    moe_z_loss_coeff: float = 0.001
-    use_cpu_initialization: bool = False
-
-    def __post_init__(self) -> None:
-        if self.moe_load_balancing not in BALANCING:
-            raise unknown("moe_load_balancing", str(self.moe_load_balancing), BALANCING)
-        flags = ("smp_moe", "global_token_shuffle", "moe_all_to_all_dispatcher", "use_cpu_initialization")
-        given = {name: getattr(self, name) for name in flags}
-        # Arguments of a script are 0, 1 or None.
-        check_flags("MoEConfig", **{name: bool(value) if value in (None, 0, 1) else value for name, value in given.items()})
-        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise InputError(f"MoEConfig: {name} = {value!r} is no coefficient: use a number from 0, which is none.")
 
 
 class _Name(type):

@@ -1,8 +1,8 @@
 """Names that `torch.load` takes in a checkpoint that a script wrote by `torch.save`: since PyTorch 2.6 it loads weights only.
 
-SMP's examples save, beside tensors, a count of parameters, which is a scalar of numpy, and the model's config. A local state of
-PyTorch's own FSDP has ShardedTensors. Their classes hold data alone, and are named here one by one; all other names stay
-refused, and nothing is unpickled without the check.
+SMP's examples save, beside tensors, a count of parameters, which is a scalar of numpy, numpy's random state, with an array,
+and the model's config. A local state of PyTorch's own FSDP has ShardedTensors. Their classes hold data alone, and are
+named here one by one; all other names stay refused, and nothing is unpickled without the check.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from octavo.process import process
 _SCALAR: Any = np.int64(0).__reduce__()[0]
 _SCALARS = (_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"))
 """The function that makes a numpy scalar, by the names of numpy 1 and 2."""
-_DTYPES = (np.dtype, *{type(np.dtype(name)) for name in ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")})
+_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+_ARRAYS = (
+    np.ndarray,
+    _RECONSTRUCT,
+    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
+    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
+)
+"""An array, and the function that makes an empty one, by the names of numpy 1 and 2; its data are set afterwards."""
+_KINDS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+_DTYPES = (np.dtype, *(type(np.dtype(name)) for name in _KINDS))
 
 
 _GROUP = ShardedTensor.ProcessGroupState
@@ -59,7 +68,7 @@ _SHARDED = (
 
 def admit_data() -> Callable[[], None]:
     """Let `torch.load` take these; returns the function that takes all names of this module away."""
-    ours = (*_SCALARS, *_DTYPES, *_SHARDED)
+    ours = (*_SCALARS, *_ARRAYS, *_DTYPES, *_SHARDED)
     before = get_safe_globals()
     add_safe_globals([one for one in ours if one not in before])
 

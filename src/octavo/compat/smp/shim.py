@@ -46,7 +46,7 @@ MODULES: dict[str, Names] = {
         "EXPORT_KEY_SCHEDULER EXPORT_KEY_IDENTITY"
     },
     "torch.sagemaker.moe": {},
-    "torch.sagemaker.moe.moe_config": {f"{_HERE}.moe": "MoEConfig"},
+    "torch.sagemaker.moe.moe_config": {f"{_HERE}.configs": "MoEConfig"},
     "torch.sagemaker.moe.moe_layer": {f"{_HERE}.moe": "MoELayer"},
     "torch.sagemaker.nn": {},
     "torch.sagemaker.nn.attn": {_LAYERS: "FlashSelfAttention FlashGroupedQueryAttention"},

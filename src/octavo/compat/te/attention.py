@@ -14,23 +14,21 @@ from octavo.compat.te.call import Settings
 from octavo.compat.te.core import Call, set_softmax
 from octavo.compat.te.cross import make_cross
 from octavo.compat.te.device import default_device
+from octavo.compat.te.inner import make_readable
 from octavo.compat.te.layers import Kind
+from octavo.compat.te.limits import ATTENTION_TYPES, FORMATS, LAYER_TYPES, check_kind, check_layer
 from octavo.compat.te.parts import separate
 from octavo.compat.te.signatures import SIGNATURES, bound, normal
-from octavo.compat.te.state import Stateful, Stateless
-from octavo.errors import InputError, check_flags, unknown
+from octavo.compat.te.state import OneRank, Stateful, Stateless
+from octavo.errors import InputError, check_flags
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
 from octavo.nn.linear import compute_dtype
 from octavo.nn.te_arguments import check
 
-FORMATS = ("sbhd", "bshd", "thd")
-
 
 def _format(argument: str, name: Any) -> str:
-    if name not in FORMATS:
-        raise unknown(argument, str(name), FORMATS)
-    return str(name)
+    return check_kind(argument, name, FORMATS)
 
 
 def _packed(argument: str, values: dict[str, Any]) -> bool:
@@ -91,7 +89,7 @@ def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple
     return call.native(batch, attention.heads, tokens, tokens, x.device)
 
 
-class DotProductAttention(Stateless, _attention.DotProductAttention, metaclass=Kind):
+class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, metaclass=Kind):
     """softmax(q · kᵀ · scale) · v, without parameters but for a learnable `softmax_offset`."""
 
     __module__ = "transformer_engine.pytorch.attention.dot_product_attention"  # by which clients tell it
@@ -100,14 +98,14 @@ class DotProductAttention(Stateless, _attention.DotProductAttention, metaclass=K
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = bound("DotProductAttention", args, kwargs)
+        check_layer("DotProductAttention", values)
         settings = Settings.take(values, "attn_mask_type")
         channels = values["kv_channels"]
         values["kv_channels"] = channels[0] if isinstance(channels, tuple | list) else channels
         group, ranks, stream, how = (values.pop(f"cp_{name}") for name in ("group", "global_ranks", "stream", "comm_type"))
         kind, top, softmax = (values.pop(name) for name in ("attention_type", "return_max_logit", "softmax_type"))
         check_flags("DotProductAttention", return_max_logit=top)
-        if kind not in ("self", "cross"):
-            raise unknown("attention_type", str(kind), ("self", "cross"))
+        check_kind("attention_type", kind, ATTENTION_TYPES)
         packed = _packed("qkv_format", values)
         super().__init__(**values | settings.native_arguments("attn_mask_type"))
         self.settings, self.return_max_logit, self.packed = settings, bool(top), packed
@@ -219,7 +217,7 @@ def _unstacked(
     return q, k, v
 
 
-class MultiheadAttention(Stateful, _attention.MultiheadAttention, metaclass=Kind):
+class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metaclass=Kind):
     """Joint query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first.
 
     attention_type "cross": keys and values are those of `encoder_output`.
@@ -231,13 +229,14 @@ class MultiheadAttention(Stateful, _attention.MultiheadAttention, metaclass=Kind
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = bound("MultiheadAttention", args, kwargs)
+        check_layer("MultiheadAttention", values)
         settings = Settings.take(values, "attn_mask_type")
         taken, kind, packed = _taken(values), values.pop("attention_type"), _packed("qkv_format", values)
-        if kind not in ("self", "cross"):
-            raise unknown("attention_type", str(kind), ("self", "cross"))
+        check_kind("attention_type", kind, ATTENTION_TYPES)
         super().__init__(**values | settings.native_arguments("attn_mask_type"))
         self.settings, self.packed = settings, packed
         _prepare(self, taken, values, cross=kind == "cross")
+        make_readable(self)
 
     @property
     def mask_type(self) -> str:
@@ -269,7 +268,12 @@ class MultiheadAttention(Stateful, _attention.MultiheadAttention, metaclass=Kind
             self.settings, attn_mask_type, window_size, bottom_right_diagonal, attention_mask, arguments, packed=self.packed,
             encoded=encoded, own_keys=self.attention_type == "self",
         )  # fmt: skip
-        rest |= {"inference_params": inference_params, "encoder_output": None if encoded is not None else encoder_output}
+        if encoder_output is not None and encoded is None:
+            raise InputError(
+                "MultiheadAttention: encoder_output beside attention_type='self', whose keys are of hidden_states. Pass "
+                "attention_type='cross' to the constructor, or leave encoder_output out."
+            )
+        rest["inference_params"] = inference_params
         x = hidden_states[None] if self.packed else hidden_states
         mask, base = _attention_mask(call, self, x, rotary_pos_emb)
         made = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **rest)
@@ -296,7 +300,7 @@ def _unpacked(made: Any) -> Any:
     return made[0]
 
 
-class TransformerLayer(Stateful, _block.TransformerLayer, metaclass=Kind):
+class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kind):
     """x + attention(norm(x)), then h + mlp(norm(h)); a block of timm's or Hugging Face's may be a subclass.
 
     layer_type "decoder": between both cross-attention to `encoder_output` (`inter_attention`).
@@ -313,12 +317,9 @@ class TransformerLayer(Stateful, _block.TransformerLayer, metaclass=Kind):
             Settings.take(values, "enc_dec_attn_mask_type", "enc_dec_"),
         )
         inter.softcap = settings.softcap
-        kind, taken = values.pop("layer_type"), _taken(values)
+        check_layer("TransformerLayer", values)
+        kind, taken = check_kind("layer_type", values.pop("layer_type"), LAYER_TYPES), _taken(values)
         packed = _packed("attn_input_format", values)
-        if kind not in ("encoder", "decoder"):
-            raise unknown("layer_type", str(kind), ("encoder", "decoder"))
-        if kind == "decoder" and values["parallel_attention_mlp"]:
-            raise InputError("TransformerLayer(layer_type='decoder', parallel_attention_mlp=True) has no form. Leave one out.")
         super().__init__(**values | settings.native_arguments("self_attn_mask_type"))
         self.settings, self.inter_settings, self.packed = settings, inter, packed
         _prepare(self.self_attention, taken, values)
@@ -329,6 +330,7 @@ class TransformerLayer(Stateful, _block.TransformerLayer, metaclass=Kind):
                 if name in self._modules:
                     self._modules[name] = self._modules.pop(name)
         self.layernorm_mlp.gate_rows = self.layernorm_mlp.ffn_hidden_size  # all of them
+        make_readable(self)
 
     @property
     def mask_type(self) -> str:
@@ -381,11 +383,12 @@ class TransformerLayer(Stateful, _block.TransformerLayer, metaclass=Kind):
             own_keys=True,
         )  # fmt: skip
         rest["inference_params"] = inference_params
-        if not decodes:
-            rest |= {
-                "encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask,
-                "enc_dec_attn_mask_type": enc_dec_attn_mask_type, "enc_dec_window_size": enc_dec_window_size,
-            }  # fmt: skip
+        others = {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask}
+        for name in [name for name, value in others.items() if value is not None and not decodes]:
+            raise InputError(
+                f"TransformerLayer: {name} beside layer_type='encoder', which has no cross-attention. Pass "
+                f"layer_type='decoder' to the constructor, or leave {name} out."
+            )
         x = hidden_states[None] if self.packed else hidden_states
         mask, base = _attention_mask(call, attention, x, rotary_pos_emb)
         made = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, self_attn_mask_type=base, inter=inter, **rest)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.compat.notices import say_once
+from octavo.compat.te.limits import NO_MXFP8, check_recipe
 from octavo.compat.te.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -74,11 +75,8 @@ def autocast(
     Raises:
         InputError: a recipe that Octavo does not have.
     """
-    if (enabled or calibrating) and isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
-        raise InputError(
-            f"{type(recipe).__name__} is of Blackwell's units, which Octavo does not use. Use Float8BlockScaling or "
-            "Float8CurrentScaling."
-        )
+    if (enabled or calibrating) and isinstance(recipe, Recipe):
+        check_recipe(recipe, getattr(recipe, "written_in", type(recipe).__name__))
     chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled or calibrating else None
     measured = chosen if calibrating and not enabled else None
     with calibration.calibrating(measured), fp8.fp8_autocast(bool(enabled), chosen if enabled else None, amax_reduction_group):
@@ -148,7 +146,7 @@ def check_fp8_block_scaling_support() -> tuple[bool, str]:
 
 def check_mxfp8_support() -> tuple[bool, str]:
     """(False, the reason)."""
-    return False, "Octavo has no MXFP8: use Float8BlockScaling."
+    return False, NO_MXFP8
 
 
 def check_nvfp4_support() -> tuple[bool, str]:

@@ -8,7 +8,6 @@ Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head d
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,21 +15,14 @@ import torch
 from torch import Tensor
 
 from octavo.compat.notices import say_once
+from octavo.compat.te.limits import LENGTHS, LONGEST, TAKEN, cap_of, check_cap_alone, check_lengths, check_terms
 from octavo.compat.te.masks import PLAIN, TYPES, is_arbitrary, mask_and_type, window_pair, without_effect
 from octavo.compat.te.sequences import check_longest, chunks, cumulative, joined, lengths_of, places, positions, shown
 from octavo.errors import InputError, check_flags, unknown
 from octavo.nn.segments import LIBRARY, Segment
 
-BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-LONGEST = ("max_seqlen_q", "max_seqlen_kv")
 _PLACES = {"cu_seqlens_q": "cu_seqlens_q_padded", "cu_seqlens_kv": "cu_seqlens_kv_padded"}
 """Lengths → where the sequences begin."""
-TAKEN = (
-    *LENGTHS, *LONGEST, "pad_between_seqs", "core_attention_bias_type", "core_attention_bias",
-    "alibi_slopes", "softcap", "checkpoint_core_attention",
-)  # fmt: skip
-"""Arguments of a call that `Call` has an answer for."""
 MASKED = f"{LIBRARY} with a mask"
 
 
@@ -43,22 +35,13 @@ def mask_type(argument: str, kind: Any) -> str:
     return name
 
 
-def _cap(value: Any) -> float:
-    """softcap as a number, 0 for none; an InputError unless it is finite and not negative."""
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise InputError(f"softcap={value!r}: give a finite number above 0, or 0 for none.")
-    return float(value)
-
-
 class Settings:
     """A layer's own mask type, window and cap, for calls without."""
 
     def __init__(self, kind: str, window: Any, bottom_right: bool | None, softcap: float | None) -> None:
         self.kind, self.window, self.bottom_right = kind, window_pair(window), bottom_right
         check_flags("attention", bottom_right_diagonal=bottom_right or False)
-        self.softcap = _cap(softcap)
+        self.softcap = cap_of(softcap)
         causal = "causal" in kind
         self.native = (self.window[0], 0) if self.window is not None and causal else None
         """A window that the layer of `octavo.nn` computes by itself, in causal calls."""
@@ -110,16 +93,8 @@ class Given:
         right = settings.bottom_right if bottom_right is None else bottom_right
         again = given.get("checkpoint_core_attention", False)
         check_flags("attention", bottom_right_diagonal=right or False, checkpoint_core_attention=again)
-        bias = given.get("core_attention_bias_type", "no_bias")
-        if bias not in BIASES:
-            raise unknown("core_attention_bias_type", str(bias), BIASES)
-        if ("core_attention_bias" in given) != (bias in ("pre_scale_bias", "post_scale_bias")):
-            raise InputError(
-                f"core_attention_bias_type={bias!r} with{'' if 'core_attention_bias' in given else 'out'} core_attention_bias: "
-                "'pre_scale_bias' and 'post_scale_bias' take one, the others none."
-            )
-        if "alibi_slopes" in given and bias != "alibi":
-            raise InputError(f"alibi_slopes beside core_attention_bias_type={bias!r}: pass 'alibi'.")
+        bias = check_terms(given)
+        check_cap_alone(cap_of(given.get("softcap", settings.softcap)), bias)
         call = cls(
             settings,
             kind,
@@ -141,7 +116,7 @@ class Given:
     @property
     def cap(self) -> float:
         """Cap of the scores, 0 for none."""
-        return _cap(self.given.get("softcap", self.settings.softcap))
+        return cap_of(self.given.get("softcap", self.settings.softcap))
 
     def is_plain(self, core: Any, queries: int, keys: int) -> bool:
         """True if a layer of `octavo.nn` computes it, at most with a mask."""
@@ -271,15 +246,12 @@ class Given:
         return ~mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
 
     def _by_lengths(self, batch: int, queries: int, keys: int) -> list[Segment]:
+        check_lengths(self.given, own_keys=self.own_keys, packed=self.packed)
         q_ends, kv_ends, q_padded, kv_padded = (self._ends(name) for name in LENGTHS)
-        if q_ends is not None and kv_ends is None and self.own_keys:
+        if kv_ends is None:
             kv_ends, kv_padded = q_ends, q_padded if kv_padded is None else kv_padded
-        if q_ends is None or kv_ends is None:
-            there, missing = LENGTHS[:2] if kv_ends is None and q_ends is not None else LENGTHS[1::-1]
-            given = f"{there} without {missing}" if there in self.given else "no cu_seqlens_q and cu_seqlens_kv"
-            raise InputError(f"{given}: sequences are of queries and of keys, so give both.")
-        if (q_padded is None) != (kv_padded is None):
-            raise InputError("cu_seqlens_q_padded and cu_seqlens_kv_padded go together: give both, or none.")
+        assert q_ends is not None
+        assert kv_ends is not None
         found, gaps = [], {}
         sides = zip(LENGTHS, LONGEST, (q_ends, kv_ends), (q_padded, kv_padded), (queries, keys), strict=False)
         for name, longest, ends, padded, tokens in sides:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.compat.te.call import LENGTHS, Given
+from octavo.compat.te.call import Given
 from octavo.compat.te.cross import crossed
+from octavo.compat.te.limits import LENGTHS
 from octavo.compat.te.recompute import checkpoint
 from octavo.compat.te.rotary import check_angles, tables, turned
 from octavo.compat.te.sequences import shown
@@ -131,8 +132,6 @@ class Call(Given, _attention.Attending):
                 )
         if self.packed and ((bias is not None and len(bias) > 1) or (slopes is not None and slopes.dim() == 2)):
             raise InputError('packed sequences ("thd") take one core_attention_bias or alibi_slopes for all of them.')
-        if self.cap and self.bias != "no_bias":
-            raise InputError(f"softcap={self.cap} with core_attention_bias_type={self.bias!r} is not supported: leave one out.")
         return Scores(bias, self.bias == "pre_scale_bias", slopes, self.cap, None if sink is None else sink.to(q.device))
 
     def context(

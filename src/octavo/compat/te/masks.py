@@ -91,7 +91,7 @@ def _checked(kind: str, mask: Any, shape: tuple[int, int, int]) -> Tensor:
         shown = type(mask).__name__ if not isinstance(mask, Tensor) else mask.dtype
         raise InputError(
             f"attention mask type {kind!r} with attention_mask of {shown}: give a bool tensor, True where nothing is "
-            "attended to."
+            f"attended to{', or cu_seqlens_q and cu_seqlens_kv' if 'padding' in kind else ''}."
         )
     if kind == "arbitrary":
         if not is_arbitrary(mask, batch, heads, tokens, tokens):

@@ -1,19 +1,60 @@
 """Transformer Engine's recipe objects: values that compare and print as there. `octavo.fp8.recipe.coerce` reads them.
 
-Fields are those of version 2.20. MXFP8 and NVFP4 are values too, which autocast refuses: Hopper has units for neither.
+Fields are those of version 2.20. MXFP8 and NVFP4 are values too, which autocast refuses: Hopper has units for neither. A value
+of the wrong kind is one message, with the name that the script has: Accelerate and others make recipes of their own arguments.
+Loads no torch: `octavo migrate` makes recipes by these classes.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import InitVar, fields
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from octavo.errors import InputError
+
 _ANY = ConfigDict(arbitrary_types_allowed=True)
+MAKERS = {
+    "accelerate": "accelerate.utils.TERecipeKwargs",
+    "lightning": "TransformerEnginePrecision(recipe=…): DelayedScaling",
+    "lightning_fabric": "TransformerEnginePrecision(recipe=…): DelayedScaling",
+    "composer": "precision_config: DelayedScaling",
+}
+"""Package that makes recipes → the call in which its users write their fields."""
+
+
+def named(cls: Any) -> Any:
+    """Make a class of recipes say what is wrong with a field in one message, and remember who made an object."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        maker = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        owner = MAKERS.get(maker, type(self).__name__)
+        try:
+            init(self, *args, **kwargs)
+        except ValidationError as error:
+            raise InputError(_told(error, owner)) from None
+        object.__setattr__(self, "written_in", owner)
+
+    cls.__init__ = made
+    return cls
+
+
+def _told(error: ValidationError, owner: str) -> str:
+    """The first fault, with its field and value."""
+    one = error.errors(include_url=False)[0]
+    text = str(one["msg"]).removeprefix("Assertion failed, ").removeprefix("Value error, ")
+    name = str(one["loc"][0]) if one["loc"] else ""
+    if one["type"] in ("unexpected_keyword_argument", "unexpected_positional_argument"):
+        return f"{owner}: unknown argument {name!r}."
+    return f"{owner}({name}={one['input']!r}): {text}." if name else f"{owner}: {text}"
 
 
 class _FormatHelper(NamedTuple):
@@ -106,9 +147,10 @@ class Recipe:
 
 
 def _check(recipe: Any) -> None:
-    assert recipe.fp8_format != Format.E5M2, "Pure E5M2 training is not supported."
+    assert recipe.fp8_format != Format.E5M2, "fp8_format E5M2 is not supported: use HYBRID or E4M3."
 
 
+@named
 @dataclass(repr=False, config=_ANY)
 class DelayedScaling(Recipe):
     """Scales from the largest values of earlier steps. `interval` and `override_linear_precision` are of early versions."""
@@ -129,10 +171,16 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self, interval: int, override_linear_precision: tuple[bool, bool, bool]) -> None:
         _check(self)
-        assert not any(override_linear_precision), "override_linear_precision is of Transformer Engine 1: leave it out."
-        assert self.backward_override is None, "Delayed scaling only supports backward_override=None."
+        assert not any(override_linear_precision), (
+            f"override_linear_precision={override_linear_precision}: products run in FP8, and it is of Transformer Engine 1. "
+            "Leave it out."
+        )
+        assert self.backward_override is None, (
+            f"backward_override={self.backward_override!r}: delayed scaling has None alone. Leave it out."
+        )
 
 
+@named
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
     """Scales from each tensor itself."""
@@ -158,6 +206,7 @@ class Float8CurrentScaling(Recipe):
         _check(self)
 
 
+@named
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
     """Scales of 1×128 pieces and 128×128 blocks."""
@@ -187,6 +236,7 @@ class Float8BlockScaling(Recipe):
         _check(self)
 
 
+@named
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
     """Of Blackwell; an autocast refuses it."""
@@ -200,6 +250,7 @@ class MXFP8BlockScaling(Recipe):
     _shown = ("margin", "format", "backward_override")
 
 
+@named
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
     """Of Blackwell; an autocast refuses it."""

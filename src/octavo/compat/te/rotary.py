@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.compat.te.device import default_device
+from octavo.compat.te.limits import FORMATS, check_kind, check_rotation
 from octavo.compat.te.sequences import INTEGERS, chunks, cumulative, positions, shown
-from octavo.errors import InputError, check_flags, unknown
+from octavo.errors import InputError, check_flags
 from octavo.nn.rotary import rotate
-
-FORMATS = ("sbhd", "bshd", "thd")
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -79,17 +78,6 @@ def _starts(given: Any, sequences: int) -> Tensor | None:
     return starts
 
 
-def _check_shared(size: Any, rank: Any, starts: Any) -> None:
-    """Raise an InputError unless `rank` is one of `size` ranks, whose sequences have no start positions."""
-    for name, value, least in (("cp_size", size, 1), ("cp_rank", rank, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name}={value!r}: give a whole number of at least {least}.")
-    if rank >= size:
-        raise InputError(f"cp_rank={rank} with cp_size={size}: ranks are 0 to {size - 1}.")
-    if size > 1 and starts is not None:
-        raise InputError(f"start_positions with cp_size={size}: ranks share sequences that begin at position 0. Leave one out.")
-
-
 def tables(freqs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the positions `at`, int64 [B or 1, T] on any device; of −1 those of no rotation. float32 [B or 1, T, Dr].
 
@@ -138,18 +126,20 @@ def apply_rotary_pos_emb(
         InputError: another format, angles that do not fit, positions beyond them, start positions that are not one for each
             sequence or are negative, start positions of shared sequences, or a rank that is none of `cp_size`.
     """
-    if tensor_format not in FORMATS:
-        raise unknown("tensor_format", str(tensor_format), FORMATS)
+    check_kind("tensor_format", tensor_format, FORMATS)
     packed, first = tensor_format == "thd", tensor_format == "sbhd"
     if not isinstance(t, Tensor) or t.dim() != (3 if packed else 4) or not t.is_floating_point():
         raise InputError(
             f"t is {shown(t)}: tensor_format {tensor_format!r} is of {3 if packed else 4} dimensions, and of floating point."
         )
-    _check_shared(cp_size, cp_rank, start_positions)
+    check_rotation(
+        {
+            "tensor_format": tensor_format, "start_positions": start_positions, "interleaved": interleaved,
+            "cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": cp_rank,
+        }
+    )  # fmt: skip
     check_angles(freqs, t.shape[-1])
     if packed:
-        if cu_seqlens is None:
-            raise InputError("tensor_format 'thd' takes cu_seqlens, where sequences begin and end.")
         ends = cumulative("cu_seqlens", cu_seqlens)
         starts = _starts(start_positions, len(ends) - 1)
         at = positions(ends, len(t), parts=cp_size, part=cp_rank)
@@ -157,10 +147,6 @@ def apply_rotary_pos_emb(
             number = torch.bucketize(torch.arange(len(t)), torch.tensor(ends[1:]), right=True).clamp(max=len(starts) - 1)
             at = torch.where(at < 0, at, at + starts[number])
         return turned(t[None], tables(freqs, at[None]), interleaved=interleaved)[0].contiguous()
-    if cu_seqlens is not None:
-        raise InputError(
-            f"cu_seqlens with tensor_format {tensor_format!r}: they are of packed sequences, 'thd'. Leave one out."
-        )
     tokens, samples = (t.shape[0], t.shape[1]) if first else (t.shape[1], t.shape[0])
     starts = _starts(start_positions, samples)
     at = chunks(tokens, cp_size, cp_rank)[None]

@@ -5,37 +5,17 @@ Each forward joins them, as `octavo.compat.te.parts` does with query, key and va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo.compat.te.limits import split_sizes
 from octavo.compat.te.parts import Parts, Product, State
 from octavo.compat.te.signatures import refuse_fp8
 from octavo.compat.te.state import Products
 from octavo.errors import InputError
 from octavo.nn import linear as _linear
-
-
-def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
-    """Name → rows of each parameter; names alone share the rows evenly.
-
-    Raises:
-        InputError: no names, names that are no strings or not distinct, or sizes that do not add up to `rows`.
-    """
-    if isinstance(parameters_split, Mapping):
-        given = list(parameters_split.items())
-    else:
-        names = list(parameters_split)
-        given = [(name, rows // max(1, len(names))) for name in names]
-    sizes = {name.rstrip("_"): size for name, size in given if isinstance(name, str) and isinstance(size, int) and size > 0}
-    if not given or len(sizes) < len(given) or sum(sizes.values()) != rows:
-        raise InputError(
-            f"parameters_split={parameters_split!r}: give distinct names, whose number divides the {rows} rows, or a "
-            f"dictionary of names and whole numbers of rows that add up to {rows}."
-        )
-    return sizes
 
 
 class Split(Parts, Products):

@@ -127,12 +127,17 @@ class Scaling(NamedTuple):
     """float32 [L, n], the newest first."""
 
 
-class Products(Stateful):
-    """Base of the layers with products, with what clients read of them; a layer has one tensor-parallel rank."""
+class OneRank(nn.Module):
+    """Base of layers of one tensor-parallel rank, with what clients read of that."""
 
     tp_size = 1
     tp_group = None
     sequence_parallel = False
+
+
+class Readable(OneRank):
+    """Base of layers with products, with what clients read of them."""
+
     parallel_mode = None
     return_bias: bool
 
@@ -157,6 +162,10 @@ class Products(Stateful):
             found["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
             found["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
         return MappingProxyType(found)
+
+
+class Products(Readable, Stateful):
+    """Base of the layers with products that a script makes."""
 
 
 @torch.inference_mode()  # of which a write raises

@@ -1,0 +1,53 @@
+"""Layers of `octavo.nn` inside of Transformer Engine's: they compute as before, and clients read of them what those have.
+
+A client walks `model.modules()` for layers with `fp8_meta`, or asks each for `use_bias` and `tp_size`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from octavo.compat.te import parts
+from octavo.compat.te.state import OneRank, Readable
+from octavo.nn import linear as _linear
+from octavo.nn import mlp as _mlp
+
+
+class Linear(Readable, _linear.Linear):
+    """`octavo.nn.Linear`."""
+
+
+class LayerNormLinear(Readable, _linear.LayerNormLinear):
+    """`octavo.nn.LayerNormLinear`."""
+
+
+class LayerNormMLP(Readable, _mlp.LayerNormMLP):
+    """`octavo.nn.LayerNormMLP`."""
+
+
+class SeparateLinear(Readable, parts.Linear):
+    """`octavo.compat.te.parts.Linear`."""
+
+
+class SeparateLayerNormLinear(Readable, parts.LayerNormLinear):
+    """`octavo.compat.te.parts.LayerNormLinear`."""
+
+
+_READABLE: dict[type[nn.Module], type[nn.Module]] = {
+    _linear.Linear: Linear,
+    _linear.LayerNormLinear: LayerNormLinear,
+    _mlp.LayerNormMLP: LayerNormMLP,
+    parts.Linear: SeparateLinear,
+    parts.LayerNormLinear: SeparateLayerNormLinear,
+}
+
+
+def make_readable(layer: nn.Module) -> None:
+    """Give the layers inside of `layer` what clients read, in place."""
+    for module in layer.modules():
+        if module is layer:
+            continue
+        if type(module) in _READABLE:
+            module.__class__ = _READABLE[type(module)]
+        elif "tp_size" not in vars(module):  # attention, whose class chooses its kernels
+            module.tp_size, module.tp_group, module.sequence_parallel = OneRank.tp_size, None, False  # type: ignore[assignment]
