@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
-    ("_version", "errors", "dtypes", "hub", "versions", "stored_names"),
+    ("_version", "errors", "dtypes", "hub", "process", "stored_names", "versions"),
     ("hardware", "storage", "libraries", "job_ranks"),
     ("config",),
     ("launch",),
@@ -75,6 +75,33 @@ LIGHT = (
     "octavo.watchdog.launcher",
 )
 """Modules that load no torch when they are imported."""
+
+STATELESS = ("kernels", "fp8", "nn", "parallel", "collectives")
+"""Components whose modules keep nothing: `octavo.process` has what belongs to the process, with the reason."""
+
+OWNERS = {
+    "fp8/buffers.py: default": "the buffers of layers outside of octavo.transform, which are one model's",
+    "parallel/world.py: state": "octavo.state, public: the ranks of this process",
+}
+"""Objects of a module that change."""
+
+CONSTANTS = {
+    "tl.constexpr", "TypeVar", "frozenset", "datetime.timedelta", "dict.fromkeys", "torch.tensor(LOG2_E.value).item",
+    "Tiles", "Tile", "Only", "Scores", "RowShape", "QuantizedTensor", "FloatFormat",
+}  # fmt: skip
+"""Calls whose results do not change, and `OfThread`, whose state is a thread's."""
+
+CACHED = {
+    "kernels/attention/flash.py": {"missing", "_interface", "_packing"},
+    "kernels/cublaslt.py": {"library", "_handle"},
+    "kernels/gemm.py": {"capability", "cpu_has_bf16", "has_grouped_products", "_bf16_values"},
+    "kernels/norm_rows.py": {"forward_shape", "backward_shape"},
+    "kernels/tiles.py": {"processors"},
+    "collectives/schedule.py": {"diagonal", "earlier", "ring"},
+}
+"""Functions with a cache: their results follow from their arguments and this machine alone."""
+
+_CHANGES = {"append", "add", "update", "clear", "pop", "popitem", "setdefault", "extend", "insert", "remove", "discard"}
 
 FILES = sorted(SOURCE.rglob("*.py"))
 LINE_OF = {component: number for number, line in enumerate(LAYERS) for component in line}
@@ -214,6 +241,54 @@ def test_names_are_imported_from_the_module_that_defines_them():
     assert {path: found for path, found in taken.items() if found} == {}
 
 
+def kept_by_module(source: str, file: str) -> list[str]:
+    """What a module keeps between its calls, a sentence each: globals that change, and caches without an entry."""
+    tree = ast.parse(source)
+    found = [f"line {node.lineno}: global {', '.join(node.names)}" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    changed = {name for node in ast.walk(tree) if (name := _changed(node)) is not None}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        value, call = node.value, ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else None
+        table = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+        is_constant = call in CONSTANTS | {"OfThread"} or (table and (name == "__all__" or name == name.upper()))
+        if (table or call) and (not is_constant or name in changed) and f"{file}: {name}" not in OWNERS:
+            found.append(f"line {node.lineno}: {name} = {ast.unparse(value)[:60]}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            caches = [ast.unparse(each) for each in node.decorator_list]
+            cached = any(each.startswith(("functools.cache", "functools.lru_cache", "cache", "lru_cache")) for each in caches)
+            plain = any(each.startswith("functools.cached_property") for each in caches)
+            if cached and not plain and node.name not in CACHED.get(file, ()):
+                found.append(f"line {node.lineno}: {node.name} has a cache")
+    return found
+
+
+def _changed(node: ast.AST) -> str | None:
+    """The name of what a statement or call changes in place: `NAME[…] = …`, `del NAME[…]`, `NAME.update(…)`."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del) and isinstance(node.value, ast.Name):
+        return node.value.id
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        return node.func.value.id if isinstance(node.func.value, ast.Name) else None
+    return None
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if component_of(path) in STATELESS], ids=by_file)
+def test_no_module_keeps_state(path):
+    found = kept_by_module(path.read_text(encoding="utf-8"), by_file(path))
+    assert not found, "\n".join([f"{by_file(path)}: octavo.process is the place, with the reason", *found])
+
+
+def test_owners_and_caches_are_there():
+    sources = {by_file(path): path.read_text(encoding="utf-8") for path in FILES}
+    for owner in OWNERS:
+        file, name = owner.split(": ")
+        assert f"\n{name} = " in sources[file], owner
+    for file, functions in CACHED.items():
+        assert all(f"\ndef {function}(" in sources[file] for function in functions), file
+
+
 @pytest.mark.parametrize("path", FILES, ids=by_file)
 def test_files_explain_themselves(path):
     source = path.read_text(encoding="utf-8")
@@ -264,6 +339,30 @@ def test_a_violation_is_found(component, source, fault):
     found = violations(component, source)
     assert len(found) == 1
     assert fault in found[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "_seen = {}",
+        "_seen: set[str] = set()",
+        "_thread = threading.local()",
+        "_numbers = itertools.count()",
+        "_last = None\ndef f(x):\n    global _last\n    _last = x",
+        "TABLE = {1: 2}\ndef f(x):\n    TABLE[x] = 3",
+        "NAMES = [1]\ndef f(x):\n    NAMES.append(x)",
+        "NAMES = [1]\ndef f(x):\n    del NAMES[0]",
+        "SHAPES = weakref.WeakSet()",
+        "@functools.cache\ndef f(x):\n    return x",
+    ],
+)
+def test_what_a_module_keeps_is_found(source):
+    assert len(kept_by_module(source, "fp8/new.py")) == 1
+
+
+def test_constants_are_nothing_that_a_module_keeps():
+    source = "TABLE = {1: 2}\n_LIMIT = 3\n__all__ = ['f']\nT = TypeVar('T')\n_threads = OfThread('key', list)\nPAIR = (1, 2)"
+    assert kept_by_module(source, "fp8/new.py") == []
 
 
 def test_imports_are_resolved_to_modules():

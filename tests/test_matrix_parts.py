@@ -11,9 +11,9 @@ from torch.optim import AdamW, Muon
 
 import octavo
 import ranks
-from octavo import matrix_parts
 from octavo.errors import InputError
 from octavo.models.convert import conversion_of
+from octavo.process import process
 
 sys.path.insert(0, str(Path(__file__).parent / "models"))
 from llamas import SHAPES, hugging_face, llama, tokens
@@ -89,7 +89,7 @@ def test_a_step_is_that_of_the_same_optimizer_on_hugging_faces_matrices(shape, m
 def test_the_joined_parameters_by_themselves_train_otherwise():
     """What the refusal is for: Muon of the joined matrix is far from that of its parts."""
     model, separate = transformed(), transformed()
-    matrix_parts._watched.discard(model)
+    process.models_of_matrices.discard(model)
     parts = octavo.matrices(separate, "model.layers.*")
     both = muon([p for name, p in model.named_parameters() if ".layers." in f".{name}" and p.ndim == 2]), muon(parts.values())
     parts.attach(both[1])

@@ -31,6 +31,7 @@ from octavo.models.convert import Conversion, conversion_of
 from octavo.models.families import Join
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import local_shard
+from octavo.process import process
 
 _COPY = "octavo_copy_of_a_matrix"
 OF_MATRICES = frozenset(
@@ -279,16 +280,12 @@ def _check_model(model: nn.Module) -> None:
                 ) from None
 
 
-_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
 def watch(model: nn.Module) -> None:
     """Refuse optimizers of `OF_MATRICES` at their first step, if they hold a parameter of `model` with several matrices."""
     if conversion_of(model) is None:
         return
     _register()
-    _watched.add(model)
+    process.models_of_matrices.add(model)
 
 
 @functools.cache
@@ -297,11 +294,11 @@ def _register() -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _checked:
+    if optimizer not in process.optimizers_of_matrices:
         refuse_unattached(optimizer)
-        for model in _watched:
+        for model in process.models_of_matrices:
             refuse(model, optimizer)
-        _checked.add(optimizer)
+        process.optimizers_of_matrices.add(optimizer)
 
 
 def _copy(part: Tensor) -> nn.Parameter:

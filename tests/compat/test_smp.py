@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import octavo
 import ranks
-from octavo.compat import notices
 from octavo.errors import InputError
+from octavo.process import process
 
 pytestmark = ranks.alone
 
@@ -227,13 +227,13 @@ def test_what_a_configuration_of_experts_asks_for_is_said_or_refused(tsm, capsys
         ({"moe_aux_loss_coeff": 0.3}, ('moe_aux_loss_coeff=0.3) has no effect with moe_load_balancing="sinkhorn"',)),
         ({"moe_load_balancing": "balanced"}, ("SMP publishes no definition",)),
     ):
-        notices._said.clear()
+        process.said.clear()
         capsys.readouterr()
         tsm.transform(mixtral(), config=MoEConfig(moe_z_loss_coeff=0, **asked))
         said = capsys.readouterr().err
         assert said.count("\n") == len(words)
         assert all(word in said for word in words)
-    notices._said.clear()
+    process.said.clear()
     capsys.readouterr()
     others = {"random_seed": 7, "moe_all_to_all_dispatcher": False, "use_cpu_initialization": 1, "global_token_shuffle": None}
     for _ in range(2):

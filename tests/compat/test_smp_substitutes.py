@@ -13,15 +13,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import octavo
-from octavo.compat import finder, notices, versions
+from octavo.compat import finder, versions
 from octavo.compat.smp import beside
+from octavo.process import process
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture
 def one_process():
-    notices._said.clear()
+    process.said.clear()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,11 +9,11 @@ import torch
 from test_te_arguments import CALLS, CONSTRUCTORS
 
 import octavo.nn
-from octavo.compat import notices
 from octavo.errors import InputError
 from octavo.fp8.recipe import coerce
 from octavo.nn.attention import merge_qkv
 from octavo.nn.mlp import interleave
+from octavo.process import process
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -217,7 +217,7 @@ def test_transformer_engines_own_state_dicts_load(te, capsys, fused):
         theirs[f"{name}._extra_state"] = torch.randint(0, 255, (64,), dtype=torch.uint8)
     theirs.pop("_extra_state")
     x = torch.randn(6, 2, 32)
-    notices._said.clear()
+    process.said.clear()
     for layer in layers[1:]:
         layer.load_state_dict(dict(theirs))
         torch.testing.assert_close(layer(x), layers[0](x))

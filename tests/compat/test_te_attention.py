@@ -4,9 +4,9 @@ import pytest
 import te_attention_by_hand as by_hand
 import torch
 
-from octavo.compat import notices
 from octavo.errors import InputError
 from octavo.nn import scores
+from octavo.process import process
 
 HEADS, GROUPS, DIM = 4, 2, 8
 CAUSAL = ("causal", "causal_bottom_right")
@@ -257,7 +257,7 @@ def test_dropout_of_sequences_keeps_the_mean(te, order, softmax):
 
 
 def test_what_no_kernel_computes_is_named_once(te, capsys):
-    notices._said.clear()
+    process.said.clear()
     core = te.DotProductAttention(HEADS, DIM, qkv_format="bshd")
     for _ in range(2):
         core(*drawn(1, 3, 3, groups=HEADS), core_attention_bias_type="alibi")

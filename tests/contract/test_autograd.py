@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from private_names import Name, check
 
+from octavo.fp8.threads import OfThread
+
 NAMES = (
     Name(
         "torch._C._current_graph_task_id",
         ("fp8/checkpoints.py",),
         "whether a backward runs on this thread; the public `torch.is_grad_enabled` is true in a recomputation too",
+    ),
+    *(
+        Name(
+            f"torch._C.{name}",
+            ("fp8/threads.py",),
+            "an object of a thread that autograd hands on to the threads of its backwards; no public `contextvars` reach them "
+            "before torch 2.14",
+        )
+        for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_get_obj_in_tls")
     ),
     Name(
         "torch._C._autograd._get_current_graph_task_keep_graph",
@@ -154,3 +166,39 @@ def test_saved_values_that_are_written_again_under_the_counter_are_no_error():
         values.zero_().add_(1)
     product.sum().backward()
     assert torch.equal(weight.grad, torch.ones(2))
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs another one, so deep that autograd takes a thread of its own for it."""
+
+    @staticmethod
+    def forward(ctx, x, depth, note):
+        ctx.depth, ctx.note = depth, note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.note()
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                Nested.apply(x, ctx.depth - 1, ctx.note).backward()
+        return grad, None, None
+
+
+def test_a_backward_on_a_thread_of_autograd_has_the_state_of_its_caller():
+    """Below 60 nested backwards a CPU's run on another thread, as a GPU's always do."""
+    states = OfThread("contract", object)
+    own, found = states.here(), []
+
+    def note():
+        found.append((threading.get_ident(), states.here()))
+
+    Nested.apply(torch.ones(1, requires_grad=True), 70, note).backward()
+    assert len({thread for thread, _ in found}) > 1
+    assert all(state is own for _, state in found)
+    others = []
+    thread = threading.Thread(target=lambda: others.append(states.here()))
+    thread.start()
+    thread.join()
+    assert others[0] is not own

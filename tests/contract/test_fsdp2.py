@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 
+import fsdp2_names
 import pytest
 import torch
 from private_names import SOURCE, used_in
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 
 import ranks
@@ -23,7 +24,7 @@ from octavo.parallel.fsdp2 import adapter
 pytestmark = ranks.alone
 
 IMPORTED = {"_fully_shard", "_fsdp_collectives", "_fsdp_common", "_fsdp_param"}
-STATE = {"_get_fsdp_state", "_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
+STATE = {"_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
 SIGNATURES = {
     (_fsdp_param_group.FSDPParamGroup, "unshard"): ("self", "async_op"),
     (_fsdp_param_group.FSDPParamGroup, "wait_for_unshard"): ("self",),
@@ -50,6 +51,32 @@ def test_every_name_of_the_adapter_is_one_of_these():
     known = names() | {"_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter"}
     own = {name for name in used_in(SOURCE / "parallel" / "fsdp2" / "adapter.py") if name not in known}
     assert own <= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering"}
+
+
+def test_every_private_name_has_its_reason_beside_the_public_means():
+    """The table of docs/parallelism.md is the one of `fsdp2_names.py`, and that has the adapter's names."""
+    private = {name for name in names() if name.startswith("_")} - IMPORTED
+    assert {row.name for row in fsdp2_names.PRIVATE} == private
+    assert len(fsdp2_names.PRIVATE) == len(private)
+    page = SOURCE.parents[1].joinpath("docs", "parallelism.md").read_text(encoding="utf-8")
+    assert fsdp2_names.written(page) == page, "python tests/contract/fsdp2_names.py docs/parallelism.md"
+    assert f"| {len(private)} private names in one file" in page
+
+
+@pytest.mark.parametrize("name", fsdp2_names.PUBLIC)
+def test_public_means_are_there_from_their_version_on(name):
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    since = tuple(map(int, fsdp2_names.PUBLIC[name][0].split(".")))
+    if (major, minor) != (2, 12):  # whose source was not read
+        assert hasattr(FSDPModule, name) == ((major, minor) >= since)
+
+
+def test_every_public_setting_is_in_the_table():
+    settings = {name for name in vars(FSDPModule) if name.startswith("set_")}
+    assert settings - fsdp2_names.PUBLIC.keys() == {
+        "set_is_last_backward", "set_requires_all_reduce", "set_reshard_after_backward", "set_post_optim_event",
+        "set_reduce_scatter_divide_factor",
+    }  # fmt: skip  # each is the user's, and FSDP2's own code follows it
 
 
 @pytest.mark.parametrize(("owner", "name"), SIGNATURES)
@@ -121,9 +148,10 @@ def calls():
         for parameter in group._raw.fsdp_params:
             for name in (*adapter.PARAMETER, "param_dtype", "_unsharded_param"):
                 assert hasattr(parameter, name), name
-    state = model._get_fsdp_state()
+    state = fully_shard.state(model)
+    assert state is model._get_fsdp_state()
     assert isinstance(state, _fsdp_state.FSDPState)
-    for name in STATE - {"_get_fsdp_state"}:
+    for name in STATE:
         assert hasattr(state, name), name
     return forward, backward
 
@@ -162,7 +190,7 @@ def test_what_is_replaced_runs_in_the_written_order():
 def lacking():
     """The answer to a version whose groups lack a name."""
     model = sharded()
-    raw = model[0]._get_fsdp_state()._fsdp_param_group
+    raw = fully_shard.state(model[0])._fsdp_param_group
     del raw.comm_ctx
     with pytest.raises(InputError) as error:
         adapter.group_of(model[0])

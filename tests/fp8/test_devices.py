@@ -11,6 +11,7 @@ import octavo
 from octavo.fp8 import autocast
 from octavo.fp8.scaling import load_state_records, state_records
 from octavo.kernels import gemm
+from octavo.process import process
 
 AMPERE = torch.device("cuda", 7)
 
@@ -19,7 +20,7 @@ AMPERE = torch.device("cuda", 7)
 def ampere(monkeypatch):
     """A GPU of compute capability 8.0, as far as the choice of products can see."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(autocast._state, "warned", set())
+    monkeypatch.setattr(process, "said", set())
     gemm.capability.cache_clear()
     yield
     gemm.capability.cache_clear()

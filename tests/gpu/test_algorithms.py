@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.kernels import algorithms, cublaslt, gemm
+from octavo.process import process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -16,8 +17,8 @@ ROWS, COLUMNS, SUMMED = 2048, 1536, 1024
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch):
-    monkeypatch.setattr(algorithms, "_uses", {})
-    monkeypatch.setattr(algorithms, "_chosen", {})
+    monkeypatch.setattr(process, "product_uses", {})
+    monkeypatch.setattr(process, "product_algorithms", {})
 
 
 def operands(rows=ROWS, columns=COLUMNS, summed=SUMMED, dtypes=(E4M3, E4M3), device="cuda"):
@@ -47,7 +48,7 @@ def same(x, y):
 
 
 def chosen():
-    return list(algorithms._chosen.values())
+    return list(process.product_algorithms.values())
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -60,7 +61,7 @@ def test_fp8_products_have_pytorchs_bits_by_whichever_algorithm_is_taken(dtypes,
     for _ in range(4):
         ab = operands(dtypes=dtypes)
         same(by_algorithm(ab, **how), by_pytorch(ab, **how))
-    (shape,) = algorithms._chosen
+    (shape,) = process.product_algorithms
     assert shape == (0, ROWS, COLUMNS, SUMMED, dtypes[0], True, dtypes[1], False, out_dtype, bias, fast, False)
     for dynamic in (False, True):
         product = cublaslt.Product(shape._replace(dynamic=dynamic))
@@ -85,7 +86,7 @@ def test_wide_products_have_pytorchs_bits(monkeypatch, a_by_rows, b_by_rows, dty
             same(found, torch.mm(a, b, out_dtype=torch.float32))
         else:
             same(found, a @ b if bias is None else torch.addmm(bias, a, b))
-    ((shape, taken),) = algorithms._chosen.items()
+    ((shape, taken),) = process.product_algorithms.items()
     assert (shape.a_by_rows, shape.b_by_rows) == (a_by_rows, b_by_rows)
     assert taken is not None or gain > 0
 
@@ -226,6 +227,6 @@ def test_on_a_gpu_that_is_not_the_current_one(monkeypatch):
     for _ in range(3):
         ab = operands(device="cuda:1")
         same(by_algorithm(ab), by_pytorch(ab))
-    ((shape, taken),) = algorithms._chosen.items()
+    ((shape, taken),) = process.product_algorithms.items()
     assert shape.device == 1
     assert taken is not None

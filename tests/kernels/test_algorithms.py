@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from octavo.kernels import algorithms, cublaslt
 from octavo.kernels.cublaslt import ProductShape
+from octavo.process import process
 
 E4M3 = torch.float8_e4m3fn
 
@@ -31,9 +32,14 @@ def test_a_comparison_without_memory_leaves_the_bits_of_pytorch():
     shape = ProductShape(0, 64, 64, 32, a.dtype, True, b.dtype, True, torch.bfloat16, False, False, False)
     no_device = mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext())
     idle = mock.patch.object(torch.cuda, "synchronize")
-    with mock.patch.object(algorithms, "Product", Product), mock.patch.dict(algorithms._chosen), no_device, idle as waited:
+    with (
+        mock.patch.object(algorithms, "Product", Product),
+        mock.patch.dict(process.product_algorithms),
+        no_device,
+        idle as waited,
+    ):
         assert torch.equal(algorithms._measured(shape, operands, None), a @ b)
-        assert algorithms._chosen[shape] is None
+        assert process.product_algorithms[shape] is None
         waited.assert_called_once_with()
         assert algorithms.choices()["cuda:0, 64 x 64 x 32, bfloat16 rows · bfloat16 rows → bfloat16"] == "PyTorch's"
 

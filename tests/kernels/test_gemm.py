@@ -5,6 +5,7 @@ import torch
 
 from octavo.fp8.formats import E4M3, E5M2
 from octavo.kernels import algorithms, cublaslt, gemm, reference
+from octavo.process import process
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,23 +19,23 @@ def test_a_wide_product_takes_a_bias(dtype, recurring):
 
 def test_without_cublaslt_pytorch_multiplies(monkeypatch):
     monkeypatch.setattr(algorithms, "LEAST_OPERATIONS", 0)
-    monkeypatch.setattr(algorithms, "_uses", {})
+    monkeypatch.setattr(process, "product_uses", {})
     monkeypatch.setattr(cublaslt, "library", lambda: None)
     a, b = torch.randn(8, 64).bfloat16(), torch.randn(64, 32).bfloat16()
     for _ in range(3):
         assert torch.equal(algorithms.mm(a, b, torch.bfloat16), a @ b)
-    assert not algorithms._uses
+    assert not process.product_uses
 
 
 def test_what_is_differentiated_is_pytorchs(monkeypatch):
     monkeypatch.setattr(algorithms, "LEAST_OPERATIONS", 0)
-    monkeypatch.setattr(algorithms, "_uses", {})
+    monkeypatch.setattr(process, "product_uses", {})
     monkeypatch.setattr(cublaslt, "library", lambda: object())
     a, b = torch.randn(8, 64).bfloat16().requires_grad_(), torch.randn(64, 32).bfloat16()
     for _ in range(3):
         algorithms.mm(a, b, torch.bfloat16).float().sum().backward()
     torch.testing.assert_close(a.grad.float(), 3 * b.float().sum(1).expand(8, 64), rtol=2e-2, atol=1e-1)
-    assert not algorithms._uses
+    assert not process.product_uses
 
 
 def test_digests_tell_places_and_bits_apart():

@@ -11,6 +11,7 @@ import octavo
 import ranks
 from octavo.errors import OctavoError
 from octavo.parallel import calls
+from octavo.process import process
 
 pytestmark = ranks.alone
 
@@ -147,7 +148,7 @@ def slow(folder):
 
 def warnings():
     """The warnings of this rank's calls, as they come; the other ranks learn that there is one."""
-    said, store = [], calls._current.store
+    said, store = [], process.calls.store
 
     def warn(message):
         said.append(message)
@@ -159,7 +160,7 @@ def warnings():
 
 def wait_until_said(ranks=1):
     """Compute until so many other ranks have warned."""
-    while calls._current.store.add("said", 0) < ranks:
+    while process.calls.store.add("said", 0) < ranks:
         time.sleep(0.05)
 
 
@@ -175,9 +176,9 @@ def test_a_slow_rank_is_waited_for_and_named(tmp_path):
 def too_slow(folder):
     quick()
     model, path = model_and_path(folder)
-    calls._patience = 0.5
+    process.patience = 0.5
     if dist.get_rank() == 1:
-        while not calls._current.store.check(["1/verdict"]):  # 0 is of octavo.transform
+        while not process.calls.store.check(["1/verdict"]):  # 0 is of octavo.transform
             time.sleep(0.05)
     return raised(octavo.save, path, model)
 
@@ -192,7 +193,7 @@ def clipping(folder):
     """A step's call asks nothing of the store."""
     quick()
     model, _ = model_and_path(folder)
-    meetings = calls._current
+    meetings = process.calls
     meetings._ended.set()
     meetings._thread.join()
     meetings.store = None
@@ -240,4 +241,4 @@ def test_a_call_of_a_step_that_lasts_is_said():
 
 def test_one_rank_has_no_meetings():
     with calls.together("octavo.save"), calls.noted("octavo.clip_grad_norm_"):
-        assert calls._current is None
+        assert process.calls is None

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from octavo.errors import OctavoError
-from octavo.parallel import rendezvous
 from octavo.parallel.rendezvous import round_name, round_store
+from octavo.process import process
 
 
 def run_round(store, world, ranks):
@@ -62,7 +62,7 @@ def test_one_rank_and_no_agent(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(rendezvous, "_numbers", itertools.count())
+    monkeypatch.setattr(process, "rendezvous", itertools.count())
     assert round_store(0, 2, timeout=1) is None
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from octavo.errors import OctavoError
+from octavo.process import process
 
 _BLOCK = 1 << 20  # bytes of a read for a checksum
 _LARGEST_READ = 1 << 30  # the kernel reads 2 GiB at most at once
@@ -37,10 +38,6 @@ class Stamp(NamedTuple):
     size: int
     modified: int
     changed: int
-
-
-_digests: dict[Stamp, str] = {}
-"""The sha256 of files by stamp: a file is not hashed again for its restore, nor by the other ranks."""
 
 
 class OpenFolder:
@@ -102,10 +99,10 @@ class OpenFolder:
     def sha256(self, name: str) -> str:
         """The hexadecimal SHA-256 of a file, computed once for each stamp."""
         stamp, now = self.stamp(name), time.time_ns()
-        digest = self._digests.get(stamp) or _digests.get(stamp) or self._hash(name, stamp.size)
+        digest = self._digests.get(stamp) or process.digests.get(stamp) or self._hash(name, stamp.size)
         self._digests[stamp] = digest
         if now - max(stamp.modified, stamp.changed) > _SETTLED:
-            _digests[stamp] = digest
+            process.digests[stamp] = digest
         return digest
 
     def _hash(self, name: str, size: int) -> str:
@@ -119,7 +116,7 @@ class OpenFolder:
     def known(self) -> dict[Stamp, str]:
         """The SHA-256 of the open files that have one by their stamp, for `trust` on other ranks."""
         stamps = [self.stamp(name) for name in self.opened]
-        return {stamp: _digests[stamp] for stamp in stamps if stamp in _digests}
+        return {stamp: process.digests[stamp] for stamp in stamps if stamp in process.digests}
 
     def _descriptor(self, name: str) -> int:
         if name not in self._descriptors:
@@ -134,7 +131,7 @@ class OpenFolder:
 
 def trust(known: dict[Stamp, str]) -> None:
     """Take the SHA-256 of files that another rank has hashed."""
-    _digests.update(known)
+    process.digests.update(known)
 
 
 def allow_open_files(number: int) -> None:

@@ -6,13 +6,12 @@ import os
 
 from octavo.errors import warn
 from octavo.parallel.world import state
-
-_said: set[str] = set()
+from octavo.process import process
 
 
 def say_once(key: str, message: str) -> None:
     """A line for the user, once, on the first rank."""
-    if key not in _said:
-        _said.add(key)
+    if key not in process.said:
+        process.said.add(key)
         if state.rank == 0 and os.environ.get("RANK", "0") == "0":
             warn(message)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,10 @@ import torch.distributed as dist
 from octavo.errors import InputError, check_flags
 from octavo.fp8 import buffers, checkpoints, scaling
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
+from octavo.fp8.threads import OfThread
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_transforms
+from octavo.process import process
 
 
 @dataclass
@@ -68,22 +69,21 @@ class _Entered:
         return self.sessions[self.repeated - 1] if self.repeated <= len(self.sessions) else None
 
 
-@dataclass
-class _State:
-    """The current contexts of the process: global, since backward runs on threads of its own."""
+@dataclass(eq=False)
+class _Thread:
+    """The contexts of a thread, which its backwards have too."""
 
     active: _Active | None = None
     last: _Forward = field(default_factory=lambda: _Forward(None))
-    checkpoints: weakref.WeakKeyDictionary[Any, _Forward] = field(default_factory=weakref.WeakKeyDictionary)
-    entered: weakref.WeakKeyDictionary[Any, _Entered] = field(default_factory=weakref.WeakKeyDictionary)
     told: tuple[_Recomputing, ...] = ()  # whose forwards are running
     first_microbatch: bool | None = None
-    warned: set[torch.device] = field(default_factory=set)
     recomputed: _Recomputing | None = None  # inside `recomputing`
     dropping: bool = False  # inside `dropping`
+    measured: Recipe | None = None  # inside `measuring`
 
 
-_state = _State()
+_threads: OfThread[_Thread] = OfThread("contexts", _Thread)
+_own = _threads.own
 
 
 @contextlib.contextmanager
@@ -95,6 +95,9 @@ def fp8_autocast(
     On a GPU without FP8 units the layers run in the dtype of their inputs and a warning says so once; a CPU emulates FP8.
     Ranks join their amaxes at the end of a forward of training and of its backward. An evaluation, without gradients or of
     modules in evaluation mode, is no collective and changes no state: one rank may run it alone.
+
+    A context is of its thread, as `torch.autocast`, and of the backwards that it calls: two threads may each train a model that
+    `octavo.transform` has returned. Compiled code follows the thread that has entered a context last.
 
     Args:
         enabled: False takes the layers inside out of FP8, also within another autocast.
@@ -109,112 +112,146 @@ def fp8_autocast(
     if fp8_group is not None and not isinstance(fp8_group, dist.ProcessGroup):
         raise InputError(f"fp8_autocast: fp8_group = {fp8_group!r} is not a process group of torch.distributed.")
     recipe = (DelayedScaling() if fp8_recipe is None else coerce(fp8_recipe)) if enabled else None
-    before, task, outer, around = _state.active, checkpoints.graph_task(), _in_force(), checkpoints.enclosing()
+    thread = process.traced = _threads.here()
+    before, task, outer, around = thread.active, checkpoints.graph_task(), _in_force(thread), checkpoints.enclosing()
     outermost = before is None and task == -1  # in a backward it is part of a recomputation
     if outermost:
         buffers.begin(fp8_group, getattr(recipe, "reduce_amax", True))
-    session = _enter(around) if outer is None else outer.session
+    session = _enter(thread, around) if outer is None else outer.session
     active = _Active(recipe, emulate, outer, task, frozenset(map(id, around)), session)
+    counts = outermost and recipe is not None
+    process.open_autocasts += counts
     try:
         if recipe is not None:
             scaling.prepare_all(recipe)
-        _state.active = active
+        thread.active = active
         # `recomputing` has the scales in place all the while; elsewhere `scales_of_forward` puts them there for each layer.
-        with buffers.replay(session.scales()) if outer is None and _state.recomputed is not None else contextlib.nullcontext():
+        with buffers.replay(session.scales()) if outer is None and thread.recomputed is not None else contextlib.nullcontext():
             yield
         if outermost and (torch.is_grad_enabled() or buffers.has_recorded()):
             buffers.keep_scales()
-            _state.last = _Forward(active, _state.first_microbatch)
+            thread.last = _Forward(active, thread.first_microbatch)
             buffers.end_forward(unseen=recipe is not None)
     finally:
-        _state.active = before
+        process.open_autocasts -= counts
+        thread.active = before
         if outermost:
             buffers.leave()
 
 
-def _enter(around: list[Any]) -> buffers.Session:
+def _traced(name: str) -> Any:
+    """What compiled code reads of a context: PyTorch's compiler guards no thread's own."""
+    return None if process.traced is None else getattr(process.traced, name)
+
+
+def _enter(thread: _Thread, around: list[Any]) -> buffers.Session:
     """The session of an outermost autocast that is about to begin: in a recomputation that of its forward."""
     task, recomputed = checkpoints.graph_task(), checkpoints.recomputed()
     session = None
-    if _state.recomputed is not None:
-        session = _state.recomputed.entered.next(task)
+    if thread.recomputed is not None:
+        session = thread.recomputed.entered.next(task)
     elif task != -1:
         found = next((one for one in around if one in recomputed), None)
-        session = _state.entered[found].next(task) if found in _state.entered else None
+        session = process.checkpoint_autocasts[found].next(task) if found in process.checkpoint_autocasts else None
     if session is None:
-        session = buffers.session() if task == -1 else _repeated().session
+        session = buffers.session() if task == -1 else _repeated(thread).session
     for one in around:
         if one not in recomputed:
-            _state.entered.setdefault(one, _Entered()).sessions.append(session)
-    for told in _state.told:
+            process.checkpoint_autocasts.setdefault(one, _Entered()).sessions.append(session)
+    for told in thread.told:
         told.entered.sessions.append(session)
     return session
 
 
 def current_recipe(device: torch.device) -> Recipe | None:
     """The recipe that applies here on this device, or None where products stay in high precision."""
-    active = _state.active
-    if not torch.compiler.is_compiling():
-        backward = checkpoints.graph_task() != -1
-        if backward:
-            active = _in_force()
-        if _state.recomputed is None and (checkpoints.has_hooks() or not torch.is_grad_enabled()):
-            _remember(active)
-        if backward:
-            buffers.update_after_backward()
+    if torch.compiler.is_compiling():
+        active = _traced("active")
+    elif checkpoints.graph_task() == -1:
+        thread = _own.state
+        active = thread.active
+        if thread.recomputed is None and (checkpoints.has_hooks() or not torch.is_grad_enabled()):
+            _remember(thread, active)
+    else:
+        thread = _threads.here()
+        active = _in_force(thread)
+        if thread.recomputed is None and (checkpoints.has_hooks() or not torch.is_grad_enabled()):
+            _remember(thread, active)
+        buffers.update_after_backward()
     if active is None or active.recipe is None:
+        if active is None and not torch.compiler.is_compiling() and process.open_autocasts:
+            _warn_of_other_thread()
         return None
     refuse_transforms("FP8 layers")  # before the layer touches its scales
     native = device.type == "cpu" or active.emulate or gemm.is_native(device)
     return active.recipe if native else _warn_without_fp8(device)
 
 
+def claim_buffers(model: buffers.BufferSet) -> None:
+    """A layer of this model is about to run in compiled code: see `scaling.claim`."""
+    active = _own.state.active
+    if active is not None and active.recipe is not None and active.recipe is not model.claimed:
+        scaling.claim(model, active.recipe)
+
+
 def gathering_recipe(device: torch.device) -> Recipe | None:
     """`current_recipe` for a weight that is gathered: what a checkpoint will repeat is noted by the layers that read it."""
-    active = _state.active if checkpoints.graph_task() == -1 else _in_force()
+    active = _own.state.active if checkpoints.graph_task() == -1 else _in_force(_threads.here())
     if active is None or active.recipe is None:
         return None
     native = device.type == "cpu" or active.emulate or gemm.is_native(device)
     return active.recipe if native else _warn_without_fp8(device)
 
 
-def _is_in_checkpoint() -> bool:
+def _is_in_checkpoint(thread: _Thread) -> bool:
     """True in the recomputation of a checkpoint without `recomputing`."""
-    return _state.recomputed is None and checkpoints.graph_task() != -1
+    return thread.recomputed is None and checkpoints.graph_task() != -1
 
 
-def _in_force() -> _Active | None:
+def _in_force(thread: _Thread) -> _Active | None:
     """The context of this forward; in a recomputation that of its forward, unless it enters one again itself."""
-    active = _state.active
-    if not _is_in_checkpoint() or (active is not None and active.task == checkpoints.graph_task()):
+    active = thread.active
+    if not _is_in_checkpoint(thread) or (active is not None and active.task == checkpoints.graph_task()):
         return active
-    return _repeated().active
+    return _repeated(thread).active
 
 
-def _remember(active: _Active | None) -> None:
+def _remember(thread: _Thread, active: _Active | None) -> None:
     """Keep context and scales of this forward, without gradients or under hooks, for each checkpoint around it to repeat."""
     if torch.is_grad_enabled():
-        if checkpoints.innermost() in _state.checkpoints:
+        if checkpoints.innermost() in process.checkpoint_forwards:
             return
     elif not checkpoints.trains():
         return
-    new = [found for found in checkpoints.enclosing() if found not in _state.checkpoints]
+    new = [found for found in checkpoints.enclosing() if found not in process.checkpoint_forwards]
     if not new:
         return
-    forward = _repeated() if _is_in_checkpoint() else _Forward(None, _state.first_microbatch)
+    forward = _repeated(thread) if _is_in_checkpoint(thread) else _Forward(None, thread.first_microbatch)
     for found in new:
         around = active
         while around is not None and id(found) in around.inside:
             around = around.outer
         session = forward.session if around is None else around.session
-        _state.checkpoints[found] = _Forward(around, forward.first, session, forward.captured)
+        process.checkpoint_forwards[found] = _Forward(around, forward.first, session, forward.captured)
+
+
+def _warn_of_other_thread() -> None:
+    """Say once that the context of another thread is not that of a layer on this one."""
+    if "autocast of another thread" not in process.said:
+        process.said.add("autocast of another thread")
+        warnings.warn(
+            "a layer that can run in FP8 runs in high precision, on a thread without fp8_autocast while another thread is "
+            "inside one. A context is of its thread, as torch.autocast: enter fp8_autocast on this thread, or "
+            "fp8_autocast(enabled=False), which says that this is meant.",
+            stacklevel=4,
+        )
 
 
 @torch.compiler.disable
 def _warn_without_fp8(device: torch.device) -> None:
     """Say once that layers on this device stay in high precision."""
-    if device not in _state.warned:
-        _state.warned.add(device)
+    if device not in process.said:
+        process.said.add(device)
         warnings.warn(
             f"{device} has no FP8 units (compute capability 8.9 or more): FP8 layers run in the dtype of their inputs."
             " fp8_autocast(emulate=True) computes FP8's numbers slowly.",
@@ -225,36 +262,40 @@ def _warn_without_fp8(device: torch.device) -> None:
 @contextlib.contextmanager
 def microbatch(first: bool) -> Iterator[None]:
     """Around a forward of an accumulated step: all but the first reuse its FP8 weights and record no amax of them."""
-    before, _state.first_microbatch = _state.first_microbatch, first
+    thread = process.traced = _threads.here()
+    before, thread.first_microbatch = thread.first_microbatch, first
     try:
         yield
     finally:
-        _state.first_microbatch = before
+        thread.first_microbatch = before
 
 
 def first_microbatch() -> bool | None:
     """True in the first forward of an accumulated step, False in later ones, None outside of `microbatch`."""
-    if torch.compiler.is_compiling() or not _is_in_checkpoint():
-        return _state.first_microbatch
-    return _repeated().first
+    if torch.compiler.is_compiling():
+        return cast("bool | None", _traced("first_microbatch"))
+    thread = _threads.here()
+    return _repeated(thread).first if _is_in_checkpoint(thread) else thread.first_microbatch
 
 
 def session() -> buffers.Session:
     """The outermost autocast of this forward; in a recomputation that of its forward."""
-    active = _in_force()
+    thread = _threads.here()
+    active = _in_force(thread)
     if active is not None:
         return active.session
-    if _state.recomputed is not None:
-        return _state.recomputed.forward.session
-    return _repeated().session if _is_in_checkpoint() else buffers.session()
+    if thread.recomputed is not None:
+        return thread.recomputed.forward.session
+    return _repeated(thread).session if _is_in_checkpoint(thread) else buffers.session()
 
 
 def around_layer() -> tuple[buffers.Session, bool | None, bool]:
     """`session`, `first_microbatch` and `drops` of this forward, in eager code."""
-    active = _state.active
-    if active is not None and checkpoints.graph_task() == -1:
-        return active.session, _state.first_microbatch, _state.dropping
-    return session(), first_microbatch(), _state.dropping
+    if checkpoints.graph_task() == -1:
+        thread = _own.state
+        if thread.active is not None:
+            return thread.active.session, thread.first_microbatch, thread.dropping
+    return session(), first_microbatch(), drops()
 
 
 class _Told(contextlib.AbstractContextManager[None]):
@@ -264,32 +305,36 @@ class _Told(contextlib.AbstractContextManager[None]):
         self._again = again
 
     def __enter__(self) -> None:
-        self._before = _state.told
-        _state.told = (*self._before, self._again)
+        self._thread = _threads.here()
+        self._before = self._thread.told
+        self._thread.told = (*self._before, self._again)
 
     def __exit__(self, *exc: object) -> None:
-        _state.told = self._before
+        self._thread.told = self._before
 
 
 class _Recomputing(contextlib.AbstractContextManager[None]):
     """The context of a recomputation: recipe and scales of its forward."""
 
     def __init__(self) -> None:
-        captured = _repeated().captured if _is_in_checkpoint() else buffers.captured()
-        self.forward = _Forward(_in_force(), first_microbatch(), session(), captured)
+        thread = _threads.here()
+        captured = _repeated(thread).captured if _is_in_checkpoint(thread) else buffers.captured()
+        self.forward = _Forward(_in_force(thread), first_microbatch(), session(), captured)
         self.entered = _Entered()
 
     def __enter__(self) -> None:
-        self._before = (_state.active, _state.first_microbatch, _state.recomputed, _state.dropping, _state.told)
+        thread = self._thread = process.traced = _threads.here()
+        self._before = (thread.active, thread.first_microbatch, thread.recomputed, thread.dropping, thread.told)
         self.entered.task = -1
         self._replay = buffers.replay(self.forward.scales)
         self._replay.__enter__()
-        _state.active, _state.first_microbatch = self.forward.active, self.forward.first
-        _state.recomputed, _state.dropping, _state.told = self, False, ()
+        thread.active, thread.first_microbatch = self.forward.active, self.forward.first
+        thread.recomputed, thread.dropping, thread.told = self, False, ()
 
     def __exit__(self, *exc: object) -> None:
+        thread = self._thread
         self._replay.__exit__(None, None, None)
-        _state.active, _state.first_microbatch, _state.recomputed, _state.dropping, _state.told = self._before
+        thread.active, thread.first_microbatch, thread.recomputed, thread.dropping, thread.told = self._before
 
 
 def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -301,30 +346,52 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
 @contextlib.contextmanager
 def dropping() -> Iterator[None]:
     """Around a forward whose saved tensors are dropped and recomputed: operands of backward alone have no values."""
-    before, _state.dropping = _state.dropping, True
+    thread = _threads.here()
+    before, thread.dropping = thread.dropping, True
     try:
         yield
     finally:
-        _state.dropping = before
+        thread.dropping = before
+
+
+@contextlib.contextmanager
+def measuring(recipe: Recipe | None) -> Iterator[None]:
+    """Around a calibration by this recipe: see `octavo.fp8.calibration`."""
+    thread = process.traced = _threads.here()
+    before, thread.measured = thread.measured, recipe
+    try:
+        yield
+    finally:
+        thread.measured = before
+
+
+def measured() -> Recipe | None:
+    """The recipe of the innermost `measuring`; None outside of one."""
+    return cast("Recipe | None", _traced("measured")) if torch.compiler.is_compiling() else _threads.here().measured
 
 
 def drops() -> bool:
     """True inside `dropping`."""
-    return _state.dropping
+    return _threads.here().dropping
 
 
 def scales_of_forward() -> contextlib.AbstractContextManager[None]:
     """Around the casts of a forward: the scales of the first forward, if this is a recomputation without `recomputing`."""
-    if torch.compiler.is_compiling() or checkpoints.graph_task() == -1 or not _is_in_checkpoint():
+    if torch.compiler.is_compiling() or checkpoints.graph_task() == -1:
         return contextlib.nullcontext()
-    active = _in_force()
+    thread = _threads.here()
+    if not _is_in_checkpoint(thread):
+        return contextlib.nullcontext()
+    active = _in_force(thread)
     mine = active is not None and active.task == checkpoints.graph_task()  # entered by this recomputation
-    return buffers.replay(active.session.scales() if active is not None and mine else _repeated().scales)
+    return buffers.replay(active.session.scales() if active is not None and mine else _repeated(thread).scales)
 
 
-def _repeated() -> _Forward:
+def _repeated(thread: _Thread) -> _Forward:
     """The forward of this recomputation; without a checkpoint around, that of the current context or of the last one."""
     for found in checkpoints.enclosing():
-        if found in _state.checkpoints:
-            return _state.checkpoints[found]
-    return _state.last if _state.active is None else _Forward(_state.active, _state.first_microbatch, _state.active.session)
+        if found in process.checkpoint_forwards:
+            return process.checkpoint_forwards[found]
+    if thread.active is None:
+        return thread.last
+    return _Forward(thread.active, thread.first_microbatch, thread.active.session)

@@ -9,32 +9,35 @@ evaluate, inspect or copy a model alone.
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.errors import InputError
 from octavo.fp8 import checkpoints
-from octavo.fp8.recipe import History, Operand
+from octavo.fp8.recipe import History, Operand, Recipe
+from octavo.fp8.threads import OfThread
 from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.scales import update_scales_
+from octavo.process import process
 
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
 """An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
-_by_number: weakref.WeakValueDictionary[int, ScaleBuffer] = weakref.WeakValueDictionary()
-_sets: weakref.WeakValueDictionary[int, BufferSet] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _LONG = 100
 """Backward passes inside one outermost autocast, more than micro-batches of a step: the training stands inside of it."""
-
+_TWO_THREADS = (
+    "two threads train layers at once whose scales are in one buffer, and each would take the other's amaxes: layers outside"
+    " of octavo.transform share one. Pass each model to octavo.transform, or train one after the other."
+)
 
 Scales: TypeAlias = "list[tuple[ScaleBuffer, Tensor]]"
 """Copies of the scales of some buffers."""
@@ -50,6 +53,8 @@ class Slot:
         self.fp8_max = fp8_max
         self.begun = False
         """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
+        self.offered = False
+        """An autocast has made it before it knew whose layers run inside: it is in no record until one of its model has run."""
         self.position = torch.tensor([buffer.number, index])
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
         self._of: Tensor | None = None  # the history that these are of
@@ -100,7 +105,7 @@ def _join(amaxes: Tensor, group: dist.ProcessGroup | None) -> None:
         work.wait()
         # In a backward it refers to an object of Python. If the thread of gloo let go of it last, it would need the GIL, and a
         # process that ends after a backward hangs: DistributedDataParallel joins that thread and keeps the GIL meanwhile.
-        _state.joined = work
+        _threads.here().joined = work
 
 
 class ScaleBuffer:
@@ -112,8 +117,8 @@ class ScaleBuffer:
         self.owner = owner
         self.policy = policy
         self.device = device
-        self.number = next(_numbers)
-        _by_number[self.number] = self
+        self.number = next(process.numbers)
+        process.scale_buffers[self.number] = self
         self.scale = torch.ones(_FIRST_CAPACITY, device=device)
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
@@ -145,7 +150,8 @@ class ScaleBuffer:
         """A copy of all scales as they are, the same one until they change: layers keep their part for backward."""
         # PyTorch's own writes count versions. A CUDA graph, whose replays write unseen, has copies of its own.
         recording = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
-        now = _state.session, recording, self.scale._version, self.scale.data_ptr()
+        thread = _own.state if checkpoints.graph_task() == -1 else _threads.here()
+        now = thread.session, recording, self.scale._version, self.scale.data_ptr()
         if self._kept is None or self._kept[0] != now:
             self._kept = now, self.scale.detach().clone()
         return self._kept[1]
@@ -199,14 +205,23 @@ class Joint:
 
 @dataclass(eq=False)
 class Session:
-    """An outermost autocast; its layers refer to it until their backward."""
+    """An outermost autocast; its layers refer to it until their backward.
+
+    Attributes:
+        used: buffers of the layers that have run in it in FP8, replays of CUDA graphs not counted.
+        recorded: those in which a forward has recorded amaxes, with the mode of its modules, until it ends.
+    """
 
     joint: Joint
     kept: Scales | None = None  # once it has ended
+    is_open: bool = False
+    used: dict[BufferSet, None] = field(default_factory=dict)
+    recorded: dict[BufferSet, Literal["evaluation", "training"]] = field(default_factory=dict)
+    backwards: int = 0  # that ended while it was open
 
     def scales(self) -> Scales:
         """The forward scales of all its casts, which change at its end alone."""
-        return snapshot() if self.kept is None else self.kept
+        return snapshot(self.used) if self.kept is None else self.kept
 
 
 class BufferSet:
@@ -217,15 +232,17 @@ class BufferSet:
         self.backward: dict[tuple[torch.device, History], ScaleBuffer] = {}
         self.joint = Joint()  # of the last forward of training
         self.trained = False
-        self.recorded: Literal["", "evaluation", "training"] = ""  # since the last update, by the mode of the modules
-        self.gradients = False
+        self.claimed: Recipe | None = None  # of the last autocast in which a layer has run, with slots for all
+        self.session: Session | None = None  # that is open and has recorded amaxes here
+        self.backward_of: _Thread | None = None  # which has recorded amaxes here and not ended
         self.expert_group: dist.ProcessGroup | None = None
         """Ranks with different experts of the model's mixtures, whose slots have entries for all."""
         self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()
         """Amaxes of forwards in evaluation mode, which count if a backward follows."""
-        _sets[next(_numbers)] = self
+        self.number = next(process.numbers)
+        process.buffer_sets[self.number] = self
 
     def __reduce__(self) -> Any:
         """Pickled as a set without slots: each `ModuleState` allocates its own. `default` becomes the reading process's."""
@@ -248,37 +265,46 @@ class BufferSet:
         weakref.finalize(owner, free.append, index)
         return index
 
-    def record_forward(self, *, training: bool) -> None:
-        """An amax of a forward with gradients is about to be recorded."""
-        self.joint, self.trained = _state.session.joint, True
-        if self.recorded != "training":
-            self.recorded = "training" if training else "evaluation"
-        _state.seen = _state.recorded = True
+    def record_forward(self, session: Session | None = None, *, training: bool) -> None:
+        """An amax of a forward with gradients is about to be recorded, in `session` or else the current one.
+
+        Raises:
+            InputError: a forward on another thread is recording too.
+        """
+        if session is None:
+            session = _own.state.session
+            session.used[self] = None
+        mode = session.recorded.get(self)
+        if mode is None:
+            if self.session is not None and self.session.is_open and self.session is not session:
+                raise InputError(_TWO_THREADS)
+            self.joint, self.trained, self.session = session.joint, True, session
+        if mode != "training":
+            session.recorded[self] = "training" if training else "evaluation"
 
     def record_gradient(self, session: Session | None = None) -> None:
-        """The amax of a gradient is about to be recorded: the forward in `session` counts, and backward's end updates."""
-        if session is _state.session and _state.is_open and self.recorded == "evaluation":
-            self.recorded = "training"
+        """The amax of a gradient is about to be recorded: the forward in `session` counts, and backward's end updates.
+
+        Raises:
+            InputError: a backward on another thread is recording too.
+        """
+        thread = _threads.here()
+        if session is not None and session.is_open and session.recorded.get(self) == "evaluation":
+            session.recorded[self] = "training"
         elif session is not None and session in self.deferred:
-            _update_postponed()  # whose amaxes are of another forward
+            _update_postponed(thread)  # whose amaxes are of another forward
             for buffer, amaxes in self.deferred.pop(session):
                 own = buffer.history[0, : len(amaxes)]
                 own.copy_(torch.maximum(own, amaxes))
-            if not self.recorded:
-                _update(self.forward, session.joint)
-        self.gradients = True
-        update_after_backward()
-
-    def update_forward(self) -> None:
-        """Update the scales of inputs and weights."""
-        self.recorded = ""
-        _update(self.forward, self.joint)
-
-    def update_backward(self) -> None:
-        """Update the scales of gradients of outputs, if a backward has recorded amaxes."""
-        if self.gradients:
-            self.gradients = False
-            _update(self.backward, self.joint)
+            if self.session is None:
+                _update(self.forward, session.joint, thread)
+        if checkpoints.graph_task() != thread.task:
+            update_after_backward(thread)
+        if self.backward_of is not thread:
+            if self.backward_of is not None and self in self.backward_of.gradients:
+                raise InputError(_TWO_THREADS)
+            self.backward_of = thread
+        thread.gradients[self] = self.joint if session is None else session.joint
 
     def defer_forward(self, session: Session) -> None:
         """Keep the amaxes of a forward in evaluation mode for its backward."""
@@ -286,15 +312,19 @@ class BufferSet:
         self.deferred[session] = [(buffer, buffer.history[0].clone()) for buffer in buffers]
         for buffer in buffers:
             buffer.history[0].zero_()
-        self.recorded = ""
 
 
-def _update(buffers: Mapping[Any, ScaleBuffer], joint: Joint) -> None:
+def _in_order(sets: Iterable[BufferSet]) -> list[BufferSet]:
+    """Buffers in order of creation, the same on every rank: each may wait for the other ranks."""
+    return sorted(sets, key=lambda buffers: buffers.number)
+
+
+def _update(buffers: Mapping[Any, ScaleBuffer], joint: Joint, thread: _Thread) -> None:
     used = {buffer: joint for buffer in buffers.values() if buffer.slots}
-    if _state.postponed is None:
+    if thread.postponed is None:
         _update_each(used)
     else:
-        _state.postponed |= used
+        thread.postponed |= used
 
 
 @torch.no_grad()
@@ -313,9 +343,9 @@ def _update_each(joints: Mapping[ScaleBuffer, Joint]) -> None:
         buffer.update(joint)
 
 
-def _update_postponed() -> None:
-    if _state.postponed:
-        postponed, _state.postponed = _state.postponed, {}
+def _update_postponed(thread: _Thread) -> None:
+    if thread.postponed:
+        postponed, thread.postponed = thread.postponed, {}
         _update_each(postponed)
 
 
@@ -326,29 +356,29 @@ def updates_together() -> Iterator[Callable[[], None]]:
     So ranks wait for each other once. Results are the same: an outermost autocast inside that finds updates outstanding makes
     them first. After an exception amaxes wait for the next forward, as those of a forward that was left by one.
     """
-    _state.postponed = {}
+    thread = _threads.here()
+    thread.postponed = {}
+    update = functools.partial(_update_postponed, thread)
     try:
-        yield _update_postponed
-        _update_postponed()
+        yield update
+        update()
     finally:
-        _state.postponed = None
+        thread.postponed = None
 
 
-@dataclass
-class _State:
-    """The current outermost autocast, and the last backward."""
+@dataclass(eq=False)
+class _Thread:
+    """The outermost autocast of a thread, open or the last one, and its last backward."""
 
     session: Session = field(default_factory=lambda: Session(Joint()))
-    is_open: bool = False
-    seen: bool = False  # a layer has run in FP8, replays of CUDA graphs not counted
-    recorded: bool = False  # by a layer that has
-    backwards: int = 0  # that ended while it was open
     task: int = -1  # autograd's number of the last backward that recorded
+    gradients: dict[BufferSet, Joint] = field(default_factory=dict)  # in which that one has recorded amaxes
     joined: dist.Work | None = None  # the last collective on a CPU
     postponed: dict[ScaleBuffer, Joint] | None = None  # updates that are outstanding inside `updates_together`
 
 
-_state = _State()
+_threads: OfThread[_Thread] = OfThread("scales", _Thread)
+_own = _threads.own
 default = BufferSet()
 """Of layers outside of `transform`."""
 
@@ -360,47 +390,43 @@ def _default() -> BufferSet:
 
 def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
     """An outermost autocast begins."""
-    _update_postponed()
-    _state.session = Session(Joint(group, reduce_amax))
-    _state.seen = _state.recorded = False
-    _state.is_open = True
-    _state.backwards = 0
+    thread = _threads.here()
+    _update_postponed(thread)
+    thread.session = Session(Joint(group, reduce_amax), is_open=True)
 
 
 def leave() -> None:
     """An outermost autocast is left, by an exception too: amaxes recorded until then wait for the next forward."""
-    if _state.recorded and _state.session.kept is None:
+    session = _threads.here().session
+    if session.recorded and session.kept is None:
         keep_scales()
-    _state.is_open = False
-    for buffers in list(_sets.values()):
-        if buffers.recorded == "evaluation":
-            buffers.defer_forward(_state.session)
-        buffers.recorded = ""
+    session.is_open = False
+    for buffers, mode in session.recorded.items():
+        if mode == "evaluation":
+            buffers.defer_forward(session)
+        buffers.session = None
+    session.recorded.clear()
 
 
 def session() -> Session:
     """The current outermost autocast, or the last one."""
-    return _state.session
+    return _threads.here().session
 
 
 def by_number(number: int) -> ScaleBuffer:
     """The buffer of a slot's `position`."""
-    return _by_number[number]
-
-
-def see() -> None:
-    """A layer is about to run in FP8 from Python."""
-    _state.seen = True
+    return cast(ScaleBuffer, process.scale_buffers[number])
 
 
 def keep_scales() -> None:
     """The outermost autocast is about to end: recomputations of its forwards need the scales as they are."""
-    _state.session.kept = snapshot()
+    session = _threads.here().session
+    session.kept = snapshot(session.used)
 
 
 def has_recorded() -> bool:
     """True if a forward of training has recorded amaxes since the outermost autocast began."""
-    return _state.recorded
+    return bool(_threads.here().session.recorded)
 
 
 def end_forward(*, unseen: bool) -> None:
@@ -409,54 +435,64 @@ def end_forward(*, unseen: bool) -> None:
     Amaxes of modules in evaluation mode wait for their backward: without one they are dropped, and ranks do not join them.
     unseen: update also if no layer has run from Python, since a CUDA graph may have been replayed.
     """
-    for buffers in list(_sets.values()):
-        if buffers.recorded == "training":
-            buffers.update_forward()
-        elif unseen and not _state.seen and buffers.trained:
-            _update(buffers.forward, _state.session.joint)
+    thread = _threads.here()
+    session = thread.session
+    trained = [buffers for buffers, mode in session.recorded.items() if mode == "training"]
+    if unseen and not session.used:
+        trained = [buffers for buffers in list(process.buffer_sets.values()) if buffers.trained and buffers.session is None]
+    for buffers in _in_order(trained):
+        _update(buffers.forward, session.joint, thread)
 
 
 def joins_forward(group: dist.ProcessGroup) -> bool:
     """True if the amaxes of this forward will be joined over all ranks of `group`."""
-    return _state.session.joint.covers(group)
+    thread = _own.state if checkpoints.graph_task() == -1 else _threads.here()
+    return thread.session.joint.covers(group)
 
 
-def update_after_backward() -> None:
+def update_after_backward(thread: _Thread | None = None) -> None:
     """Let the outermost running backward update the gradients' scales at its end."""
+    thread = thread or _threads.here()
     task = checkpoints.graph_task()
-    if task in (-1, _state.task) or checkpoints.is_nested_backward():
+    if task in (-1, thread.task) or checkpoints.is_nested_backward():
         return
-    _state.task = task
-    torch.autograd.Variable._execution_engine.queue_callback(_end_backward)
+    thread.task = task
+    thread.gradients.clear()  # of a backward that an exception has left
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_backward, thread))
 
 
-def _end_backward() -> None:
-    _state.backwards += _state.is_open
-    if _state.is_open and _state.backwards == _LONG:
+def _end_backward(thread: _Thread) -> None:
+    session = thread.session
+    session.backwards += session.is_open
+    if session.is_open and session.backwards == _LONG:
         warnings.warn(
             f"fp8_autocast is open since {_LONG} backward passes: delayed scaling changes the scales of inputs and weights"
             " where the outermost context ends. Enter it around each forward, not around the training.",
             stacklevel=2,
         )
-    for buffers in list(_sets.values()):
-        buffers.update_backward()
+    joints, thread.gradients = thread.gradients, {}
+    for buffers in _in_order(joints):
+        _update(buffers.backward, joints[buffers], thread)
 
 
-def snapshot() -> Scales:
-    """The forward scales as they are, for a recomputation to use."""
-    forward = (buffer for buffers in list(_sets.values()) for buffer in buffers.forward.values())
-    return [(buffer, buffer.kept()) for buffer in forward]
+def snapshot(sets: Iterable[BufferSet]) -> Scales:
+    """The forward scales of models as they are, for a recomputation to use."""
+    return [(buffer, buffer.kept()) for buffers in list(sets) for buffer in list(buffers.forward.values())]
 
 
 def captured() -> Scales | None:
     """While a CUDA graph is captured a snapshot in it, since its replays are of other sessions; else None."""
-    return snapshot() if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() else None
+    return (
+        snapshot(process.buffer_sets.values())
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        else None
+    )
 
 
 @contextlib.contextmanager
 def replay(scales: Scales) -> Iterator[None]:
     """Around the recomputation of a forward: use its scales; restore scales and recorded amaxes at the end."""
-    before = [(buffer, scale, buffer.history[0].clone()) for buffer, scale in snapshot()]
+    before = [(buffer, buffer.kept(), buffer.history[0].clone()) for buffer, _ in scales]
     for buffer, scale in scales:
         buffer.scale[: len(scale)].copy_(scale)
     try:
@@ -469,4 +505,4 @@ def replay(scales: Scales) -> Iterator[None]:
 
 def is_open() -> bool:
     """True inside an autocast."""
-    return _state.is_open
+    return _threads.here().session.is_open

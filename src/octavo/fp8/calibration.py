@@ -15,23 +15,17 @@ import torch
 from torch import Tensor
 
 from octavo.errors import InputError
+from octavo.fp8 import autocast
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.cast_scaled import amax
-
-_recipes: list[Recipe] = []
-"""The recipe of the innermost calibration; empty outside of one."""
 
 
 @contextlib.contextmanager
 def calibrating(recipe: Recipe | None) -> Iterator[None]:
     """Products in high precision inside record amaxes in the histories of `recipe`; None: they do not."""
-    before = list(_recipes)
-    _recipes[:] = [] if recipe is None or recipe.history is None else [recipe]
-    try:
+    with autocast.measuring(None if recipe is None or recipe.history is None else recipe):
         yield
-    finally:
-        _recipes[:] = before
 
 
 def observe(state: ModuleState, operand: Operand, matrix: Tensor) -> None:
@@ -40,8 +34,9 @@ def observe(state: ModuleState, operand: Operand, matrix: Tensor) -> None:
     Raises:
         InputError: a stack of experts.
     """
-    if _recipes:
-        _record(state, operand, matrix.detach(), _recipes[0])
+    recipe = autocast.measured()
+    if recipe is not None:
+        _record(state, operand, matrix.detach(), recipe)
 
 
 @torch.compiler.disable
@@ -54,4 +49,6 @@ def _record(state: ModuleState, operand: Operand, matrix: Tensor, around: Recipe
     if recipe is not None and recipe.history is not None and recipe.casts[operand].delayed:
         if not state.trained:
             state.recipe = recipe  # for `inspect`
-        state.slot(operand, recipe, matrix.device).amax.copy_(amax(matrix.reshape(-1, matrix.shape[-1])))
+        slot = state.slot(operand, recipe, matrix.device)
+        slot.offered = False
+        slot.amax.copy_(amax(matrix.reshape(-1, matrix.shape[-1])))

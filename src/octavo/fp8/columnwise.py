@@ -16,33 +16,20 @@ from torch.distributed._composable_state import _module_state_mapping
 
 from octavo.fp8.scaling import states_of
 from octavo.hardware import is_affordable
+from octavo.process import process
 
 WRAPPED = _module_state_mapping
 """The modules that FSDP2, or another wrapper that leaves the class as it is, has taken, in order."""
 
 
-class _Sharded:
-    """The modules inside of `WRAPPED`."""
-
-    def __init__(self) -> None:
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.seen: object = None
-
-    def __contains__(self, module: nn.Module) -> bool:
-        wrapped = WRAPPED.keyrefs()
-        now = len(wrapped), wrapped[-1] if wrapped else None
-        if now != self.seen:
-            self.modules = weakref.WeakSet(each for root in list(WRAPPED) for each in root.modules())
-            self.seen = now
-        return module in self.modules
-
-
-_sharded = _Sharded()
-
-
 def is_sharded(module: nn.Module | None) -> bool:
     """True if FSDP2 may free the weights of a module between forward and backward."""
-    return module is None or module in _sharded
+    wrapped = WRAPPED.keyrefs()
+    now = len(wrapped), wrapped[-1] if wrapped else None
+    if now != process.sharded_as_of:
+        process.sharded = weakref.WeakSet(each for root in list(WRAPPED) for each in root.modules())
+        process.sharded_as_of = now
+    return module is None or module in process.sharded
 
 
 def keep_columnwise(blocks: Sequence[nn.Module], memory: int | None) -> None:

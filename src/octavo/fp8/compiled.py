@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import InputError
-from octavo.fp8 import buffers, checkpoints
+from octavo.fp8 import autocast, buffers, checkpoints
 from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
 
@@ -30,7 +30,9 @@ def _cast_delayed(
         _refuse_reentrant_checkpoints()
     number, index = position.tolist()
     buffer = buffers.by_number(number)
-    buffers.see()
+    buffers.session().used[buffer.owner] = None
+    if checkpoints.graph_task() == -1:
+        autocast.claim_buffers(buffer.owner)
     if record and buffer in buffer.owner.backward.values():
         buffer.owner.record_gradient()
     elif record and checkpoints.graph_task() == -1:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast, buffers, calibration, checkpoints, compiled
+from octavo.fp8 import autocast, calibration, checkpoints, compiled
 from octavo.fp8.buffers import BufferSet, Session
 from octavo.fp8.columnwise import WRAPPED, is_sharded
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
-from octavo.fp8.scaling import ModuleState
+from octavo.fp8.scaling import ModuleState, claim
 from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.column_sum import add_up, column_sums
@@ -61,7 +61,11 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
         RuntimeError: the sharded weight was gathered in a form that this forward cannot read.
         InputError: a transform of `torch.func` around an FP8 layer.
     """
-    recipe = state.under(autocast.current_recipe(device))
+    around = autocast.current_recipe(device)
+    # The first, since what compiled code reads before is guarded, and would be compiled anew when it changes.
+    if not torch.compiler.is_compiling() and around is not None and around is not state.buffers.claimed:
+        claim(state.buffers, around)
+    recipe = state.under(around)
     if recipe is not None:
         refuse_transforms("FP8 layers")
     if state.gathered is not None and not has_one_scale(recipe):
@@ -139,8 +143,8 @@ class LinearQuantizer:
             state.recipe = recipe
         if self.records:
             state.trained = True
-        if not compiling:
-            buffers.see()
+        if self.session is not None:
+            self.session.used[state.buffers] = None
 
     @property
     def recomputable(self) -> bool:
@@ -299,7 +303,7 @@ class LinearQuantizer:
                 slot.buffer.owner.record_gradient(self.session)
             elif record and self._noted is not slot.buffer.owner:
                 self._noted = slot.buffer.owner
-                self._noted.record_forward(training=self.training)
+                self._noted.record_forward(self.session, training=self.training)
             (scale, entry), kept = slot.present(), slot.kept_scale if keep else None  # the slot takes another before backward
             if self._own is not None:
                 scale, entry, kept = scale[self._own], entry[self._own], None if kept is None else kept[self._own]

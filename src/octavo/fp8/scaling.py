@@ -6,7 +6,6 @@ Training alone changes it: an evaluation, under whatever recipe, reads the scale
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,10 +20,7 @@ from octavo.fp8.buffers import BufferSet, Slot
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.kernels.quantize.cast_scaled import amax, scale_from_amax
 from octavo.kernels.quantize.quantized import QuantizedTensor
-
-_numbers = itertools.count()
-_modules: weakref.WeakValueDictionary[int, ModuleState] = weakref.WeakValueDictionary()
-_prepared: set[Recipe] = set()
+from octavo.process import process
 
 
 class ModuleState:
@@ -63,8 +59,14 @@ class ModuleState:
         self._register()
 
     def _register(self) -> None:
-        _modules[next(_numbers)] = self
-        _prepared.clear()
+        process.fp8_modules[next(process.numbers)] = self
+        self.buffers.claimed = None
+        process.offered.clear()
+
+    @property
+    def records(self) -> dict[Operand, Slot]:
+        """The slots that this model's own autocasts have used, by operand."""
+        return {operand: slot for operand, slot in self.slots.items() if not slot.offered}
 
     @property
     def module(self) -> nn.Module | None:
@@ -157,7 +159,7 @@ class ModuleState:
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         self.pickled = {
             operand: (slot.buffer.policy, slot.fp8_max, torch.cat((slot.scale[None], slot.history)))
-            for operand, slot in self.slots.items()
+            for operand, slot in self.records.items()
         }
         return kept | {"module": self._module(), "values": self.pickled}
 
@@ -184,7 +186,7 @@ class ModuleState:
         key = id(BufferSet)  # of one set for all that is copied at once
         twin.buffers = memo[key] = memo.get(key) or BufferSet()
         twin.buffers.trained = twin.buffers.trained or self.trained
-        for operand, slot in self.slots.items():
+        for operand, slot in self.records.items():
             twin.indices[operand] = twin.buffers.new_index(twin, operand, self.experts or 1)
             buffer = twin.buffers.buffer(operand, slot.buffer.device, slot.buffer.policy)
             twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.indices[operand], self.experts)
@@ -206,26 +208,55 @@ def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
 
 
 def prepare_all(recipe: Recipe) -> None:
-    """Give every new FP8 module its slots for an autocast of `recipe`, outside of anything that is traced or compiled.
+    """Offer every new FP8 module its slots for an autocast of `recipe`, outside of anything that is traced or compiled.
+
+    Whose layers run inside is not known yet: those of another model leave theirs aside, and `claim` takes them.
+    """
+    if recipe in process.offered:
+        return
+    if buffers.several_ranks() and next(_without_slots(_new(), recipe), None) is not None:
+        gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
+    for state, own, device in _without_slots(_new(), recipe):
+        state.prepare(own, device)
+        for slot in state.slots.values():
+            slot.offered = True
+    if all(state.device is not None for state in process.fp8_modules.values()):
+        process.offered.clear()
+        process.offered.add(recipe)
+
+
+def _new() -> list[ModuleState]:
+    """The modules of models of which no layer has run in FP8, without slots or with offered ones, in order of creation."""
+    return [
+        state
+        for state in list(process.fp8_modules.values())
+        if state.buffers.claimed is None and all(slot.offered for slot in state.slots.values())
+    ]
+
+
+def claim(model: BufferSet, recipe: Recipe) -> None:
+    """Give all modules of a model, a layer of which is about to run in an autocast of `recipe`, slots of their own for it.
 
     A module that was trained keeps its slots: it moves to another recipe only when it is trained under one.
     """
-    if recipe in _prepared:
-        return
-    if buffers.several_ranks() and next(_without_slots(recipe), None) is not None:
-        gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
-    for state, own, device in _without_slots(recipe):
-        state.prepare(own, device)
-    if all(state.device is not None for state in _modules.values()):
-        _prepared.clear()
-        _prepared.add(recipe)
+    if model.claimed != recipe:
+        states = [state for state in list(process.fp8_modules.values()) if state.buffers is model]
+        for state, own, device in _without_slots(states, recipe):
+            state.prepare(own, device)
+        for state in states:
+            under = state.under(recipe)
+            for slot in state.slots.values() if under is not None and under.history is not None else ():
+                slot.offered = False
+        if any(state.device is None for state in states):
+            return
+    model.claimed = recipe
 
 
-def _without_slots(recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
-    """The modules without slots of training, in order of creation."""
+def _without_slots(states: Iterable[ModuleState], recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
+    """Those of these modules without slots of training."""
     # A slot needs the same number on every rank, or an all-reduce would join different tensors. Slots of an evaluation before
     # training count as none: perhaps one rank alone has evaluated, or under another recipe.
-    for state in list(_modules.values()):
+    for state in states:
         own, device = state.under(recipe), state.device
         if own is None or own.history is None or device is None:
             continue
@@ -287,8 +318,8 @@ def use_own_buffers(model: nn.Module) -> None:
     """Keep the state of a model's layers in buffers of its own: see `BufferSet`."""
     own = BufferSet()
     for _, state in states_of(model):
-        if not state.slots:
-            state.buffers = own
+        if not state.records:
+            state.slots, state.indices, state.buffers = {}, {}, own
 
 
 def state_records(model: nn.Module) -> dict[str, Tensor]:
@@ -300,14 +331,14 @@ def state_records(model: nn.Module) -> dict[str, Tensor]:
         InputError: an autocast with a forward of training has not ended.
     """
     owners = {slot.buffer.owner for _, state in states_of(model) for slot in state.slots.values()}
-    if buffers.is_open() and any(owner.recorded for owner in owners):
+    if any(owner.session is not None and owner.session.is_open for owner in owners):
         raise InputError(
             "a checkpoint inside fp8_autocast, after a forward with gradients: the amaxes of this forward are in no history"
             " yet, and would be lost on resume. Save after the end of the outermost fp8_autocast, one for each forward."
         )
     records: dict[str, Tensor] = {}
     for name, state in states_of(model):
-        for operand, slot in state.slots.items():
+        for operand, slot in state.records.items():
             records[f"{name}.{operand.value}.scale"] = slot.scale.clone()
             records[f"{name}.{operand.value}.amax_history"] = slot.history.clone()
     return records
@@ -343,6 +374,7 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
         state.prepare(own, device)
         for operand, slot in state.slots.items():
             key = f"{name}.{operand.value}"
+            slot.offered = False
             if f"{key}.scale" in records:
                 fill(slot, records[f"{key}.scale"], records[f"{key}.amax_history"])
 

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from octavo.kernels import cublaslt
 from octavo.kernels.cublaslt import ALIGNMENT, Product, ProductShape, RefusedError
 from octavo.kernels.timing import median_us
+from octavo.process import process
 
 LEAST_OPERATIONS = 2**31
 """Multiplications and additions of a product that is worth a measurement: about two microseconds."""
@@ -46,10 +47,6 @@ _GAIN = 1.02
 _SAMPLED_ROWS = 64
 _DIGESTED = 2**22
 """Elements whose bits are summed at a time."""
-
-_uses: dict[ProductShape, int] = {}
-_chosen: dict[ProductShape, tuple[Product, int] | None] = {}
-_without_collectives = 0  # calls of `without_collectives` that have not ended
 
 
 class _Operands(NamedTuple):
@@ -117,31 +114,34 @@ def mm(
     shape = operands.shape() if recurring and _is_free(a, b) else None
     if shape is None or (out is not None and not _is_aligned(out)):
         return operands.by_pytorch(out)
-    if shape not in _chosen and _is_wanted(shape):
+    if shape not in process.product_algorithms and _is_wanted(shape):
         return _measured(shape, operands, out)
-    if chosen := _chosen.get(shape):
+    chosen: tuple[Product, int] | None = process.product_algorithms.get(shape)
+    if chosen is not None:
         target = a.new_empty(shape.rows, shape.columns, dtype=out_dtype) if out is None else out
         try:
             return operands.by(*chosen, target)
         except RefusedError:
-            _chosen[shape] = None
+            process.product_algorithms[shape] = None
     return operands.by_pytorch(out)
 
 
 @contextlib.contextmanager
 def without_collectives() -> Iterator[None]:
     """No collective of other ranks runs beside the products inside: they may give each multiprocessor a fixed share."""
-    global _without_collectives
-    _without_collectives += 1
+    process.without_collectives += 1
     try:
         yield
     finally:
-        _without_collectives -= 1
+        process.without_collectives -= 1
 
 
 def choices() -> dict[str, str]:
     """The algorithm of each measured product by cuBLAS's numbers; "PyTorch's" where none is faster."""
-    return {_text(shape): "PyTorch's" if taken is None else taken[0].name(taken[1]) for shape, taken in _chosen.items()}
+    return {
+        _text(shape): "PyTorch's" if taken is None else taken[0].name(taken[1])
+        for shape, taken in process.product_algorithms.items()
+    }
 
 
 def _text(shape: ProductShape) -> str:
@@ -162,7 +162,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _has_collectives() -> bool:
     """True where collectives can run beside a product: in a process that is one of several ranks."""
-    return not _without_collectives and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not process.without_collectives and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_free(*operands: Tensor) -> bool:
@@ -184,11 +184,11 @@ def _is_aligned(*tensors: Tensor) -> bool:
 
 def _is_wanted(shape: ProductShape) -> bool:
     """True for a shape without a choice from its second use on, while its results do not tell algorithms apart."""
-    if len(_chosen) >= MOST_SHAPES or torch.cuda.is_current_stream_capturing():
+    if len(process.product_algorithms) >= MOST_SHAPES or torch.cuda.is_current_stream_capturing():
         return False
-    if len(_uses) >= _MOST_SEEN:
-        _uses.clear()
-    uses = _uses[shape] = _uses.get(shape, 0) + 1
+    if len(process.product_uses) >= _MOST_SEEN:
+        process.product_uses.clear()
+    uses = process.product_uses[shape] = process.product_uses.get(shape, 0) + 1
     return 1 < uses <= MOST_USES
 
 
@@ -200,12 +200,12 @@ def _measured(shape: ProductShape, operands: _Operands, out: Tensor | None) -> T
         torch.cuda.synchronize()
         sample = out[:: max(1, shape.rows // _SAMPLED_ROWS)].float()
         if bool(sample.isfinite().all() & (2 * sample.count_nonzero() > sample.numel())):
-            _chosen[shape] = None
+            process.product_algorithms[shape] = None
             try:
-                _chosen[shape] = _fastest(shape, operands, out)
+                process.product_algorithms[shape] = _fastest(shape, operands, out)
             except torch.OutOfMemoryError:  # `out` may have another algorithm's bits; the product itself has room
                 operands.by_pytorch(out)
-            _uses.pop(shape, None)
+            process.product_uses.pop(shape, None)
     return out
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from octavo.errors import InputError
-
-_listeners: list[Callable[[], None]] = []
+from octavo.process import process
 
 
 def refuse_second_derivative(of: str) -> None:
@@ -42,15 +41,15 @@ def has_hooks(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def at_attention(listener: Callable[[], None]) -> Iterator[None]:
     """`listener` is called where the backward of an attention begins."""
-    _listeners.append(listener)
+    process.at_attention.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        process.at_attention.remove(listener)
 
 
 def attention_begins() -> None:
     """Call first in the backward of an attention."""
     if not torch.compiler.is_compiling():
-        for listener in _listeners:
+        for listener in process.at_attention:
             listener()

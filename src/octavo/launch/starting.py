@@ -19,6 +19,7 @@ from octavo.launch.distribution import Layout
 from octavo.launch.job import Job
 from octavo.launch.keys import ESTIMATOR, TRAINER
 from octavo.launch.request import Request, jobs_of
+from octavo.process import process
 from octavo.storage import describe_fault
 
 _SPEAKER = {ESTIMATOR.face: "estimator", TRAINER.face: "trainer"}
@@ -236,7 +237,7 @@ def _command(
 def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind: type[Kind]) -> Kind:
     """Start the job's supervisor, and wait until it has it in hand."""
     with (folder / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
+        supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
             env={**variables, **({"OCTAVO_LAUNCH_WAITS": "1"} if waits else {})},
             stdin=subprocess.DEVNULL,
@@ -251,28 +252,25 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
 
     try:
         while not in_hand():
-            if process.poll() is not None and not in_hand():  # asked again: a short job may have run in between
+            if supervisor.poll() is not None and not in_hand():  # asked again: a short job may have run in between
                 text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
-            found.until(lambda: in_hand() or process.poll() is not None, 1.0)
+            found.until(lambda: in_hand() or supervisor.poll() is not None, 1.0)
     except BaseException:  # such as Ctrl-C: its folder will be removed
-        process.kill()
-        process.wait()
+        supervisor.kill()
+        supervisor.wait()
         raise
-    _STARTED.append((found, process, waits))
+    process.started_jobs.append((found, supervisor, waits))
     return found
-
-
-_STARTED: list[tuple[Job, subprocess.Popen[bytes], bool]] = []
 
 
 @atexit.register
 def _at_exit() -> None:
     """Say what becomes of jobs whose end this process has not seen."""
-    for started, process, waits in _STARTED:
-        running = process.poll() is None
+    for started, supervisor, waits in process.started_jobs:
+        running = supervisor.poll() is None
         if running:
-            process.returncode = 0  # it outlives this process, or ends with it: no warning of Python's
+            supervisor.returncode = 0  # it outlives this process, or ends with it: no warning of Python's
         if started.told:
             continue
         try:

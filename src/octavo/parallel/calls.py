@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from octavo.errors import InputError, OctavoError, warn
+from octavo.process import process
 
 _POLL_SECONDS = (0.001, 0.1)
 """First and longest pause of a rank that waits for the others."""
@@ -45,9 +46,6 @@ _DISPATCH = ("torch._ops", "torch._library", "torch.autograd.function", "torch.u
 """Between a collective as a custom operator, such as the wait in `DTensor.full_tensor`, and the frame that blocks."""
 _WAITING = ("torch.distributed.", "octavo.parallel.", "octavo.collectives.")
 
-_numbers = itertools.count()
-_patience = 600.0
-
 
 class _Meetings:
     """The calls of one world of ranks, counted alike on each of them."""
@@ -55,7 +53,7 @@ class _Meetings:
     def __init__(self, world: Any) -> None:
         self.world, self.rank, self.size = world, dist.get_rank(), dist.get_world_size()
         default: Any = _get_default_store()  # whose `clone` has annotations in some versions of torch only
-        self.store: Store = PrefixStore(f"octavo-calls-{next(_numbers)}", default.clone())
+        self.store: Store = PrefixStore(f"octavo-calls-{next(process.meetings)}", default.clone())
         self.inside: tuple[str, float] | None = None  # the call of the main thread, and its begin
         self._number = 0
         self._ended = threading.Event()
@@ -99,7 +97,7 @@ class _Meetings:
             hopeless = any(each.get("ended") for each in found.values()) or (
                 len(found) == len(missing) and all(each.get("blocked", 0.0) > _BLOCKED_SECONDS for each in found.values())
             )
-            if missing and (hopeless or waited > _patience):
+            if missing and (hopeless or waited > process.patience):
                 self._first(f"{number}/verdict", f"{text}. {_remedy(call)}")
             elif missing and waited > _WARN_SECONDS and not warned:
                 warned = True
@@ -176,37 +174,32 @@ class _Meetings:
                 self._thread.join(1.0)
 
 
-_current: _Meetings | None = None
-
-
 def begin(patience: datetime.timedelta | None = None) -> None:
     """Take part in the meetings of this world from now on; without several ranks nothing. patience: longest wait for others."""
-    global _patience
     if patience is not None:
-        _patience = patience.total_seconds()
+        process.patience = patience.total_seconds()
     _meetings()
 
 
 def leave(way: str) -> None:
     """This rank makes no more calls in this world; way: the reason for the others' message."""
-    global _current
-    if _current is not None:
-        _current.leave(way)
-        _current = None
+    if process.calls is not None:
+        process.calls.leave(way)
+        process.calls = None
 
 
 def _meetings() -> _Meetings | None:
-    global _current
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if _current is None or _current.world is not dist.group.WORLD:
-        if _current is None:
+    current: _Meetings | None = process.calls
+    if current is None or current.world is not dist.group.WORLD:
+        if current is None:
             atexit.unregister(leave)
             atexit.register(leave, "its process has ended")
         else:
-            _current.leave("it has destroyed its process groups")
-        _current = _Meetings(dist.group.WORLD)
-    return _current
+            current.leave("it has destroyed its process groups")
+        current = process.calls = _Meetings(dist.group.WORLD)
+    return current
 
 
 @contextlib.contextmanager
@@ -235,7 +228,7 @@ def noted(call: str) -> Iterator[None]:
     Raises:
         OctavoError: in place of a RuntimeError of a process group.
     """
-    meetings = _current
+    meetings: _Meetings | None = process.calls
     if meetings is None or meetings.inside is not None:
         yield
         return

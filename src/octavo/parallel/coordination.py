@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from octavo.errors import InputError, OctavoError
+from octavo.process import process
 
 T = TypeVar("T")
 
 _PATIENCE = datetime.timedelta(hours=4)  # the slowest disk among the ranks, hashing a whole checkpoint
-_groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ def _ranks(purpose: str, timeout: datetime.timedelta) -> Ranks:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
     world: Any = dist.group.WORLD
-    made_for, group = _groups.get(purpose, (None, world))
+    made_for, group = process.rank_groups.get(purpose, (None, world))
     if made_for is not world:  # the first call, or the first after a shutdown
         shared = purpose == "training" and "gloo" in dist.get_backend_config()
         new: Any = dist.new_group  # whose annotated result differs from version to version
         group = world if shared else new(backend="gloo", timeout=timeout)
-        _groups[purpose] = (world, group)
+        process.rank_groups[purpose] = (world, group)
     return Ranks(dist.get_rank(), dist.get_world_size(), group)
 
 

@@ -9,7 +9,6 @@ count differently.
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import os
 import secrets
@@ -19,12 +18,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from octavo.errors import OctavoError
+from octavo.process import process
 
 _POLL_SECONDS = 0.02
 _KEY = "octavo-rendezvous"
-
-
-_numbers = itertools.count()  # of the rendezvous of this process
 
 
 def round_store(rank: int, world: int, timeout: float) -> Store | None:
@@ -36,7 +33,7 @@ def round_store(rank: int, world: int, timeout: float) -> Store | None:
     Raises:
         OctavoError: not all ranks came within `timeout` seconds.
     """
-    host, port, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), next(_numbers)
+    host, port, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), next(process.rendezvous)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         if number == 0:
             return None

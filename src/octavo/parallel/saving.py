@@ -24,6 +24,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError
 from octavo.nn.derived import derive
 from octavo.parallel.coordination import writing_ranks
+from octavo.process import process
 
 WHOLE_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
@@ -31,8 +32,6 @@ WHOLE_STATE = (
 )
 """The way to the weights of any sharded model under its own names."""
 _METHODS = ("save_pretrained", "push_to_hub")
-_writing = False
-"""Rank 0 runs such a method: one that it calls itself has whole weights already."""
 
 
 def save_whole(model: nn.Module) -> None:
@@ -59,7 +58,7 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
         if model is not None:
             model.state_dict()  # FSDP2 puts its shards back in place
         sharded = {id(parameter): parameter for parameter in self.parameters() if isinstance(parameter, DTensor)}
-        if _writing or not sharded:
+        if process.writes_whole or not sharded:  # one that such a method calls itself has whole weights
             return method(self, *args, **kwargs)
         ranks = writing_ranks()
         given = inspect.signature(method).bind(self, *args, **kwargs).arguments
@@ -134,12 +133,11 @@ def _in_place(model: nn.Module, others: Mapping[int, nn.Parameter]) -> Iterator[
 
 @contextlib.contextmanager
 def _marked() -> Iterator[None]:
-    global _writing
-    _writing = True
+    process.writes_whole = True
     try:
         yield
     finally:
-        _writing = False
+        process.writes_whole = False
 
 
 def _mark_shards(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any) -> None:

@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from octavo.process import process
+
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("python", "torchrun", "octavo")
 _PAGE_BYTES = 4096
 _LONGEST_WAIT_SECONDS = 300.0
-
-_launcher: int | None = None
 
 
 def die_with_launcher() -> None:
@@ -37,12 +37,11 @@ def die_with_launcher() -> None:
 
     The kernel follows the thread that started this process, which in torchrun lives as long as the launcher.
     """
-    global _launcher
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    _launcher = os.getppid()
+    process.launcher = os.getppid()
     die_with_parent()  # `orphaned` is checked at every heartbeat as well
-    if orphaned() or _adopted(_launcher):
+    if orphaned() or _adopted(process.launcher):
         os._exit(1)
 
 
@@ -141,7 +140,7 @@ def _main_thread(pid: int | None) -> tuple[int, bool]:
 
 def orphaned() -> bool:
     """True once the launcher of `die_with_launcher` has ended."""
-    return _launcher is not None and os.getppid() != _launcher
+    return process.launcher is not None and os.getppid() != process.launcher
 
 
 def _adopted(parent: int) -> bool:

@@ -34,6 +34,7 @@ from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
 from octavo.parallel.calls import together
 from octavo.parallel.shards import is_shard, local_shard
+from octavo.process import process
 from octavo.storage import folder_fault, local_path
 
 
@@ -363,12 +364,8 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
-"""Ranks → the group of all ranks, and one of these made beside it, of which this rank need not be."""
-
-
 def _made(members: list[int]) -> Any:
-    world, made = _groups.get(tuple(members), (None, None))
+    world, made = process.background_groups.get(tuple(members), (None, None))
     return made if world is dist.group.WORLD else None
 
 
@@ -376,7 +373,7 @@ def make_background_groups(groups: list[list[int]]) -> None:
     """Make gloo groups for saves in the background, since two threads may not share one. Collective over all ranks."""
     for members in groups:
         if len(members) > 1 and _made(members) is None:
-            _groups[tuple(members)] = dist.group.WORLD, dist.new_group(members, backend="gloo")
+            process.background_groups[tuple(members)] = dist.group.WORLD, dist.new_group(members, backend="gloo")
 
 
 def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.ProcessGroup | None]:

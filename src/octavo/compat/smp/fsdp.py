@@ -45,6 +45,7 @@ from octavo.parallel.offload import offloaded
 from octavo.parallel.sharding import Sharding, sharding_of
 from octavo.parallel.world import expert_mesh, rank_variable
 from octavo.parallel.world import state as ranks
+from octavo.process import process
 from octavo.train.optimizer import clip_grad_norm_
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -239,14 +240,10 @@ def _sharding(
     )
 
 
-_meshes: dict[tuple[str, int], tuple[DeviceMesh | None, DeviceMesh]] = {}
-"""(kind, ranks of a shard group) → the mesh of `torch.sagemaker.init`, and one made beside it; another init makes others."""
-
-
 def _made(kind: str, degree: int, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    found = _meshes.get((kind, degree))
+    found: tuple[DeviceMesh | None, DeviceMesh] | None = process.shard_meshes.get((kind, degree))
     if found is None or found[0] is not ranks.mesh:
-        found = _meshes[kind, degree] = ranks.mesh, make()
+        found = process.shard_meshes[kind, degree] = ranks.mesh, make()
     return found[1]
 
 

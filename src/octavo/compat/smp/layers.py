@@ -16,6 +16,7 @@ from octavo.kernels.attention.pattern import Pattern
 from octavo.models.decoder import Decoder
 from octavo.nn.attend import attend
 from octavo.nn.block import TransformerLayer
+from octavo.process import process
 
 TETransformerLayer = TransformerLayer
 TransformerLMHead = Decoder
@@ -81,10 +82,6 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
         return super().forward(q, (k, v), causal, cast_dtype, layout)
 
 
-_parts: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[nn.Module, int]] = weakref.WeakKeyDictionary()
-"""Cache → the index in it of each attention layer without `layer_idx`."""
-
-
 class LlamaFlashAttention(LlamaAttention):
     """Llama's attention of transformers, whose kernel PyTorch chooses.
 
@@ -117,7 +114,7 @@ class LlamaFlashAttention(LlamaAttention):
             )
         cache = past_key_values if cache is None else cache
         if cache is not None and not self._numbered:
-            parts = _parts.setdefault(cache, weakref.WeakKeyDictionary())
+            parts = process.layers_of_caches.setdefault(cache, weakref.WeakKeyDictionary())
             empty = (index for index in itertools.count() if not cache.get_seq_length(index))
             self.layer_idx = parts[self] if self in parts else parts.setdefault(self, next(empty))
         return super().forward(hidden_states, position_embeddings, attention_mask, **{_CACHE: cache}, **others)

@@ -22,6 +22,8 @@ from torch.distributed.remote_device import _remote_device
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 from transformers import PretrainedConfig
 
+from octavo.process import process
+
 _SCALAR: Any = np.int64(0).__reduce__()[0]
 _SCALARS = (_SCALAR, (_SCALAR, "numpy.core.multiarray.scalar"), (_SCALAR, "numpy._core.multiarray.scalar"))
 """The function that makes a numpy scalar, by the names of numpy 1 and 2."""
@@ -62,22 +64,19 @@ def admit_data() -> Callable[[], None]:
     add_safe_globals([one for one in ours if one not in before])
 
     def undo() -> None:
-        kept = [one for one in get_safe_globals() if one in before or (one not in ours and one not in _configs)]
+        kept = [one for one in get_safe_globals() if one in before or (one not in ours and one not in process.safe_configs)]
         clear_safe_globals()
         add_safe_globals(kept)
-        _configs.clear()
+        process.safe_configs.clear()
 
     return undo
 
 
-_configs: list[Any] = []
-
-
 def admit_config(config: Any) -> None:
     """Let `torch.load` take configs of this class, and those inside it."""
-    if not isinstance(config, PretrainedConfig) or type(config) in _configs:
+    if not isinstance(config, PretrainedConfig) or type(config) in process.safe_configs:
         return
-    _configs.append(type(config))
+    process.safe_configs.append(type(config))
     add_safe_globals([type(config)])
     for value in vars(config).values():
         admit_config(value)

@@ -22,6 +22,7 @@ from octavo.errors import InputError, check_flags
 from octavo.fp8 import autocast as fp8
 from octavo.fp8 import calibration
 from octavo.fp8.recipe import coerce
+from octavo.fp8.threads import OfThread
 from octavo.kernels import gemm
 
 
@@ -47,13 +48,14 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     yield
 
 
-_entered: list[Entered] = []
-"""The autocasts that are entered, the innermost last; one list for all threads, as in Transformer Engine."""
+_entered: OfThread[list[Entered]] = OfThread("te", list)
+"""The autocasts that a thread has entered, the innermost last. In Transformer Engine there is one list for all threads."""
 
 
 def innermost() -> Entered | None:
     """The innermost autocast of this module; None outside."""
-    return _entered[-1] if _entered else None
+    entered = _entered.here()
+    return entered[-1] if entered else None
 
 
 @contextlib.contextmanager
@@ -80,11 +82,12 @@ def autocast(
     chosen = coerce(DelayedScaling() if recipe is None else recipe) if enabled or calibrating else None
     measured = chosen if calibrating and not enabled else None
     with calibration.calibrating(measured), fp8.fp8_autocast(bool(enabled), chosen if enabled else None, amax_reduction_group):
-        _entered.append(Entered(bool(enabled), bool(calibrating), recipe, amax_reduction_group))
+        entered = _entered.here()
+        entered.append(Entered(bool(enabled), bool(calibrating), recipe, amax_reduction_group))
         try:
             yield
         finally:
-            _entered.pop()
+            entered.pop()
 
 
 @contextlib.contextmanager

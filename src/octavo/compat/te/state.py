@@ -35,7 +35,7 @@ _MAGIC = b"octavo-fp8:"
 
 def encode(module: nn.Module) -> Tensor:
     """The FP8 state of a module's layers, uint8 on the CPU."""
-    recipe = next((state.history_recipe for _, state in states_of(module) if state.slots), None)
+    recipe = next((state.history_recipe for _, state in states_of(module) if state.records), None)
     header: dict[str, Any] = {}
     if isinstance(recipe, DelayedScaling):
         header = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
@@ -153,7 +153,7 @@ class Products(Stateful):
         states = [state for _, state in states_of(self)]
         recipe = next((state.recipe for state in states if state.recipe is not None), None)
         found: dict[str, Any] = {"recipe": recipe, "num_gemms": len(states), "fp8_checkpoint": recipe is not None}
-        if any(state.slots for state in states):
+        if any(state.records for state in states):
             found["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
             found["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
         return MappingProxyType(found)
@@ -161,8 +161,8 @@ class Products(Stateful):
 
 @torch.inference_mode()  # of which a write raises
 def _scaling(states: Sequence[ModuleState], operands: Sequence[Operand | None]) -> Scaling:
-    slots = [state.slots.get(operand) if operand is not None else None for state in states for operand in operands]
-    one = next(slot for state in states for slot in state.slots.values())
+    slots = [state.records.get(operand) if operand is not None else None for state in states for operand in operands]
+    one = next(slot for state in states for slot in state.records.values())
     length = max(len(slot.history) for slot in slots if slot is not None)
     none = torch.ones((), device=one.scale.device), torch.zeros(length, device=one.scale.device)
     pairs = [none if slot is None else (slot.scale, slot.history) for slot in slots]

@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import itertools
-import os
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,24 +23,21 @@ from octavo.errors import warn
 from octavo.kernels import gemm
 from octavo.kernels.attention.accumulated import Accumulated, Gradient
 from octavo.kernels.attention.pattern import Span
+from octavo.process import process
 
 VERSION = "4.0.0b36"
 _HEADS = (64, 96, 128)
 """Head dimensions, those of the tests: the package's backward gives wrong gradients for some others."""
 
 
-_enabled = os.environ.get("OCTAVO_FLASH_ATTENTION", "1").lower() not in ("0", "false", "off", "no")
-
-
 def enable(enabled: bool) -> None:
     """Take FlashAttention-4 where it is installed (the default), or never; also OCTAVO_FLASH_ATTENTION=0 in the environment."""
-    global _enabled
-    _enabled = enabled
+    process.flash_attention = enabled
 
 
 def enabled() -> bool:
     """False after `enable(False)`."""
-    return _enabled
+    return process.flash_attention
 
 
 @functools.cache
@@ -79,10 +74,6 @@ def _backward_tiles(chosen: Callable[..., Any], head_dim: int, *rest: Any, **opt
     return dataclasses.replace(tiles, num_stages_dO=1) if head_dim <= 64 else tiles
 
 
-_thread = threading.local()
-"""`.sums`: where a backward leaves its sums, in place of rounding them; by the address of the rounded ones."""
-
-
 def _with_sums(round_: Any) -> Callable[..., None]:
     """The package's rounding, by `_round_sums`."""
     return functools.update_wrapper(functools.partial(_round_sums, round_), round_)  # its cache is looked up by its name
@@ -97,7 +88,7 @@ def _round_sums(
 
     tokens: of a tile. warp_groups: those that share its rows, 64 for each.
     """
-    kept: dict[int, Accumulated] | None = getattr(_thread, "sums", None)
+    kept: dict[int, Accumulated] | None = getattr(process.attention, "sums", None)  # by the address of the rounded ones
     if kept is not None and ends is None and lengths is None and not swapped and tokens == 64 * warp_groups:
         batch, length, heads, dim = rounded.shape
         kept[rounded.data_ptr()] = Accumulated(sums, scale, (batch, length, heads, dim))
@@ -108,7 +99,7 @@ def _round_sums(
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:
     """True if it computes attention in bf16 with heads of this size on a GPU of this capability."""
-    return _enabled and capability == (9, 0) and head_dim in _HEADS and missing() is None
+    return process.flash_attention and capability == (9, 0) and head_dim in _HEADS and missing() is None
 
 
 def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> bool:
@@ -200,11 +191,11 @@ def accumulate(
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
     """`backward`, whose gradients stay sums in float32 where the package has made such."""
     kept: dict[int, Accumulated] = {}
-    _thread.sums = kept
+    process.attention.sums = kept
     try:
         grads = backward(d_out, q, k, v, out, lse, causal=causal, scale=scale, window=window)
     finally:
-        _thread.sums = None
+        process.attention.sums = None
     dq, dk, dv = (kept.get(grad.data_ptr(), grad) for grad in grads)
     return dq, dk, dv
 

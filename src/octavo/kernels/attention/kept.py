@@ -5,14 +5,14 @@ For long sequences attention is most of a block's time, and its result with the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
-_thread = threading.local()
+from octavo.process import process
+
 Result = tuple[Tensor, Tensor]
 """out, lse."""
 Move = Callable[[Tensor], Any]
@@ -26,11 +26,11 @@ class _Within(AbstractContextManager[None]):
         self._outer: list[object] = []
 
     def __enter__(self) -> None:
-        self._outer.append(getattr(_thread, "take", None))
-        _thread.take = self._begin()
+        self._outer.append(getattr(process.attention, "take", None))
+        process.attention.take = self._begin()
 
     def __exit__(self, *exception: object) -> None:
-        _thread.take = self._outer.pop()
+        process.attention.take = self._outer.pop()
 
 
 def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -39,7 +39,7 @@ def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None
     moves: list[tuple[Move, Move]] = []
 
     def store() -> Callable[[Callable[[], Result]], Result]:
-        moves.append(getattr(_thread, "moves", None) or (_as_it_is, _as_it_is))
+        moves.append(getattr(process.attention, "moves", None) or (_as_it_is, _as_it_is))
 
         def take(compute: Callable[[], Result]) -> Result:
             out, lse = compute()
@@ -63,12 +63,12 @@ def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None
 @contextmanager
 def moved(away: Move, back: Move) -> Iterator[None]:
     """In this context a kept result is stored as `away(result)`, and `back` restores it."""
-    before = getattr(_thread, "moves", None)
-    _thread.moves = away, back
+    before = getattr(process.attention, "moves", None)
+    process.attention.moves = away, back
     try:
         yield
     finally:
-        _thread.moves = before
+        process.attention.moves = before
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 def is_keeping() -> bool:
     """True in a context of `keeping`."""
-    return getattr(_thread, "take", None) is not None
+    return getattr(process.attention, "take", None) is not None
 
 
 def once(compute: Callable[[], Result]) -> Result:
     """`compute()`; in a recomputation under `keeping` the forward's result."""
-    take = getattr(_thread, "take", None)
+    take = getattr(process.attention, "take", None)
     return compute() if take is None else take(compute)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -40,9 +40,9 @@ GROUP = (
     "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_module_fqn",
     "_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "_partial_reduce_output",
     "_all_reduce_hook", "_reshard_after_forward_event", "_to_unsharded", "_wait_all_gather_streams_on_event",
-    "_reduce_scatter_process_group", "_all_gather_process_group",
+    "_reduce_scatter_process_group",
 )  # fmt: skip
-"""Names of an `FSDPParamGroup` that this file uses. The last two are of groups over several ranks."""
+"""Names of an `FSDPParamGroup` that this file uses. The last one is of groups over several ranks."""
 PARAMETER = (
     "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
     "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "device", "sharded_state", "sharded_param",
@@ -213,7 +213,7 @@ class Group:
     """
 
     def __init__(self, raw: Any) -> None:
-        _check(raw, GROUP[:-2], "groups of parameters")
+        _check(raw, GROUP[:-1], "groups of parameters")
         self._raw = raw
         self.parameters = [Parameter(parameter) for parameter in raw.fsdp_params]
         self.device: Any = raw.device_handle
@@ -223,7 +223,7 @@ class Group:
         self.micro_batch_follows = False
         """This backward is reduced, and another of the same step follows (`octavo.parallel.fsdp2.each_micro_batch`)."""
         if self.is_sharded:
-            _check(raw, GROUP[-2:], "groups of parameters over ranks")
+            _check(raw, GROUP[-1:], "groups of parameters over ranks")
 
     def make_trainable(self) -> None:
         """Have FSDP2 make the whole parameters outside of inference mode, whatever the mode of the first forward.
@@ -242,7 +242,7 @@ class Group:
     @property
     def ranks(self) -> dist.ProcessGroup:
         """The ranks that have parts of its parameters."""
-        return cast(dist.ProcessGroup, self._raw._all_gather_process_group)
+        return cast(dist.ProcessGroup, self._raw.mesh_info.shard_process_group)
 
     @property
     def is_gathered(self) -> bool:
@@ -435,7 +435,7 @@ class _InPlaceGathering:
     @torch.no_grad()
     def _gather(self) -> InPlace:
         raw = self.raw
-        ranks, device = raw._all_gather_process_group.size(), raw.device_handle
+        ranks, device = self.group.ranks.size(), raw.device_handle
         wholes = [parameter.allocate(ranks) for parameter in self.group.parameters]
         _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
         stream.wait_stream(device.current_stream())  # which may still use the memory that it has freed
@@ -447,7 +447,7 @@ class _InPlaceGathering:
 
 def group_of(module: FSDPModule) -> Group | None:
     """The group of a module's own parameters, the same object each time; None without any."""
-    raw: Any = module._get_fsdp_state()._fsdp_param_group
+    raw: Any = _state(module)._fsdp_param_group
     if raw is None:
         return None
     known = vars(raw).get("octavo_group")
@@ -493,7 +493,7 @@ def end_passes(modules: Iterable[FSDPModule]) -> None:
 
 
 def _state(module: FSDPModule) -> Any:
-    return module._get_fsdp_state()
+    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def _check(raw: Any, names: Sequence[str], what: str) -> None:

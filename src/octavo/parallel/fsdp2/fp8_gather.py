@@ -37,10 +37,10 @@ from octavo.kernels.quantize.cast_scaled import amax
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.scales import inverse_
 from octavo.parallel.fsdp2.adapter import Form, Group, Parameter, group_of
+from octavo.process import process
 
 _BESIDE_THEIR_BASE = ("lora", "ia3", "vera")
 """Adapters of PEFT that use the output of their base layer, and not its weight."""
-_placeholders: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 @dataclass
@@ -364,9 +364,9 @@ def _matrices(parameter: Parameter, state: ModuleState) -> dict[int | tuple[()],
 @torch.inference_mode(False)
 def _placeholder(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """NaN, which shows in the loss if other code than the layer's reads the weight."""
-    shared = _placeholders.get((device, dtype))
+    shared: Tensor | None = process.placeholders.get((device, dtype))
     if shared is None or shared.numel() < elements:
-        shared = _placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
+        shared = process.placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)
     return shared[:elements]
 
 

@@ -1,0 +1,124 @@
+"""All that Octavo keeps for a process, in one object, and why no model, run or world of ranks owns it.
+
+What can belong to a model, a layer, an autocast, a thread that trains, an optimizer, a run or `octavo.state` belongs to that.
+Here is the rest, by four reasons:
+
+* A registry by number or by weak reference: an operator in compiled code takes no object, and a list of what lives holds none
+  of it. Entries go with their objects.
+* A choice about this machine, which every model here would make alike.
+* A hook of PyTorch's, or a context that another library's code runs between, which takes no argument.
+* "Said once", and what this process is to others: a rank, a process with a launcher.
+
+No model reads another's entries: `tests/fp8/test_two_models.py` trains them beside each other. `fresh` is a clean process for
+a test. `tests/test_architecture.py` refuses a variable that changes in the modules of kernels, fp8, nn, parallel and
+collectives; beside this object they have `octavo.state`, which describes the ranks, the buffers of layers outside of
+`octavo.transform` (`octavo.fp8.buffers.default`), and what a thread has of its own (`octavo.fp8.threads.OfThread`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Process:
+    """One process's; each attribute says what ends its entries."""
+
+    def __init__(self) -> None:
+        # Registries.
+        self.numbers = itertools.count()
+        """Of scale buffers, their sets and FP8 layers, in order of creation: never again, so that no number is of two."""
+        self.scale_buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Number → `ScaleBuffer`, for `octavo::cast_delayed`. Ends with the buffer."""
+        self.buffer_sets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Number → `BufferSet`: a replay of a CUDA graph runs no Python that could say whose it is. Ends with the model."""
+        self.fp8_modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Number → `ModuleState`: a slot is made before code is traced. Ends with the layer."""
+        self.offered: set[Any] = set()
+        """The recipe for which all of `fp8_modules` have slots. Ends with the next layer or recipe."""
+        self.checkpoint_forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """An activation checkpoint's own object → its forward, on whatever thread that is repeated. Ends with the graph."""
+        self.checkpoint_autocasts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """The same object → the autocasts that its function enters."""
+        self.sharded: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The modules inside of those that PyTorch lists as sharded, in a list of the process."""
+        self.sharded_as_of: object = None
+        """The state of PyTorch's list then."""
+        self.optimizers_of_matrices: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that were checked at their first step, by a hook of PyTorch's for all optimizers."""
+        self.models_of_matrices: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models with joined matrices, for that check."""
+
+        # Choices about this machine.
+        self.product_uses: dict[Any, int] = {}
+        """Shape of a product → times that it was seen. Ends when it is measured."""
+        self.product_algorithms: dict[Any, Any] = {}
+        """Shape → the algorithm of cuBLASLt that was the fastest here; `octavo.kernels.algorithms.choices` names them."""
+        self.without_collectives = 0
+        """Contexts of `without_collectives` that have not ended."""
+        self.flash_attention = os.environ.get("OCTAVO_FLASH_ATTENTION", "1").lower() not in ("0", "false", "off", "no")
+        """FlashAttention-4 may run; `octavo.kernels.attention.flash.enable` changes it."""
+        self.placeholders: dict[Any, Any] = {}
+        """(device, dtype) → NaN, of which every weight that is gathered as FP8 is a view; as large as the largest was."""
+        self.digests: dict[Any, str] = {}
+        """The kernel's stamp of a checkpoint's file → its SHA-256: a file is hashed once, whoever opens it."""
+
+        # Contexts between which other libraries' code runs.
+        self.attention = threading.local()
+        """Of a thread: `take` and `moves`, of results that outlive their forward; `sums`, of FlashAttention-4's backward."""
+        self.at_attention: list[Callable[[], None]] = []
+        """Called where an attention's backward begins, within a context of `octavo.kernels.autograd.at_attention`."""
+        self.traced: Any = None
+        """The thread's state that compiled code reads: of the one that has entered a context last."""
+        self.open_autocasts = 0
+        """Outermost autocasts with FP8 that are open, on any thread, for a notice."""
+
+        # What this process is to others.
+        self.rendezvous = itertools.count()
+        """Of its process groups: each has keys of its own in the store."""
+        self.meetings = itertools.count()
+        """Of the worlds whose collective calls are watched."""
+        self.calls: Any = None
+        """Those of the present world; ends with `octavo.shutdown`, or with the next world."""
+        self.patience = 600.0
+        """Longest wait for other ranks in such a call, in seconds; each `octavo.init` sets it."""
+        self.rank_groups: dict[str, Any] = {}
+        """Purpose → (world, gloo group of all ranks); made anew for another world."""
+        self.background_groups: dict[tuple[int, ...], Any] = {}
+        """Ranks → (world, gloo group of saves in the background), for SMP's scripts."""
+        self.shard_meshes: dict[tuple[str, int], Any] = {}
+        """(kind, ranks) → (mesh of the world, one beside it), for SMP's scripts."""
+        self.layers_of_caches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """Cache of a generation → its attention layers without `layer_idx`, for SMP's scripts. Ends with the cache."""
+        self.safe_configs: list[Any] = []
+        """Classes of configs that `torch.load` takes, which PyTorch lists for the process; SMP's uninstall ends them."""
+        self.started_jobs: list[Any] = []
+        """(job, its supervisor, whether it is waited for), each told of when Python ends."""
+        self.writes_whole = False
+        """Rank 0 runs another library's `save_pretrained`, which may call itself."""
+        self.launcher: int | None = None
+        """Process that has started this one; set once."""
+        self.said: set[Any] = set()
+        """What was said once."""
+
+
+process = Process()
+
+
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+    """A clean process, for a test: what is there now is unknown inside, and back behind it."""
+    before = vars(process).copy()
+    vars(process).clear()
+    process.__init__()  # type: ignore[misc]
+    process.numbers = before["numbers"]
+    try:
+        yield
+    finally:
+        vars(process).clear()
+        vars(process).update(before)
