@@ -353,7 +353,7 @@ def fail_with(error):
 
 
 def test_an_unforeseen_fault_keeps_its_traceback_and_ends_with_one_line(tiny_run, monkeypatch):
-    monkeypatch.setattr("octavo.train.plan.check", fail_with(ValueError("unforeseen")))
+    monkeypatch.setattr("octavo.plan.run.check", fail_with(ValueError("unforeseen")))
     with pytest.raises(ValueError, match="unforeseen") as raised:
         main(["train", str(tiny_run().file), "--dry-run"])
     last = traceback.format_exception(raised.value)[-1]
@@ -362,7 +362,7 @@ def test_an_unforeseen_fault_keeps_its_traceback_and_ends_with_one_line(tiny_run
     assert last.count("\n") == 1
 
 
-@pytest.mark.parametrize("place", ["octavo.train.plan.check", "octavo.config.run.RunConfig.from_file"])
+@pytest.mark.parametrize("place", ["octavo.plan.run.check", "octavo.config.run.RunConfig.from_file"])
 def test_an_interrupt_is_one_line(tiny_run, monkeypatch, capsys, place):
     monkeypatch.setattr(place, fail_with(KeyboardInterrupt()))
     assert main(["train", str(tiny_run().file), "--dry-run"]) == 130
@@ -379,7 +379,7 @@ def test_an_interrupt_is_one_line(tiny_run, monkeypatch, capsys, place):
     ids=["name", "read-only", "disk"],
 )
 def test_a_path_that_the_system_refuses_is_one_line(tiny_run, monkeypatch, capsys, fault, code):
-    monkeypatch.setattr("octavo.train.plan.check", fail_with(fault))
+    monkeypatch.setattr("octavo.plan.run.check", fail_with(fault))
     assert main(["train", str(tiny_run().file), "--dry-run"]) == code
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -432,7 +432,7 @@ def test_an_export_to_a_place_that_cannot_be_made_is_one_message(tiny_run, tmp_p
 
 def test_a_fault_of_the_machine_is_one_line_and_exit_1(tiny_run, monkeypatch, capsys):
     fault = OSError(28, "No space left on device", "/full/disk")
-    monkeypatch.setattr("octavo.train.plan.check", fail_with(fault))
+    monkeypatch.setattr("octavo.plan.run.check", fail_with(fault))
     assert main(["train", str(tiny_run().file), "--dry-run"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("octavo: no space for '/full/disk': ")
@@ -554,7 +554,7 @@ def test_a_gpu_without_fp8_trains_without_and_says_so():
     from octavo.config.fp8 import Fp8Config
     from octavo.fp8.recipe import DelayedScaling
     from octavo.hardware import Device
-    from octavo.train.plan import choose_fp8
+    from octavo.plan.run import choose_fp8
 
     ampere = Device("NVIDIA A100-SXM4-80GB", None, (8, 0), 79.0, "cuda")
     hopper = Device("NVIDIA H200", None, (9, 0), 139.0, "cuda")

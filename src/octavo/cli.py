@@ -136,9 +136,9 @@ def train(
 
         _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not sys.stderr.isatty()))
         check_paths(config)
+        from octavo.plan import dry_run as arithmetic
+        from octavo.plan import run as plan
         from octavo.run.folder import check_output
-        from octavo.train import dry_run as arithmetic
-        from octavo.train import plan
 
         figures, text = arithmetic.dry_run(
             plan.check(config, target=arithmetic.target(ranks if world_size is None else world_size, gpu))
@@ -246,7 +246,7 @@ def describe(
 ) -> None:
     """Show the matrices of a run in FP8, the others with the reason, and its memory; no weights are read."""
     adopt_ranks(meet=False)
-    from octavo.train.dry_run import describe_run, target
+    from octavo.plan.dry_run import describe_run, target
 
     figures, text = describe_run(local_path(run, "RUN"), overrides or (), target(world_size, gpu))
     _print_once(figures if as_json else text)

@@ -5,7 +5,7 @@ import torch
 
 from octavo.fp8.recipe import DelayedScaling
 from octavo.hardware import supports_fp8
-from octavo.train.fp8_auto import LinearShape, Setting, cached_timings, measure, reason_to_exclude
+from octavo.plan.fp8_auto import LinearShape, Setting, cached_timings, measure, reason_to_exclude
 
 pytestmark = [
     pytest.mark.gpu,

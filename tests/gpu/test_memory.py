@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.config.run import RunConfig
-from octavo.train.memory import out_of_memory
-from octavo.train.plan import check
+from octavo.plan.advice import out_of_memory
+from octavo.plan.run import check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -17,10 +17,10 @@ from octavo.config.run import RunConfig
 from octavo.hardware import lookup
 from octavo.models import convert
 from octavo.nn.moe import routing_metrics
+from octavo.plan.run import check
 from octavo.run.metrics import read_metrics
 from octavo.run.resume import ASSIGNED, BALANCED
 from octavo.train.evaluate import perplexity, validate
-from octavo.train.plan import check
 from octavo.train.step import train_step
 
 

@@ -11,17 +11,18 @@ from rich.console import Console
 
 from octavo.cli import main
 from octavo.config.run import RunConfig
+from octavo.config.train import LARGEST_SCALE
 from octavo.data.prepared import prepare
 from octavo.errors import InputError, OctavoError, RunStopped
 from octavo.fp8 import scaling
 from octavo.nn.head import linear_cross_entropy
 from octavo.parallel.world import seed_everything
+from octavo.plan.run import check
 from octavo.run.metrics import read_metrics
 from octavo.train import loss_scale
 from octavo.train.evaluate import validate
-from octavo.train.loss_scale import LARGEST_SCALE, PATIENCE, LossScale
+from octavo.train.loss_scale import PATIENCE, LossScale
 from octavo.train.optimizer import clip_grad_norm_
-from octavo.train.plan import check
 from octavo.train.setup import build
 from octavo.train.step import train_step
 from octavo.train.trainer import Trainer

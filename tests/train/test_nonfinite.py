@@ -12,8 +12,8 @@ from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.errors import OctavoError
 from octavo.parallel.world import seed_everything
+from octavo.plan.run import check
 from octavo.train.nonfinite import first_nonfinite
-from octavo.train.plan import check
 from octavo.train.setup import build
 from octavo.train.step import train_step
 

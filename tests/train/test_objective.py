@@ -8,8 +8,8 @@ from octavo.build import describe
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
+from octavo.plan.run import check
 from octavo.run.metrics import read_metrics
-from octavo.train.plan import check
 from octavo.train.setup import build
 
 LAYERS = 'fp8.layers={"layers.0.*" = "bf16", "*.proj" = "rowwise", "*.fc2" = "delayed"}'

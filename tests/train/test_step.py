@@ -11,8 +11,8 @@ from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
 from octavo.fp8 import scaling
 from octavo.parallel.world import seed_everything
+from octavo.plan.run import check
 from octavo.train.evaluate import perplexity, validate
-from octavo.train.plan import check
 from octavo.train.setup import build
 from octavo.train.step import begin_histories, count_targets, loss_of, train_step
 

@@ -14,9 +14,9 @@ import ranks
 from octavo.config.run import RunConfig
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import prepare
+from octavo.plan.run import check
 from octavo.run.metrics import read_metrics
 from octavo.train.evaluate import validate
-from octavo.train.plan import check
 from octavo.train.setup import build
 from octavo.train.step import train_step
 

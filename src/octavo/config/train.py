@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from octavo.config.recompute import Recompute
 from octavo.config.section import Section, refuse_addresses
 
+LARGEST_SCALE = 2.0**60
+"""Of a loss, within float32: a model without gradients must not double it for ever."""
+
 
 class TrainConfig(Section):
     """Steps, batches, memory and validation."""

@@ -1,1 +1,4 @@
-"""Arithmetic before the money is spent: FLOPs and memory of a model. May import parallel and the levels above."""
+"""A run before it starts: checked against the machine, its memory and FLOPs, and the layers that run in FP8.
+
+May import run and the levels above.
+"""

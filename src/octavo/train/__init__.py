@@ -1,4 +1,1 @@
-"""Training: run plan, loop, step, optimizer, evaluation, and the choice of layers for FP8.
-
-May import run and the levels above.
-"""
+"""Training: loop, step, optimizer, evaluation. May import plan and the levels above."""

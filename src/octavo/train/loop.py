@@ -30,18 +30,18 @@ from octavo.errors import OctavoError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.world import state
+from octavo.plan import fp8_auto
+from octavo.plan.run import RunPlan
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
 from octavo.run.progress import StepProgress
 from octavo.run.resume import check_same_model, warn_of_other_layout
 from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
-from octavo.train import fp8_auto
 from octavo.train.callbacks import Events
 from octavo.train.evaluate import BestValidation, perplexity, sample_of, validate
 from octavo.train.nonfinite import NotFinite
 from octavo.train.own_code_check import check_own_code
-from octavo.train.plan import RunPlan
 from octavo.train.setup import build, restore_or_begin, run_layout, steps_done
 from octavo.train.step import TrainContext, train_step
 from octavo.watchdog.stopping import StopRequest

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from octavo.config.train import LARGEST_SCALE
 from octavo.fp8 import scaling
 from octavo.fp8.buffers import ScaleBuffer
 from octavo.fp8.recipe import Operand
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps before a dynamic scale is doubled; PyTorch's default
-LARGEST_SCALE = 2.0**60  # within float32: a model without gradients must not double it for ever
 PATIENCE = 20  # most steps skipped in a row for a fixed scale; a dynamic one falls from its start to 1 in 16
 
 

@@ -21,10 +21,10 @@ from octavo.models.families import with_moe
 from octavo.parallel.coordination import writing_ranks
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
+from octavo.plan.run import RunPlan
 from octavo.run.resume import ASSIGNED, BALANCED, VALIDATED
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
-from octavo.train.plan import RunPlan
 from octavo.train.step import TrainContext, begin_histories
 from octavo.watchdog.watchdog import Watchdog
 

@@ -27,10 +27,10 @@ from octavo.models.decoder import Decoder
 from octavo.nn.moe import routing_metrics
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.world import state
+from octavo.plan.run import RunPlan
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import check_finite
 from octavo.train.optimizer import clip_grad_norm_, learning_rate
-from octavo.train.plan import RunPlan
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
 

@@ -30,16 +30,16 @@ from octavo.job_ranks import adopt_ranks
 from octavo.models.generation import load_generation_config
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
+from octavo.plan import advice, fp8_auto
+from octavo.plan.run import RunPlan, check, steps_of_epochs
 from octavo.run import finished
 from octavo.run.folder import RunFolder, locked
 from octavo.run.plots import plot_run
 from octavo.run.records import newest_state
 from octavo.run.resume import check_extended, check_resumable, extend, with_keys_of, with_own_scale
 from octavo.run.summary import Result
-from octavo.train import fp8_auto, memory
 from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events, check_callbacks
 from octavo.train.loop import say, train_one
-from octavo.train.plan import RunPlan, check, steps_of_epochs
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
 
@@ -193,7 +193,7 @@ class _Run:
 
     def train(self, plan: RunPlan, prepared: PreparedData, folder: RunFolder, events: Events) -> Result:
         """Train one model in a locked folder."""
-        with memory.explaining(plan):
+        with advice.explaining(plan):
             return train_one(plan, prepared, folder, console=self.console, stop=self.stop, watch=self.watch, events=events)
 
 

@@ -10,7 +10,7 @@ import octavo
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.models.description import kernels_on
-from octavo.train.plan import check
+from octavo.plan.run import check
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from octavo.errors import InputError, unknown
 from octavo.hardware import FP8_CAPABILITY, GPUS, lookup
 from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
+from octavo.plan import advice, fp8_auto
+from octavo.plan.run import RunPlan, Target, check, inactive_parameters
 from octavo.run.folder import RunFolder
-from octavo.train import fp8_auto, memory
-from octavo.train.plan import RunPlan, Target, check, inactive_parameters
 
 
 def target(world_size: int | None, gpu: str | None) -> Target:
@@ -63,7 +63,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         by_source = {each.source: each.epochs for each in each_source} if config.data.weights else {}
     unused = unused_sources(config.data, samples) if samples else ""
     notices = Corpus(config.data).notices
-    found = memory.memory_of(plan)
+    found = advice.memory_of(plan)
     active = parameters - inactive_parameters(plan.hf_config)
     figures = {
         "config": config.model_dump(mode="json"),
@@ -73,7 +73,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         "active_parameters": active,
         "frozen": plan.frozen,
         **({"tokens_added": plan.tokens_added} if plan.tokens_added else {}),
-        "memory": memory.figures(plan, found),
+        "memory": advice.figures(plan, found),
         "batch": {
             "global_batch": train.global_batch,
             "data_parallel": plan.degrees.data,
@@ -103,7 +103,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         *([f"unused      {unused}"] if unused else []),
         *(f"data        {notice}" for notice in notices),
         f"output      {config.output}",
-        *memory.lines(plan, found),
+        *advice.lines(plan, found),
     ]
     return figures, text
 
@@ -115,7 +115,7 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         InputError: no run is there, keys are set over those of a folder, or the run file is wrong.
     """
     plan = _plan(run, overrides, target or Target())
-    found, held = _description(plan), memory.memory_of(plan)
+    found, held = _description(plan), advice.memory_of(plan)
     recipe = None if plan.recipe is None else plan.recipe.name
     figures = {
         "run": str(run),
@@ -129,7 +129,7 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         "frozen": plan.frozen,
         "fp8_matrices": found.fp8_layers,
         "matrices": [dataclasses.asdict(layer) for layer in found.layers],
-        "memory": memory.figures(plan, held),
+        "memory": advice.figures(plan, held),
     }
     head = {True: "logits and gradients in FP8", "backward": "gradients in FP8, logits in high precision"}
     text = [
@@ -138,7 +138,7 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
         f"precision   {plan.fp8_note}",
         f"head        {head.get(plan.fp8_head, 'high precision') if plan.recipe is not None else 'high precision'}",
         f"parameters  {plan.parameters:,}{_frozen(plan)}",
-        *memory.lines(plan, held),
+        *advice.lines(plan, held),
         "",
         str(found),
     ]

@@ -13,10 +13,10 @@ from octavo.config.recompute import LEVELS
 from octavo.config.run import RunConfig
 from octavo.errors import OctavoError
 from octavo.hardware import GIB, GPUS, lookup
+from octavo.plan.advice import COSTS, explaining, lines, memory_of, out_of_memory, setup_of
 from octavo.plan.memory import PARTS, USABLE, estimate
+from octavo.plan.run import Target, check
 from octavo.plan.saved import BlockRecipes
-from octavo.train.memory import COSTS, explaining, lines, memory_of, out_of_memory, setup_of
-from octavo.train.plan import Target, check
 
 ROOT_8B = "model.source=llama-8b"
 SHAPE_8B = [ROOT_8B, "model.config={}", "data.sequence_length=8192"]

@@ -13,11 +13,12 @@ from octavo.data.prepared import prepare
 from octavo.errors import InputError
 from octavo.fp8.scaling import states_of
 from octavo.parallel import world
+from octavo.plan import fp8_auto
+from octavo.plan.fp8_auto import Timing
+from octavo.plan.run import check
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import read_metrics
-from octavo.train import fp8_auto, setup
-from octavo.train.fp8_auto import Timing
-from octavo.train.plan import check
+from octavo.train import setup
 
 pytestmark = ranks.alone
 

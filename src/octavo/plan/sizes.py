@@ -2,7 +2,7 @@
 
 Sequences and vocabularies are compared with the model's, all else with the memory of this machine. There only lower bounds
 count: parameters, gradients and optimizer states; the token ids of a step; one activation of the residual stream. A run that
-passes may still run out of memory; `octavo.train.memory` has the whole estimate.
+passes may still run out of memory; `octavo.plan.advice` has the whole estimate.
 """
 
 from __future__ import annotations

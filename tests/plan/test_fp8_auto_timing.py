@@ -7,7 +7,7 @@ import torch
 import triton
 
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling
-from octavo.train.fp8_auto import (
+from octavo.plan.fp8_auto import (
     LinearShape,
     Setting,
     Timing,

@@ -33,9 +33,9 @@ from octavo.models.spec import ModelSpec
 from octavo.parallel.context import check_context
 from octavo.parallel.world import rank_variable
 from octavo.plan.memory import PARTS, RANKS_OF_A_HOST, USABLE, Estimate, estimate
+from octavo.plan.run import RunPlan
 from octavo.plan.saved import BlockRecipes, Setup
 from octavo.run.resume import CHANGEABLE
-from octavo.train.plan import RunPlan
 
 MOST_RANKS = 1 << 12
 """Ranks tried, by doubling."""

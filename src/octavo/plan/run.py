@@ -22,6 +22,7 @@ from octavo.checkpoint.writer import weights
 from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
+from octavo.config.train import LARGEST_SCALE
 from octavo.data.corpus import Corpus
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import PreparedData, prepared_or_none
@@ -45,9 +46,8 @@ from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, check_supported, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
+from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
 from octavo.run.trackers import check_trackers
-from octavo.train.loss_scale import LARGEST_SCALE
-from octavo.train.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
 
 
 @dataclass(frozen=True)

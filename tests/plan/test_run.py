@@ -14,7 +14,7 @@ from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import lookup
 from octavo.models.sources import load_config
-from octavo.train.plan import Target, check
+from octavo.plan.run import Target, check
 
 
 def plan(run, *overrides):

@@ -10,10 +10,10 @@ from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import GIB, Device
 from octavo.models.sources import load_config
+from octavo.plan.dry_run import dry_run
 from octavo.plan.memory import exact_bytes
-from octavo.train.dry_run import dry_run
-from octavo.train.plan import Target, check
-from octavo.train.sizes import check_layers, check_sizes, least_parameters
+from octavo.plan.run import Target, check
+from octavo.plan.sizes import check_layers, check_sizes, least_parameters
 
 ABSURD = {
     "hidden size": (["model.config.hidden_size=10000000"], ["bytes a parameter", "Set model.config.hidden_size to at most"]),
@@ -33,7 +33,7 @@ ABSURD = {
 
 def with_memory(monkeypatch, gib):
     """Let this machine have so much memory."""
-    for module in ("octavo.hardware", "octavo.train.sizes"):
+    for module in ("octavo.hardware", "octavo.plan.sizes"):
         monkeypatch.setattr(f"{module}.system_memory_gib", lambda: gib)
 
 

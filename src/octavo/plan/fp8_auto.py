@@ -31,10 +31,10 @@ from octavo.kernels.quantize.cast import cast
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.kernels.timing import median_us
 from octavo.parallel.coordination import all_ranks
+from octavo.plan.run import RunPlan, recipe_from_config
 from octavo.run.folder import RunFolder
 from octavo.storage import write_atomic
 from octavo.stored_names import stored_name
-from octavo.train.plan import RunPlan, recipe_from_config
 
 _ROUNDS, _WARM_UP = 25, 3
 _HIDE_CYCLES = 2_000_000
