@@ -56,6 +56,13 @@ class _Plain:
     places: ClassVar[dict[str, tuple[str, str]]] = {}
     """Fused name → attribute of this module, and attribute of that; empty for the attribute itself."""
 
+    def __init_subclass__(cls, places: dict[str, tuple[str, str]] | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if places is not None:  # not of a class that is derived of one of these
+            cls.places, cls.__name__ = places, cls.__bases__[1].__name__  # the layer's, which users and libraries read
+            for name, (owner, own) in places.items():
+                setattr(cls, name, _at(owner, own))
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.places:
             owner, own = self.places[name]
@@ -65,16 +72,8 @@ class _Plain:
             super().__setattr__(name, value)
 
 
-def _plain_class(base: type[nn.Module], places: dict[str, tuple[str, str]]) -> type[nn.Module]:
-    """The class of a layer of `base` with plain names; it has the base's name, which users and libraries read."""
-
-    def at(owner: str, own: str) -> property:
-        return property(lambda self: getattr(getattr(self, owner), own) if own else getattr(self, owner))
-
-    members: dict[str, Any] = {name: at(*place) for name, place in places.items()}
-    # By the qualified name pickle finds the class, among the names of this module.
-    members |= {"places": places, "__module__": __name__, "__qualname__": f"Plain{base.__name__}", "__doc__": base.__doc__}
-    return type(base.__name__, (_Plain, base), members)
+def _at(owner: str, own: str) -> property:
+    return property(lambda self: getattr(getattr(self, owner), own) if own else getattr(self, owner))
 
 
 def _inside(names: str, *, fp8: bool = False) -> dict[str, tuple[str, str]]:
@@ -87,11 +86,26 @@ def _inside(names: str, *, fp8: bool = False) -> dict[str, tuple[str, str]]:
     return found
 
 
-PlainTransformerLayer = _plain_class(TransformerLayer, {"layernorm_mlp": ("ffn", ""), "layernorm_moe": ("moe", "")})
-PlainMultiheadAttention = _plain_class(MultiheadAttention, {"layernorm_qkv": ("qkv", "")})
-PlainLayerNormLinear = _plain_class(LayerNormLinear, _inside(""))
-PlainLayerNormMLP = _plain_class(LayerNormMLP, _inside("fc1 fc2", fp8=True))
-PlainLayerNormMoE = _plain_class(LayerNormMoE, _inside("router"))
+class PlainTransformerLayer(
+    _Plain, TransformerLayer, places={"layernorm_mlp": ("ffn", ""), "layernorm_moe": ("moe", "")}
+):  # fmt: skip
+    """`TransformerLayer` with plain names."""
+
+
+class PlainMultiheadAttention(_Plain, MultiheadAttention, places={"layernorm_qkv": ("qkv", "")}):
+    """`MultiheadAttention` with plain names."""
+
+
+class PlainLayerNormLinear(_Plain, LayerNormLinear, places=_inside("")):
+    """`LayerNormLinear` with plain names."""
+
+
+class PlainLayerNormMLP(_Plain, LayerNormMLP, places=_inside("fc1 fc2", fp8=True)):
+    """`LayerNormMLP` with plain names."""
+
+
+class PlainLayerNormMoE(_Plain, LayerNormMoE, places=_inside("router")):
+    """`LayerNormMoE` with plain names."""
 
 
 def use_plain_names(layer: TransformerLayer) -> TransformerLayer:
