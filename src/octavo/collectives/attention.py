@@ -187,7 +187,7 @@ def gather_ahead(result: Tensor, attended: Tensor) -> None:
 
 def _begin(node: Any, context: ContextGroup) -> None:
     if node.started is None:  # or a backward that went no further began it
-        tensors = tuple(x.detach() for x in node.saved_tensors)  # whose history would hold the node
+        tensors = tuple(map(Tensor.detach, node.saved_tensors))  # whose history would hold the node
         node.started = tensors, [start_gather(causal.joint(*tensors[1:3]), context.group)]
 
 

@@ -38,7 +38,7 @@ class ReduceScatter:
         """A buffer: of gradients in their dtype, of sums in float32 whatever FSDP2 expects."""
         self._allocated += 1
         dtype = dtype if self._allocated == 1 else torch.float32
-        return torch.empty(math.prod(int(side) for side in size), dtype=dtype, device=device)
+        return torch.empty(math.prod(map(int, size)), dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -287,9 +287,9 @@ class _SharedWeight:
 
     def _is_gathered_again(self, backward: bool) -> bool:
         """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
-        accumulates = self.group.micro_batch_follows or not self.group.reduces
-        micro_batch_follows = self.forward.first is not None and accumulates
-        return micro_batch_follows or (not backward and self.group.frees_after_forward)
+        if self.forward.first is not None and (self.group.micro_batch_follows or not self.group.reduces):
+            return True
+        return not backward and self.group.frees_after_forward
 
     def _is_chosen(self, how: Cast) -> bool:
         """True in a later micro-batch, which casts by the scale of the first."""
