@@ -87,8 +87,8 @@ OWNERS = {
 """Objects of a module that change."""
 
 CONSTANTS = {
-    "tl.constexpr", "TypeVar", "frozenset", "datetime.timedelta", "dict.fromkeys", "torch.tensor(LOG2_E.value).item",
-    "Tiles", "Tile", "Only", "Scores", "RowShape", "QuantizedTensor", "FloatFormat",
+    "tl.constexpr", "TypeVar", "frozenset", "functools.partial", "datetime.timedelta", "dict.fromkeys",
+    "torch.tensor(LOG2_E.value).item", "Tiles", "Tile", "Only", "Scores", "RowShape", "QuantizedTensor", "FloatFormat",
 }  # fmt: skip
 """Calls whose results do not change, and `OfThread`, whose state is a thread's."""
 

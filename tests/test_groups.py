@@ -273,3 +273,19 @@ def test_octavos_layer_norm_is_pytorchs():
     assert norm.normalized_shape == (8,)
     x = torch.randn(3, 8)
     torch.testing.assert_close(norm(x), functional.layer_norm(x, (8,)))
+
+
+def test_hooks_of_what_is_not_called_are_said_and_old_names_behave_as_attributes():
+    model = octavo.transform(llama(), dtype=torch.float32)
+    layer = model.layers[0]
+    for module in (layer.ffn.fc1, layer.ffn.layernorm, layer.self_attention.layernorm):
+        for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+            with pytest.warns(UserWarning, match="never runs.*ffn, self_attention"):
+                getattr(module, register)(lambda *given: None).remove()
+    layer.ffn.register_forward_hook(lambda *given: None)
+    state = model.state_dict()
+    state["layers.0.layernorm_mlp.fc1_weight"] = torch.zeros_like(state["layers.0.ffn.fc1.weight"])
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*layers\.0\.layernorm_mlp\.fc1_weight"):
+        model.load_state_dict(state)
+    del layer.layernorm_mlp.fc2_weight
+    assert "fc2.weight" not in dict(layer.ffn.named_parameters())

@@ -211,7 +211,7 @@ def transform(
         fp8_head=fp8_head,
         recompute=recompute,
         mlp_chunks=mlp_chunks,
-        offload=offload or state.config.sm_activation_offloading,
+        offload=state.config.sm_activation_offloading if offload is False else offload,
         horizon=state.config.activation_loading_horizon,
         moe=moe if isinstance(moe, MoeConfig) else MoeConfig.from_dict(moe or {}, where="octavo.transform(moe=…)"),
         averaged=True,

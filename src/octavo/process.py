@@ -39,6 +39,8 @@ class Process:
         """Number → `BufferSet`: a replay of a CUDA graph runs no Python that could say whose it is. Ends with the model."""
         self.fp8_modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Number → `ModuleState`: a slot is made before code is traced. Ends with the layer."""
+        self.slots = threading.RLock()
+        """Held while layers get their slots: an autocast offers them to models that other threads are about to train."""
         self.offered: set[Any] = set()
         """The recipe for which all of `fp8_modules` have slots. Ends with the next layer or recipe."""
         self.checkpoint_forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

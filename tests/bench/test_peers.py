@@ -396,6 +396,7 @@ import json, os
 import torch
 from octavo.bench.cases import CASES
 from octavo.bench.peers import ENTRIES
+from octavo.stored_names import stored_name
 
 found = {}
 for case in map(CASES.get, ("tiny-neox", "tiny-mistral", "tiny", "tiny-mixtral")):
@@ -407,7 +408,7 @@ for case in map(CASES.get, ("tiny-neox", "tiny-mistral", "tiny", "tiny-mixtral")
         names = {"embedding": "embed_tokens", "head": "lm_head"}
         mixture = {"layer_norm_weight": "norm.weight", "router_weight": "router.weight"}
         for name, value in ours.named_parameters():
-            first, _, rest = name.partition(".")
+            first, _, rest = stored_name(name).partition(".")
             block, moe, part = rest.partition(".layernorm_moe.")
             if ".experts." in name:
                 layer = theirs.get_submodule(f"layers.{block}.mixture.{part.split('.')[1].removesuffix('_weight')}")
@@ -444,6 +445,7 @@ import torch
 from octavo.bench.cases import CASES, CONTEXT_CASES
 from octavo.bench.sharded import CONTEXT, SHARDED
 from octavo.parallel import world
+from octavo.stored_names import stored_name
 
 # One thread: the ranks share the cores.
 torch.set_num_threads(1)
@@ -463,7 +465,7 @@ for name in sys.argv[1:]:
         for parameter, value in ours.named_parameters():
             local = value.to_local()
             local.add_(torch.randn_like(local) * 0.2)
-            first, _, rest = parameter.partition(".")
+            first, _, rest = stored_name(parameter).partition(".")
             theirs.get_parameter(f"{names.get(first, first)}.{rest}").to_local().copy_(local)
     torch.manual_seed(1 + world.state.dp_rank)
     ids = torch.randint(512, (2, 32))
@@ -546,6 +548,7 @@ import hashlib, json, sys
 import torch
 from octavo.bench.cases import VISION_CASES
 from octavo.bench.peers import ENTRIES
+from octavo.stored_names import stored_name
 
 NAMES = {
     "self_attention.layernorm_qkv.layer_norm_": "norm1.", "self_attention.layernorm_qkv.": "attn.qkv.",
@@ -556,7 +559,8 @@ case, found = VISION_CASES["tiny-vit"], {}
 for name in sys.argv[1:]:
     hashes = found[name] = {}
     for parameter, value in ENTRIES[name].build(case, torch.device("cpu"), False).model.named_parameters():
-        value, kind = value.detach(), parameter.rpartition(".")[2].rpartition("_")[2]
+        value, parameter = value.detach(), stored_name(parameter)
+        kind = parameter.rpartition(".")[2].rpartition("_")[2]
         path, _, part = parameter.partition("blocks.")
         index, _, part = part.partition(".")
         for ours, timms in NAMES.items():

@@ -25,7 +25,7 @@ NAMES = (
             "an object of a thread that autograd hands on to the threads of its backwards; no public `contextvars` reach them "
             "before torch 2.14",
         )
-        for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_get_obj_in_tls")
+        for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_get_obj_in_tls", "_remove_obj_from_tls")
     ),
     Name(
         "torch._C._autograd._get_current_graph_task_keep_graph",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from llamas import llama_config
 
 import ranks
-from octavo.build import build_model
+from building import built_model
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
@@ -34,7 +34,7 @@ class Training:
         if shards:
             self.model = sharded.build(torch.float32, self.recipe, seed=seed, recompute=recompute)
         else:
-            self.model = build_model(
+            self.model = built_model(
                 llama_config(**sharded.SIZES), dtype=torch.float32, params_dtype=torch.float32, device=sharded.DEVICE,
                 seed=seed, recompute=recompute,
             )  # fmt: skip

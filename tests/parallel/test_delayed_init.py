@@ -22,6 +22,7 @@ from octavo.models.weight_loader import WeightLoader
 from octavo.parallel.deferred_init import CounterInit, Loaded, counter_normal_, delayed_init, key_of, materialise
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.shards import named_tensors
+from octavo.stored_names import stored_name
 
 pytestmark = ranks.alone
 
@@ -278,7 +279,8 @@ def test_the_counter_fills_a_decoder_as_its_elements_are_numbered():
     for name, parameter in model.named_parameters():
         wanted = torch.full_like(parameter, 0 if name.endswith("bias") else 1)
         if parameter.dim() > 1:
-            wanted = counter_normal_(torch.empty_like(parameter), torch.arange, seed=7, name=name, std=0.02)
+            number = {"seed": 7, "name": stored_name(name)}
+            wanted = counter_normal_(torch.empty_like(parameter), torch.arange, **number, std=0.02)
         assert torch.equal(parameter, wanted), name
 
 

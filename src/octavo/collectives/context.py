@@ -184,8 +184,8 @@ def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:
 
 def chunks_in_order(parts: Tensor | list[Tensor], dim: int) -> list[Tensor]:
     """The chunks of the ranks' tensors, two of each along `dim`, in the order of the sequence."""
-    halves = [part.chunk(2, dim) for part in parts]
-    return [first for first, _ in halves] + [second for _, second in reversed(halves)]
+    first, second = zip(*[part.chunk(2, dim) for part in parts], strict=True)
+    return [*first, *reversed(second)]
 
 
 class _Gather(torch.autograd.Function):

@@ -8,6 +8,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -51,9 +52,8 @@ def are_around() -> bool:
     return trains() and bool(enclosing())
 
 
-def has_hooks() -> bool:
-    """True under saved-tensor hooks, as in every forward with gradients in a checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+has_hooks: Callable[[], object] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""True, or what counts as true, under saved-tensor hooks, as in every forward with gradients in a checkpoint."""
 
 
 def innermost() -> Any:

@@ -102,8 +102,12 @@ class ModuleState:
             return None
         return recipe if self.override is None else self.override
 
-    def prepare(self, recipe: Recipe, device: torch.device) -> None:
+    def prepare(self, recipe: Recipe, device: torch.device, *, offered: bool = False) -> None:
         """Allocate a slot for each operand with a delayed scale in `recipe`; an earlier history is carried over."""
+        with process.slots:
+            self._prepare(recipe, device, offered)
+
+    def _prepare(self, recipe: Recipe, device: torch.device, offered: bool) -> None:
         policy = recipe.history
         if policy is None:
             return
@@ -116,6 +120,7 @@ class ModuleState:
                     self.indices[operand] = self.buffers.new_index(self, operand, self.experts or 1)
                 before = None if old is None else (old.scale.clone(), old.history.clone())
                 new = buffer.allocate(how.format.max, self.indices[operand], self.experts)
+                new.offered = offered
                 if old is not None and before is not None:
                     # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
                     scale, history = before
@@ -212,15 +217,17 @@ def prepare_all(recipe: Recipe) -> None:
 
     Whose layers run inside is not known yet: those of another model leave theirs aside, and `claim` takes them.
     """
-    if recipe in process.offered:
-        return
+    if recipe not in process.offered:
+        with process.slots:
+            _offer(recipe)
+
+
+def _offer(recipe: Recipe) -> None:
     if buffers.several_ranks() and next(_without_slots(_new(), recipe), None) is not None:
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
     for state, own, device in _without_slots(_new(), recipe):
-        state.prepare(own, device)
-        for slot in state.slots.values():
-            slot.offered = True
-    if all(state.device is not None for state in process.fp8_modules.values()):
+        state.prepare(own, device, offered=True)
+    if all(state.device is not None for state in list(process.fp8_modules.values())):
         process.offered.clear()
         process.offered.add(recipe)
 
@@ -239,6 +246,11 @@ def claim(model: BufferSet, recipe: Recipe) -> None:
 
     A module that was trained keeps its slots: it moves to another recipe only when it is trained under one.
     """
+    with process.slots:
+        _claim(model, recipe)
+
+
+def _claim(model: BufferSet, recipe: Recipe) -> None:
     if model.claimed != recipe:
         states = [state for state in list(process.fp8_modules.values()) if state.buffers is model]
         for state, own, device in _without_slots(states, recipe):

@@ -17,12 +17,28 @@ from octavo.fp8.checkpoints import graph_task
 T = TypeVar("T")
 
 
+class _Left:
+    """What a thread has left where autograd takes it from; gone with the thread's other objects.
+
+    PyTorch would free it later, without a Python thread around: a process that ends just then aborts.
+    """
+
+    def __init__(self, key: str, state: Any) -> None:
+        self._key, self._thread = key, threading.get_ident()
+        torch._C._stash_obj_in_tls(key, state)
+
+    def __del__(self) -> None:
+        remove = getattr(torch._C, "_remove_obj_from_tls", None)  # not in every release: without it the abort may happen
+        if remove is not None and threading.get_ident() == self._thread:
+            remove(self._key)
+
+
 class _Own(threading.local):
     """`.state`: of this thread, made at its first use and left where autograd takes it from."""
 
     def __init__(self, key: str, make: Callable[[], Any]) -> None:
         self.state = make()
-        torch._C._stash_obj_in_tls(key, self.state)
+        self.left = _Left(key, self.state)
 
 
 class OfThread(Generic[T]):

@@ -364,9 +364,8 @@ class MultiheadAttention(ResidualLayer):
         own = type(core) is DotProductAttention and "forward" not in vars(core) and self.q_norm is None
         if torch.compiler.is_compiling() or not (own and self.input_layernorm) or has_hooks(core):
             return None
-        if self.layernorm_qkv.streams_norm or has_hooks(self.layernorm_qkv):
-            return None
-        return Handover()
+        qkv = self.layernorm_qkv
+        return None if qkv.streams_norm or has_hooks(qkv) else Handover()
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
         """True if the kernel of short sequences takes the joint product of x [B, T, hidden]."""

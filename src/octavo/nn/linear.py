@@ -319,11 +319,11 @@ class NormedLayer(ResidualLayer):
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
     ) -> Any:
         """`forward`; bias: of the last product, which is not added with `return_bias`."""
-        check_input(self, x, delta, size=self.layer_norm_weight.shape[0])
+        weight, shift = self.layer_norm_weight, self.layer_norm_bias
+        check_input(self, x, delta, size=weight.shape[0])
         refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
-        weight, shift = self.layer_norm_weight, self.layer_norm_bias
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         if self.streams_norm if return_residual else self.return_layernorm_output:
             normed = residual_norm(x, delta, norm, compute_dtype(x))[1]

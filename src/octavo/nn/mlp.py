@@ -256,10 +256,11 @@ class LayerNormMLP(NormedLayer):
         bias: Tensor | None,
     ) -> tuple[Tensor, ...]:
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
-        fc1 = LinearGemms(first_state, self.fc1_weight, active_recipe(first_state, device), dtype, first)
-        fc2 = LinearGemms(second_state, self.fc2_weight, active_recipe(second_state, device), dtype, first)
+        weight1, weight2 = self.fc1_weight, self.fc2_weight
+        fc1 = LinearGemms(first_state, weight1, active_recipe(first_state, device), dtype, first)
+        fc2 = LinearGemms(second_state, weight2, active_recipe(second_state, device), dtype, first)
         return _NormMlpFunction.apply(
-            residual, delta, norm.weight, norm.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias,
+            residual, delta, norm.weight, norm.bias, weight1, self.fc1_bias, weight2, bias,
             norm.form, fc1, fc2, self.activation, self.gate_rows,
             self.checkpoint or self.chunks > 1, self.unread,
         )  # fmt: skip

@@ -13,8 +13,8 @@ of a script for Transformer Engine, have the fused names alone.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -25,11 +25,53 @@ from octavo.nn.block import TransformerLayer
 from octavo.nn.linear import LayerNormLinear
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import LayerNormMoE
-from octavo.nn.norm import NORM_LAYERS
+from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.stored_names import stored_name
 
 
-class Product(nn.Module):
+class _Uncalled(nn.Module):
+    """Base of a module that holds parameters, and that the module around computes with: its hooks would never run."""
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module`, with a warning."""
+        self._warn()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module`, with a warning."""
+        self._warn()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module`, with a warning."""
+        self._warn()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module`, with a warning."""
+        self._warn()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"a hook of a {type(self).__name__} inside of a fused layer never runs: norm and products are one computation. "
+            "Hook the layer around (ffn, self_attention), or keep the model's own code: octavo.transform(blocks='own').",
+            stacklevel=3,
+        )
+
+
+class PlainRMSNorm(_Uncalled, RMSNorm):
+    """The weight of a norm that the layer around computes."""
+
+
+class PlainLayerNorm(_Uncalled, LayerNorm):  # type: ignore[misc]
+    """Weight and bias of a norm that the layer around computes."""
+
+
+_NORMS: Mapping[str, Any] = {"RMSNorm": PlainRMSNorm, "LayerNorm": PlainLayerNorm}
+
+
+class Product(_Uncalled):
     """Weight and bias of a product that the module around it computes; not called by itself.
 
     Attributes:
@@ -74,7 +116,9 @@ class _Plain:
 
 
 def _at(owner: str, own: str) -> property:
-    return property(operator.attrgetter(f"{owner}.{own}" if own else owner))  # not in Python: a forward reads it often
+    if own:
+        return property(lambda self: getattr(getattr(self, owner), own), None, lambda self: delattr(getattr(self, owner), own))
+    return property(lambda self: getattr(self, owner), None, lambda self: delattr(self, owner))
 
 
 def _inside(names: str, *, fp8: bool = False) -> dict[str, tuple[str, str]]:
@@ -142,9 +186,9 @@ def use_plain_names(layer: TransformerLayer) -> TransformerLayer:
 
 def _take_stored_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Have `load_state_dict` take a state dict of an older version, by the stored names, too."""
-    for name in _names_in(layer):
-        if (stored := prefix + stored_name(name)) != prefix + name and stored in state_dict:
-            state_dict.setdefault(prefix + name, state_dict.pop(stored))
+    for name in _names_in(layer):  # of both names in one state dict the stored one is left, as an unexpected key
+        if (stored := prefix + stored_name(name)) in state_dict and prefix + name not in state_dict:
+            state_dict[prefix + name] = state_dict.pop(stored)
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -167,7 +211,7 @@ def _product(module: nn.Module, name: str) -> Product:
 def _norm(module: nn.Module, normalization: str, eps: float, zero_centered: bool) -> nn.Module:
     """A norm with the parameters of the one in `module`."""
     weight, bias = _taken(module, "layer_norm")
-    norm = NORM_LAYERS[normalization](weight.shape[0], eps, zero_centered_gamma=zero_centered, device="meta")
+    norm = _NORMS[normalization](weight.shape[0], eps, zero_centered_gamma=zero_centered, device="meta")
     norm.weight, norm.bias = weight, bias
     return norm
 
