@@ -29,7 +29,7 @@ from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.stored_names import stored_name
 
 
-class _Uncalled(nn.Module):
+class Uncalled(nn.Module):
     """Base of a module that holds parameters, and that the module around computes with: its hooks would never run."""
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,18 +60,18 @@ class _Uncalled(nn.Module):
         )
 
 
-class PlainRMSNorm(_Uncalled, RMSNorm):
+class PlainRMSNorm(Uncalled, RMSNorm):
     """The weight of a norm that the layer around computes."""
 
 
-class PlainLayerNorm(_Uncalled, LayerNorm):  # type: ignore[misc]
+class PlainLayerNorm(Uncalled, LayerNorm):  # type: ignore[misc]
     """Weight and bias of a norm that the layer around computes."""
 
 
 _NORMS: Mapping[str, Any] = {"RMSNorm": PlainRMSNorm, "LayerNorm": PlainLayerNorm}
 
 
-class Product(_Uncalled):
+class Product(Uncalled):
     """Weight and bias of a product that the module around it computes; not called by itself.
 
     Attributes:

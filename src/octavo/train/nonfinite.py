@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from octavo.errors import OctavoError
+from octavo.nn.plain_names import Uncalled
 from octavo.train.adamw import local
 
 
@@ -58,7 +59,8 @@ def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> 
         if not found and not all(torch.isfinite(x).all() for x in tensors):
             found.append(f"the first output that is not finite is of {name}")
 
-    handles = [module.register_forward_hook(partial(hook, name)) for name, module in model.named_modules() if name]
+    called = ((name, module) for name, module in model.named_modules() if name and not isinstance(module, Uncalled))
+    handles = [module.register_forward_hook(partial(hook, name)) for name, module in called]
     try:
         for forward in forwards:
             forward()
