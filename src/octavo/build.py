@@ -88,7 +88,7 @@ __all__ = ["BuildOptions", "build_model", "describe", "parts_of", "place", "tran
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a model is to be: for `transform`, a run and SMP's scripts.
+    """Options of a build, for `transform`, a run and SMP's scripts.
 
     Attributes:
         dtype: of activations and of products outside FP8.

@@ -9,20 +9,19 @@ Here is the rest, by four reasons:
 * A hook of PyTorch's, or a context that another library's code runs between, which takes no argument.
 * "Said once", and what this process is to others: a rank, a process with a launcher.
 
-No model reads another's entries: `tests/fp8/test_two_models.py` trains them beside each other. `fresh` is a clean process for
-a test. `tests/test_architecture.py` refuses a variable that changes in the modules of kernels, fp8, nn, parallel and
+No model reads another's entries: `tests/fp8/test_two_models.py` trains them beside each other.
+`tests/test_architecture.py` refuses a variable that changes in the modules of kernels, fp8, nn, parallel and
 collectives; beside this object they have `octavo.state`, which describes the ranks, the buffers of layers outside of
 `octavo.transform` (`octavo.fp8.buffers.default`), and what a thread has of its own (`octavo.fp8.threads.OfThread`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -90,7 +89,7 @@ class Process:
         self.patience = 600.0
         """Longest wait for other ranks in such a call, in seconds; each `octavo.init` sets it."""
         self.rank_groups: dict[str, Any] = {}
-        """Purpose → (world, gloo group of all ranks); made anew for another world."""
+        """Purpose → (world, gloo group of all ranks), of the present world."""
         self.background_groups: dict[tuple[int, ...], Any] = {}
         """Ranks → (world, gloo group of saves in the background), for SMP's scripts."""
         self.shard_meshes: dict[tuple[str, int], Any] = {}
@@ -110,17 +109,3 @@ class Process:
 
 
 process = Process()
-
-
-@contextlib.contextmanager
-def fresh() -> Iterator[None]:
-    """A clean process, for a test: what is there now is unknown inside, and back behind it."""
-    before = vars(process).copy()
-    vars(process).clear()
-    process.__init__()  # type: ignore[misc]
-    process.numbers = before["numbers"]
-    try:
-        yield
-    finally:
-        vars(process).clear()
-        vars(process).update(before)

@@ -51,7 +51,7 @@ PRIVATE = (
             "`reset_iter_state`, after 2.11, drops those of earlier micro-batches too"),
     Private("_all_reduce_hook", "whether the user's hook needs what FSDP2 reduces",
             "`set_all_reduce_hook` sets it, and nothing reads it"),
-    Private("_reduce_dtype", "the dtype in which gradients travel, chosen in each backward",
+    Private("_reduce_dtype", "the dtype in which gradients are reduced, chosen in each backward",
             "`MixedPrecisionPolicy(reduce_dtype=…)` is read once, before the first forward"),
     Private("_module_info", "the module and name of a parameter", "none for the sharded one: two modules may have it"),
     Private("_orig_size", "the size of what is gathered",

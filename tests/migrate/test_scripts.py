@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from octavo.compat import finder
-from octavo.compat.smp.shim import SHIM as SMP
-from octavo.compat.te.shim import SHIM as TE
 from octavo.migrate.report import lines, runs_unchanged
 from octavo.migrate.script import read
 
@@ -214,19 +211,6 @@ UNSEEN = [
     "nn.ModuleDict({'a': te.Linear(16, 16)})['a'](x, nonsense=1)",
     "l = te.Linear(16, 16)\nl.weight.sum()\nl.nothing_here",
 ]
-
-
-@pytest.fixture(scope="module")
-def names():
-    """The old names, in this process."""
-    if torch.cuda.is_available():
-        pytest.skip("of a machine without a GPU, where layers and inputs are on one device")
-    there = [shim for shim in (TE, SMP) if finder.installed(shim) is None]
-    for shim in there:
-        finder.install(shim)
-    yield
-    for shim in there:
-        finder.uninstall(shim)
 
 
 def _verdict(tmp_path, text):

@@ -10,10 +10,7 @@ from typing import Literal
 from octavo.errors import InputError
 
 Recompute = bool | Literal["mlp", "selective"]
-"""What backward computes again.
-
-False: nothing. "mlp": the first product of each MLP. "selective": a block but for attention. True: a block.
-"""
+"""The level. "mlp": each MLP's first product is recomputed; "selective": a block but for attention; True: a block."""
 
 LEVELS: tuple[Recompute, ...] = (False, "mlp", "selective", True)
 """From the fastest step to the least memory."""

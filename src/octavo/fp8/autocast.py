@@ -140,7 +140,7 @@ def fp8_autocast(
 
 
 def _traced(name: str) -> Any:
-    """What compiled code reads of a context: PyTorch's compiler guards no thread's own."""
+    """An attribute of the thread that compiled code follows: PyTorch's compiler guards none of a thread's own."""
     return None if process.traced is None else getattr(process.traced, name)
 
 
@@ -260,14 +260,20 @@ def _warn_without_fp8(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def microbatch(first: bool) -> Iterator[None]:
-    """Around a forward of an accumulated step: all but the first reuse its FP8 weights and record no amax of them."""
+def _within(name: str, value: Any) -> Iterator[None]:
+    """A context of this thread: one attribute of `_Thread` has another value inside."""
     thread = process.traced = _threads.here()
-    before, thread.first_microbatch = thread.first_microbatch, first
+    before = getattr(thread, name)
+    setattr(thread, name, value)
     try:
         yield
     finally:
-        thread.first_microbatch = before
+        setattr(thread, name, before)
+
+
+def microbatch(first: bool) -> contextlib.AbstractContextManager[None]:
+    """Around a forward of an accumulated step: all but the first reuse its FP8 weights and record no amax of them."""
+    return _within("first_microbatch", first)
 
 
 def first_microbatch() -> bool | None:
@@ -343,26 +349,14 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
     return _Told(again), again
 
 
-@contextlib.contextmanager
-def dropping() -> Iterator[None]:
+def dropping() -> contextlib.AbstractContextManager[None]:
     """Around a forward whose saved tensors are dropped and recomputed: operands of backward alone have no values."""
-    thread = _threads.here()
-    before, thread.dropping = thread.dropping, True
-    try:
-        yield
-    finally:
-        thread.dropping = before
+    return _within("dropping", True)
 
 
-@contextlib.contextmanager
-def measuring(recipe: Recipe | None) -> Iterator[None]:
+def measuring(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
     """Around a calibration by this recipe: see `octavo.fp8.calibration`."""
-    thread = process.traced = _threads.here()
-    before, thread.measured = thread.measured, recipe
-    try:
-        yield
-    finally:
-        thread.measured = before
+    return _within("measured", recipe)
 
 
 def measured() -> Recipe | None:

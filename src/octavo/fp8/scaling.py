@@ -215,7 +215,7 @@ def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
 def prepare_all(recipe: Recipe) -> None:
     """Offer every new FP8 module its slots for an autocast of `recipe`, outside of anything that is traced or compiled.
 
-    Whose layers run inside is not known yet: those of another model leave theirs aside, and `claim` takes them.
+    An autocast does not know yet which model runs inside: slots count once a model's layer runs (`claim`).
     """
     if recipe not in process.offered:
         with process.slots:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Left:
-    """What a thread has left where autograd takes it from; gone with the thread's other objects.
+    """A thread's state where autograd takes it from; removed with the thread's other objects.
 
     PyTorch would free it later, without a Python thread around: a process that ends just then aborts.
     """

@@ -239,7 +239,7 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
 
 
 def _alone_and_together(check: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """What a check of arguments refuses: each known one by itself, or else all of them.
+    """Refusals of a check of arguments: of each known one by itself, or else of all of them.
 
     A value that only a run tells stands for a tensor, or is left out if that is not certain (`OPTIONAL`).
     """
@@ -378,7 +378,7 @@ _OF_STATE = {
 
 
 def of_state(dotted: str) -> str | None:
-    """What a call needs of the run's state, which no script tells; None for others."""
+    """A need of the run's state that a call has and no script tells; None for other calls."""
     return _OF_STATE.get(dotted)
 
 

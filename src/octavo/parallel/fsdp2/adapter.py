@@ -58,7 +58,7 @@ BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "dtype", "buffers"
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
 
 same parameters: sums that wait for those of replicas have to be of these parameters. direct: large gradients are reduced from
-where they are. hand over: those of a single rank become those of its shards. dtype: what is left travels in this dtype.
+where they are. hand over: those of a single rank become those of its shards. dtype: what is left is reduced in this dtype.
 buffers: the next reduction asks for its buffers anew.
 """
 
