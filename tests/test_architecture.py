@@ -68,7 +68,6 @@ LIGHT = (
     "octavo.migrate.script",
     "octavo.config.degrees",
     "octavo.plan.flops",
-    "octavo.plan.memory",
     "octavo.models.families",
     "octavo.run.finished",
     "octavo.run.paths",

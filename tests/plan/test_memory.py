@@ -28,15 +28,13 @@ from octavo.bench.cases import ALL_CASES, CASES
 from octavo.bench.memory import WORKLOADS
 from octavo.fp8 import checkpoints
 from octavo.fp8.autocast import fp8_autocast, microbatch
-from octavo.fp8.recipe import RECIPES, Granularity
+from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
-from octavo.kernels import gemm
 from octavo.kernels.attention import kept as attention_kept
 from octavo.kernels.attention import pieces
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.nn import head, mlp
-from octavo.parallel import offload
 from octavo.plan import memory, saved
 from octavo.plan.memory import estimate
 from octavo.plan.saved import BlockRecipes, Setup
@@ -196,29 +194,13 @@ def test_there_are_measured_peaks_at_three_moments():
 @pytest.mark.parametrize("row", [row for row in rows("head") if row["entry"] == "octavo"], ids=str)
 def test_measured_peaks_of_the_head(row, monkeypatch):
     chunk = row["chunk_gib"] * GIB
-    monkeypatch.setattr(memory, "CHUNK_BYTES", int(chunk if row["head"] == "bf16" else 2 * chunk))
-    monkeypatch.setattr(memory, "TRANSPOSED_BYTES", (row["turned_mib"] or 32) << 20)
+    monkeypatch.setattr(head, "CHUNK_BYTES", int(chunk if row["head"] == "bf16" else 2 * chunk))
+    monkeypatch.setattr(head, "TRANSPOSED_BYTES", (row["turned_mib"] or 32) << 20)
     tokens, hidden, words = (int(size) for size in row["workload"].split("(")[0].split()[1::2])
     spec = replace(CASES["llama-1b"].spec, hidden_size=hidden, vocabulary=words, tied=False)
     fp8 = {"bf16": False, "fp8": True, "fp8 backward": "backward"}[row["head"]]
     found = memory._head(setup_of(spec, 1, tokens, params_bytes=2, head=fp8), spec) / GIB
     assert found == pytest.approx(row["peak_gib"], rel=0.01)
-
-
-def test_constants_are_those_of_the_layers():
-    assert (memory.CHUNK_BYTES, memory.KEPT_BYTES, memory.TRANSPOSED_BYTES, memory.ALIGNED, memory.ALIGNMENT) == (
-        head.CHUNK_BYTES,
-        head.KEPT_BYTES,
-        head.TRANSPOSED_BYTES,
-        head._ALIGNED,
-        gemm.ALIGNMENT,
-    )
-    assert saved.OFFLOADED_BYTES == offload.SMALLEST_BYTES
-    words = {Granularity.TENSOR: "tensor", Granularity.ROW: "row", Granularity.BLOCK_128X128: "block"}
-    assert {name: words[recipe.granularities[1]] for name, recipe in RECIPES.items()} == saved.GRANULARITIES
-    for rows_, words_ in ((16_384, 128_256), (16_384, 32_000), (100, 96), (8192, 151_936)):
-        parts = head._chunks(rows_, words_ * 2, head.CHUNK_BYTES)
-        assert memory._chunk(rows_, words_ * 2, memory.CHUNK_BYTES) == max(min(part.stop, rows_) - part.start for part in parts)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -191,6 +191,18 @@ def _begin(node: Any, context: ContextGroup) -> None:
         node.started = tensors, [start_gather(causal.joint(*tensors[1:3]), context.group)]
 
 
+def backward_bytes(keys: int, element: int, *, plain: bool) -> int:
+    """Temporaries of a backward over gathered keys: whole keys and values, as they come and in order, and their gradients.
+
+    Those of gathered keys are in their dtype, and a kernel's own float32. Else they are float32: the share of one chunk, that
+    of all chunks, and what is summed over the ranks.
+
+    keys: elements of the keys of all ranks, of so many bytes each. plain: of `_is_plain`.
+    """
+    float32 = torch.float32.itemsize
+    return 2 * keys * (3 * element + float32 if plain else 2 * element + 3 * float32)
+
+
 def _is_plain(pattern: Pattern) -> bool:
     return pattern.window is None and not pattern.documents
 

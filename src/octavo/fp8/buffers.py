@@ -163,6 +163,13 @@ class ScaleBuffer:
         self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
         self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
 
+    @staticmethod
+    def bytes_of(slots: int, length: int) -> int:
+        """Bytes of the tensors of a buffer with room for so many slots, whose histories have `length` steps."""
+        capacity = max(_FIRST_CAPACITY, 1 << (slots - 1).bit_length())  # doubled by `_grow`
+        scale = fp8_max = amax = torch.float32.itemsize
+        return capacity * (scale + length * amax + fp8_max + torch.bool.itemsize)
+
     @torch.no_grad()
     def update(self, joint: Joint) -> None:
         """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`.

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
-from octavo.fp8.recipe import Recipe
+from octavo.fp8.quantizer import DenseOperand, LinearQuantizer, has_one_scale
+from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.quantize.cast import transpose
@@ -62,6 +62,20 @@ def saved_input(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:
     if not wanted:
         return NOTHING
     return x if x.scale_inv is None else QuantizedTensor(None, None, x.columnwise_data, x.columnwise_scale_inv)
+
+
+def saved_input_bytes(rows: int, columns: int, recipe: Recipe | None, compute: int, *, rowwise: bool = False) -> list[int]:
+    """Bytes of the tensors of `saved_input` of [rows, columns], which has `compute` bytes an element outside FP8.
+
+    rowwise: for a repeated output too, where one scale a tensor needs no second layout (`transposed_input`).
+    """
+    if recipe is None:
+        return [rows * columns * compute]
+    granularity = recipe.casts[Operand.INPUT].granularity
+    columnwise = granularity.layout_bytes(columns, rows)
+    if not rowwise or has_one_scale(recipe, Operand.INPUT):
+        return columnwise
+    return [*columnwise, *granularity.layout_bytes(rows, columns)]
 
 
 def transposed_input(x: QuantizedTensor) -> QuantizedTensor:

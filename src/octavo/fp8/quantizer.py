@@ -9,7 +9,7 @@ operators that take the index of a slot.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,11 @@ def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> b
     return recipe is not None and recipe.casts[operand].granularity is Granularity.TENSOR
 
 
+def repeats_input(recipe: Recipe | None) -> bool:
+    """True if backward can repeat the cast of an input to the same bits from its scale."""
+    return recipe is None or recipe.casts[Operand.INPUT].granularity is Granularity.TENSOR
+
+
 def shard_scale(
     state: ModuleState, recipe: Recipe, device: torch.device, *, record: bool, largest: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
@@ -145,11 +150,6 @@ class LinearQuantizer:
             state.trained = True
         if self.session is not None:
             self.session.used[state.buffers] = None
-
-    @property
-    def recomputable(self) -> bool:
-        """True if backward can repeat the cast of the input to the same bits from its scale."""
-        return self.recipe is None or has_one_scale(self.recipe, Operand.INPUT)
 
     @property
     def knows_input_scale(self) -> bool:
@@ -346,6 +346,63 @@ class LinearQuantizer:
         """Keep the scale of the last cast for `inspect`; a recomputation, of an earlier forward perhaps, leaves it."""
         if operand is Operand.GRAD_OUTPUT or self.records or not self.trains:
             self.state.observed[operand] = scale
+
+
+class WeightUse(NamedTuple):
+    """The facts beside a recipe on which copies of a layer's weight depend, for the plan of memory.
+
+    Attributes:
+        compute_bytes: of an element of products outside FP8.
+        parameter_bytes: of an element of the parameter as its layer sees it.
+        cached: micro-batches share FP8 weights (`first`), which no backward saves then.
+        gathered: FP8 weights with one scale are gathered in both layouts, without copies of a layer's own.
+        keeps_columnwise: of `keeps_columnwise`.
+    """
+
+    compute_bytes: int
+    parameter_bytes: int
+    cached: bool
+    gathered: bool
+    keeps_columnwise: bool
+
+
+def keeps_columnwise(parameter_bytes: int, *, affordable: bool, shared: bool, hooks: bool) -> bool:
+    """True if `LinearQuantizer.weight` casts a weight with one scale in both layouts, for the backward of this forward.
+
+    affordable: `ModuleState.keeps_columnwise`, of 16-bit parameters. shared: micro-batches or ranks share the weight. hooks:
+    the forward saves through hooks of saved tensors, as activation checkpoints and offloading do.
+    """
+    return not (shared or hooks) and (parameter_bytes > 2 or affordable)
+
+
+def cached_weight_bytes(rows: int, columns: int, recipe: Recipe) -> list[int]:
+    """Bytes of the tensors of a weight [rows, columns] in both layouts, as micro-batches share it."""
+    granularity = recipe.casts[Operand.WEIGHT].granularity
+    columnwise, rowwise = granularity.layout_bytes(columns, rows), granularity.layout_bytes(rows, columns)
+    return [*columnwise[: 1 if has_one_scale(recipe) else 2], *rowwise]
+
+
+def saved_weight_bytes(
+    rows: int, columns: int, recipe: Recipe | None, use: WeightUse, *, rowwise: bool = False, recast: bool = False
+) -> list[int]:
+    """Bytes of the tensors of `LinearQuantizer.saved_weight` that are not the parameter's.
+
+    rowwise: as there. recast: forward asks for no layout for backward (`keep` of `weight` is False).
+    """
+    if recipe is None or use.cached:
+        return []
+    if has_one_scale(recipe):
+        return [rows * columns] if use.keeps_columnwise and not recast else []
+    columnwise_and_rowwise = cached_weight_bytes(rows, columns, recipe)
+    return columnwise_and_rowwise if rowwise else columnwise_and_rowwise[:2]
+
+
+def restored_weight_bytes(elements: int, recipe: Recipe | None, use: WeightUse, *, recast: bool = False) -> int:
+    """Bytes of the copy that `LinearQuantizer.restored_weight` returns where it is not what was saved, cached or gathered."""
+    if recipe is None:
+        return elements * use.compute_bytes if use.compute_bytes != use.parameter_bytes else 0
+    there = use.cached or use.gathered or (use.keeps_columnwise and not recast)
+    return elements if has_one_scale(recipe) and not there else 0
 
 
 def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True) -> tuple[QuantizedTensor, Tensor | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from octavo.errors import InputError, check_flags, unknown
 from octavo.fp8.formats import FloatFormat, Format
+from octavo.kernels.reference import BLOCK
 
 __all__ = [
     "BlockScaling", "CurrentScaling", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "Operand",
@@ -29,6 +31,12 @@ class Granularity(Enum):
     ROW = "row"
     BLOCK_1X128 = "1x128"
     BLOCK_128X128 = "128x128"
+
+    def layout_bytes(self, rows: int, columns: int) -> list[int]:
+        """Bytes of an FP8 matrix [rows, columns] for products that sum over its columns, and of its float32 scales."""
+        down, along = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
+        scales = {"tensor": 1, "row": rows, "1x128": rows * along, "128x128": down * along}
+        return [rows * columns, 4 * scales[self.value]]
 
 
 class Operand(Enum):

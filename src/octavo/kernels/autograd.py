@@ -1,9 +1,13 @@
-"""Helpers of autograd functions whose backward runs kernels: guards, and a notice where an attention's backward begins."""
+"""Helpers of autograd functions whose backward runs kernels: guards, and a notice where an attention's backward begins.
+
+The type of what they save, for the plan of memory: each function states its bytes in the file where it saves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +15,18 @@ from torch.nn.modules import module as modules
 
 from octavo.errors import InputError
 from octavo.process import process
+
+
+class SavedBytes(NamedTuple):
+    """Bytes of each tensor that a forward saves for backward, without parameters, which take no memory of their own.
+
+    Attributes:
+        activations: inputs and results.
+        weight_copies: weights in FP8, or in the dtype of a product.
+    """
+
+    activations: list[int]
+    weight_copies: list[int]
 
 
 def refuse_second_derivative(of: str) -> None:

@@ -175,6 +175,17 @@ def _prefers_pieces(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
     return flash.takes(q, k, causal=pattern.causal)
 
 
+def result_bytes(tokens: int, heads: int, head_dim: int, element: int) -> list[int]:
+    """Bytes of attention's result, of so many bytes an element, and of its log-sum-exp, float32."""
+    return [tokens * heads * head_dim * element, tokens * heads * torch.float32.itemsize]
+
+
+def saved_by_attention(tokens: int, heads: int, groups: int, head_dim: int, element: int) -> list[int]:
+    """Bytes that `attend` saves: queries, keys and values, counted as one tensor, the result, and its log-sum-exp."""
+    qkv = tokens * (heads + 2 * groups) * head_dim * element
+    return [qkv, *result_bytes(tokens, heads, head_dim, element)]
+
+
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, handover: Handover | None) -> Tensor:

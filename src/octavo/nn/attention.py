@@ -17,13 +17,23 @@ from torch import Tensor, nn
 from octavo.collectives.attention import gather_ahead
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError, unknown
+from octavo.fp8.quantizer import WeightUse
+from octavo.fp8.recipe import Recipe
 from octavo.kernels.attention import short
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
-from octavo.kernels.autograd import attention_begins, has_hooks, refuse_second_derivative
-from octavo.nn.attend import attend
-from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype
-from octavo.nn.norm import FLOATS_OF_PYTORCH, NORM_LAYERS, L2Normalization, ResidualLayer, check_input, forward_residual
+from octavo.kernels.autograd import SavedBytes, attention_begins, has_hooks, refuse_second_derivative
+from octavo.nn.attend import attend, saved_by_attention
+from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype, saved_by_linear, saved_by_norm_linear
+from octavo.nn.norm import (
+    FLOATS_OF_PYTORCH,
+    NORM_LAYERS,
+    L2Normalization,
+    ResidualLayer,
+    check_input,
+    forward_residual,
+    saved_by_norm,
+)
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
 from octavo.nn.te_arguments import (
     Draws,
@@ -194,6 +204,35 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, first: bool) -> None:
             f"query, key and value are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}: give [{order}, H, D] and twice "
             f"[{order}, G, D], with one B, keys and values of one T, and H a multiple of G."
         )
+
+
+def saved_by_attention_layer(
+    tokens: int,
+    hidden_size: int,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    recipes: tuple[Recipe | None, Recipe | None],
+    use: WeightUse,
+    *,
+    normalization: str,
+    qk_norm: bool,
+    joined: bool,
+) -> SavedBytes:
+    """What `MultiheadAttention` saves of so many tokens.
+
+    recipes: of the first product and of `proj`. qk_norm: queries and keys have an RMSNorm. joined: the result is put together
+    from those of documents.
+    """
+    width, element = heads * head_dim, use.compute_bytes
+    qkv = saved_by_norm_linear(tokens, (width + 2 * groups * head_dim, hidden_size), recipes[0], use, normalization)
+    proj = saved_by_linear(tokens, (hidden_size, width), recipes[1], use)
+    activations = qkv.activations + saved_by_attention(tokens, heads, groups, head_dim, element)
+    if qk_norm:
+        activations += saved_by_norm(tokens * (heads + groups), head_dim, element, "RMSNorm")
+    if joined or recipes[1] is not None:  # else `proj` reads, and saves, the result of attention itself
+        activations += proj.activations
+    return SavedBytes(activations, qkv.weight_copies + proj.weight_copies)
 
 
 def _norm_of_heads(

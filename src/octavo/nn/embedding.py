@@ -70,6 +70,11 @@ class Embedding(nn.Embedding):
         return embedded
 
 
+def saved_by_embedding(tokens: int) -> int:
+    """Bytes that `Embedding` saves: ids, int64."""
+    return tokens * torch.int64.itemsize
+
+
 class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from octavo.collectives.experts import Exchange, ExpertGroup
 from octavo.fp8 import autocast
 from octavo.fp8.experts import ExpertsGemms, PermutedRows
-from octavo.fp8.quantizer import active_recipe
+from octavo.fp8.linear import saved_input_bytes
+from octavo.fp8.quantizer import WeightUse, active_recipe, repeats_input, restored_weight_bytes, saved_weight_bytes
+from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.activation import is_gated
-from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.autograd import SavedBytes, refuse_second_derivative
 from octavo.kernels.experts.activation import expert_activation, expert_activation_backward
 from octavo.kernels.experts.permute import add_copies
 from octavo.kernels.experts.routes import Routes, make_routes
@@ -131,7 +133,7 @@ class _ExpertsFunction(torch.autograd.Function):
         want_x, want_scores, want_w1, want_w2 = (fc1.quantizer.grads and wanted for wanted in ctx.needs_input_grad[:4])
         want_hidden = want_x or want_scores or want_w1
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
-        again_x, again_activated = want_w1 and fc1.quantizer.recomputable, want_w2 and fc2.quantizer.recomputable
+        again_x, again_activated = want_w1 and repeats_input(fc1.recipe), want_w2 and repeats_input(fc2.recipe)
         w1 = fc1.quantizer.weight(weight_1, keep=want_x)
         exchange, tokens_here = None if trip is None else trip.exchange, x.shape[0]
         if trip is not None:
@@ -176,7 +178,7 @@ class _ExpertsFunction(torch.autograd.Function):
         second = fc2.quantizer.restored_weight(w2) if want_hidden else NOTHING
         dy = dy if flight is None else flight.wait()
         dy_q = fc2.quantizer.grad_output(PermutedRows(dy, routes), rowwise=want_hidden, columnwise=want_w2)
-        recompute = fc2.quantizer.recomputed_input() if want_w2 and fc2.quantizer.recomputable else None
+        recompute = fc2.quantizer.recomputed_input() if want_w2 and repeats_input(fc2.recipe) else None
         dx = d_scores = d_w1 = d_w2 = None
         if want_hidden:
             d_activated = fc2.grad_input(dy_q, second, routes)
@@ -216,6 +218,55 @@ class _ExpertsFunction(torch.autograd.Function):
             d_scores = None if d_scores is None else d_scores[exchange.rows, 0]
         d_w1, d_w2 = (None if dw is None else dw.flatten(0, 1) for dw in (d_w1, d_w2))
         return dx, d_scores, d_w1, d_w2, *(None,) * 10
+
+
+def saved_by_experts(
+    rows: int,
+    hidden_size: int,
+    sizes: tuple[int, int],
+    count: int,
+    recipes: tuple[Recipe | None, Recipe | None],
+    use: WeightUse,
+) -> SavedBytes:
+    """What `StackedExperts` saves of so many rows for `count` experts of this rank, without its input and scores.
+
+    sizes: rows of an expert's first matrix, and ffn_hidden_size. recipes: of both products.
+    """
+    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
+    of_rows = torch.int32.itemsize + torch.float32.itemsize  # `tokens` and `weights`
+    activations = [rows * of_rows, rows * fc1_rows * element]
+    for columns, recipe in ((hidden_size, first), (ffn, second)):
+        if not repeats_input(recipe):
+            activations += saved_input_bytes(rows, columns, recipe, element)
+    copies = saved_weight_bytes(count * fc1_rows, hidden_size, first, use)
+    return SavedBytes(activations, copies + saved_weight_bytes(count * hidden_size, ffn, second, use))
+
+
+def backward_bytes_of_experts(
+    rows: int,
+    tokens: int,
+    copies: int,
+    hidden_size: int,
+    sizes: tuple[int, int],
+    count: int,
+    recipes: tuple[Recipe | None, Recipe | None],
+    use: WeightUse,
+) -> int:
+    """Temporaries of the backward of `StackedExperts` at their peak, gradients of both stacks of matrices among them.
+
+    tokens: of this rank. copies: of tokens that are exchanged with other ranks. The others as of `saved_by_experts`.
+    """
+    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
+    w1, w2 = count * fc1_rows * hidden_size, count * ffn * hidden_size
+    dy = tokens * hidden_size * element + rows * hidden_size * (element if second is None else 2)
+    dy += 2 * copies * hidden_size * element  # as they leave and as they arrive: of the gradient, or of the input's
+    activated = rows * ffn * (element if second is None else 1) if repeats_input(second) else 0
+    d_hidden = rows * fc1_rows * (element if first is None else 2)
+    wide = 0 if repeats_input(first) else rows * fc1_rows * 4  # in float32 before its cast
+    d_activated = rows * ffn * element
+    x, dx = rows * hidden_size * (element if first is None else 1), rows * hidden_size * element
+    products = (w1 + w2) * use.parameter_bytes + max(x, restored_weight_bytes(w1, first, use) + dx)
+    return dy + activated + d_hidden + max(d_activated + wide, restored_weight_bytes(w2, second, use) + d_activated, products)
 
 
 def _columnwise(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +209,44 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
     return functional.pad(x.view(torch.uint8), (0, more)).view(x.dtype) if more else x
 
 
+def peak_bytes(
+    tokens: int,
+    hidden_size: int,
+    words: int,
+    element: int,
+    weight_element: int,
+    *,
+    fp8: bool | Literal["backward"] = False,
+    cached: bool = False,
+    late: bool = False,
+) -> int:
+    """Bytes of `linear_cross_entropy` with both gradients at their peak, its result included, without hidden states and weight.
+
+    element, weight_element: bytes of an element of the hidden states and of the weight. fp8: its products in FP8, with
+    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16.
+    """
+    n, whole, row_bytes = tokens, words * hidden_size, words * element
+    d_hidden = n * hidden_size * element
+    copy = whole * element if weight_element != element else 0  # of the weight, for logits in high precision
+    converted = 0 if late or weight_element == 4 else whole * weight_element
+    if not fp8:
+        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * CHUNK_BYTES)) * row_bytes
+        return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
+    rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * CHUNK_BYTES)), _aligned(words)
+    part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
+    kept, several = _aligned(part) * width, part < n
+    total = whole * (4 if several or late else weight_element)
+    w_columnwise = 0 if cached else whole
+    x, w = (2 * n * hidden_size, w_columnwise) if fp8 is True else (0, 0)  # of FP8 logits
+    sums = total if several else 0
+    before = kept + rows * row_bytes + (0 if fp8 is True else copy) + x + w + sums
+    x_rowwise = n * hidden_size if fp8 is True else 0
+    weight = kept + w_columnwise + x_rowwise + sums
+    turned = 2 * TRANSPOSED_BYTES  # the next piece is there before the last one goes
+    last = kept + n * hidden_size + (x_rowwise if several else 0) + total + (2 * turned if several else turned)
+    return d_hidden + max(before, weight, last, total + converted if several else 0)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -264,6 +302,11 @@ def _chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[slice]:
     if size >= _ALIGNED:
         size = min(most, math.ceil(size / _ALIGNED) * _ALIGNED)
     return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _largest_chunk(rows: int, row_bytes: int, chunk_bytes: int) -> int:
+    """Rows of the largest part."""
+    return min(rows, _chunks(rows, row_bytes, chunk_bytes)[0].stop)
 
 
 def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from octavo.errors import InputError, unknown
 from octavo.fp8 import autocast, calibration
-from octavo.fp8.linear import LinearGemms, saved_input
-from octavo.fp8.quantizer import DenseOperand, Producer, active_recipe
-from octavo.fp8.recipe import Operand
+from octavo.fp8.linear import LinearGemms, saved_input, saved_input_bytes
+from octavo.fp8.quantizer import DenseOperand, Producer, WeightUse, active_recipe, saved_weight_bytes
+from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
-from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
+from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
@@ -39,6 +39,7 @@ from octavo.nn.norm import (
     promoted,
     reset_norm_,
     residual_norm,
+    saved_by_norm,
     unflat,
 )
 from octavo.nn.rotary import Rotation
@@ -105,6 +106,15 @@ def product(
         y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms, unread)
         return y.view(*x.shape[:-1], weight.shape[0])
     return _LinearFunction.apply(x, weight, bias, *casts, None, gemms, unread)
+
+
+def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse) -> SavedBytes:
+    """What `product` of [rows, K] and a weight of shape [N, K] saves; outside FP8 the input itself."""
+    x = saved_input_bytes(rows, shape[1], recipe, use.compute_bytes)
+    if recipe is not None:
+        return SavedBytes(x, saved_weight_bytes(*shape, recipe, use))
+    copies = [math.prod(shape) * use.compute_bytes] if use.parameter_bytes != use.compute_bytes else []
+    return SavedBytes(x, copies)
 
 
 def _without_repetition(q: QuantizedTensor) -> QuantizedTensor:
@@ -209,6 +219,16 @@ class _NormLinearFunction(torch.autograd.Function):
             d_normed = gemms.grad_input(dy_q, quantizer.restored_weight(w))
             through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
         return *through, dw, d_bias, *(None,) * 3
+
+
+def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:
+    """What `LayerNormLinear` saves: the residual stream [rows, K], the norm's statistics, the operands; weight [N, K].
+
+    kind: of `NORMS`. Rotary tables, which all layers share, are left out.
+    """
+    norm = saved_by_norm(rows, shape[1], use.compute_bytes, kind)
+    x = saved_input_bytes(rows, shape[1], recipe, use.compute_bytes)
+    return SavedBytes([*norm, *x], saved_weight_bytes(*shape, recipe, use))
 
 
 def init_linear_(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:

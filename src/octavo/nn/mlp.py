@@ -15,15 +15,32 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8.linear import LinearGemms, saved_input, transposed_input
-from octavo.fp8.quantizer import DenseOperand, active_recipe
+from octavo.fp8.linear import LinearGemms, saved_input, saved_input_bytes, transposed_input
+from octavo.fp8.quantizer import (
+    DenseOperand,
+    WeightUse,
+    active_recipe,
+    repeats_input,
+    restored_weight_bytes,
+    saved_weight_bytes,
+)
+from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
-from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
+from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
-from octavo.nn.norm import NormForm, NormParameters, NormProducer, backward_through_norm, check_input, flat, unflat
+from octavo.nn.norm import (
+    NormForm,
+    NormParameters,
+    NormProducer,
+    backward_through_norm,
+    check_input,
+    flat,
+    saved_by_norm,
+    unflat,
+)
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check, results
 
 GATE_UP_BLOCK = 32
@@ -58,12 +75,12 @@ class _NormMlpFunction(torch.autograd.Function):
         want_x = any(ctx.needs_input_grad[:4])
         want_hidden = want_x or want_w1 or ctx.needs_input_grad[5]
         # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
-        recompute_activated = want_w2 and fc2.quantizer.recomputable
+        recompute_activated = want_w2 and repeats_input(fc2.recipe)
         recompute_hidden = recompute and (want_hidden or recompute_activated)
         # Of an unread result only backward's operands are computed.
         needs_hidden = not (unread and recompute_hidden and recompute_activated and fc2.quantizer.knows_input_scale)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        columnwise = want_w1 and not (recompute_hidden and fc1.quantizer.recomputable)
+        columnwise = want_w1 and not (recompute_hidden and repeats_input(fc1.recipe))
         x = fc1.quantizer.input(producer, columnwise=columnwise)
         w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, keep=want_x and not recompute_hidden)
         hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
@@ -109,7 +126,7 @@ class _NormMlpFunction(torch.autograd.Function):
         operand = DenseOperand(flat(dy), column_sum=want_b2)
         dy_q = fc2.quantizer.grad_output(operand, rowwise=want_hidden, columnwise=want_w2)
         d_b2 = operand.column_sum() if want_b2 else None
-        recompute = fc2.quantizer.recomputed_input() if want_w2 and fc2.quantizer.recomputable else None
+        recompute = fc2.quantizer.recomputed_input() if want_w2 and repeats_input(fc2.recipe) else None
         if hidden is None and (want_hidden or recompute is not None):
             w1 = fc1.quantizer.restored_weight(w1, rowwise=True)
             hidden = fc1.output(x, w1, bias_1)
@@ -145,6 +162,65 @@ class _NormMlpFunction(torch.autograd.Function):
             d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
         return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
+
+
+def saved_by_mlp(
+    rows: int,
+    hidden_size: int,
+    sizes: tuple[int, int],
+    recipes: tuple[Recipe | None, Recipe | None],
+    use: WeightUse,
+    kind: str,
+    *,
+    recompute: bool,
+) -> SavedBytes:
+    """What `LayerNormMLP` saves of [rows, hidden_size]: first the residual stream.
+
+    sizes: rows of fc1_weight, and ffn_hidden_size. recipes: of both products. kind: of the norm. recompute: `checkpoint`, or
+    several `chunks`.
+    """
+    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
+    activations = saved_by_norm(rows, hidden_size, element, kind)
+    activations += saved_input_bytes(rows, hidden_size, first, element, rowwise=recompute)
+    if not recompute:
+        activations.append(rows * fc1_rows * element)
+    if not repeats_input(second):
+        activations += saved_input_bytes(rows, ffn, second, element)
+    copies = saved_weight_bytes(fc1_rows, hidden_size, first, use, rowwise=recompute, recast=recompute)
+    return SavedBytes(activations, copies + saved_weight_bytes(hidden_size, ffn, second, use, recast=recompute))
+
+
+def backward_bytes_of_mlp(
+    tokens: int,
+    hidden_size: int,
+    sizes: tuple[int, int],
+    recipes: tuple[Recipe | None, Recipe | None],
+    use: WeightUse,
+    *,
+    chunks: int,
+    recompute: bool,
+) -> int:
+    """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them.
+
+    Arguments as of `saved_by_mlp`; recompute: also with several chunks.
+    """
+    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
+    n = min(tokens, math.ceil(tokens / chunks / CHUNK_ROWS) * CHUNK_ROWS)
+    several = n < tokens
+    # The gradient of the residual stream, and its FP8 in both layouts.
+    dy = n * hidden_size * element + (2 * n * hidden_size if second is not None else 0)
+    if several:  # the whole gradient of the stream, with that of each part
+        dy += (2 * tokens - n) * hidden_size * element
+    hidden = n * fc1_rows * element if recompute else 0
+    activated = n * ffn * (element if second is None else 1) if repeats_input(second) else 0
+    d_hidden = n * fc1_rows * (element if first is None else 2)
+    wide = 0 if repeats_input(first) else n * fc1_rows * 4  # in float32 before its cast
+    d_activated = n * ffn * element
+    d_weights = (2 if several else 1) * (ffn * hidden_size + fc1_rows * hidden_size) * use.parameter_bytes
+    w1 = restored_weight_bytes(fc1_rows * hidden_size, first, use, recast=recompute)
+    w2 = restored_weight_bytes(ffn * hidden_size, second, use, recast=recompute)
+    products = d_weights + w1 + 2 * n * hidden_size * element
+    return dy + hidden + activated + d_hidden + max(d_activated + wide, w2 + d_activated, products)
 
 
 CHUNK_ROWS = 128

@@ -127,6 +127,16 @@ class NormProducer:
         return out
 
 
+def statistics_bytes(kind: str) -> int:
+    """Bytes of the statistics of a row: float32, two of LayerNorm."""
+    return 8 if kind == "LayerNorm" else 4
+
+
+def saved_by_norm(rows: int, columns: int, element: int, kind: str) -> list[int]:
+    """Bytes of the sum [rows, columns] of residual and delta, of so many bytes an element, and of its statistics."""
+    return [rows * columns * element, rows * statistics_bytes(kind)]
+
+
 def backward_through_norm(
     ctx: Any, form: NormForm, d_normed: Tensor, h: Tensor, weight: Tensor, stats: Tensor, d_residual: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

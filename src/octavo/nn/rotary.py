@@ -111,6 +111,11 @@ class _RotateFunction(torch.autograd.Function):
         return reference.rope_backward(dy, *ctx.saved_tensors).to(dy.dtype), None, None
 
 
+def table_bytes(sequences: int, tokens: int, columns: int) -> int:
+    """Bytes of cos and sin, float32 [sequences, tokens, columns], which the layers of a model save as one."""
+    return 2 * sequences * tokens * columns * torch.float32.itemsize
+
+
 def rotate(x: Tensor, angles: Angles | None) -> Tensor:
     """x [B, T, H, D] with the first Dr columns of each head rotated."""
     if angles is None:

@@ -8,7 +8,7 @@ of shards, and the parameter without values that autograd sees for all FP8 weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -84,13 +84,28 @@ def gathered_bytes(
 def _bytes_of(part: nn.Module, recipe: Recipe | None, param_dtype: torch.dtype | None, seen: set[int]) -> Iterator[int]:
     """Bytes of each parameter of a part that is not `seen` yet."""
     in_fp8 = {id(state.weight) for _, state in states_of(part) if has_one_scale(state.under(recipe))}
-    dtype = None if travels(part, recipe) else param_dtype
+    fp8 = travels(part, recipe)
     for parameter in part.parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            yield parameter.numel() * (LAYOUTS if id(parameter) in in_fp8 else (dtype or parameter.dtype).itemsize)
+            gathered = (param_dtype or parameter.dtype).itemsize
+            element = element_bytes(parameter.dtype.itemsize, gathered, fp8=fp8)
+            yield parameter.numel() * (LAYOUTS if id(parameter) in in_fp8 else element)
+
+
+def element_bytes(stored: int, gathered: int, *, fp8: bool) -> int:
+    """Bytes of a gathered element outside of FP8: beside weights in FP8 all are gathered in their own dtype.
+
+    stored, gathered: bytes in the parameter's dtype, and in that of gathering. fp8: of `any_in_fp8`.
+    """
+    return stored if fp8 else gathered
 
 
 def travels(part: nn.Module, recipe: Recipe | None) -> bool:
     """True if weights of `part` are gathered in FP8 under `recipe`; a layer may have a recipe of its own."""
-    return has_one_scale(recipe) or any(has_one_scale(state.under(recipe)) for _, state in states_of(part))
+    return any_in_fp8([recipe, *(state.under(recipe) for _, state in states_of(part))])
+
+
+def any_in_fp8(recipes: Iterable[Recipe | None]) -> bool:
+    """True if one of these recipes of weights has them gathered in FP8."""
+    return any(map(has_one_scale, recipes))

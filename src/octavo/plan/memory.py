@@ -6,8 +6,7 @@ block in backward (activations go, gradients come), and the end of backward; wit
 one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 4%, with experts 9%
 (`tests/plan/test_memory.py`). Frozen parameters have neither gradients nor states, but their layers count as if they saved for
 a gradient. Left out: memory outside the allocator and fragments (`USABLE` leaves room for them), and the larger temporaries of
-a CPU's reference kernels. Activations of a model's own code are unknown, and not guessed. Imports neither torch nor
-transformers.
+a CPU's reference kernels. Activations of a model's own code are unknown, and not guessed.
 """
 
 from __future__ import annotations
@@ -15,36 +14,43 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from octavo.collectives.attention import backward_bytes
 from octavo.config.recompute import recomputes_block
+from octavo.fp8.buffers import ScaleBuffer
+from octavo.fp8.quantizer import has_one_scale
 from octavo.models.spec import ModelSpec
+from octavo.nn.embedding import saved_by_embedding
+from octavo.nn.experts import backward_bytes_of_experts
+from octavo.nn.head import peak_bytes
+from octavo.nn.mlp import backward_bytes_of_mlp
+from octavo.parallel.gathered import LAYOUTS
 from octavo.plan.saved import (
     BlockRecipes,
     Saved,
     Setup,
     block_bytes,
     block_parameters,
-    granularity_of,
+    gathers_fp8,
     is_offloaded,
-    keeps_columnwise,
     kept_weights,
+    mlp_sizes,
     own_block_parameters,
     own_experts,
+    recipe_of,
     recomputed_by_block,
     root_bytes,
     root_parameters,
     rows_of_experts,
     saved_by_ends,
     saved_in_forward,
-    travels,
-    widths,
+    use_of,
+    weight_shapes,
 )
 
 USABLE = 0.94
 """Share of a GPU's memory for the estimate: a run with a peak of 130.3 of 139.8 GiB still trained."""
-CHUNK_BYTES, KEPT_BYTES, TRANSPOSED_BYTES, ALIGNED, ALIGNMENT = 1 << 30, 4 << 30, 1 << 25, 128, 16
-"""The head's pieces, as in `octavo.nn.head` and `octavo.kernels.gemm`, which import torch."""
 WORKSPACE = 1 << 26
 """cuBLAS's workspaces on Hopper: 32 MiB each for PyTorch's products and for those by chosen algorithms."""
 STATES = 2
@@ -179,7 +185,12 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     of_root = matrix * (setup.reduce_bytes + root_bytes(setup)) if setup.sharded else 0
     yield (
         "at the end of backward",
-        {"gradients": max(trained, before), "gathered weights": held, "weight copies": kept, "activations": 8 * setup.tokens}
+        {
+            "gradients": max(trained, before),
+            "gathered weights": held,
+            "weight copies": kept,
+            "activations": saved_by_embedding(setup.tokens),
+        }
         | {"temporaries": of_root + stream}
         | always,
     )
@@ -195,104 +206,32 @@ def _travelling(setup: Setup) -> int:
 
 
 def _head(setup: Setup, spec: ModelSpec) -> int:
-    """Temporaries of the output head at their peak, its result included: `octavo.nn.head`, line by line."""
-    n, d, v, c, w = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, root_bytes(setup)
-    whole = v * d
-    copy = whole * c if w != c else 0  # of the weight, for logits in high precision
-    d_hidden = n * d * c
-    converted = 0 if setup.late or w == 4 else whole * w
-    if not setup.head:
-        logits = _chunk(n, v * c, CHUNK_BYTES) * v * c
-        return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
-    rows = _chunk(n, v * c, CHUNK_BYTES // 2)
-    width = _aligned(v)
-    part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
-    kept, several = _aligned(part) * width, part < n
-    total = whole * 4 if several or setup.late else whole * w
-    fp8_forward = setup.head is True
-    operands = (2 * n * d, 0 if setup.accumulates else whole) if fp8_forward else (0, 0)
-    before = kept + rows * v * c + (0 if fp8_forward else copy) + sum(operands) + (total if several else 0)
-    x = 2 * n * d if fp8_forward and several else n * d
-    weight = kept + (0 if setup.accumulates else whole) + (n * d if fp8_forward else 0) + (total if several else 0)
-    turned = 2 * TRANSPOSED_BYTES  # the next piece is there before the last one goes
-    last = kept + x + total + (2 * turned if several else turned)
-    return d_hidden + max(before, weight, last, total + converted if several else 0)
-
-
-def _chunk(rows: int, row_bytes: int, chunk_bytes: int) -> int:
-    """Tokens whose logits exist at a time."""
-    most = max(1, chunk_bytes // row_bytes)
-    size = math.ceil(rows / math.ceil(rows / most))
-    return min(rows, most, math.ceil(size / ALIGNED) * ALIGNED) if size >= ALIGNED else size
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    """Temporaries of the output head at their peak, its result included."""
+    sizes = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, root_bytes(setup)
+    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late)
 
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
-    """Temporaries of a block's MLP in backward, the largest part of a block's: gradients of two matrices among them."""
-    d, f, c, w = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup)
+    """Temporaries of a block's MLP or experts in backward, the largest part of a block's: gradients of matrices among them."""
+    use, sizes = use_of(setup), mlp_sizes(spec)
     if spec.experts:
-        return _backward_of_experts(setup, spec, recipes)
-    n = min(setup.tokens, math.ceil(setup.tokens / setup.mlp_chunks / 128) * 128)
-    several = n < setup.tokens
-    _, _, ffn = widths(spec)
-    q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
-    first_again = setup.recompute == "mlp" or setup.mlp_chunks > 1
-    held = setup.sharded or setup.accumulates or (keeps_columnwise(setup) and not first_again)
-
-    def weight(size: int, granularity: str | None) -> int:
-        """A copy of a weight for one product: what is saved or gathered needs none."""
-        if granularity is None:
-            return size * c if c != w else 0
-        return size if granularity == "tensor" and not held else 0
-
-    dy = n * d * c + (2 * n * d if q4 else 0)  # the gradient of the residual stream, and its FP8 in both layouts
-    if several:  # the whole gradient of the stream, with that of each part
-        dy += (2 * setup.tokens - n) * d * c
-    hidden = n * ffn * c if first_again else 0
-    activated = 0 if q4 in ("row", "block") else n * f * (1 if q4 else c)
-    d_hidden = 2 * n * ffn if q3 else n * ffn * c
-    wide = n * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
-    products = (2 if several else 1) * (f * d + ffn * d) * w + weight(ffn * d, q3) + 2 * n * d * c
-    return dy + hidden + activated + d_hidden + max(n * f * c + wide, weight(f * d, q4) + n * f * c, products)
-
-
-def _backward_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
-    """Temporaries of a mixture in backward: the same as of an MLP, of the rows and matrices of all experts."""
-    d, f, c, w, rows = spec.hidden_size, spec.ffn_size, setup.compute_bytes, block_bytes(setup), rows_of_experts(setup, spec)
-    _, _, ffn = widths(spec)
-    q3, q4 = granularity_of(recipes.fc1), granularity_of(recipes.fc2)
-    experts, held = own_experts(setup, spec), setup.sharded or setup.accumulates or keeps_columnwise(setup)
-    first, second = experts * ffn * d, experts * f * d
-    copies = [
-        size * c if quantity is None and c != w else size if quantity == "tensor" and not held else 0
-        for size, quantity in ((first, q3), (second, q4))
-    ]
-    dy = setup.tokens * d * c + rows * d * (2 if q4 else c)
-    activated = 0 if q4 in ("row", "block") else rows * f * (1 if q4 else c)
-    d_hidden = 2 * rows * ffn if q3 else rows * ffn * c
-    wide = rows * ffn * 4 if q3 in ("row", "block") else 0  # in float32 before its cast
-    x = rows * d * (1 if q3 else c)
-    products = (first + second) * w + max(x, copies[0] + rows * d * c)
-    # Copies as they leave and as they arrive: of the gradient, or of the input's.
-    dy += 2 * setup.tokens * spec.visited * d * c if setup.expert > 1 else 0
-    return dy + activated + d_hidden + max(rows * f * c + wide, copies[1] + rows * f * c, products)
+        exchanged = setup.tokens * spec.visited if setup.expert > 1 else 0
+        return backward_bytes_of_experts(
+            rows_of_experts(setup, spec), setup.tokens, exchanged, spec.hidden_size, sizes, own_experts(setup, spec),
+            recipes.of_mlp, use,
+        )  # fmt: skip
+    return backward_bytes_of_mlp(
+        setup.tokens, spec.hidden_size, sizes, recipes.of_mlp, use, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp
+    )
 
 
 def _exchanged(setup: Setup, spec: ModelSpec) -> int:
-    """Temporaries of attention's backward over ranks: whole keys and values, as they come and in order, and their gradients.
-
-    Those of gathered keys are in their dtype, and a kernel's own float32. Else they are float32: the share of one chunk, that
-    of all chunks, and what is summed over the ranks.
-    """
+    """Temporaries of attention's backward over ranks."""
     if setup.context == 1:
         return 0
-    whole = 2 * setup.tokens * setup.context * spec.kv_heads * spec.head_dim
-    if setup.documents or any(window is not None for window in spec.windows):
-        return whole * (2 * setup.compute_bytes + 3 * 4)
-    return whole * (3 * setup.compute_bytes + 4)
+    plain = not (setup.documents or any(window is not None for window in spec.windows))
+    keys = setup.tokens * setup.context * spec.kv_heads * spec.head_dim
+    return backward_bytes(keys, setup.compute_bytes, plain=plain)
 
 
 def _sum(saved: Sequence[Saved], part: str) -> int:
@@ -305,12 +244,12 @@ def _away(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
 
 
 def _buffers(setup: Setup, spec: ModelSpec) -> int:
-    """Scales and amax histories of delayed scaling, whose room is doubled from 64 slots on."""
+    """Scales and amax histories of delayed scaling: of forward, and of backward."""
     layers = sum(name is not None for recipes in setup.recipes for name in recipes)
     if not setup.history or not layers:
         return 0
     slots = (2 * layers + (2 if setup.head else 0), layers)
-    return sum(max(64, 1 << (count - 1).bit_length()) * (4 * setup.history + 9) for count in slots)
+    return sum(ScaleBuffer.bytes_of(count, setup.history) for count in slots)
 
 
 def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
@@ -337,26 +276,24 @@ def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
     return 0 if setup.frozen_of_block >= others else others
 
 
-def _fp8_sizes(recipes: BlockRecipes, spec: ModelSpec, experts: int) -> list[int]:
+def _fp8_sizes(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[int]:
     """Elements of each weight of a block that is gathered in FP8."""
-    qkv, attended, ffn = widths(spec)
-    d = spec.hidden_size
-    sizes = (qkv * d, d * attended, experts * ffn * d, experts * d * spec.ffn_size)
-    return [size for name, size in zip(recipes, sizes, strict=True) if granularity_of(name) == "tensor"]
+    shapes = zip(recipes, weight_shapes(setup, spec), strict=True)
+    return [rows * columns for name, (rows, columns) in shapes if has_one_scale(recipe_of(name))]
 
 
 def _cast_shards(setup: Setup, spec: ModelSpec) -> int:
     """Bytes of a rank's shards in FP8, which stay from forward until backward gathers them again."""
     if not (setup.sharded and setup.reshard):
         return 0
-    whole = (sum(_fp8_sizes(recipes, spec, max(1, spec.experts))) for recipes in setup.recipes)
-    return math.ceil(sum(whole) / setup.shard)
+    every_expert = replace(setup, expert=1)
+    return math.ceil(sum(sum(_fp8_sizes(every_expert, spec, recipes)) for recipes in setup.recipes) / setup.shard)
 
 
 def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
     """Bytes of a gathered block: FP8 weights with one scale in both layouts."""
-    fp8 = sum(_fp8_sizes(setup.recipes[-1], spec, own_experts(setup, spec)))
-    return 2 * fp8 + (own_block_parameters(setup, spec) - fp8) * block_bytes(setup)
+    fp8 = sum(_fp8_sizes(setup, spec, setup.recipes[-1]))
+    return LAYOUTS * fp8 + (own_block_parameters(setup, spec) - fp8) * block_bytes(setup)
 
 
 def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
@@ -364,7 +301,6 @@ def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
     if not setup.sharded:
         return 0, 0
     root, block = root_parameters(spec) * setup.gather_bytes, _gathered_block(setup, spec)
-    if travels(setup):  # autograd's parameter of an FP8 weight, one for all
-        sizes = _fp8_sizes(setup.recipes[-1], spec, own_experts(setup, spec))
-        root += max(sizes, default=0) * setup.params_bytes
+    if gathers_fp8(setup):  # autograd's parameter of an FP8 weight, one for all
+        root += max(_fp8_sizes(setup, spec, setup.recipes[-1]), default=0) * setup.params_bytes
     return (root, 2 * block) if setup.reshard else (root + spec.layers * block, 0)

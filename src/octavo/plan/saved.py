@@ -1,25 +1,34 @@
-"""Tensors that a training keeps for backward, by layer: what each autograd function of `octavo.nn` saves, and in which dtype.
+"""Tensors that a training saves for backward, by block: sums of the bytes that each layer of `octavo.nn` states where it saves.
 
 On a CPU the sums are those of autograd's saved tensors, byte for byte (`tests/plan/test_memory.py`). Dropout, its masks and its
-random state are left out. Imports neither torch nor transformers.
+random state are left out.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from octavo.config.recompute import Recompute, recomputes_block
+from octavo.fp8 import quantizer
+from octavo.fp8.quantizer import WeightUse, cached_weight_bytes, has_one_scale
+from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.hardware import is_affordable
+from octavo.kernels.autograd import SavedBytes
+from octavo.kernels.experts.routes import most_rows
 from octavo.models.spec import ModelSpec
-
-GRANULARITIES: Mapping[str, str] = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "block": "block"}
-"""Recipe → elements that share a scale."""
-OFFLOADED_BYTES = 1 << 20
-"""Smaller tensors are not offloaded, as in `octavo.parallel.offload`."""
+from octavo.nn.attend import result_bytes
+from octavo.nn.attention import saved_by_attention_layer
+from octavo.nn.embedding import saved_by_embedding
+from octavo.nn.mlp import saved_by_mlp
+from octavo.nn.moe import saved_by_moe
+from octavo.nn.norm import saved_by_norm
+from octavo.nn.rotary import table_bytes
+from octavo.parallel.gathered import any_in_fp8, element_bytes
+from octavo.parallel.offload import SMALLEST_BYTES
 
 
 class BlockRecipes(NamedTuple):
@@ -29,6 +38,16 @@ class BlockRecipes(NamedTuple):
     proj: str | None
     fc1: str | None
     fc2: str | None
+
+    @property
+    def of_attention(self) -> tuple[Recipe | None, Recipe | None]:
+        """Of both matrices of attention."""
+        return recipe_of(self.qkv), recipe_of(self.proj)
+
+    @property
+    def of_mlp(self) -> tuple[Recipe | None, Recipe | None]:
+        """Of both matrices of the MLP or of the experts."""
+        return recipe_of(self.fc1), recipe_of(self.fc2)
 
 
 NO_FP8 = BlockRecipes(None, None, None, None)
@@ -112,6 +131,11 @@ class Setup:
         return self.world > 1
 
     @property
+    def recomputes_mlp(self) -> bool:
+        """Backward recomputes the first product of an MLP."""
+        return self.recompute == "mlp" or self.mlp_chunks > 1
+
+    @property
     def recipes(self) -> tuple[BlockRecipes, ...]:
         """Recipes of each block."""
         layers = 0 if self.spec is None else self.spec.layers
@@ -119,11 +143,10 @@ class Setup:
 
 
 class Saved(NamedTuple):
-    """One tensor that a block saves for backward: its bytes, its part, and True for the block's MLP."""
+    """One tensor that a block saves for backward: its bytes and its part."""
 
     bytes: int
     part: Literal["activations", "weight copies"]
-    mlp: bool
 
 
 def block_parameters(spec: ModelSpec) -> int:
@@ -168,70 +191,40 @@ def parameters(spec: ModelSpec) -> int:
 def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
     """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
     columns = 2 * math.ceil(int(spec.head_dim * spec.rotary_fraction) / 2)  # that rotate
-    tables = 2 * (setup.micro_batch if setup.documents else 1) * setup.own_length * columns * 4
-    return 8 * setup.tokens + tables + setup.tokens * (spec.hidden_size * setup.compute_bytes + _statistics(spec))
+    tables = table_bytes(setup.micro_batch if setup.documents else 1, setup.own_length, columns)
+    norm = saved_by_norm(setup.tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
+    return saved_by_embedding(setup.tokens) + tables + sum(norm)
 
 
 def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves when it is not recomputed as a whole."""
-    n, d, c = setup.tokens, spec.hidden_size, setup.compute_bytes
-    qkv, attended, ffn = widths(spec)
-    stats = n * _statistics(spec)
-    first_again = setup.recompute == "mlp" or setup.mlp_chunks > 1
-    q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
-    attention = [n * d * c, stats, *_input(n, d, q1, c), n * qkv * c, n * attended * c, 4 * n * spec.heads]
-    if spec.qk_norm:  # queries and keys before their norms, and the norms' statistics
-        heads = spec.heads + spec.kv_heads
-        attention += [n * heads * spec.head_dim * c, 4 * n * heads]
-    if setup.documents and setup.context == 1 and not q2:  # the documents' results as one tensor
-        attention.append(n * attended * c)
-    if q2:  # without FP8 the projection reads the result of attention, which is counted
-        attention += _input(n, attended, q2, c)
-    mlp = [stats] if spec.parallel else [n * d * c, stats]  # the stream that attention reads, too
+    use, (first, second) = use_of(setup), (recipes.of_attention, recipes.of_mlp)
+    attention = saved_by_attention_layer(
+        setup.tokens, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, first, use,
+        normalization=spec.normalization, qk_norm=spec.qk_norm, joined=setup.documents and setup.context == 1,
+    )  # fmt: skip
     if spec.experts:
-        return _with_experts(setup, spec, recipes, attention, mlp)
-    if first_again:
-        mlp += _input(n, d, q3, c, rowwise=q3 in ("row", "block"))
+        mlp = saved_by_moe(
+            setup.tokens, spec.hidden_size, mlp_sizes(spec), (spec.experts, own_experts(setup, spec)), spec.visited, second,
+            use, spec.normalization, row_tile=setup.row_tile,
+        )  # fmt: skip
     else:
-        mlp += [*_input(n, d, q3, c), n * ffn * c]
-    if q4 in ("row", "block"):  # the cast is not repeated
-        mlp += _input(n, spec.ffn_size, q4, c)
-    weights = _saved_weight(setup, qkv, d, q1), _saved_weight(setup, d, attended, q2, copied=True)
-    first = _saved_weight(setup, ffn, d, q3, rowwise=first_again, again=first_again)
-    mlp_weights = first, _saved_weight(setup, d, spec.ffn_size, q4, again=first_again)
-    out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
-    out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
-    return out + [Saved(size, "weight copies", True) for sizes in mlp_weights for size in sizes]
+        mlp = saved_by_mlp(
+            setup.tokens, spec.hidden_size, mlp_sizes(spec), second, use, spec.normalization, recompute=setup.recomputes_mlp
+        )
+    if spec.parallel:
+        mlp.activations.pop(0)  # the stream, which attention saves too
+    return [*_tensors(attention), *_tensors(mlp)]
+
+
+def _tensors(saved: SavedBytes) -> list[Saved]:
+    activations = [Saved(size, "activations") for size in saved.activations]
+    return activations + [Saved(size, "weight copies") for size in saved.weight_copies]
 
 
 def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
-    """Rows of all experts, as in `octavo.kernels.experts.routes.most_rows`."""
-    copies, tile = setup.tokens * spec.visited, setup.row_tile
-    return copies if tile == 1 else -(-(copies + min(own_experts(setup, spec), copies) * (tile - 1)) // tile) * tile
-
-
-def _with_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attention: list[int], mlp: list[int]) -> list[Saved]:
-    """Tensors of a block with experts: those of its attention, and those of its mixture behind the norm."""
-    n, d, c, f, experts = setup.tokens, spec.hidden_size, setup.compute_bytes, spec.ffn_size, own_experts(setup, spec)
-    qkv, attended, ffn = widths(spec)
-    rows = rows_of_experts(setup, spec)
-    q1, q2, q3, q4 = (granularity_of(name) for name in recipes)
-    received = n * (spec.visited if setup.expert > 1 else 1)  # tokens, or copies of tokens
-    mlp += [received * d * c, 6 * 4 * n * spec.experts, n * spec.visited * 20, rows * 8, rows * ffn * c]
-    if q3 in ("row", "block"):  # the casts are not repeated
-        mlp += _input(rows, d, q3, c)
-    if q4 in ("row", "block"):
-        mlp += _input(rows, f, q4, c)
-    weights = _saved_weight(setup, qkv, d, q1), _saved_weight(setup, d, attended, q2, copied=True)
-    stacked = _saved_weight(setup, experts * ffn, d, q3), _saved_weight(setup, experts * d, f, q4)
-    out = [Saved(size, "activations", False) for size in attention] + [Saved(size, "activations", True) for size in mlp]
-    out += [Saved(size, "weight copies", False) for sizes in weights for size in sizes]
-    return out + [Saved(size, "weight copies", True) for sizes in stacked for size in sizes]
-
-
-def _statistics(spec: ModelSpec) -> int:
-    """Bytes of a norm's statistics of a token."""
-    return 8 if spec.normalization == "LayerNorm" else 4
+    """Rows of all experts of a rank."""
+    return most_rows(setup.tokens * spec.visited, own_experts(setup, spec), setup.row_tile)
 
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
@@ -239,27 +232,28 @@ def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> li
     if recomputes_block(setup.recompute):
         kept = [setup.tokens * spec.hidden_size * setup.compute_bytes]
         kept += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
-        return [Saved(size, "activations", False) for size in kept]
+        return [Saved(size, "activations") for size in kept]
     return saved_by_block(setup, spec, recipes)
 
 
 def recomputed_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
-    """Tensors that backward makes again for one block."""
-    made = saved_by_block(setup, spec, recipes)
+    """Tensors that backward recomputes for one block."""
+    if not recomputes_block(setup.recompute):
+        return []
+    recomputed = saved_by_block(setup, spec, recipes)
     if setup.recompute == "selective":
         for size in _result_of_attention(setup, spec):  # is there already
-            made.remove(Saved(size, "activations", False))
-    return made if recomputes_block(setup.recompute) else []
+            recomputed.remove(Saved(size, "activations"))
+    return recomputed
 
 
 def _result_of_attention(setup: Setup, spec: ModelSpec) -> list[int]:
-    """Bytes of attention's result and of its log-sum-exp."""
-    return [setup.tokens * widths(spec)[1] * setup.compute_bytes, 4 * setup.tokens * spec.heads]
+    return result_bytes(setup.tokens, spec.heads, spec.head_dim, setup.compute_bytes)
 
 
 def is_offloaded(setup: Setup, saved: Saved) -> bool:
     """True if this tensor waits in host memory."""
-    return setup.offload and saved.bytes >= OFFLOADED_BYTES
+    return setup.offload and saved.bytes >= SMALLEST_BYTES
 
 
 def kept_weights(setup: Setup, spec: ModelSpec) -> int:
@@ -269,9 +263,9 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
     total = 0
     for recipes, times in Counter(setup.recipes).items():
         for name, shape in zip(recipes, weight_shapes(setup, spec), strict=True):
-            granularity = granularity_of(name)
-            if granularity is not None and not (setup.sharded and granularity == "tensor"):  # else gathered as FP8
-                total += times * sum(map(sum, _weight_copy(*shape, granularity)))
+            recipe = recipe_of(name)
+            if recipe is not None and not (setup.sharded and has_one_scale(recipe)):  # else gathered in FP8
+                total += times * sum(cached_weight_bytes(*shape, recipe))
     return total + (2 * spec.vocabulary * spec.hidden_size if setup.head else 0)
 
 
@@ -293,19 +287,27 @@ def widths(spec: ModelSpec) -> tuple[int, int, int]:
     return attended + 2 * spec.kv_heads * spec.head_dim, attended, spec.ffn_size * (2 if spec.gated else 1)
 
 
-def granularity_of(recipe: str | None) -> str | None:
-    """Elements of a recipe that share a scale, as in `GRANULARITIES`; None for no FP8."""
-    return None if recipe is None else GRANULARITIES[recipe]
+def mlp_sizes(spec: ModelSpec) -> tuple[int, int]:
+    """Rows of the first matrix of an MLP or an expert, and columns of the second."""
+    return widths(spec)[2], spec.ffn_size
 
 
-def travels(setup: Setup) -> bool:
-    """Some weights of a block are gathered in FP8, and the others in their own dtype with them."""
-    return setup.sharded and any(granularity_of(name) == "tensor" for recipes in set(setup.recipes) for name in recipes)
+@functools.cache
+def recipe_of(name: str | None) -> Recipe | None:
+    """The recipe of this name, of which a plan reads granularities alone; None for no FP8."""
+    return None if name is None else RECIPES[name]()
+
+
+def gathers_fp8(setup: Setup) -> bool:
+    """Some weights of blocks are gathered in FP8."""
+    return setup.sharded and any_in_fp8(recipe_of(name) for recipes in set(setup.recipes) for name in recipes)
 
 
 def block_bytes(setup: Setup) -> int:
     """Bytes of a block's parameter as its layer sees it outside of FP8, and of its gradient before it is summed."""
-    return setup.params_bytes if not setup.sharded or travels(setup) else setup.gather_bytes
+    if not setup.sharded:
+        return setup.params_bytes
+    return element_bytes(setup.params_bytes, setup.gather_bytes, fp8=gathers_fp8(setup))
 
 
 def root_bytes(setup: Setup) -> int:
@@ -313,12 +315,21 @@ def root_bytes(setup: Setup) -> int:
     return setup.gather_bytes if setup.sharded else setup.params_bytes
 
 
+def use_of(setup: Setup) -> WeightUse:
+    """The part of a setup on which copies of the blocks' weights depend."""
+    return WeightUse(setup.compute_bytes, block_bytes(setup), setup.accumulates, setup.sharded, keeps_columnwise(setup))
+
+
 def keeps_columnwise(setup: Setup) -> bool:
-    """Forward casts weights with a scale in both layouts, for this forward's backward: `LinearQuantizer.weight`."""
-    shared, small = setup.sharded or setup.accumulates, recomputes_block(setup.recompute) or setup.offload
-    if shared or small or setup.spec is None:
+    """Forward casts weights with one scale in both layouts, for the backward of this forward."""
+    if setup.spec is None:
         return False
-    return setup.params_bytes == 4 or is_affordable(_fp8_elements(setup, setup.spec), setup.memory)
+    return quantizer.keeps_columnwise(
+        setup.params_bytes,
+        affordable=is_affordable(_fp8_elements(setup, setup.spec), setup.memory),
+        shared=setup.sharded or setup.accumulates,
+        hooks=recomputes_block(setup.recompute) or setup.offload,
+    )
 
 
 def _fp8_elements(setup: Setup, spec: ModelSpec) -> int:
@@ -329,47 +340,3 @@ def _fp8_elements(setup: Setup, spec: ModelSpec) -> int:
         for name, (rows, columns) in zip(recipes, weight_shapes(setup, spec, dense=layer in spec.dense), strict=True)
         if name is not None
     )
-
-
-def _input(rows: int, columns: int, granularity: str | None, compute: int, *, rowwise: bool = False) -> list[int]:
-    """A saved operand [rows, columns]: in high precision, or columnwise FP8 with its scales; rowwise: that layout too."""
-    if granularity is None:
-        return [rows * columns * compute]
-    if granularity == "tensor":
-        return [rows * columns, 4]
-    down, along = (1, 1) if granularity == "row" else (math.ceil(rows / 128), math.ceil(columns / 128))  # scales of a row
-    columnwise = [rows * columns, 4 * columns * down]
-    return [*columnwise, rows * columns, 4 * rows * along] if rowwise else columnwise
-
-
-def _weight_copy(rows: int, columns: int, granularity: str) -> tuple[list[int], list[int]]:
-    """An FP8 weight columnwise and rowwise, each with its scales."""
-    if granularity == "tensor":
-        return [rows * columns], [rows * columns, 4]
-    if granularity == "row":
-        return [rows * columns, 4 * columns], [rows * columns, 4 * rows]
-    blocks = 4 * math.ceil(rows / 128) * math.ceil(columns / 128)
-    return [rows * columns, blocks], [rows * columns, blocks]
-
-
-def _saved_weight(
-    setup: Setup,
-    rows: int,
-    columns: int,
-    granularity: str | None,
-    *,
-    rowwise: bool = False,
-    copied: bool = False,
-    again: bool = False,
-) -> list[int]:
-    """Copies of a weight that backward keeps; the FP8 weights of micro-batches count in `kept_weights`.
-
-    copied: a projection outside FP8 saves its weight in the compute dtype. again: backward casts with one scale again.
-    """
-    if granularity is None:
-        seen = block_bytes(setup)
-        return [rows * columns * setup.compute_bytes] if copied and seen != setup.compute_bytes else []
-    if setup.accumulates or (granularity == "tensor" and (again or not keeps_columnwise(setup))):
-        return []
-    along, across = _weight_copy(rows, columns, granularity)
-    return along + (across if rowwise else [])
