@@ -12,7 +12,7 @@ from octavo.fp8.quantizer import WeightUse, cached_weight_bytes
 from octavo.fp8.recipe import RECIPES, DelayedScaling
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear
 from octavo.nn.linear import saved_by_linear, saved_by_norm_linear
-from octavo.nn.mlp import saved_by_mlp
+from octavo.nn.mlp import MlpUse, saved_by_mlp
 
 SCALES = 16
 """Bytes of a few scales of one number, which are not all stated."""
@@ -34,8 +34,8 @@ def nbytes(tensors):
 
 
 def by_layout(tensors):
-    """Tensors by address and shape: on a CPU both layouts of an FP8 matrix may have one storage."""
-    return {(t.data_ptr(), tuple(t.shape)): t for t in tensors if t is not None}
+    """Tensors by address, shape and strides: on a CPU both layouts of an FP8 matrix may have one storage."""
+    return {(t.data_ptr(), tuple(t.shape), t.stride()): t for t in tensors if t is not None}
 
 
 def saved_by(layer, y, cached=()):
@@ -87,8 +87,7 @@ def test_mlp(name, dtype, recompute):
     rows, hidden, ffn = sizes()
     layer = LayerNormMLP(hidden, ffn, activation="swiglu", bias=False, checkpoint=recompute, params_dtype=dtype)
     recipe = name and RECIPES[name]()
-    how = (recipe, recipe), use_of(dtype), "LayerNorm"
-    stated = saved_by_mlp(rows, hidden, (2 * ffn, ffn), *how, recompute=recompute)
+    stated = saved_by_mlp(rows, MlpUse(hidden, ffn, 2 * ffn, recipe, recipe, use_of(dtype)), "LayerNorm", recompute=recompute)
     found = saved_by(layer, run(layer, input_of(rows, hidden), name))
     assert sum(map(sum, stated)) == pytest.approx(found, abs=SCALES)
 

@@ -207,18 +207,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, first: bool) -> None:
 
 
 def saved_by_attention_layer(
-    tokens: int,
-    hidden_size: int,
-    heads: int,
-    groups: int,
-    head_dim: int,
-    recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse,
-    *,
-    normalization: str,
-    qk_norm: bool,
-    joined: bool,
-) -> SavedBytes:
+    tokens: int, hidden_size: int, heads: int, groups: int, head_dim: int, recipes: tuple[Recipe | None, Recipe | None],
+    use: WeightUse, *, normalization: str, qk_norm: bool, joined: bool,
+) -> SavedBytes:  # fmt: skip
     """What `MultiheadAttention` saves of so many tokens.
 
     recipes: of the first product and of `proj`. qk_norm: queries and keys have an RMSNorm. joined: the result is put together

@@ -16,8 +16,7 @@ from octavo.collectives.experts import Exchange, ExpertGroup
 from octavo.fp8 import autocast
 from octavo.fp8.experts import ExpertsGemms, PermutedRows
 from octavo.fp8.linear import saved_input_bytes
-from octavo.fp8.quantizer import WeightUse, active_recipe, repeats_input, restored_weight_bytes, saved_weight_bytes
-from octavo.fp8.recipe import Recipe
+from octavo.fp8.quantizer import active_recipe, repeats_input, restored_weight_bytes
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.activation import is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative
@@ -26,6 +25,7 @@ from octavo.kernels.experts.permute import add_copies
 from octavo.kernels.experts.routes import Routes, make_routes
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.nn.linear import init_linear_
+from octavo.nn.mlp import MlpUse
 from octavo.nn.te_arguments import Draws, Init
 
 
@@ -220,53 +220,28 @@ class _ExpertsFunction(torch.autograd.Function):
         return dx, d_scores, d_w1, d_w2, *(None,) * 10
 
 
-def saved_by_experts(
-    rows: int,
-    hidden_size: int,
-    sizes: tuple[int, int],
-    count: int,
-    recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse,
-) -> SavedBytes:
-    """What `StackedExperts` saves of so many rows for `count` experts of this rank, without its input and scores.
-
-    sizes: rows of an expert's first matrix, and ffn_hidden_size. recipes: of both products.
-    """
-    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
+def saved_by_experts(rows: int, of: MlpUse) -> SavedBytes:
+    """What `StackedExperts` saves of so many rows, without its input and scores."""
+    element = of.use.compute_bytes
     of_rows = torch.int32.itemsize + torch.float32.itemsize  # `tokens` and `weights`
-    activations = [rows * of_rows, rows * fc1_rows * element]
-    for columns, recipe in ((hidden_size, first), (ffn, second)):
+    activations = [rows * of_rows, rows * of.fc1_rows * element]
+    for columns, recipe in ((of.hidden_size, of.first), (of.ffn, of.second)):
         if not repeats_input(recipe):
             activations += saved_input_bytes(rows, columns, recipe, element)
-    copies = saved_weight_bytes(count * fc1_rows, hidden_size, first, use)
-    return SavedBytes(activations, copies + saved_weight_bytes(count * hidden_size, ffn, second, use))
+    return SavedBytes(activations, of.saved_weights())
 
 
-def backward_bytes_of_experts(
-    rows: int,
-    tokens: int,
-    copies: int,
-    hidden_size: int,
-    sizes: tuple[int, int],
-    count: int,
-    recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse,
-) -> int:
+def backward_bytes_of_experts(rows: int, tokens: int, copies: int, of: MlpUse) -> int:
     """Temporaries of the backward of `StackedExperts` at their peak, gradients of both stacks of matrices among them.
 
-    tokens: of this rank. copies: of tokens that are exchanged with other ranks. The others as of `saved_by_experts`.
+    tokens: of this rank. copies: of tokens, exchanged with other ranks.
     """
-    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
-    w1, w2 = count * fc1_rows * hidden_size, count * ffn * hidden_size
-    dy = tokens * hidden_size * element + rows * hidden_size * (element if second is None else 2)
-    dy += 2 * copies * hidden_size * element  # as they leave and as they arrive: of the gradient, or of the input's
-    activated = rows * ffn * (element if second is None else 1) if repeats_input(second) else 0
-    d_hidden = rows * fc1_rows * (element if first is None else 2)
-    wide = 0 if repeats_input(first) else rows * fc1_rows * 4  # in float32 before its cast
-    d_activated = rows * ffn * element
-    x, dx = rows * hidden_size * (element if first is None else 1), rows * hidden_size * element
-    products = (w1 + w2) * use.parameter_bytes + max(x, restored_weight_bytes(w1, first, use) + dx)
-    return dy + activated + d_hidden + max(d_activated + wide, restored_weight_bytes(w2, second, use) + d_activated, products)
+    width, element = of.hidden_size, of.use.compute_bytes
+    dy = tokens * width * element + rows * width * (element if of.second is None else 2)
+    dy += 2 * copies * width * element  # as they leave and as they arrive: of the gradient, or of the input's
+    x, dx = rows * width * (element if of.first is None else 1), rows * width * element
+    w1 = restored_weight_bytes(of.sizes[0], of.first, of.use)
+    return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))
 
 
 def _columnwise(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:

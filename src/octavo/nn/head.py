@@ -210,16 +210,9 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
 
 
 def peak_bytes(
-    tokens: int,
-    hidden_size: int,
-    words: int,
-    element: int,
-    weight_element: int,
-    *,
-    fp8: bool | Literal["backward"] = False,
-    cached: bool = False,
-    late: bool = False,
-) -> int:
+    tokens: int, hidden_size: int, words: int, element: int, weight_element: int,
+    *, fp8: bool | Literal["backward"], cached: bool, late: bool,
+) -> int:  # fmt: skip
     """Bytes of `linear_cross_entropy` with both gradients at their peak, its result included, without hidden states and weight.
 
     element, weight_element: bytes of an element of the hidden states and of the weight. fp8: its products in FP8, with

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,63 +164,73 @@ class _NormMlpFunction(torch.autograd.Function):
         return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
 
 
-def saved_by_mlp(
-    rows: int,
-    hidden_size: int,
-    sizes: tuple[int, int],
-    recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse,
-    kind: str,
-    *,
-    recompute: bool,
-) -> SavedBytes:
-    """What `LayerNormMLP` saves of [rows, hidden_size]: first the residual stream.
+class MlpUse(NamedTuple):
+    """The facts of an MLP, or of a rank's experts, on which the memory of its forward and backward depends.
 
-    sizes: rows of fc1_weight, and ffn_hidden_size. recipes: of both products. kind: of the norm. recompute: `checkpoint`, or
-    several `chunks`.
+    Attributes:
+        hidden_size, ffn: columns of the first matrix and of the second.
+        fc1_rows: rows of the first matrix, of one expert.
+        first, second: recipes of both products.
+        use: of both weights.
+        experts: matrices in a stack.
     """
-    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
-    activations = saved_by_norm(rows, hidden_size, element, kind)
-    activations += saved_input_bytes(rows, hidden_size, first, element, rowwise=recompute)
+
+    hidden_size: int
+    ffn: int
+    fc1_rows: int
+    first: Recipe | None
+    second: Recipe | None
+    use: WeightUse
+    experts: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Elements of both weights."""
+        return self.experts * self.fc1_rows * self.hidden_size, self.experts * self.hidden_size * self.ffn
+
+    def saved_weights(self, *, recompute: bool = False) -> list[int]:
+        """Bytes of saved copies; recompute: of the first product's result."""
+        fc1, fc2 = (self.experts * self.fc1_rows, self.hidden_size), (self.experts * self.hidden_size, self.ffn)
+        first = saved_weight_bytes(*fc1, self.first, self.use, rowwise=recompute, recast=recompute)
+        return first + saved_weight_bytes(*fc2, self.second, self.use, recast=recompute)
+
+    def backward_bytes(self, rows: int, products: int, *, recompute: bool = False) -> int:
+        """Temporaries behind the gradient of the output of so many rows; products: those of the last two products."""
+        element = self.use.compute_bytes
+        activated = rows * self.ffn * (element if self.second is None else 1) if repeats_input(self.second) else 0
+        d_activated, d_hidden = rows * self.ffn * element, rows * self.fc1_rows * (element if self.first is None else 2)
+        wide = 0 if repeats_input(self.first) else rows * self.fc1_rows * 4  # in float32 before its cast
+        w2 = restored_weight_bytes(self.sizes[1], self.second, self.use, recast=recompute)
+        return activated + d_hidden + max(d_activated + wide, w2 + d_activated, products)
+
+
+def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool) -> SavedBytes:
+    """What `LayerNormMLP` saves of so many rows: first the residual stream.
+
+    kind: of the norm. recompute: `checkpoint`, or several `chunks`.
+    """
+    element = of.use.compute_bytes
+    activations = saved_by_norm(rows, of.hidden_size, element, kind)
+    activations += saved_input_bytes(rows, of.hidden_size, of.first, element, rowwise=recompute)
     if not recompute:
-        activations.append(rows * fc1_rows * element)
-    if not repeats_input(second):
-        activations += saved_input_bytes(rows, ffn, second, element)
-    copies = saved_weight_bytes(fc1_rows, hidden_size, first, use, rowwise=recompute, recast=recompute)
-    return SavedBytes(activations, copies + saved_weight_bytes(hidden_size, ffn, second, use, recast=recompute))
+        activations.append(rows * of.fc1_rows * element)
+    if not repeats_input(of.second):
+        activations += saved_input_bytes(rows, of.ffn, of.second, element)
+    return SavedBytes(activations, of.saved_weights(recompute=recompute))
 
 
-def backward_bytes_of_mlp(
-    tokens: int,
-    hidden_size: int,
-    sizes: tuple[int, int],
-    recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse,
-    *,
-    chunks: int,
-    recompute: bool,
-) -> int:
-    """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them.
-
-    Arguments as of `saved_by_mlp`; recompute: also with several chunks.
-    """
-    (fc1_rows, ffn), (first, second), element = sizes, recipes, use.compute_bytes
+def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bool) -> int:
+    """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them."""
+    width, element = of.hidden_size, of.use.compute_bytes
     n = min(tokens, math.ceil(tokens / chunks / CHUNK_ROWS) * CHUNK_ROWS)
     several = n < tokens
-    # The gradient of the residual stream, and its FP8 in both layouts.
-    dy = n * hidden_size * element + (2 * n * hidden_size if second is not None else 0)
+    dy = n * width * (element if of.second is None else element + 2)  # of the stream, and its FP8 in both layouts
     if several:  # the whole gradient of the stream, with that of each part
-        dy += (2 * tokens - n) * hidden_size * element
-    hidden = n * fc1_rows * element if recompute else 0
-    activated = n * ffn * (element if second is None else 1) if repeats_input(second) else 0
-    d_hidden = n * fc1_rows * (element if first is None else 2)
-    wide = 0 if repeats_input(first) else n * fc1_rows * 4  # in float32 before its cast
-    d_activated = n * ffn * element
-    d_weights = (2 if several else 1) * (ffn * hidden_size + fc1_rows * hidden_size) * use.parameter_bytes
-    w1 = restored_weight_bytes(fc1_rows * hidden_size, first, use, recast=recompute)
-    w2 = restored_weight_bytes(ffn * hidden_size, second, use, recast=recompute)
-    products = d_weights + w1 + 2 * n * hidden_size * element
-    return dy + hidden + activated + d_hidden + max(d_activated + wide, w2 + d_activated, products)
+        dy += (2 * tokens - n) * width * element
+    hidden = n * of.fc1_rows * element if recompute else 0
+    d_weights = (2 if several else 1) * sum(of.sizes) * of.use.parameter_bytes
+    w1 = restored_weight_bytes(of.sizes[0], of.first, of.use, recast=recompute)
+    return dy + hidden + of.backward_bytes(n, d_weights + w1 + 2 * n * width * element, recompute=recompute)
 
 
 CHUNK_ROWS = 128

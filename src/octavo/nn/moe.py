@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError, unknown
-from octavo.fp8.quantizer import WeightUse
-from octavo.fp8.recipe import Recipe
 from octavo.kernels.autograd import SavedBytes, refuse_transforms
 from octavo.kernels.experts import assignment, router
 from octavo.kernels.experts.routes import most_rows
 from octavo.nn.experts import StackedExperts, saved_by_experts
 from octavo.nn.linear import compute_dtype, init_linear_
+from octavo.nn.mlp import MlpUse
 from octavo.nn.norm import NormForm, ResidualLayer, check_input, flat, reset_norm_, residual_norm, saved_by_norm, unflat
 from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of
 
@@ -172,29 +171,19 @@ class LayerNormMoE(ResidualLayer):
         return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
 
 
-def saved_by_moe(
-    tokens: int,
-    hidden_size: int,
-    sizes: tuple[int, int],
-    experts: tuple[int, int],
-    visited: int,
-    recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse,
-    kind: str,
-    *,
-    row_tile: int,
-) -> SavedBytes:
+def saved_by_moe(tokens: int, of: MlpUse, experts: int, visited: int, kind: str, row_tile: int) -> SavedBytes:
     """What `LayerNormMoE` saves of so many tokens: first the residual stream. Small tensors of the router are estimates.
 
-    sizes, recipes: as of `saved_by_experts`. experts: all, and those of this rank, which is assumed to get an equal share of
-    the tokens' copies. kind: of the norm. row_tile: of `Routes`.
+    of: of this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
+    `Routes`.
     """
-    (count, here), element, copies = experts, use.compute_bytes, tokens * visited
-    received = copies if here < count else tokens  # the experts' input: of several ranks copies, else that of the router
-    activations = [*saved_by_norm(tokens, hidden_size, element, kind), received * hidden_size * element]
-    probabilities, of_copies = 6 * tokens * count * 4, copies * (8 + 3 * 4)  # `chosen`, two `scores`, and `rows`
-    rows = most_rows(copies, here, row_tile)
-    stacked = saved_by_experts(rows, hidden_size, sizes, here, recipes, use)
+    element, copies = of.use.compute_bytes, tokens * visited
+    received = (
+        copies if of.experts < experts else tokens
+    )  # the experts' input: of several ranks copies, else that of the router
+    activations = [*saved_by_norm(tokens, of.hidden_size, element, kind), received * of.hidden_size * element]
+    probabilities, of_copies = 6 * tokens * experts * 4, copies * (8 + 3 * 4)  # `chosen`, two `scores`, and `rows`
+    stacked = saved_by_experts(most_rows(copies, of.experts, row_tile), of)
     return SavedBytes([*activations, probabilities, of_copies, *stacked.activations], stacked.weight_copies)
 
 

@@ -35,7 +35,7 @@ from octavo.plan.saved import (
     gathers_fp8,
     is_offloaded,
     kept_weights,
-    mlp_sizes,
+    mlp_of,
     own_block_parameters,
     own_experts,
     recipe_of,
@@ -45,7 +45,6 @@ from octavo.plan.saved import (
     rows_of_experts,
     saved_by_ends,
     saved_in_forward,
-    use_of,
     weight_shapes,
 )
 
@@ -213,16 +212,11 @@ def _head(setup: Setup, spec: ModelSpec) -> int:
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
     """Temporaries of a block's MLP or experts in backward, the largest part of a block's: gradients of matrices among them."""
-    use, sizes = use_of(setup), mlp_sizes(spec)
+    of = mlp_of(setup, spec, recipes)
     if spec.experts:
         exchanged = setup.tokens * spec.visited if setup.expert > 1 else 0
-        return backward_bytes_of_experts(
-            rows_of_experts(setup, spec), setup.tokens, exchanged, spec.hidden_size, sizes, own_experts(setup, spec),
-            recipes.of_mlp, use,
-        )  # fmt: skip
-    return backward_bytes_of_mlp(
-        setup.tokens, spec.hidden_size, sizes, recipes.of_mlp, use, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp
-    )
+        return backward_bytes_of_experts(rows_of_experts(setup, spec), setup.tokens, exchanged, of)
+    return backward_bytes_of_mlp(setup.tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp)
 
 
 def _exchanged(setup: Setup, spec: ModelSpec) -> int:

@@ -23,7 +23,7 @@ from octavo.models.spec import ModelSpec
 from octavo.nn.attend import result_bytes
 from octavo.nn.attention import saved_by_attention_layer
 from octavo.nn.embedding import saved_by_embedding
-from octavo.nn.mlp import saved_by_mlp
+from octavo.nn.mlp import MlpUse, saved_by_mlp
 from octavo.nn.moe import saved_by_moe
 from octavo.nn.norm import saved_by_norm
 from octavo.nn.rotary import table_bytes
@@ -38,16 +38,6 @@ class BlockRecipes(NamedTuple):
     proj: str | None
     fc1: str | None
     fc2: str | None
-
-    @property
-    def of_attention(self) -> tuple[Recipe | None, Recipe | None]:
-        """Of both matrices of attention."""
-        return recipe_of(self.qkv), recipe_of(self.proj)
-
-    @property
-    def of_mlp(self) -> tuple[Recipe | None, Recipe | None]:
-        """Of both matrices of the MLP or of the experts."""
-        return recipe_of(self.fc1), recipe_of(self.fc2)
 
 
 NO_FP8 = BlockRecipes(None, None, None, None)
@@ -198,20 +188,16 @@ def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
 
 def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves when it is not recomputed as a whole."""
-    use, (first, second) = use_of(setup), (recipes.of_attention, recipes.of_mlp)
     attention = saved_by_attention_layer(
-        setup.tokens, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim, first, use,
+        setup.tokens, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim,
+        (recipe_of(recipes.qkv), recipe_of(recipes.proj)), use_of(setup),
         normalization=spec.normalization, qk_norm=spec.qk_norm, joined=setup.documents and setup.context == 1,
     )  # fmt: skip
+    of = mlp_of(setup, spec, recipes)
     if spec.experts:
-        mlp = saved_by_moe(
-            setup.tokens, spec.hidden_size, mlp_sizes(spec), (spec.experts, own_experts(setup, spec)), spec.visited, second,
-            use, spec.normalization, row_tile=setup.row_tile,
-        )  # fmt: skip
+        mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile)
     else:
-        mlp = saved_by_mlp(
-            setup.tokens, spec.hidden_size, mlp_sizes(spec), second, use, spec.normalization, recompute=setup.recomputes_mlp
-        )
+        mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp)
     if spec.parallel:
         mlp.activations.pop(0)  # the stream, which attention saves too
     return [*_tensors(attention), *_tensors(mlp)]
@@ -287,9 +273,10 @@ def widths(spec: ModelSpec) -> tuple[int, int, int]:
     return attended + 2 * spec.kv_heads * spec.head_dim, attended, spec.ffn_size * (2 if spec.gated else 1)
 
 
-def mlp_sizes(spec: ModelSpec) -> tuple[int, int]:
-    """Rows of the first matrix of an MLP or an expert, and columns of the second."""
-    return widths(spec)[2], spec.ffn_size
+def mlp_of(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> MlpUse:
+    """The MLP of a block, or a rank's experts."""
+    sizes = spec.hidden_size, spec.ffn_size, widths(spec)[2]
+    return MlpUse(*sizes, recipe_of(recipes.fc1), recipe_of(recipes.fc2), use_of(setup), own_experts(setup, spec))
 
 
 @functools.cache
