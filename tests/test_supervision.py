@@ -190,18 +190,24 @@ time.sleep(600)
 
 def test_other_children_of_this_process_are_left_alone():
     """Older ones, also in groups of their own, and ones that another thread starts, whose exit codes it gets."""
-    codes = []
+    others = []
+
+    def start_others():
+        others.extend(subprocess.Popen([sys.executable, "-c", text]) for text in ("raise SystemExit(7)", FOREVER))
+
     with subprocess.Popen([sys.executable, "-c", FOREVER], start_new_session=True) as older:
         with Supervisor() as processes:
             start(processes, "import time; time.sleep(3)")
-            fails = [sys.executable, "-c", "raise SystemExit(7)"]
-            thread = threading.Thread(target=lambda: codes.extend(subprocess.call(fails) for _ in range(3)))
+            thread = threading.Thread(target=start_others)
             thread.start()
             list(processes.wait())
             thread.join()
-        assert older.poll() is None
-        older.kill()
-    assert codes == [7, 7, 7]
+        failed, running = others
+        found = failed.wait(), running.poll(), older.poll()
+        for process in (running, older):
+            process.kill()
+        running.wait()
+    assert found == (7, None, None)
 
 
 KILLED = """
