@@ -11,6 +11,7 @@ and starts from a clean state.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -52,7 +53,7 @@ def run(ranks, function, *arguments, timeout=300, **keywords):
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1]))
+            context.Process(target=_child, args=(rank, ranks, folder, function, arguments, keywords, pipe[1], timeout))
             for rank, pipe in enumerate(pipes)
         ]
         for process in processes:
@@ -117,7 +118,10 @@ def _gather(pipes, deadline):
     return results
 
 
-def _child(rank, ranks, folder, function, arguments, keywords, pipe):
+def _child(rank, ranks, folder, function, arguments, keywords, pipe, timeout):
+    # A rank that dies, or that is about to be given up, says where it was: its stderr is shown with the failed test.
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(0.95 * timeout)
     gc.freeze()  # what the server has imported: a collection would copy all of it from the server, and free nothing
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
