@@ -12,7 +12,7 @@ import pytest
 
 from octavo.errors import InputError, RunStopped
 from octavo.launch import Job, JobFailed, PyTorch
-from octavo.supervision import start_time
+from octavo.supervision import children, start_time
 
 RANKS = {"torch_distributed": {"enabled": True}}
 SCRIPT = """
@@ -177,6 +177,19 @@ def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(plac
     assert "was killed" in job.describe()["FailureReason"]
     with pytest.raises(JobFailed, match="was killed"):
         job.wait()
+
+
+def test_a_job_whose_launcher_is_killed_has_failed_and_leaves_nothing(place):
+    """Its ranks end with it, and what they have started becomes the supervisor's, out of sessions of their own too."""
+    one = estimator("wait", distribution=RANKS, instance_count=2)
+    one.fit(wait=False)
+    job = one.latest_training_job
+    pids = pids_of(job, 2)
+    (launcher,) = children(job.state["pid"])
+    os.kill(launcher, signal.SIGKILL)
+    assert job.until(lambda: job.status == "Failed", 100)
+    assert job.exit_code == 128 + signal.SIGKILL
+    ends(pids, 0)
 
 
 def test_a_job_whose_folder_is_removed_has_failed_and_ends(place):
