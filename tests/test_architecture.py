@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "octavo"
 
 LAYERS = (
     ("_version", "errors", "dtypes", "hub", "process", "stored_names", "versions"),
-    ("hardware", "storage", "libraries", "job_ranks"),
+    ("hardware", "storage", "libraries", "job_ranks", "supervision"),
     ("config",),
     ("launch",),
     ("kernels",),
@@ -50,7 +50,7 @@ FORBIDDEN = {
 }
 """What a component may not import although it stands above: these take plain arguments, blocks and plans."""
 
-WITHOUT_TORCH = {"_version", "errors", "job_ranks", "config", "launch", "migrate"}
+WITHOUT_TORCH = {"_version", "errors", "job_ranks", "supervision", "config", "launch", "migrate"}
 """Components that never import torch, not even inside a function."""
 
 LIGHT = (
@@ -72,6 +72,7 @@ LIGHT = (
     "octavo.run.finished",
     "octavo.run.paths",
     "octavo.run.plots",
+    "octavo.supervision",
     "octavo.watchdog.launcher",
 )
 """Modules that load no torch when they are imported."""

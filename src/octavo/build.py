@@ -248,6 +248,7 @@ def build_model(
     sharding: Sharding | None = None,
     load_from: str | Path | None = None,
     from_rank0: Ranks | None = None,
+    placed: bool = True,
 ) -> nn.Module:
     """Make a model, in the order of this module, for `transform` and for a run.
 
@@ -259,6 +260,7 @@ def build_model(
         config, load_from: as in `transform`.
         sharding: over which ranks; None keeps the model whole.
         from_rank0: all ranks; rank 0 has the weights.
+        placed: False for weights alone, for a caller that shards the model by `place`.
     """
     options.check()
     device = torch.device(device)
@@ -306,6 +308,8 @@ def build_model(
     _recompute(model, parts_of(model)[0], options)
     if device.type == "meta":
         return model.train()
+    if not placed:
+        return materialise(model, device, _values(model, weights, from_rank0, options.seed)).train()
     return place(model, device, sharding, lambda: _values(model, weights, from_rank0, options.seed), averaged=options.averaged)
 
 

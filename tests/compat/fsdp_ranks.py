@@ -3,6 +3,7 @@
 import functools
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import octavo
 import octavo.compat.smp
 import octavo.compat.te
+from octavo import build
+from octavo.compat.smp import fsdp
+from octavo.fp8.scaling import states_of
+from octavo.hardware import GIB
 from octavo.nn.plain_names import stored_names
 
 TINY = {
@@ -44,6 +49,35 @@ def sharded(tsm, **options):
     initer = DelayedParamIniter(model)
     with initer.validate_params_and_buffers_inited():
         return FullyShardedDataParallel(model, param_init_fn=initer.get_param_init_fn(), **options)
+
+
+def placements(of):
+    """How often a transformed model in FSDP is placed, and of how many weights a columnwise layout is to stay until backward.
+
+    of: a model with weights, with those of rank 0, or on the meta device; on a GPU of 80 GiB, as far as the rule is told.
+    """
+    tsm, counted = names(), mock.Mock(side_effect=build.place)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    rank_0 = {"load_state_dict_from_rank0": True} if of == "rank 0" else {}
+    with (
+        mock.patch.object(build, "place", counted),
+        mock.patch.object(fsdp, "place", counted),
+        mock.patch.object(build, "memory_of_gpu", return_value=80 * GIB),
+    ):
+        tsm.init()
+        if of == "meta" or (rank_0 and octavo.state.rank):
+            model = empty()
+        else:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+        model = tsm.transform(model, dtype=torch.bfloat16, **rank_0)
+        initer = DelayedParamIniter(model)
+        given = {"param_init_fn": initer.get_param_init_fn()} if of == "meta" else {"sync_module_states": bool(rank_0)}
+        model = FullyShardedDataParallel(model, **given)
+    kept = [state for _, state in states_of(model) if state.keeps_columnwise]
+    return {"placed": counted.call_count, "kept": len(kept)}
 
 
 def batch(number, samples):

@@ -44,6 +44,16 @@ def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(
     assert "parts of it before, and the same tokens now" in found["mixed"]
 
 
+def test_a_model_is_placed_once(tsm, tmp_path):
+    """By FSDP, which shards it and has its device; on one rank by transform, whose model is used with and without FSDP."""
+    wanted = [{"placed": 1, "kept": 0}] * 2
+    assert ranks.run(2, fsdp_ranks.placements, "weights") == wanted
+    assert ranks.run(2, fsdp_ranks.placements, "rank 0") == wanted
+    assert ranks.run(2, fsdp_ranks.placements, "meta") == wanted
+    assert fsdp_ranks.placements("weights") == {"placed": 1, "kept": 8}
+    assert fsdp_ranks.placements("meta") == {"placed": 1, "kept": 8}
+
+
 def test_a_second_world_has_meshes_of_its_own(tmp_path):
     for rank, (first, second) in enumerate(ranks.run(4, fsdp_ranks.two_worlds, str(tmp_path))):
         assert first == second

@@ -83,7 +83,7 @@ def test_a_plan_and_its_run_decide_alike(config):
     model = built_model(config, dtype=torch.bfloat16, params_dtype=torch.bfloat16, device="cpu", seed=0)
     limit = PART * sum(state.weight.numel() for layer in model.layers for _, state in states_of(layer))
     blocks = (BlockRecipes(*("delayed",) * 4),) * spec.layers
-    for memory, keeps in ((limit - 1, False), (limit, True)):
+    for memory, keeps in ((limit - 1, False), (limit, True), (None, False)):  # the last for one that moves to a CPU
         keep_columnwise(model.layers, memory)
         assert bool(kept(model)) == keeps
         setup = Setup(spec, parameters(spec), 1, 16, params_bytes=2, blocks=blocks, memory=memory)

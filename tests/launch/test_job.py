@@ -12,7 +12,7 @@ import pytest
 
 from octavo.errors import InputError, RunStopped
 from octavo.launch import Job, JobFailed, PyTorch
-from octavo.launch.job import start_ticks
+from octavo.supervision import children, start_time
 
 RANKS = {"torch_distributed": {"enabled": True}}
 SCRIPT = """
@@ -72,7 +72,7 @@ def estimator(mode, **changes):
 
 def ends(pids, seconds=100):
     deadline = time.monotonic() + seconds
-    while any(start_ticks(pid) is not None for pid in pids):
+    while any(start_time(pid) is not None for pid in pids):
         assert time.monotonic() < deadline, pids
         time.sleep(0.05)
 
@@ -179,6 +179,19 @@ def test_a_killed_job_is_told_from_a_finished_one_and_takes_its_ranks_along(plac
         job.wait()
 
 
+def test_a_job_whose_launcher_is_killed_has_failed_and_leaves_nothing(place):
+    """Its ranks end with it, and what they have started becomes the supervisor's, out of sessions of their own too."""
+    one = estimator("wait", distribution=RANKS, instance_count=2)
+    one.fit(wait=False)
+    job = one.latest_training_job
+    pids = pids_of(job, 2)
+    (launcher,) = children(job.state["pid"])
+    os.kill(launcher, signal.SIGKILL)
+    assert job.until(lambda: job.status == "Failed", 100)
+    assert job.exit_code == 128 + signal.SIGKILL
+    ends(pids, 0)
+
+
 def test_a_job_whose_folder_is_removed_has_failed_and_ends(place):
     with pytest.raises(JobFailed, match="its folder was removed"):
         estimator("removes").fit(logs=False)
@@ -226,7 +239,7 @@ def test_an_interrupt_while_a_job_starts_leaves_nothing_of_it(place, monkeypatch
     monkeypatch.setattr(Job, "until", interrupt)
     with pytest.raises(KeyboardInterrupt):
         estimator("wait").fit(wait=False)
-    assert [start_ticks(pid) for pid in started] == [None]
+    assert [start_time(pid) for pid in started] == [None]
     assert not list((place / "jobs").iterdir())
 
 
@@ -252,6 +265,37 @@ PyTorch("train.py", "code", {"mode": "wait"}, "local").fit(job_name="waited")"""
     assert job.until(lambda: job.status == "Stopped", 100)
     with pytest.raises(RunStopped, match="max_run = 1 seconds were over"):
         estimator("wait", max_run=1).fit(logs=False)
+
+
+def test_a_job_whose_waiting_process_has_ended_before_it_began_is_stopped(place):
+    """The kernel tells a supervisor of an end that comes later; an earlier one it has to see by itself."""
+    one = estimator("ok")
+    one.fit(logs=False, job_name="first")
+    folder = place / "jobs" / "second"
+    shutil.copytree(place / "jobs" / "first", folder)
+    (folder / "state.json").unlink()
+    content = json.loads((folder / "job.json").read_text()) | {
+        "command": [sys.executable, "-c", "import time; time.sleep(600)"]
+    }
+    (folder / "job.json").write_text(json.dumps(content))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = [sys.executable, "-m", "octavo.launch.supervisor", str(folder)]
+    subprocess.run(command, env=os.environ | {"OCTAVO_LAUNCH_WAITS": str(gone.pid)}, check=False)
+    assert PyTorch.attach("second").latest_training_job.status == "Stopped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_to_the_supervisor_lets_the_script_save(place, number):
+    """Whichever comes, the script gets SIGTERM, which ends this one with 75."""
+    running = estimator("saves")
+    running.fit(wait=False)
+    job = running.latest_training_job
+    pids = pids_of(job, 0)
+    os.kill(job.state["pid"], number)
+    assert job.until(lambda: job.status not in ("InProgress", "Stopping"), 100)
+    assert (job.status, job.exit_code) == ("Stopped", 75)
+    ends(pids, 0)
 
 
 def test_a_script_of_the_sdk_starts_its_job_unchanged_and_passes_its_exit_code_on(place):

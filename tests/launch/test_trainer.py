@@ -32,7 +32,7 @@ from octavo.launch import (
     configs,
     distribution,
 )
-from octavo.launch.job import start_ticks
+from octavo.supervision import start_time
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -349,6 +349,6 @@ def test_ctrl_c_stops_the_job_and_ends_the_script_without_a_traceback(place, com
     assert ("caught" in out) == caught
     assert "stopping job one-" in said.splitlines()[-1]
     assert "Traceback" not in said
-    assert start_ticks(int(pid)) is None
+    assert start_time(int(pid)) is None
     (folder,) = (place / "jobs").iterdir()
     assert TrainingJob.get(folder.name).training_job_status == "Stopped"

@@ -196,6 +196,10 @@ def share_a_parameter(model):
     model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
 
 
+def share_with_another_part(model):
+    model.norm.weight = model.blocks[0].norm1.weight
+
+
 def other_heads(model):
     attention = model.blocks[0].attn
     attention.num_heads, attention.head_dim = 2 * attention.num_heads, attention.head_dim // 2
@@ -214,7 +218,63 @@ def add_a_parameter(model):
     model.blocks[0].gain = nn.Parameter(torch.ones(()))
 
 
-@pytest.mark.parametrize("change", [share_a_block, share_a_parameter, other_heads, hook, patch_forward, add_a_parameter])
+def patch_another_function(model):
+    model.blocks[1].norm1._call_impl = lambda x: 2 * functional.layer_norm(x, x.shape[-1:])
+
+
+def lose_a_bias(model):
+    model.blocks[0].norm2.bias = None
+
+
+def lose_the_bias_of_one_product(model):
+    model.blocks[0].mlp.fc2.bias = None
+
+
+def widen_the_output(model):
+    model.blocks[1].attn.proj = nn.Linear(48, 96)
+    model.blocks[1].ls1 = nn.Linear(96, 48)
+
+
+def scale_otherwise(model):
+    model.blocks[0].attn.scale, model.blocks[0].attn.fused_attn = 0.1, False
+
+
+def change_eps(model):
+    model.blocks[1].norm2.eps = 0.1
+
+
+def drop_by_a_class_of_its_own(model):
+    class Doubles(nn.Dropout):
+        def forward(self, x):
+            return 2 * x
+
+    model.blocks[0].mlp.drop1 = Doubles(0.0)
+
+
+def add_a_module_in_front(model):
+    model.blocks.insert(0, nn.GELU())
+
+
+CHANGES = {
+    share_a_block: "blocks.1.norm1.weight shares the tensor of blocks.0.norm1.weight",
+    share_a_parameter: "blocks.1.mlp.fc1.weight shares the tensor of blocks.0.mlp.fc1.weight",
+    share_with_another_part: "blocks or parameters are shared",
+    other_heads: "blocks have different numbers of heads",
+    hook: "blocks.1.attn has hooks",
+    patch_forward: "blocks.0.mlp.forward is overridden",
+    patch_another_function: "blocks.1.norm1._call_impl is overridden",
+    add_a_parameter: "blocks.0.gain is an extra parameter",
+    lose_a_bias: "blocks.0.norm2.bias is a missing parameter",
+    lose_the_bias_of_one_product: "blocks.0.mlp.fc2.bias is a missing parameter",
+    widen_the_output: "blocks.1.ls1 is a Linear",
+    scale_otherwise: "blocks.0: attn scales by another factor",
+    change_eps: "blocks.1: norm1 and norm2 differ in eps",
+    drop_by_a_class_of_its_own: "blocks.0.mlp.drop1 is a Doubles",
+    add_a_module_in_front: "blocks.0 is a GELU",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_blocks_that_are_not_alike_or_have_more_keep_their_code(change):
     reference = vit()
     change(reference)
@@ -222,7 +282,7 @@ def test_blocks_that_are_not_alike_or_have_more_keep_their_code(change):
     wanted = reference(pixels)
     model = transform(reference, dtype=torch.float32)
     assert not isinstance(model.blocks, Blocks)
-    assert describe(model).own_code
+    assert describe(model).own_code.startswith(CHANGES[change])
     torch.testing.assert_close(model(pixels), wanted, rtol=1e-5, atol=1e-5)
 
 

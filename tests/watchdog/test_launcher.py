@@ -1,18 +1,16 @@
 """The launcher of ranks: exit codes, signals, the store; its ranks are small scripts."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
+from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, InputError
+from octavo.supervision import Supervisor, start_time
 from octavo.watchdog import launcher
 from octavo.watchdog.launcher import launch
 
@@ -56,9 +54,9 @@ def test_ranks_are_minded_while_the_store_is_being_made(monkeypatch, tmp_path):
         assert ended.wait(100)
         return keep_store(*arguments)
 
-    kill = launcher._Job._kill
+    kill = Supervisor.kill
     monkeypatch.setattr(launcher, "_keep_store", slow)
-    monkeypatch.setattr(launcher._Job, "_kill", lambda job: (kill(job), ended.set()))
+    monkeypatch.setattr(Supervisor, "kill", lambda processes: (kill(processes), ended.set()))
     script = f"sys.exit(2) if rank == 0 else time.sleep(50)\nopen({str(tmp_path / 'said')!r}, 'w').close()"
     assert run(2, script) == 2
     assert not (tmp_path / "said").exists()
@@ -164,24 +162,6 @@ sys.exit(0 if store.get(str(1 - rank)) == b"here" else 3)
     assert run(2, script) == 0
 
 
-def test_a_signal_that_interrupts_the_sending_of_another_goes_out_once():
-    signals, sent = [signal.SIGINT], []
-
-    class Interrupted(launcher._Rank):
-        def __init__(self):
-            self._sent = 0
-
-        @property
-        def process(self):
-            if len(signals) == 1:  # the handler of the second
-                signals.append(signal.SIGTERM)
-                self.send(signals)
-            return mock.Mock(send_signal=sent.append)
-
-    Interrupted().send(signals)
-    assert sorted(sent) == [signal.SIGINT, signal.SIGTERM]
-
-
 def test_each_signal_comes_once(tmp_path):
     script = f"""
 def count(*_):
@@ -202,6 +182,43 @@ time.sleep(250)
     threading.Thread(target=send, daemon=True).start()
     assert run(2, script) == 0
     assert [(tmp_path / name).read_text() for name in "01"] == ["xx", "xx"]
+
+
+def test_a_second_interrupt_reaches_the_ranks_and_gives_their_exit_code(tmp_path):
+    """The first asks them to save; at the second, each raises, and `octavo` ends with 130."""
+    script = f"""
+def second(*_):
+    sys.exit({EXIT_INTERRUPTED})
+def first(*_):
+    signal.signal(signal.SIGINT, second)
+    open({str(tmp_path)!r} + f"/asked-{{rank}}", "w").close()
+signal.signal(signal.SIGINT, first)
+open({str(tmp_path)!r} + f"/ready-{{rank}}", "w").close()
+time.sleep(250)
+time.sleep(250)
+"""
+
+    def send():
+        for name in ("ready", "asked"):
+            while len(list(tmp_path.glob(f"{name}-*"))) < 2:
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert run(2, script) == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os.kill(os.getpid(), 9)"])
+def test_what_a_rank_leaves_behind_ends_with_the_ranks(tmp_path, end):
+    """In a session of its own, from a rank that ends well, or that is killed."""
+    script = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open({str(tmp_path)!r} + f"/{{rank}}", "w").write(str(child.pid))
+{end}"""
+    run(2, script, grace=0.2)
+    pids = [int((tmp_path / name).read_text()) for name in "01"]
+    assert [start_time(pid) for pid in pids] == [None, None]
 
 
 def test_another_thread_starts_no_ranks():
@@ -246,12 +263,6 @@ time.sleep(250)
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + 100
-    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(start_time(pid) is not None for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False
+    assert [start_time(pid) for pid in pids] == [None, None]

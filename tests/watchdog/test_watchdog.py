@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import signal
 import subprocess
 import sys
 
@@ -14,9 +13,10 @@ import torch.distributed as dist
 
 import ranks
 from octavo.errors import InputError, OctavoError
+from octavo.supervision import Process, start_time
 from octavo.watchdog import diagnosis
 from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
-from octavo.watchdog.processes import Process, SharedPage, garbage_kept, start_time
+from octavo.watchdog.processes import SharedPage, garbage_kept
 from octavo.watchdog.watchdog import PeerFailed, Watchdog, is_consequence
 
 pytestmark = ranks.alone
@@ -177,25 +177,6 @@ def test_a_consequence_of_another_ranks_failure_is_told_from_an_own_error(error,
 
 
 # Processes.
-
-
-def test_a_process_is_seen_to_end_and_is_no_later_one_of_its_number():
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        started = start_time(child.pid)
-        process, later = Process(child.pid, started), Process(child.pid, started + 1)
-        assert not process.ended()
-        assert later.ended()
-        later.kill()  # not the one that was meant
-        assert not process.ended(within=0.05)
-        process.kill()
-        assert process.ended(within=100)  # before anybody has waited for it
-        assert child.wait() == -signal.SIGKILL
-        assert start_time(child.pid) is None
-        process.close()
-    finally:
-        child.kill()
-        child.wait()
 
 
 def test_a_kernel_that_has_no_descriptors_of_processes_and_no_shared_pages(monkeypatch):

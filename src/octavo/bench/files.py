@@ -10,12 +10,26 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InputError
-from octavo.storage import folder_fault, why_unusable
+from octavo.errors import InputError, OctavoError, warn
+from octavo.storage import describe_fault, folder_fault, why_unusable
+
+
+def exit_code_of(rewrite: Callable[[], None]) -> int:
+    """Rewrite a page, and say its fault: a wrong call, or a page that cannot be read or written."""
+    try:
+        rewrite()
+    except OctavoError as error:
+        warn(str(error))
+        return error.exit_code
+    except OSError as error:
+        message, code = describe_fault(error)
+        warn(message)
+        return code
+    return 0
 
 
 def read_json(path: Path, what: str, give: str) -> Any:

@@ -18,9 +18,9 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from octavo.bench.cases import ALL_CASES, Case
-from octavo.bench.files import read_json
-from octavo.errors import InputError, OctavoError, warn
-from octavo.storage import describe_fault, write_atomic
+from octavo.bench.files import exit_code_of, read_json
+from octavo.errors import InputError
+from octavo.storage import write_atomic
 
 PARTS = ("figure", "table", "entries")
 WIDTH = 128
@@ -153,7 +153,8 @@ def named(text: str) -> tuple[Path, list[Path]]:
 
 def main(arguments: list[str]) -> int:
     """Rewrite PAGE from RESULTS…, by default those of its markers; returns the exit code."""
-    try:
+
+    def write() -> None:
         if not arguments:
             raise InputError(f"give a page, such as README.md, and {GIVE}.")
         page, *paths = (Path(name).resolve() for name in arguments)
@@ -165,14 +166,8 @@ def main(arguments: list[str]) -> int:
             given = named(text)
             root = page.parents[len(given[0].parts) - 1]
         write_atomic(page, rewrite(text, *given, root))
-    except OctavoError as error:
-        warn(str(error))
-        return error.exit_code
-    except OSError as error:  # of the page, which cannot be read or written
-        message, code = describe_fault(error)
-        warn(message)
-        return code
-    return 0
+
+    return exit_code_of(write)
 
 
 def speed(row: Row) -> float:

@@ -35,11 +35,11 @@ def is_sharded(module: nn.Module | None) -> bool:
 def keep_columnwise(blocks: Sequence[nn.Module], memory: int | None) -> None:
     """Let the FP8 weights of 16 bits in these blocks keep columnwise layouts, if a GPU of `memory` bytes has room for them.
 
-    memory: None on a CPU.
+    memory: None on a CPU. A model that moves to another device is asked again.
     """
     weights = [(state, state.weight) for block in blocks for _, state in states_of(block) if not state.skipped]
     of_16_bits = [(state, weight) for state, weight in weights if weight is not None and weight.itemsize == 2]
     elements = {id(weight): weight.numel() for _, weight in of_16_bits}  # a tied weight counts once
-    if is_affordable(sum(elements.values()), memory):
-        for state, _ in of_16_bits:
-            state.keeps_columnwise = True
+    keeps = is_affordable(sum(elements.values()), memory)
+    for state, _ in of_16_bits:
+        state.keeps_columnwise = keeps

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InputError, nearest, warn
+from octavo.errors import InputError, warn
 from octavo.launch import job
 from octavo.launch.distribution import read_distribution
 from octavo.launch.environment import check_hyperparameters, check_variables
 from octavo.launch.job import Job
 from octavo.launch.keys import ESTIMATOR
 from octavo.launch.request import Request, jobs_of
-from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, OF_TRAINER, REFUSED, without_effect
+from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, REFUSED, check_sdk, without_effect
 from octavo.launch.starting import run, start
 from octavo.launch.values import text_of
 
@@ -235,15 +235,7 @@ def check_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_sdk(sdk: Mapping[str, Any]) -> None:
-    for name, value in sdk.items():
-        if name in REFUSED and value is not None:
-            raise InputError(f"{name} = {value!r}: {REFUSED[name]}")
-        if name not in ARGUMENTS and name not in REFUSED:
-            if name in OF_TRAINER:
-                raise InputError(f"{name!r} is an argument of ModelTrainer: give PyTorch {OF_TRAINER[name]}.")
-            guess = nearest(name, ARGUMENTS)
-            hint = f" Did you mean {guess!r}?" if guess else ""
-            raise InputError(f"unknown argument {name!r} of PyTorch.{hint} The SDK has none of this name.")
+    check_sdk(sdk, "PyTorch", ARGUMENTS, REFUSED)
     mode = sdk.get("input_mode")
     if mode not in (None, "File", "FastFile"):
         raise InputError(f'input_mode = {mode!r}: a channel is a folder of files here. Use "File".')

@@ -10,7 +10,6 @@ The supervisor (`octavo.launch.supervisor`) writes the state. A job whose superv
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from typing import Any
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError, OctavoError, RunStopped, nearest, some, warn
 from octavo.launch import faults
 from octavo.storage import folder_fault, why_unusable, write_atomic
+from octavo.supervision import Process, boot_id, start_time
 
 FINAL = ("Completed", "Failed", "Stopped")
 JOBS = Path("jobs")
@@ -209,13 +209,10 @@ class Job:
             state = self.state
         if state.get("host") != socket.gethostname():
             raise InputError(f"job {self.name} runs on {state.get('host')}, and this is {socket.gethostname()}: stop it there.")
-        with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(state["pid"])
-            try:
-                if self._is_alive(state):  # asked after the descriptor is there: it is this process
-                    signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-            finally:
-                os.close(descriptor)
+        if self._is_alive(state):
+            supervisor = Process(state["pid"], state["ticks"])
+            supervisor.send(signal.SIGTERM)
+            supervisor.close()
         while wait and self.status not in FINAL:
             time.sleep(_POLL_SECONDS)
 
@@ -233,8 +230,8 @@ class Job:
             return False
         if state.get("host") != socket.gethostname():  # on a shared file system
             return True
-        ticks = start_ticks(state["pid"])
-        return state.get("boot") == boot() and ticks is not None and ticks == state["ticks"]
+        ticks = start_time(state["pid"])
+        return state.get("boot") == boot_id() and ticks is not None and ticks == state["ticks"]
 
 
 def wants_logs(logs: Any) -> bool:
@@ -285,23 +282,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def identity() -> dict[str, Any]:
     """This process, for `Job._is_alive`."""
-    return {"pid": os.getpid(), "ticks": start_ticks(os.getpid()), "boot": boot(), "host": socket.gethostname()}
-
-
-def boot() -> str:
-    """The machine's start."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def start_ticks(pid: int) -> int | None:
-    """The start of a living process in the kernel's ticks; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return {"pid": os.getpid(), "ticks": start_time(os.getpid()), "boot": boot_id(), "host": socket.gethostname()}
 
 
 def now() -> str:

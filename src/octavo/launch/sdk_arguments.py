@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from octavo.errors import InputError, nearest
 
 MEANINGLESS = (
     "code_location", "container_log_level", "debugger_hook_config", "disable_output_compression", "disable_profiler",
@@ -146,3 +148,27 @@ TRAINER_CONFIGS_SAID: Mapping[str, Mapping[str, Any]] = {
     "CheckpointConfig": {"local_path": "/opt/ml/checkpoints"},
 }
 """Values that have no effect, each with the one that asks for nothing."""
+
+
+def check_sdk(given: Mapping[str, Any], face: str, known: Collection[str], refused: Mapping[str, str]) -> None:
+    """Check the arguments beside those of a face's signature.
+
+    Args:
+        given: name → value; None of a refused one passes.
+        face: PyTorch or ModelTrainer.
+        known: names of all that it takes.
+        refused: name → the way.
+
+    Raises:
+        InputError: one is refused, of the other face, or of none.
+    """
+    other, places = ("ModelTrainer", OF_TRAINER) if face == "PyTorch" else ("PyTorch", OF_ESTIMATOR)
+    for name, value in given.items():
+        if name in refused and value is not None:
+            raise InputError(f"{name} = {value!r}: {refused[name]}")
+        if name not in known and name not in refused:
+            if name in places:
+                raise InputError(f"{name!r} is an argument of {other}: give {face} {places[name]}.")
+            guess = nearest(name, known)
+            hint = f" Did you mean {guess!r}?" if guess else ""
+            raise InputError(f"unknown argument {name!r} of {face}.{hint} The SDK has none of this name.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import os
 import re
 import shutil
 import subprocess
@@ -257,7 +258,7 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
     with (folder / "log.txt").open("ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
-            env={**variables, **({"OCTAVO_LAUNCH_WAITS": "1"} if waits else {})},
+            env={**variables, **({"OCTAVO_LAUNCH_WAITS": str(os.getpid())} if waits else {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

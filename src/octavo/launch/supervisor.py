@@ -7,54 +7,41 @@ launcher, and what ranks have started and left behind is ended with the job.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import math
 import os
 import signal
-import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
 from octavo.launch import failure, faults, inputs
 from octavo.launch.job import identity, now, read, stopped_reason, write
+from octavo.supervision import Supervisor, die_with_parent, signal_name
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 120.0
-_POLL_SECONDS = 0.05
-
-
-class _Stop:
-    """A request to stop: its reason and time."""
-
-    def __init__(self) -> None:
-        self.asked, self.at = "", 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # schedulers send the last two
-            signal.signal(number, self._on_signal)
-
-    def ask(self, why: str) -> None:
-        if not self.asked:
-            self.asked, self.at = why, time.monotonic()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.ask("it was stopped")
 
 
 def main(folder: Path) -> int:
     """Run the job of a folder; returns its exit code."""
-    stop = _Stop()
-    _adopt(dies_with_parent=os.environ.pop("OCTAVO_LAUNCH_WAITS", "") != "")
+    # A script expects SIGTERM, and not what schedulers send. An inherited "ignore" is of the caller, and no end of the job.
+    with Supervisor(sends=signal.SIGTERM, patience=_STOP_SECONDS, always=True) as processes:
+        if waits := os.environ.pop("OCTAVO_LAUNCH_WAITS", ""):  # the process that ends the job with its own end
+            die_with_parent(int(waits), signal.SIGTERM)
+        return _main(folder, processes)
+
+
+def _main(folder: Path, processes: Supervisor) -> int:
+    """The job from its first state to its last."""
     job = read(folder / "job.json")
     state: dict[str, Any] = {"status": "InProgress", "exit_code": None, "reason": "", "began": now(), **identity()}
     write(folder / "state.json", state)
     code = 0
     try:
-        code = _run(folder, job, state, stop)
-        if stop.asked or code == EXIT_STOPPED:
-            state |= {"status": "Stopped", "reason": stopped_reason(code, stop.asked)}
+        code, asked = _run(folder, job, state, processes)
+        if asked or code == EXIT_STOPPED:
+            state |= {"status": "Stopped", "reason": stopped_reason(code, asked)}
         elif code:
             state |= {"status": "Failed", "reason": failure.reason(folder / "log.txt", job)}
         else:
@@ -80,83 +67,30 @@ def main(folder: Path) -> int:
     return code
 
 
-def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], stop: _Stop) -> int:
-    """Start the command and wait for its end, asking it to stop where that is due."""
-    environment = dict(os.environ, OCTAVO_LAUNCH_PARENT=str(os.getpid()), **{faults.VARIABLE: str(folder / faults.NAME)})
-    deadline = None if job["max_run"] is None else time.monotonic() + job["max_run"]
+def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], processes: Supervisor) -> tuple[int, str]:
+    """Start the command and wait for its end, stopping it where that is due; its exit code, and why it was asked to stop."""
+    environment = {**os.environ, faults.VARIABLE: str(folder / faults.NAME)}
+    deadline = math.inf if job["max_run"] is None else time.monotonic() + job["max_run"]
+    asked = ""
     with (folder / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            job["command"],
-            cwd=folder / "code",
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            preexec_fn=partial(_die_with, os.getpid()),  # this process has no other thread
-        )
-        told = False
-        while (code := process.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                stop.ask(f"{job['runtime_key']} = {job['max_run']} seconds were over")
-            if stop.asked and not told:
-                told = True
-                write(folder / "state.json", state | {"status": "Stopping"})
-                process.terminate()
-            if stop.asked and time.monotonic() > stop.at + _STOP_SECONDS:
-                process.kill()
+        processes.start(job["command"], environment, folder=folder / "code", output=log)
+        for _ in processes.wait():
+            if time.monotonic() > deadline and not processes.asked:
+                asked = f"{job['runtime_key']} = {job['max_run']} seconds were over"
+                processes.stop()
+            if processes.asked and state["status"] != "Stopping":
+                state |= {"status": "Stopping"}
+                write(folder / "state.json", state)
             if not folder.is_dir():  # removed by hand: nobody reaches the job any more
-                process.kill()
-            time.sleep(_POLL_SECONDS)
-        _end_descendants()
+                processes.kill()
+        processes.end()
+    if processes.asked:
+        asked = asked or "it was stopped"
+    (code,) = processes.codes.values()
     if code < 0:  # without a launcher that explains it
-        names = {int(number): number.name for number in signal.Signals}  # those of real time have none
         with (folder / "log.txt").open("a", encoding="utf-8") as log_text:
-            log_text.write(f"octavo: the script was ended by {names.get(-code, f'signal {-code}')}.\n")
-    return code if code >= 0 else 128 - code
-
-
-def _adopt(*, dies_with_parent: bool) -> None:
-    """Become the parent of processes that lose theirs; Linux only. dies_with_parent: stop with the process that waits."""
-    with contextlib.suppress(AttributeError, OSError):
-        library = ctypes.CDLL(None)
-        library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        if dies_with_parent:
-            library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _die_with(supervisor: int) -> None:
-    """In the job's first process: have the kernel kill it when the supervisor ends; Linux only."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:  # it had ended before
-        os._exit(EXIT_FAILED)
-
-
-def _end_descendants() -> None:
-    """End the processes that the job has left behind, also those in sessions of their own."""
-    for _ in range(100):
-        children = _children()
-        if not children:
-            return
-        for pid in children:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(_POLL_SECONDS)
-
-
-def _children() -> list[int]:
-    """Living children of this process; those of a process that ends become children too."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):
-            fields = path.read_bytes().rpartition(b")")[2].split()
-            if int(fields[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+            log_text.write(f"octavo: the script was ended by {signal_name(-code)}.\n")
+    return code if code >= 0 else 128 - code, asked
 
 
 if __name__ == "__main__":

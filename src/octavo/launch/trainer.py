@@ -19,11 +19,11 @@ from octavo.launch.environment import DRIVERS, check_hyperparameters, check_vari
 from octavo.launch.keys import TRAINER
 from octavo.launch.request import Request
 from octavo.launch.sdk_arguments import (
-    OF_ESTIMATOR,
     TRAINER_CONFIGS_REFUSED,
     TRAINER_CONFIGS_SAID,
     TRAINER_MEANINGLESS,
     TRAINER_REFUSED,
+    check_sdk,
 )
 from octavo.launch.starting import check, run, start
 from octavo.launch.training_job import TrainingJob
@@ -82,15 +82,7 @@ class ModelTrainer:
         hyperparameters: Mapping[str, Any] | str | Path | None = None,
         **sdk: Any,
     ) -> None:
-        for name, value in sdk.items():
-            if name in TRAINER_REFUSED and value is not None:
-                raise InputError(f"{name} = {value!r}: {TRAINER_REFUSED[name]}")
-            if name not in TRAINER_MEANINGLESS and name not in TRAINER_REFUSED:
-                if name in OF_ESTIMATOR:
-                    raise InputError(f"{name!r} is an argument of PyTorch: give ModelTrainer {OF_ESTIMATOR[name]}.")
-                guess = nearest(name, (*_OWN, *TRAINER_MEANINGLESS))
-                hint = f" Did you mean {guess!r}?" if guess else ""
-                raise InputError(f"unknown argument {name!r} of ModelTrainer.{hint} The SDK has none of this name.")
+        check_sdk(sdk, "ModelTrainer", (*_OWN, *TRAINER_MEANINGLESS), TRAINER_REFUSED)
         if getattr(training_mode, "value", training_mode) not in {mode.value for mode in Mode}:
             raise InputError(f"training_mode = {training_mode!r}: give Mode.LOCAL_CONTAINER or leave it out.")
         self.training_mode, self.base_job_name = training_mode, base_job_name

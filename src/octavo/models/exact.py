@@ -1,12 +1,14 @@
-"""Exactly known models: a Hugging Face model gets Octavo's decoder only if it is what its config builds, part by part.
+"""Exactly known models: the one proof that a model is what Octavo's blocks compute, part by part.
 
-A subclass, an adapter, a bias that was added, a tie made by hand or a hook computes something else, and the decoder would drop
-it silently. Such a model keeps its own code, and `octavo.describe` gives the reason.
+A subclass, an adapter, a bias that was added, a tie made by hand or a hook computes something else, and Octavo's blocks would
+drop it silently. Such a model keeps its own code, and `octavo.describe` gives the reason. A Hugging Face model is known by what
+its config builds, timm's vision transformer by a table of its parts (`octavo.models.vision`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,13 +16,15 @@ from torch import nn
 
 from octavo.models.decoder import RotaryAngles
 from octavo.models.spec import ModelSpec
-from octavo.models.structure import is_of_transformers, kind_of, scalars_of, tensor_differences
+from octavo.models.structure import Tensors, is_of_transformers, kind_of, scalars_of, tensor_differences, tensors_of
 
-HOOKS = (
+_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 """Of a module's calls, and of its state dict, whose names would be others."""
+_SWITCHES = {"gradient_checkpointing": "gradient checkpointing", "grad_checkpointing": "set_grad_checkpointing()"}
+"""Attributes of models that recompute by themselves: transformers' and timm's."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Kernels of one function; a registered one may be another, such as context parallelism or a mask of its own."""
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
@@ -39,38 +43,58 @@ def tie_again(model: nn.Module) -> None:
         own.get_output_embeddings()._parameters["weight"] = embedding  # an assignment would part them again in that context
 
 
+def differences(
+    model: nn.Module,
+    parts: Collection[str],
+    other_class: Callable[[str, nn.Module | None], str],
+    tensors: Callable[[], Tensors],
+    other_values: Callable[[str, nn.Module], Iterable[str]],
+    name: str = "",
+) -> Iterator[str]:
+    """The proof: messages about what makes a model another than the known one, by classes, then tensors, then each part.
+
+    Args:
+        model: the model.
+        parts: names of the known one's modules.
+        other_class: the message about a module by its name, None for a missing one; empty for a known class.
+        tensors: the known ones; called where every class is known.
+        other_values: messages about values by which a module of the known class computes something else.
+        name: of the model, in front of all names.
+    """
+    own = dict(model.named_modules(prefix=name, remove_duplicate=False))
+    yield from filter(None, (other_class(each, own.get(each)) for each in [*own, *parts]))
+    yield from tensor_differences(tensors_of(model, f"{name}." if name else ""), tensors())
+    for each, module in own.items():
+        if any(not is_of_transformers(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()):
+            yield f"{each or 'the model'} has hooks"
+        yield from switched_on(module)
+        yield from other_values(each, module)
+        if overridden := sorted(key for key, value in vars(module).items() if callable(value) and key in dir(type(module))):
+            yield f"{each or 'the model'}.{overridden[0]} is overridden"
+
+
+def switched_on(module: nn.Module) -> Iterator[str]:
+    """The message about a model's own recomputation, which Octavo's blocks would not do."""
+    for switch, way in _SWITCHES.items():
+        if getattr(module, switch, False):
+            yield f"{way} is on: octavo.transform(recompute=True) does that for Octavo's blocks"
+
+
 def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
-    """The first thing in which a model differs from `reference`, built from its config; empty if there is none."""
+    """The first thing in which a causal language model differs from `reference`, built from its config; empty for none."""
     if type(model) is not type(reference):
         return f"its class {type(model).__name__} is not transformers' {type(reference).__name__}"
-    return next(_differences(model, reference, spec), "")
+    known = dict(reference.named_modules(remove_duplicate=False))
 
+    def other_class(name: str, module: nn.Module | None) -> str:
+        built = known.get(name)
+        return "" if type(module) is type(built) else f"{name} is {kind_of(module, built)}, not {kind_of(built, module)}"
 
-def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    attention = getattr(model.config, "_attn_implementation", None)
-    if attention is not None and attention not in _ATTENTION:
-        yield f"its attention {attention!r} is not one of transformers' own"
-    experts = getattr(model.config, "_experts_implementation", None)
-    if spec.experts and experts not in _EXPERTS:
-        yield f"its experts run by {experts!r}, which is not one of transformers' own"
-    if getattr(model.config, "output_attentions", False):
-        yield "output_attentions = True in its config, and the decoder's attention never stores the probabilities"
-    own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
-    for name in [*own, *known]:
-        if type(own.get(name)) is not type(known.get(name)):
-            yield f"{name} is {kind_of(own.get(name), known.get(name))}, not {kind_of(known.get(name), own.get(name))}"
-    yield from tensor_differences(model, reference)
-    for name, module in own.items():
-        if any(not is_of_transformers(hook) for hooks in HOOKS for hook in getattr(module, hooks).values()):
-            yield f"{name or 'the model'} has hooks"
-        if getattr(module, "gradient_checkpointing", False):
-            yield "gradient checkpointing is on: octavo.transform(recompute=True) does that for Octavo's blocks"
+    def other_values(name: str, module: nn.Module) -> Iterator[str]:
         has, says = scalars_of(module), scalars_of(known[name])
         if changed := sorted(key for key in has.keys() | says.keys() if has.get(key) != says.get(key)):
             key = changed[0]
             yield f"{name or 'the model'}.{key} is {has.get(key)}, where its config says {says.get(key)}"
-        if overridden := sorted(key for key, value in vars(module).items() if callable(value) and key in dir(type(module))):
-            yield f"{name or 'the model'}.{overridden[0]} is overridden"
         inv_freq = getattr(module, "inv_freq", None)
         if isinstance(inv_freq, torch.Tensor) and not inv_freq.is_meta:
             angles = RotaryAngles(spec)
@@ -80,5 +104,19 @@ def _differences(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> Ite
                 or module.attention_scaling != angles.factor
             ):
                 yield f"{name} rotates by other frequencies than the config says"
-    if "_loss_function" in vars(model):
-        yield "its loss_function is overridden"
+
+    found = differences(model, known, other_class, lambda: tensors_of(reference), other_values)
+    loss = ["its loss_function is overridden"] if "_loss_function" in vars(model) else []
+    return next(itertools.chain(_beyond_modules(model.config, spec), found, loss), "")
+
+
+def _beyond_modules(config: Any, spec: ModelSpec) -> Iterator[str]:
+    """What a config chooses outside of the modules."""
+    attention = getattr(config, "_attn_implementation", None)
+    if attention is not None and attention not in _ATTENTION:
+        yield f"its attention {attention!r} is not one of transformers' own"
+    experts = getattr(config, "_experts_implementation", None)
+    if spec.experts and experts not in _EXPERTS:
+        yield f"its experts run by {experts!r}, which is not one of transformers' own"
+    if getattr(config, "output_attentions", False):
+        yield "output_attentions = True in its config, and the decoder's attention never stores the probabilities"

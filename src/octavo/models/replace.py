@@ -16,7 +16,7 @@ from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.models.conv1d import Conv1D
 from octavo.models.convert import conversion_of
-from octavo.models.structure import LINEARS
+from octavo.models.structure import LINEARS, class_name
 from octavo.nn.attention import DotProductAttention
 from octavo.nn.linear import Linear
 from octavo.nn.mlp import LayerNormMLP
@@ -32,14 +32,10 @@ def replace_linears(model: nn.Module) -> None:
     head = find_head() if callable(find_head) else None
     heads = set() if head is None else set(head.modules())  # an adapter on the head has the matrix inside
     for module in model.modules():
-        if isinstance(module, nn.Linear) and _class(module) in LINEARS and module not in heads:
+        if isinstance(module, nn.Linear) and class_name(type(module)) in LINEARS and module not in heads:
             Linear.from_linear(module)
         elif type(module) is PlainConv1D:
             Conv1D.from_conv1d(module)
-
-
-def _class(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:

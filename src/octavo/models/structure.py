@@ -43,19 +43,22 @@ _TRAINING = ("drop", "jitter", "loss", "cache", "parallel_", "_parallel", "paral
 """Parts of names of attributes without effect on inference."""
 
 
-def tensors_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Parameters and persistent buffers: name → shape, and the first name of the same tensor."""
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+"""Parameters and persistent buffers: name → shape, and the first name of the same tensor."""
+
+
+def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
+    """The tensors of a model; prefix: of all names."""
     first: dict[int, str] = {}
     return {
         name: (tuple(value.shape), first.setdefault(id(value), name))
-        for name, value in model.state_dict(keep_vars=True).items()
+        for name, value in model.state_dict(prefix=prefix, keep_vars=True).items()
         if isinstance(value, Tensor)
     }
 
 
-def tensor_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]:
-    """Parameters and persistent buffers by name, shape and the names that share one."""
-    own, known = (tensors_of(m) for m in (model, reference))
+def tensor_differences(own: Tensors, known: Tensors) -> Iterator[str]:
+    """Tensors that differ in name, shape or the names that share one."""
     for name in [*own, *known]:
         if name not in known or name not in own:
             yield f"{name} is {'an extra' if name in own else 'a missing'} parameter"
@@ -78,6 +81,11 @@ def scalars_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def class_name(cls: type) -> str:
+    """A class's whole name."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def kind_of(module: nn.Module | None, beside: nn.Module | None = None) -> str:
     """A module's class, with an article; its whole name where the module beside it has a class of the same."""
     if module is None:
@@ -85,7 +93,7 @@ def kind_of(module: nn.Module | None, beside: nn.Module | None = None) -> str:
     cls, other = written_class(module), None if beside is None else written_class(beside)
     if other is None or cls.__name__ != other.__name__:
         return f"a {cls.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}" + (" of another code" if cls.__module__ == other.__module__ else "")
+    return class_name(cls) + (" of another code" if cls.__module__ == other.__module__ else "")
 
 
 def is_of_transformers(hook: object) -> bool:
@@ -114,7 +122,7 @@ def _differences(model: nn.Module, reference: nn.Module, root: bool) -> Iterator
     for name, module in own.items():
         if shared.setdefault(module, name) != name and known[name] is not known[shared[module]]:
             yield f"{name} and {shared[module]} are one module"
-    yield from tensor_differences(model, reference)
+    yield from tensor_differences(tensors_of(model), tensors_of(reference))
     for name, module in own.items():
         if name or root:
             yield from (f"{name or 'model'}{fact}" for fact in _module_differences(module, known[name]))
@@ -122,7 +130,7 @@ def _differences(model: nn.Module, reference: nn.Module, root: bool) -> Iterator
 
 def _same_code(module: nn.Module, reference: nn.Module) -> bool:
     own, known = written_class(module), written_class(reference)
-    if own is Linear and f"{known.__module__}.{known.__qualname__}" in LINEARS:
+    if own is Linear and class_name(known) in LINEARS:
         return True
     return own is known or (own is Conv1D and known is PlainConv1D)
 

@@ -8,6 +8,7 @@ stream is of autocast's dtype, if it is on. timm is not imported here.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.models.convert import Conversion, attach
-from octavo.models.exact import HOOKS
+from octavo.models.exact import differences, switched_on
 from octavo.models.families import Join, Joined, NameTable
-from octavo.models.structure import difference_from
+from octavo.models.structure import Tensors, class_name, difference_from, tensors_of
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.plain_names import use_plain_names
 
@@ -42,6 +43,7 @@ VIT_NAMES = NameTable(
     theirs="blocks",
 )
 _LINEAR, _NORMS = "torch.nn.modules.linear.Linear", ("timm.layers.norm.LayerNorm", "torch.nn.modules.normalization.LayerNorm")
+_IDENTITY, _DROPOUT = "torch.nn.modules.linear.Identity", "torch.nn.modules.dropout.Dropout"
 _CLASSES = {
     "": ("timm.models.vision_transformer.Block",),
     "attn": ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"),
@@ -49,11 +51,10 @@ _CLASSES = {
     "mlp.act": ("torch.nn.modules.activation.GELU",),
     **dict.fromkeys(("norm1", "norm2"), _NORMS),
     **dict.fromkeys(("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), (_LINEAR,)),
+    **dict.fromkeys(("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2"), (_DROPOUT, _IDENTITY, None)),
 }
-"""Parts of a block → the classes that Octavo's layer computes."""
+"""Parts of a block → the classes that Octavo's layer computes, None for no such part; any other is an `Identity`."""
 _AS_BUILT = "octavo_blocks_as_built"
-_ABSENT = ("ls1", "ls2", "drop_path1", "drop_path2", "attn.q_norm", "attn.k_norm", "attn.norm", "attn.gate", "mlp.norm")
-_DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
 
 
 class Blocks(nn.Sequential):
@@ -77,66 +78,73 @@ class Blocks(nn.Sequential):
 
 def is_vision_transformer(model: nn.Module) -> bool:
     """True for timm's `VisionTransformer`, and no subclass."""
-    return _class(model) == "timm.models.vision_transformer.VisionTransformer"
+    return class_name(type(model)) == "timm.models.vision_transformer.VisionTransformer"
 
 
 def own_code_reason(model: nn.Module) -> str:
     """The reason why a `VisionTransformer` keeps its own blocks; empty if Octavo's compute the same."""
     blocks = model.get_submodule("blocks")
-    if getattr(model, "grad_checkpointing", False):
-        return "set_grad_checkpointing() is on: octavo.transform(recompute=True) does that for Octavo's blocks"
     if type(blocks) is not nn.Sequential:
         return f"blocks is a {type(blocks).__name__}"
-    if fault := next((f"blocks.{number}{fault}" for number, block in enumerate(blocks) for fault in _faults(block)), ""):
+    parts = [f"blocks.{number}{part and f'.{part}'}" for number in range(len(blocks)) for part in _CLASSES]
+    faults = differences(blocks, parts, _other_class, lambda: _tensors(blocks), _other_values, "blocks")
+    if fault := next(itertools.chain(switched_on(model), faults), ""):
         return fault
-    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    if len(set(blocks)) < len(blocks) or len(set(parameters)) < len(parameters):
+    if any(name != first for name, (_, first) in tensors_of(model).items()):
         return "blocks or parameters are shared"
-    if len({_part(block, "attn").num_heads for block in blocks}) > 1:
+    if len({block.get_submodule("attn").num_heads for block in blocks}) > 1:
         return "blocks have different numbers of heads"
     return ""
 
 
-def _faults(block: nn.Module) -> Iterator[str]:
-    for path, classes in _CLASSES.items():
-        part = _part(block, path)
-        if part is None or _class(part) not in classes:
-            yield f"{'.' if path else ''}{path} is a {type(part).__name__}"
-            return
-    for path in (*_ABSENT, *_DROPOUTS):
-        part = _part(block, path)
-        if part is None or type(part) is nn.Identity:
-            continue
-        if path in _ABSENT:
-            yield f".{path} is a {type(part).__name__}"
-        elif getattr(part, "p", None) != 0.0:
-            yield f".{path} drops with probability {getattr(part, 'p', '?')}"
-    for name, module in block.named_modules():
-        if any(getattr(module, hooks) for hooks in HOOKS):
-            yield f"{'.' if name else ''}{name} has hooks"
-        if "forward" in vars(module):
-            yield f"{'.' if name else ''}{name} has a forward of its own"
-    known = {theirs for entry in VIT_NAMES.block.values() for theirs in ([entry] if isinstance(entry, str) else entry.names)}
-    if extra := sorted({name for name, _ in block.named_parameters()} - known):
-        yield f" has the parameter {extra[0]}"
-    attn, mlp, norms = _part(block, "attn"), _part(block, "mlp"), (_part(block, "norm1"), _part(block, "norm2"))
-    facts = {
-        "mlp.act approximates": mlp.act.approximate != "none",
-        "norm1 and norm2 differ in eps": norms[0].eps != norms[1].eps,
-        "a norm has no weight or no bias": any(norm.weight is None or norm.bias is None for norm in norms),
-        "mlp.fc1 and mlp.fc2 differ in bias": (mlp.fc1.bias is None) != (mlp.fc2.bias is None),
-        "attn scales by another factor": attn.scale != attn.head_dim**-0.5,
-        "attn has another width": attn.proj.out_features != attn.qkv.in_features,
-    }
-    yield from (f": {fact}" for fact, holds in facts.items() if holds)
+def _other_class(name: str, module: nn.Module | None) -> str:
+    """The fault of the class of a block or of a part of one."""
+    _, _, part = name.removeprefix("blocks.").partition(".")
+    found = None if module is None else class_name(type(module))
+    is_known = name == "blocks" or found in _CLASSES.get(part, (_IDENTITY,))
+    return "" if is_known else f"{name} is a {type(module).__name__}"
+
+
+def _tensors(blocks: Any) -> Tensors:
+    """The tensors of `VIT_NAMES`, by the widths of each block."""
+    found: Tensors = {}
+    for number, block in enumerate(blocks):
+        attn, mlp = block.attn, block.mlp
+        dim, width, hidden = attn.qkv.in_features, attn.num_heads * attn.head_dim, mlp.fc1.out_features
+        for part, rows, columns, bias in (
+            *((norm, dim, (), True) for norm in ("norm1", "norm2")),
+            ("attn.qkv", 3 * width, (dim,), attn.qkv.bias is not None),
+            ("attn.proj", dim, (width,), attn.proj.bias is not None),
+            ("mlp.fc1", hidden, (dim,), mlp.fc1.bias is not None),
+            ("mlp.fc2", dim, (hidden,), mlp.fc1.bias is not None),
+        ):
+            weight, bias_name = (f"blocks.{number}.{part}.{kind}" for kind in ("weight", "bias"))
+            found[weight] = (rows, *columns), weight
+            if bias:
+                found[bias_name] = (rows,), bias_name
+    return found
+
+
+def _other_values(name: str, module: Any) -> Iterator[str]:
+    """The faults of a dropout, and of a block with its parts."""
+    if isinstance(module, nn.Dropout) and module.p:
+        yield f"{name} drops with probability {module.p}"
+    if name.rpartition(".")[0] == "blocks":
+        facts = {
+            "mlp.act approximates": module.mlp.act.approximate != "none",
+            "norm1 and norm2 differ in eps": module.norm1.eps != module.norm2.eps,
+            "attn scales by another factor": module.attn.scale != module.attn.head_dim**-0.5,
+        }
+        yield from (f"{name}: {fact}" for fact, holds in facts.items() if holds)
 
 
 def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> None:
     """Put Octavo's layers, on the meta device, in the place of timm's blocks."""
     heads = 0
     layers = []
-    for block in model.get_submodule("blocks").children():
-        attn, mlp, norm = (_part(block, path) for path in ("attn", "mlp", "norm1"))
+    blocks: Any = model.get_submodule("blocks")
+    for block in blocks:
+        attn, mlp, norm = block.attn, block.mlp, block.norm1
         heads = attn.num_heads
         layers.append(
             TransformerLayer(
@@ -170,15 +178,3 @@ def check_blocks(model: nn.Module) -> None:
             f"blocks: {different}. A file under timm's names would load as another model: give the model the blocks that it "
             "had, or keep it as it is by octavo.save(path, model)."
         )
-
-
-def _part(block: nn.Module, path: str) -> Any:
-    """A part of a block; None for one that this version of timm does not have."""
-    part: Any = block
-    for name in path.split(".") if path else ():
-        part = getattr(part, name, None)
-    return part
-
-
-def _class(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,19 +1,17 @@
 """`python -m octavo.watchdog RANKS COMMAND …`: any command as several ranks of this host, in the environment of torchrun.
 
-A job of `octavo.launch` runs so, and it dies with the job's process. Unlike torchrun's the store of the ranks is bound to the
+A job of `octavo.launch` runs so, below the job's supervisor. Unlike torchrun's the store of the ranks is bound to the
 loopback interface, and the exit code is that of the rank that failed first.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from octavo.errors import InputError, warn
 from octavo.watchdog.launcher import launch
-from octavo.watchdog.processes import die_with_parent
 
 _TIMEOUT = 120.0
 """Seconds to save after a signal, as SageMaker gives them."""
@@ -23,10 +21,6 @@ _ENDED = ("before a rank could save.", 128 + signal.SIGTERM)
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code of the rank that failed first, or 0."""
-    parent = os.environ.pop("OCTAVO_LAUNCH_PARENT", None)
-    die_with_parent()
-    if parent is not None and os.getppid() != int(parent):  # it had ended before
-        return 1
     try:
         return launch(arguments[1:], int(arguments[0]), timeout=_TIMEOUT, grace=_GRACE, stopped=_ENDED)
     except InputError as error:

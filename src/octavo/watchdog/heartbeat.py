@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from torch.distributed.distributed_c10d import Store
 
 from octavo.errors import EXIT_FAILED
+from octavo.supervision import Process, start_time
 from octavo.watchdog import diagnosis
 from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
-from octavo.watchdog.processes import Process, SharedPage, host_identity, orphaned, start_time
+from octavo.watchdog.processes import SharedPage, host_identity, orphaned
 
 _MANY_RANKS = 64  # with more the interval grows: each rank reads the heartbeats of all others
 _LOST_INTERVALS = 4  # without a heartbeat, after which a rank counts as lost if connections break

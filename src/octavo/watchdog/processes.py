@@ -1,20 +1,18 @@
-"""Processes of this host: their end, their last progress, and the end of this one with its launcher.
+"""A rank among the processes of its host: its end, also with its launcher, its imports, and its last progress.
 
-A process descriptor (`pidfd_open`) becomes readable the moment the process dies, and a shared page of memory still holds its
-last progress: a death is seen at once, without waiting for a heartbeat. Without Linux, or in a container that forbids these
-calls, processes are looked up at every heartbeat, and progress comes from heartbeats alone.
+A shared page of memory holds a rank's last progress after its death, which the others see at once (`supervision.Process`),
+without waiting for a heartbeat. Without Linux, or in a container that forbids these calls, processes are looked up at every
+heartbeat, and progress comes from heartbeats alone.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -25,8 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from octavo.process import process
+from octavo.supervision import boot_id, children, die_with_parent, fields_of
 
-_PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("python", "torchrun", "octavo")
 _PAGE_BYTES = 4096
 _LONGEST_WAIT_SECONDS = 300.0
@@ -40,15 +38,9 @@ def die_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     process.launcher = os.getppid()
-    die_with_parent()  # `orphaned` is checked at every heartbeat as well
-    if orphaned() or _adopted(process.launcher):
+    die_with_parent(process.launcher)  # `orphaned` is checked at every heartbeat as well
+    if _adopted(process.launcher):
         os._exit(1)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux only)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def leave(code: int) -> NoReturn:
@@ -119,21 +111,17 @@ def wait_for_rank_0(seconds: float) -> None:
 
 def _sibling_of_rank_0() -> int | None:
     """The process of rank 0, if the launcher of this one has started it on this host."""
-    children: list[str] = []
-    with contextlib.suppress(OSError):
-        for file in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-            children += file.read_text().split()
-    for pid in children:
+    for pid in children(os.getppid()):
         with contextlib.suppress(OSError):
             if b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                return int(pid)
+                return pid
     return None
 
 
 def _main_thread(pid: int | None) -> tuple[int, bool]:
     """Time on a processor in the kernel's ticks, and True while it runs or waits for a processor or a disk."""
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = fields_of(f"/proc/{pid}/task/{pid}/stat")
         return int(fields[11]) + int(fields[12]), fields[0] in (b"R", b"D")
     return 0, False
 
@@ -155,62 +143,10 @@ def _adopted(parent: int) -> bool:
 
 def host_identity() -> str:
     """Equal for processes that share process ids: the same boot of the same host, and the same container."""
-    parts = [socket.gethostname()]
+    parts = [socket.gethostname(), boot_id()]
     with contextlib.suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(Path("/proc/self/ns/pid").readlink())]
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return " ".join(parts)
-
-
-def start_time(pid: int) -> int | None:
-    """Start time of a living process in the kernel's ticks; 0 if the kernel does not tell, None if the process is dead."""
-    if not Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return 0
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-class Process:
-    """A process of this host; its start time tells it from a later one with the same pid."""
-
-    def __init__(self, pid: int, started: int) -> None:
-        self.pid, self.started = pid, started
-        # Readable once the process has ended; None without kernel support, or if it had already ended.
-        self.descriptor: int | None = None
-        with contextlib.suppress(OSError, AttributeError):
-            self.descriptor = os.pidfd_open(pid)
-        if start_time(pid) != started:
-            self.close()  # another process's descriptor
-
-    def ended(self, within: float = 0.0) -> bool:
-        """True if it has ended; waits for that up to `within` seconds."""
-        if self.descriptor is None:
-            return start_time(self.pid) != self.started
-        poll = select.poll()
-        poll.register(self.descriptor, select.POLLIN)
-        return bool(poll.poll(within * 1000))
-
-    def kill(self) -> None:
-        """Send SIGKILL, unless it has ended."""
-        with contextlib.suppress(OSError):
-            if self.descriptor is not None:
-                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-            elif not self.ended():
-                os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
 
 class SharedPage:

@@ -17,28 +17,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from octavo.errors import RunStopped
+from octavo.supervision import StopHandler, stop_signals
 
 
 class _StopSignal(BaseException):
     """A signal before the first step; no `Exception`, which libraries that read data and models catch."""
 
 
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals without a meaning of their own, which schedulers send some time before the end; they end a process by default."""
-
-
-def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run of this process to stop: without those that it ignores, or has another use for."""
-    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-    return [signal.SIGTERM, signal.SIGINT, *hangup, *(number for number in NOTICES if _is_free(number))]
-
-
-def _is_free(number: signal.Signals) -> bool:
-    handler = signal.getsignal(number)
-    return handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), StopRequest)
-
-
-class StopRequest:
+class StopRequest(StopHandler):
     """A context that handles the signals; after one before the first step its exit raises RunStopped."""
 
     def __init__(self) -> None:

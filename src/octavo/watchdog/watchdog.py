@@ -24,10 +24,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from octavo.errors import EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED, OctavoError, RunStopped
 from octavo.parallel.world import state
+from octavo.supervision import NOTICES
 from octavo.watchdog.diagnosis import Failure, Progress
 from octavo.watchdog.heartbeat import HeartbeatThread
 from octavo.watchdog.processes import SharedPage, exit_without_destructors
-from octavo.watchdog.stopping import NOTICES
 
 _BROKEN_CONNECTION = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"rank (\d+)\b")

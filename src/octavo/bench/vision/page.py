@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from textwrap import fill
 
-from octavo.bench.files import read_results
+from octavo.bench.files import exit_code_of, read_results
 from octavo.bench.vision.costs import (
     BLOCK_PERCENT,
     FP8_PERCENT,
@@ -24,8 +24,8 @@ from octavo.bench.vision.costs import (
     published,
 )
 from octavo.bench.vision.prices import PUBLISHED_PRICES
-from octavo.errors import InputError, OctavoError, warn
-from octavo.storage import describe_fault, write_atomic
+from octavo.errors import InputError
+from octavo.storage import write_atomic
 
 BEGIN, END = "<!-- The table: python -m octavo.bench.vision.page docs/vision.md benchmarks -->", "<!-- End of the table -->"
 WIDTH = 128
@@ -62,21 +62,16 @@ def rewrite(page: str, results: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     """Rewrite PAGE from the results in FOLDER; returns the exit code."""
-    try:
+
+    def write() -> None:
         if len(arguments) != 2:
             raise InputError("give a page and a folder of results: docs/vision.md benchmarks.")
         page, folder = map(Path, arguments)
         if not page.is_file() or not folder.is_dir():
             raise InputError(f"{page} is no file, or {folder} no folder: give docs/vision.md and benchmarks.")
         write_atomic(page, rewrite(page.read_text(encoding="utf-8"), folder))
-    except OctavoError as error:
-        warn(str(error))
-        return error.exit_code
-    except OSError as error:  # of the page, which cannot be read or written
-        message, code = describe_fault(error)
-        warn(message)
-        return code
-    return 0
+
+    return exit_code_of(write)
 
 
 def _line(figures: str, row: CostRow) -> str:

@@ -71,7 +71,9 @@ class ShardedModel(FullyShardedDataParallel):
         with given_names():
             sharding = _sharding(module, noted, given.mixed_precision, degree, strategy)
             values = _values(module, noted, given.param_init_fn, sync=given.sync_module_states)
-            place(module, _device(given.device_id), sharding, values, averaged=True).train(training)
+            device = _device(given.device_id)
+            if sharding is not None or not _is_on(module, device):
+                place(module, device, sharding, values, averaged=True).train(training)
         if sharding is not None and sharding.context is not None:
             slices.join_inputs(module, sharding.context)
         self._fsdp_wrapped_module = module
@@ -207,6 +209,11 @@ def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingS
             "torch.sagemaker.init decides, as in SMP.",
         )
     return strategy
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    """True for a model that `transform` has placed on the device already: the one of a single rank, with weights."""
+    return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _device(device_id: Any) -> torch.device:

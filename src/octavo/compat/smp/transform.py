@@ -95,7 +95,8 @@ def transform(
     with given_names():
         seed = state.config.random_seed
         options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)
-        new = build_model(model, options, device=home).train(training)
+        # Ranks share no model before FSDP, which shards it: which layouts of weights stay is decided there.
+        new = build_model(model, options, device=home, placed=state.world_size == 1).train(training)
     if isinstance(new, Decoder):
         new.generation_config = getattr(model, "generation_config", None)
         new.register_forward_hook(_as_output)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.compat.te import parts
 from octavo.compat.te.signatures import SIGNATURES, bound, refuse_fp8
-from octavo.compat.te.split import SplitLinear, split
+from octavo.compat.te.split import HighPrecisionResults, SplitLinear, split
 from octavo.compat.te.state import Products, Stateless
 from octavo.nn import grouped as _grouped
 from octavo.nn import linear as _linear
@@ -55,7 +55,7 @@ class Linear(Products, _linear.Linear, metaclass=Kind):
         return super().forward(inp, is_first_microbatch)
 
 
-class LayerNormLinear(Products, _linear.LayerNormLinear, metaclass=Kind):
+class LayerNormLinear(HighPrecisionResults, Products, _linear.LayerNormLinear, metaclass=Kind):  # type: ignore[misc]
     """y = norm(x) · weightᵀ + bias."""
 
     __module__ = "transformer_engine.pytorch.module.layernorm_linear"  # by which clients tell it
@@ -68,18 +68,6 @@ class LayerNormLinear(Products, _linear.LayerNormLinear, metaclass=Kind):
         super().__init__(**values)
         if names is not None:
             split(self, names)
-
-    def forward(
-        self,
-        inp: Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-        **residual: Any,
-    ) -> Any:
-        """inp [..., in_features] → [..., out_features]."""
-        refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return super().forward(inp, is_first_microbatch, **residual)
 
 
 class LayerNormMLP(Products, _mlp.LayerNormMLP, metaclass=Kind):

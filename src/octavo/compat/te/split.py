@@ -18,11 +18,8 @@ from octavo.errors import InputError
 from octavo.nn import linear as _linear
 
 
-class Split(Parts, Products):
-    """Base: parameters NAME_weight and NAME_bias."""
-
-    names: tuple[str, ...]
-    way = "without parameters_split"
+class HighPrecisionResults:
+    """Base: a call asks for no result in FP8, which Octavo does not have."""
 
     def forward(
         self,
@@ -34,7 +31,14 @@ class Split(Parts, Products):
     ) -> Any:
         """inp [..., in_features] → [..., out_features]."""
         refuse_fp8(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        return super().forward(inp, is_first_microbatch, **residual)
+        return super().forward(inp, is_first_microbatch, **residual)  # type: ignore[misc]
+
+
+class Split(HighPrecisionResults, Parts, Products):
+    """Base: parameters NAME_weight and NAME_bias."""
+
+    names: tuple[str, ...]
+    way = "without parameters_split"
 
     def _join(self, kind: str) -> Tensor | None:
         parts = self.parts(kind)
