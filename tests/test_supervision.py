@@ -176,7 +176,9 @@ for seconds in (0, 600):
 open({str(tmp_path)!r} + "/ready", "w").close()
 time.sleep(600)
 """
-    with Supervisor() as processes:
+    # Other code of this process has not waited for a child of its own, which has ended.
+    with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as unwaited, Supervisor() as processes:
+        os.waitid(os.P_PID, unwaited.pid, os.WEXITED | os.WNOWAIT)
         start(processes, text)
         for _ in processes.wait():
             if (tmp_path / "ready").exists():

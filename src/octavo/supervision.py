@@ -181,8 +181,12 @@ class Supervisor(StopHandler):
     def _reap(self) -> None:
         """Collect the adopted processes that have ended: a long job would fill the table of processes."""
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and self._is_left(found.si_pid):
-                os.waitpid(found.si_pid, os.WNOHANG)
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+            # It tells of one child alone, perhaps of one that other code has yet to wait for.
+            for pid in children(os.getpid()):
+                if self._is_left(pid):
+                    os.waitpid(pid, os.WNOHANG)
 
     def _is_left(self, pid: int) -> bool:
         """True for a child that no code of this process has started: an adopted one."""
