@@ -93,6 +93,8 @@ def as_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=2))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None))
     monkeypatch.setattr(algorithms, "mm", _mm)
     monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
     monkeypatch.setattr(torch, "_grouped_mm", _grouped_mm)

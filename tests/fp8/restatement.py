@@ -98,7 +98,7 @@ def amax(x: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 @dataclass
 class DelayedState:
-    """Scale and history of one tensor under delayed scaling."""
+    """Scale and history of one tensor under delayed scaling; `begun` once a finite amax above 0 has given it a scale."""
 
     format: Format
     length: int
@@ -106,6 +106,7 @@ class DelayedState:
     margin: int = 0
     scale: np.float32 = field(default_factory=lambda: np.float32(1))
     history: np.ndarray = field(init=False)
+    begun: bool = False
 
     def __post_init__(self) -> None:
         self.history = np.zeros(self.length, dtype=np.float32)
@@ -126,6 +127,11 @@ class DelayedState:
             with np.errstate(over="ignore"):
                 scale = np.float32(self.format.max * 2.0**-self.margin) / np.float32(largest)
             self.scale = LARGEST if np.isinf(scale) else scale
+            self.begun = True
+
+    def of_cast(self, x: np.ndarray) -> np.float32:
+        """The scale of the next cast: before the state has begun that of current scaling."""
+        return self.scale if self.begun else scale_of(amax(x), self.format)
 
     def step(self, x: np.ndarray) -> None:
         """One use and its update."""
@@ -189,7 +195,7 @@ def operands(x: np.ndarray, w: np.ndarray, g: np.ndarray, recipe: str, states: d
     """x [M, K], w [N, K], g [M, N] → the quantised operands of the three products. `states` is for "delayed" only."""
     if recipe == "delayed":
         named = zip(states.values(), (x, w, g), strict=True)
-        x, w, g = (round_trip(tensor, state.scale, state.format) for state, tensor in named)
+        x, w, g = (round_trip(tensor, state.of_cast(tensor), state.format) for state, tensor in named)
         return Products((x, w), (g, w.T), (g.T, x.T))
     if recipe in ("current", "powers of two"):
         powers = recipe == "powers of two"

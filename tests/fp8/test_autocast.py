@@ -36,6 +36,7 @@ def states_of(layer, length=4):
     states = delayed_states(True, length, "max", 0)
     for name, state in states.items():
         state.scale, state.history = np.float32(report[name]["scale"].item()), report[name]["amax_history"].numpy().copy()
+        state.begun = report[name]["begun"]
     return states
 
 
@@ -231,7 +232,7 @@ def test_an_exception_leaves_the_context_and_loses_no_amax(layer, draw):
 def test_later_micro_batches_keep_the_first_ones_weight(layer, draw):
     for _ in range(2):
         states = states_of(layer)
-        kept = round_trip(array(layer.weight), states["weight"].scale, states["weight"].format)
+        kept = round_trip(array(layer.weight), states["weight"].of_cast(array(layer.weight)), states["weight"].format)
         for number in range(3):
             x, g = batch(draw, 2.0**number), batch(draw, 1, OUTER)
             want = operands(array(x), array(layer.weight), array(g), "delayed", states)
@@ -401,7 +402,8 @@ def test_scales_are_copied_once_until_they_change(draw):
         kept = slot.buffer.kept()
         assert slot.buffer.kept() is kept
         before = kept.clone()
-    assert not torch.equal(slot.buffer.kept(), before)  # the end of the autocast has updated them
-    assert torch.equal(kept, before)
+    after = slot.buffer.kept()
+    assert not torch.equal(after[slot.entries], before[slot.entries])  # the end of the autocast has updated them
+    assert kept.nan_to_num(-1).equal(before.nan_to_num(-1))
     scaling.fill(slot, torch.tensor(3.0), torch.zeros(2))
     assert slot.kept_scale == 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from driving import RECIPES, array, bits, delayed, gradients, snapshot, step
-from restatement import E4M3, amax, normalised, round_trip, swiglu
+from restatement import E4M3, amax, normalised, swiglu, tensorwise
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -83,9 +83,9 @@ def test_the_second_cast_reads_the_activations_float32_result(kind, activation, 
         )
         fresh.load_state_dict(layer.state_dict())
         step(fresh, x, torch.ones(5, HIDDEN).bfloat16(), delayed(2))
-        # First step: every scale is 1. The output of fc1 is in the model's dtype.
+        # First step: every scale is that of the tensor's own amax. The output of fc1 is in the model's dtype.
         normed = normed_of(layer, x, kind).astype(np.float32)
-        hidden = bf16(round_trip(normed, np.float32(1), E4M3) @ round_trip(array(layer.fc1_weight), np.float32(1), E4M3).T)
+        hidden = bf16(tensorwise(normed, E4M3) @ tensorwise(array(layer.fc1_weight), E4M3).T)
         if activation == "swiglu":
             block = math.gcd(ffn, 32)
             halves = hidden.reshape(5, ffn // block, 2, block)

@@ -240,9 +240,8 @@ def test_a_state_is_seen_while_its_context_is_open():
 def test_saturation_is_reported():
     layer = octavo.nn.Linear(8, 8)
     torch.nn.init.constant_(layer.weight, 0.25)
-    x = torch.full((2, 8), 449.0)
-    for saturated in (True, False):
-        step(layer, x, torch.ones(2, 8), delayed())
+    for size, saturated in ((1.0, False), (1.01, True), (1.01, False)):
+        step(layer, torch.full((2, 8), size), torch.ones(2, 8), delayed())
         report = octavo.fp8.inspect(layer)
         assert (report["input"]["saturated"], report["weight"]["saturated"]) == (saturated, False)
 

@@ -87,6 +87,6 @@ def test_slots_follow_their_buffer_when_it_grows():
     first = buffer.allocate(448.0, 0)
     assert (first.scale, first.amax) == (1, 0)  # seen before it grows
     buffer.allocate(448.0, 64)
-    first.scale.fill_(2)
+    first.present()[0].fill_(2)
     first.amax.fill_(3)
     assert (buffer.scale[0], buffer.history[0, 0]) == (2, 3)

@@ -29,6 +29,7 @@ import octavo
 import ranks
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES
+from octavo.fp8.scaling import load_state_records, state_records
 from octavo.models.convert import conversion_of
 from octavo.models.decoder import Decoder
 from octavo.parallel import offload
@@ -140,9 +141,11 @@ def _loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(model(x), labels) if x.is_floating_point() else model(input_ids=x, labels=labels).loss
 
 
-def _step(model: nn.Module, x: Tensor, labels: Tensor, recipe: Any = None) -> Step:
-    """The second of two passes over the same batch."""
-    for _ in range(2):
+def _step(model: nn.Module, x: Tensor, labels: Tensor, recipe: Any = None, records: Mapping[str, Tensor] | None = None) -> Step:
+    """The second of two passes over the same batch; records: FP8 records that it begins with."""
+    for number in range(2):
+        if number and records is not None:
+            load_state_records(model, records, recipe)
         model.zero_grad()
         with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
             loss = _loss(model, x, labels)
@@ -182,6 +185,7 @@ def _steps_of_rank(model: str) -> list[list[Step] | str]:
 
 def _steps_by(model: str, degrees: dict[str, int]) -> list[Step] | str:
     """The loss is the mean over the batch on every rank."""
+    records = _records_of_one_rank(model)  # each rank's own first cast, of its own samples, is by another scale
     octavo.init(degrees)
     size, rank, found = octavo.state.dp_size, octavo.state.dp_rank, []
     try:
@@ -190,7 +194,7 @@ def _steps_by(model: str, degrees: dict[str, int]) -> list[Step] | str:
             assert all(hasattr(p, "full_tensor") for p in ours.parameters())  # in shards
             assert (getattr(ours, "context", None) is not None) == ("context_parallel_degree" in degrees)
             x, labels = (part.chunk(size)[rank] for part in _samples(model))
-            step = _step(ours, x, labels, recipe)
+            step = _step(ours, x, labels, recipe, None if recipe is None else records)
             if not isinstance(ours, Decoder):  # the loss of a model's own code is that of this rank's samples
                 losses = torch.tensor(step.loss)
                 dist.all_reduce(losses)
@@ -201,6 +205,16 @@ def _steps_by(model: str, degrees: dict[str, int]) -> list[Step] | str:
     finally:
         octavo.shutdown()
     return found
+
+
+def _records_of_one_rank(model: str) -> dict[str, Tensor]:
+    """FP8 records of a whole model behind a pass over all samples."""
+    ours, recipe = _transformed(model), RECIPES["delayed"]()
+    x, labels = _samples(model)
+    with octavo.fp8_autocast(fp8_recipe=recipe):
+        loss = _loss(ours, x, labels)
+    loss.backward()
+    return state_records(ours)
 
 
 @functools.cache
@@ -373,7 +387,7 @@ def references() -> list[str]:
     rows = {
         "recipes": ("Hugging Face's (timm's) model in float32", within(FORMAT)),
         "2 ranks, without FP8": ("one rank", within(EXACT)),
-        "2 ranks, delayed scaling": ("one rank", within(SUMS)),
+        "2 ranks, delayed scaling": ("one rank, from the same scales", within(SUMS)),
         "recomputation, offload": ("the same step without it, delayed scaling", "none; and less is kept for backward"),
         "export, reload": ("weights and next step of the exported model", "none"),
         "Trainer": (

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from llamas import llama_config
 
+import first_casts
 from building import built_model
 from octavo.collectives.whole import whole_tensor
 from octavo.fp8 import scaling
@@ -61,6 +62,7 @@ def build_whole(dtype, sizes):
     return built_model(config, dtype=dtype, params_dtype=torch.float32, device=world.state.device, seed=0)
 
 
+@first_casts.by_one()
 def train(degrees, dtype, recipe, micro_batches, *, steps=10, settings=None, sizes=None, **options):
     """Loss, norm, gathered gradients and a hash of the FP8 state of each step; that state and gathered weights at the end."""
     if dist.is_initialized():

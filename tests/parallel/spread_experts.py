@@ -6,6 +6,7 @@ import sharded
 import torch
 import torch.distributed as dist
 
+import first_casts
 import octavo
 from octavo.checkpoint.writer import collect
 from octavo.config import MoeConfig
@@ -49,6 +50,7 @@ def route_to(forced, logits):
     return logits.softmax(-1).gather(1, chosen), chosen
 
 
+@first_casts.by_one()
 def apart(degrees, recipe):
     """Scales of all experts on this rank, of an autocast that joins none over the ranks."""
     world.init(degrees)
@@ -58,7 +60,7 @@ def apart(degrees, recipe):
         with fp8_autocast(enabled=True, fp8_recipe=RECIPES[recipe](reduce_amax=False)):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-    return {name: record for name, record in state_records(model).items() if ".experts." in name}
+    return {name: record for name, record in state_records(model).items() if ".experts." in name and not name.endswith("begun")}
 
 
 def placed(degrees):

@@ -148,7 +148,7 @@ def gathered(recipe_name):
             continue
         weight = whole.get(f"{name}.weight", whole.get(f"{name}_weight"))
         how = recipe.casts[Operand.WEIGHT]
-        scale = torch.ones(()) if how.delayed else reference.scale_from_amax(weight.abs().max(), how.format.max)
+        scale = reference.scale_from_amax(weight.abs().max(), how.format.max)  # of delayed scaling the first
         want = reference.cast(weight, scale, how.format.dtype, how.format.max)
         row, column = (data.float() for data, _ in (state.gathered.rowwise, state.gathered.columnwise))
         amax = state.slots[Operand.WEIGHT].history[-1].item() if state.slots else None

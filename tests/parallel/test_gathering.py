@@ -8,6 +8,7 @@ import sharded
 import torch
 import torch.distributed as dist
 
+import first_casts
 import ranks
 from octavo.errors import InputError
 from octavo.fp8 import scaling
@@ -34,6 +35,7 @@ def start(keep=False, sizes=None, **options):
     return model, IDS.chunk(world.state.dp_size)[world.state.dp_rank]
 
 
+@first_casts.by_one()
 def evaluated_before_backward(keep, sizes, evaluation):
     """A forward without gradients, in high precision or under another recipe, between a forward in FP8 and its backward."""
     model, ids = start(keep, sizes)
@@ -49,6 +51,7 @@ def evaluated_before_backward(keep, sizes, evaluation):
     return losses, gradients(model)
 
 
+@first_casts.by_one()
 def evaluated_between_micro_batches(keep, sizes):
     """The gradients that were accumulated in FP8 outlast a forward in high precision."""
     model, ids = start(keep, sizes)
@@ -63,6 +66,7 @@ def evaluated_between_micro_batches(keep, sizes):
     return losses, gradients(model)
 
 
+@first_casts.by_one()
 def two_forwards_one_backward(keep, sizes):
     model, ids = start(keep, sizes)
     with fp8_autocast(fp8_recipe=RECIPE):
@@ -71,6 +75,7 @@ def two_forwards_one_backward(keep, sizes):
     return [loss.item()], gradients(model)
 
 
+@first_casts.by_one()
 def last_block_in_high_precision(keep, sizes):
     """It is fetched while the block before runs, which is in FP8."""
     model, ids = start(keep, sizes)
@@ -89,6 +94,7 @@ def last_block_in_high_precision(keep, sizes):
     return losses, gradients(model)
 
 
+@first_casts.by_one()
 def told_by_argument(keep, sizes):
     """Micro-batches that the caller tells the model about by `is_first_microbatch`."""
     model, ids = start(keep, sizes)
@@ -99,7 +105,7 @@ def told_by_argument(keep, sizes):
             loss = model(input_ids=ids, labels=ids, is_first_microbatch=index == 0).loss
         loss.backward()
         losses.append(loss.item())
-    records = {name: value for name, value in scaling.state_records(model).items() if ".weight." in name}
+    records = {name: value.float() for name, value in scaling.state_records(model).items() if ".weight." in name}
     assert records
     return losses, gradients(model) | records
 

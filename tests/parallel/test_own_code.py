@@ -20,6 +20,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+import first_casts
 import ranks
 from building import built_model
 from octavo.build import transform
@@ -95,6 +96,7 @@ def freeze(model, frozen):
         parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in FROZEN[frozen]))
 
 
+@first_casts.by_one()
 def train(kind, degrees, fp8, frozen, settings=None):
     """(loss, norm, gradients) of three steps, and the weights afterwards."""
     if dist.is_initialized():
@@ -278,6 +280,7 @@ ORDERS = {
 }
 
 
+@first_casts.by_one()
 def in_orders(keep, recipe, micro_batches, evaluation):
     """Losses and gradients of two steps in each order, an evaluation under another recipe before each backward."""
     if dist.is_initialized():
@@ -334,6 +337,7 @@ def test_blocks_that_run_in_another_order_or_twice(recipe, evaluation, micro_bat
                 assert (found[name] - value).norm() <= gradient * value.norm() + 1e-9, name
 
 
+@first_casts.by_one()
 def block_by_itself(keep):
     """The gradients of a block that is called by itself, behind a first evaluation of the model."""
     if dist.is_initialized():

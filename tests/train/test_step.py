@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from octavo.config.run import RunConfig
 from octavo.data.prepared import prepare
-from octavo.fp8 import scaling
 from octavo.parallel.world import seed_everything
 from octavo.plan.run import check
 from octavo.train.evaluate import perplexity, validate
 from octavo.train.setup import build
-from octavo.train.step import begin_histories, count_targets, loss_of, train_step
+from octavo.train.step import count_targets, loss_of, train_step
 
 
 def built(run, *overrides):
@@ -116,38 +115,10 @@ def gradient(run, targets):
 @pytest.mark.parametrize("how", [("model.config.num_hidden_layers=6",), ("train.micro_batch=2",)])
 def test_the_first_step_of_delayed_scaling_is_as_exact_as_current_scaling(tiny_run, how, targets, monkeypatch):
     monkeypatch.setattr("octavo.train.step._global_targets", lambda run, batches: targets)
-    run, recipes = tiny_run(), ("fp8.enabled=false", "fp8.recipe=current", "fp8.amax_history_len=8", "fp8.amax_history_len=8")
-    *others, delayed = (built(run, *how, recipe)[0] for recipe in recipes)
-    before = [p.detach().clone() for p in delayed.model.parameters()]
-    begin_histories(delayed)
-    for now, was in zip(delayed.model.parameters(), before, strict=True):
-        assert now.grad is None
-        assert torch.equal(now, was)
-    wide, *fp8 = (gradient(run, targets) for run in (*others, delayed))
-    current, cold, begun = ((one - wide).norm() for one in fp8)
-    assert begun < 1.2 * current
-    assert cold > 2 * current
-
-
-def test_histories_begin_in_float16_with_the_scaled_loss(tiny_run):
-    run, _ = built(tiny_run(), "model.dtype=float16", "fp8.amax_history_len=8", "train.loss_scale=256.0")
-    begin_histories(run)
-    began = {name: slot.scale.clone() for name, slot in slots_of(run)}
-    train_step(run, 1)
-    for name, slot in slots_of(run):
-        assert 0.25 < slot.scale / began[name] < 4, name
-
-
-def slots_of(run):
-    return [(f"{name}.{of.value}", slot) for name, state in scaling.states_of(run.model) for of, slot in state.slots.items()]
-
-
-def test_histories_begin_for_the_layers_that_have_them(tiny_run):
-    run, _ = built(tiny_run(), "fp8.recipe=current", 'fp8.layers={"*.proj" = "delayed"}')
-    begin_histories(run)
-    slots = {name: state.slots for name, state in scaling.states_of(run.model)}
-    assert {name for name, of in slots.items() if of} == {f"layers.{i}.self_attention.proj" for i in (0, 1)}
-    assert all((slot.history[-2:] != 0).all() for of in slots.values() for slot in of.values())
+    run = tiny_run()
+    recipes = ("fp8.enabled=false", "fp8.recipe=current", "fp8.amax_history_len=8")
+    wide, current, delayed = (gradient(built(run, *how, recipe)[0], targets) for recipe in recipes)
+    assert (delayed - wide).norm() < 1.05 * (current - wide).norm()
 
 
 def test_a_perplexity_is_the_exponential_even_where_a_float_ends():

@@ -42,7 +42,9 @@ def test_every_tensor_is_loaded_under_its_name(tmp_path, name):
     known, found = kept.expected(name)["tensors"], stored_tensors(tmp_path / "saved")
     assert {kind.partition(".")[0] for kind in known} == {"model", "optimizer", "fp8", "random"}
     found = {key: value for key, value in found.items() if key != "random.0.cuda"}  # of a test that ran on a GPU
-    assert found == known
+    begun = {key for key in found if key.endswith(".begun")} - known.keys()  # records of later versions
+    assert len(begun) in (0, sum(key.endswith(".scale") for key in known))
+    assert {key: value for key, value in found.items() if key not in begun} == known
 
 
 @pytest.mark.parametrize("name", kept.RUNS)

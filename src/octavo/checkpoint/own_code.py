@@ -71,7 +71,7 @@ class Converted:
         if anew := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
             warn(f"{stored.folder}: the FP8 state of {some(anew)} has no place in Octavo's blocks and starts anew.")
         if subset(self._found, "fp8.") and any(way.table.join(name) is Join.EXPERTS for name in self._weights):
-            warn(f"{stored.folder}: experts had no FP8 state in the model's own code, and their scales start at 1.")
+            warn(f"{stored.folder}: experts had no FP8 state in the model's own code, and their scales begin anew.")
         self.layout: Layout = {}
         """Names, global shapes and dtypes, as the model has them."""
         for name, source in self._sources.items():
@@ -143,7 +143,7 @@ class Converted:
             parameter = next((p for p in (f"{module}.weight", f"{module}_weight") if p in self._weights), "")
             theirs = [part.removesuffix(".weight") for part in self._way.names(parameter)] if parameter else []
             for operand in Operand:
-                for record, kind in (("scale", "smallest"), ("amax_history", "largest")):
+                for record, kind in (("scale", "smallest"), ("amax_history", "largest"), ("begun", "smallest")):
                     names = [f"fp8.{part}.{operand.value}.{record}" for part in theirs]
                     found = {self._found.get(name) for name in names}
                     if len(found) == 1 and None not in found:

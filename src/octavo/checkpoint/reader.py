@@ -190,8 +190,9 @@ class _Loaded:
             scale, history = (self._fp8.get(f"{name}.{kind}") for kind in ("scale", "amax_history"))
             experts = self._experts.get(name.rpartition(".")[0])
             own = () if experts is None else (experts,)
+            begun = self._fp8.get(f"{name}.begun", scale)  # older checkpoints have none
             fits = scale is not None and history is not None and scale.shape == own == history.shape[1:]
-            if history is None or not fits or not len(history):
+            if history is None or begun is None or not fits or not len(history) or begun.shape != own:
                 sizes = ("[]", "[length]") if experts is None else (f"[{experts}]", f"[length, {experts}]")
                 raise Damaged(f"{self._path} has no scale {sizes[0]} and amax history {sizes[1]} of {name}")
         try:

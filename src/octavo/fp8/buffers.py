@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import sys
 import warnings
 import weakref
 from collections import defaultdict
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.errors import InputError
+from octavo.errors import InputError, some, warn
 from octavo.fp8 import checkpoints
 from octavo.fp8.recipe import History, Operand, Recipe
 from octavo.fp8.threads import OfThread
@@ -32,6 +34,9 @@ from octavo.process import process
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
 """An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
+_NEVER = sys.maxsize
+_UPDATES = 10
+"""Updates after which an operand that has not begun is named."""
 _LONG = 100
 """Backward passes inside one outermost autocast, more than micro-batches of a step: the training stands inside of it."""
 _TWO_THREADS = (
@@ -43,16 +48,33 @@ Scales: TypeAlias = "list[tuple[ScaleBuffer, Tensor]]"
 """Copies of the scales of some buffers."""
 
 
+@dataclass
+class Waiting:
+    """Entries of a slot that training has cast and that had not begun then.
+
+    Attributes:
+        native: the cast was by Octavo's own rule, by the operand's own amax.
+        name: of the operand, for a notice.
+        updates: of the buffer since.
+    """
+
+    entries: int | slice
+    native: bool
+    name: Callable[[], str]
+    updates: int = 0
+
+
 class Slot:
-    """Scale and history of one tensor in a buffer, or of `count` experts."""
+    """Scale and history of one tensor in a buffer, or of `count` experts.
+
+    A tensor has begun when a finite amax above 0 has given it a scale; until then its scale in the buffer is NaN.
+    """
 
     def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float, count: int | None = None) -> None:
         self.buffer = buffer
         self.index = index
         self.entries = index if count is None else slice(index, index + count)
         self.fp8_max = fp8_max
-        self.begun = False
-        """The scale is no longer the first one, 1: `ModuleState.begin` or `fill` has set it."""
         self.offered = False
         """An autocast has made it before it knew whose layers run inside: it is in no record until one of its model has run."""
         self.position = torch.tensor([buffer.number, index])
@@ -62,12 +84,18 @@ class Slot:
 
     @property
     def scale(self) -> Tensor:
-        """The scale of the next cast: a view, float32 [] or [count]."""
-        return self.present()[0]
+        """The scale of the next cast, 1 of what has not begun: a copy, float32 [] or [count]."""
+        scale = self.present()[0]
+        return torch.where(scale.isnan(), 1.0, scale)
+
+    @property
+    def begun(self) -> Tensor:
+        """True where the tensor has begun: bool [] or [count]."""
+        return ~self.present()[0].isnan()
 
     @property
     def kept_scale(self) -> Tensor:
-        """`scale` as it is, in memory that no update writes: float32 [] or [count]."""
+        """The scale as it is, NaN of what has not begun, in memory that no update writes: float32 [] or [count]."""
         return self.buffer.kept()[self.entries]
 
     @property
@@ -81,7 +109,7 @@ class Slot:
         return self.buffer.history[:, self.entries]
 
     def present(self) -> tuple[Tensor, Tensor]:
-        """`scale` and `amax`: each cast asks, and making a view costs the host microseconds."""
+        """Views of the scale, NaN of what has not begun, and `amax`: each cast asks, and a view costs the host microseconds."""
         history = self.buffer.history
         if self._of is not history:  # the buffer has grown
             self._of, self._views = history, (self.buffer.scale[self.entries], history[0, self.entries])
@@ -119,7 +147,14 @@ class ScaleBuffer:
         self.device = device
         self.number = next(process.numbers)
         process.scale_buffers[self.number] = self
-        self.scale = torch.ones(_FIRST_CAPACITY, device=device)
+        self.scale = torch.full((_FIRST_CAPACITY,), math.nan, device=device)
+        self.begun_from = [_NEVER] * _FIRST_CAPACITY
+        """By index of a slot: the number of the first session that finds all its entries begun, and reads no flag."""
+        self.partly_from = [_NEVER] * _FIRST_CAPACITY
+        """The number of the first session that finds one of its entries begun."""
+        self.waiting: dict[int, Waiting] = {}
+        """By index of a slot: what the next update may begin."""
+        self._unread: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags on their way to the host
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
@@ -128,7 +163,7 @@ class ScaleBuffer:
 
     @torch.inference_mode(False)
     def allocate(self, fp8_max: float, index: int, count: int | None = None) -> Slot:
-        """A fresh slot at a free index, with `count` entries: scale 1, history of zeros.
+        """A fresh slot at a free index, with `count` entries that have not begun, and a history of zeros.
 
         Raises:
             InputError: inside a transform of `torch.func`.
@@ -138,19 +173,29 @@ class ScaleBuffer:
         while index + (count or 1) > len(self.scale):
             self._grow()
         with torch.no_grad():
-            self.scale[slot.entries] = 1
+            self.scale[slot.entries] = math.nan
             self.history[:, slot.entries] = 0
             self.saturated[slot.entries] = False
             self.fp8_max[slot.entries] = fp8_max
+        self.waiting.pop(index, None)
+        self.begun_from[index] = self.partly_from[index] = _NEVER
         self.slots.add(slot)
         return slot
+
+    def know(self, index: int, begun: Tensor) -> None:
+        """Entries of the slot at `index` were written from outside: which of them have begun, bool [] or [count]."""
+        self.waiting.pop(index, None)
+        flags = begun.flatten().tolist()
+        now = next(process.numbers)
+        self.begun_from[index] = now if all(flags) else _NEVER
+        self.partly_from[index] = now if any(flags) else _NEVER
 
     @torch.inference_mode(False)
     def kept(self) -> Tensor:
         """A copy of all scales as they are, the same one until they change: layers keep their part for backward."""
         # PyTorch's own writes count versions. A CUDA graph, whose replays write unseen, has copies of its own.
         recording = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
-        thread = _own.state if checkpoints.graph_task() == -1 else _threads.here()
+        thread = of_thread.state if checkpoints.graph_task() == -1 else _threads.here()
         now = thread.session, recording, self.scale._version, self.scale.data_ptr()
         if self._kept is None or self._kept[0] != now:
             self._kept = now, self.scale.detach().clone()
@@ -158,7 +203,9 @@ class ScaleBuffer:
 
     def _grow(self) -> None:
         self._kept = None
-        self.scale = torch.cat([self.scale, torch.ones_like(self.scale)])
+        self.scale = torch.cat([self.scale, torch.full_like(self.scale, math.nan)])
+        self.begun_from += [_NEVER] * len(self.begun_from)
+        self.partly_from += [_NEVER] * len(self.partly_from)
         self.history = torch.cat([self.history, torch.zeros_like(self.history)], 1)
         self.fp8_max = torch.cat([self.fp8_max, torch.ones_like(self.fp8_max)])
         self.saturated = torch.cat([self.saturated, torch.zeros_like(self.saturated)])
@@ -178,10 +225,62 @@ class ScaleBuffer:
         """
         self._share_experts(joint)
         self._kept = None  # the kernel's writes count no version
+        by_one = [waiting.entries for waiting in self.waiting.values() if not waiting.native]
+        over = [self.scale[entries].isnan() & (self.history[0, entries] > self.fp8_max[entries]) for entries in by_one]
         update_scales_(
             self.history, self.scale, self.fp8_max, self.saturated,
             algo=self.policy.algo, margin=self.policy.margin, rounding=_ROUNDING,
         )  # fmt: skip
+        for entries, saturated in zip(by_one, over, strict=True):
+            self.saturated[entries] |= saturated
+        if self.waiting and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._look()
+
+    def _look(self) -> None:
+        """Learn which slots have begun: on a CPU those of this update, on a GPU those of the last, for which nothing waits.
+
+        All ranks that join their amaxes learn the same at the same update.
+        """
+        if self.device.type != "cuda":
+            self._learn(self.scale.isnan(), self.waiting)
+            return
+        if self._unread is not None:
+            flags, event, asked = self._unread
+            event.synchronize()
+            self._learn(flags, asked)
+        self._unread = None
+        if self.waiting:
+            event = torch.cuda.Event()
+            self._unread = self.scale.isnan().to("cpu", non_blocking=True), event, dict(self.waiting)
+            event.record(torch.cuda.current_stream(self.scale.device))
+
+    def _learn(self, flags: Tensor, asked: Mapping[int, Waiting]) -> None:
+        number = next(process.numbers)  # above those of all sessions until now, whose recomputations repeat their choice
+        named = []
+        missing = flags.tolist()
+        for index, waiting in list(asked.items()):
+            if self.waiting.get(index) is not waiting:  # written from outside since
+                continue
+            entries = waiting.entries
+            left = [missing[entries]] if isinstance(entries, int) else missing[entries]
+            waiting.updates += 1
+            if not all(left):
+                self.partly_from[index] = min(self.partly_from[index], number)
+            if not any(left):
+                self.begun_from[index] = number
+                del self.waiting[index]
+            elif all(left) and waiting.native and waiting.updates == _UPDATES:
+                named.append(waiting.name())
+        if named:
+            warn(
+                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} been 0 or not finite in {_UPDATES} updates of the "
+                "scales. Until that ends each cast measures its tensor first, and octavo.graphed records no graph."
+            )
+
+    @property
+    def holds_graphs(self) -> bool:
+        """True if an operand would be cast by its own amax: a graph would repeat that for good."""
+        return any(waiting.native and self.partly_from[index] == _NEVER for index, waiting in self.waiting.items())
 
     def _share_experts(self, joint: Joint) -> None:
         """Take the entries of other ranks' experts from them, where `joint` has not: every rank can save all scales."""
@@ -215,11 +314,13 @@ class Session:
     """An outermost autocast; its layers refer to it until their backward.
 
     Attributes:
+        number: higher than those of all before.
         used: buffers of the layers that have run in it in FP8, replays of CUDA graphs not counted.
         recorded: those in which a forward has recorded amaxes, with the mode of its modules, until it ends.
     """
 
     joint: Joint
+    number: int = field(default_factory=lambda: next(process.numbers))
     kept: Scales | None = None  # once it has ended
     is_open: bool = False
     used: dict[BufferSet, None] = field(default_factory=dict)
@@ -279,7 +380,7 @@ class BufferSet:
             InputError: a forward on another thread is recording too.
         """
         if session is None:
-            session = _own.state.session
+            session = of_thread.state.session
             session.used[self] = None
         mode = session.recorded.get(self)
         if mode is None:
@@ -356,8 +457,21 @@ def _update_postponed(thread: _Thread) -> None:
         _update_each(postponed)
 
 
+class Together:
+    """Updates that are made together when this is called; `buffers`: those of which."""
+
+    def __init__(self, thread: _Thread) -> None:
+        self._thread = thread
+        self.buffers: set[ScaleBuffer] = set()
+
+    def __call__(self) -> None:
+        """Make those that are outstanding."""
+        self.buffers |= (self._thread.postponed or {}).keys()
+        _update_postponed(self._thread)
+
+
 @contextlib.contextmanager
-def updates_together() -> Iterator[Callable[[], None]]:
+def updates_together() -> Iterator[Together]:
     """Around a forward and its backward: both update scales when the function that it gives is called, behind the backward.
 
     So ranks wait for each other once. Results are the same: an outermost autocast inside that finds updates outstanding makes
@@ -365,7 +479,7 @@ def updates_together() -> Iterator[Callable[[], None]]:
     """
     thread = _threads.here()
     thread.postponed = {}
-    update = functools.partial(_update_postponed, thread)
+    update = Together(thread)
     try:
         yield update
         update()
@@ -385,7 +499,8 @@ class _Thread:
 
 
 _threads: OfThread[_Thread] = OfThread("scales", _Thread)
-_own = _threads.own
+of_thread = _threads.own
+"""`.state.session`: the current outermost autocast of this thread, or the last one, of a forward."""
 default = BufferSet()
 """Of layers outside of `transform`."""
 
@@ -453,7 +568,7 @@ def end_forward(*, unseen: bool) -> None:
 
 def joins_forward(group: dist.ProcessGroup) -> bool:
     """True if the amaxes of this forward will be joined over all ranks of `group`."""
-    thread = _own.state if checkpoints.graph_task() == -1 else _threads.here()
+    thread = of_thread.state if checkpoints.graph_task() == -1 else _threads.here()
     return thread.session.joint.covers(group)
 
 

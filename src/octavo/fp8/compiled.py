@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast, buffers, checkpoints
+from octavo.fp8 import autocast, buffers, checkpoints, scaling
+from octavo.fp8.first_scale import first_scale
+from octavo.fp8.recipe import Operand
 from octavo.kernels.quantize.cast import CastResults, cast, fake_results, operator_results
+from octavo.kernels.quantize.cast_scaled import amax as amax_of
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one_scale
 
 
 def cast_delayed(
-    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, native: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise."""
-    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, columnwise)
+    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise.
+
+    native: before it has begun, by Octavo's own rule (`octavo.fp8.first_scale`).
+    """
+    q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, native, columnwise)
     return of_one_scale(q, q_t if columnwise else None, scale_inv)
 
 
@@ -24,7 +31,7 @@ def cast_delayed(
 # The position is a tensor, because a number would be compiled in: each layer would have code of its own.
 @torch.library.custom_op("octavo::cast_delayed", mutates_args=())
 def _cast_delayed(
-    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, native: bool, columnwise: bool
 ) -> CastResults:
     if not record:
         _refuse_reentrant_checkpoints()
@@ -38,11 +45,28 @@ def _cast_delayed(
     elif record and checkpoints.graph_task() == -1:
         buffer.owner.record_forward(training=True)
     amax = buffer.history[0, index] if record else None
-    return operator_results(cast(x, Quantizer(dtype, fp8_max, buffer.scale[index], amax, columnwise=columnwise)))
+    scale = buffer.scale[index]
+    session = autocast.session()  # in a recomputation that of its forward
+    if session.number < buffer.begun_from[index]:
+        state, operand = scaling.at(buffer, index)
+        if record:
+            scaling.wait_to_begin(state, operand, buffer, index, index, native=native)
+
+        def largest() -> Tensor:
+            found = amax_of(x)
+            group = state.context_group
+            if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            return found
+
+        scale = first_scale(scale, fp8_max, native=native, partly=False, largest=largest)
+    return operator_results(cast(x, Quantizer(dtype, fp8_max, scale, amax, columnwise=columnwise)))
 
 
 @_cast_delayed.register_fake
-def _(x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, columnwise: bool) -> CastResults:
+def _(
+    x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, native: bool, columnwise: bool
+) -> CastResults:
     return fake_results(x, dtype, columnwise)
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from octavo.errors import InputError
 from octavo.fp8 import autocast, calibration, checkpoints, compiled
-from octavo.fp8.buffers import BufferSet, Session
+from octavo.fp8.buffers import BufferSet, Session, Slot, of_thread
 from octavo.fp8.columnwise import WRAPPED, is_sharded
+from octavo.fp8.first_scale import first_scale
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
-from octavo.fp8.scaling import ModuleState, claim
+from octavo.fp8.scaling import ModuleState, claim, wait_to_begin
 from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.column_sum import add_up, column_sums
@@ -92,7 +93,7 @@ def shard_scale(
     """Scale of a sharded weight, and the tensor that records its amax (None: not recorded).
 
     Both are float32 [], or [E] of this rank's experts. largest: gives the amax of the whole weight, where the scale is made
-    from it.
+    from it: under current scaling, and under delayed scaling before it has begun.
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
@@ -100,6 +101,11 @@ def shard_scale(
         if record:
             slot.buffer.owner.record_forward(training=state.training)
         scale, entry = slot.present()
+        if (number := of_thread.state.session.number) < slot.buffer.begun_from[slot.index]:
+            if record:
+                wait_to_begin(state, Operand.WEIGHT, slot.buffer, slot.index, slot.entries, native=recipe.native)
+            partly = number >= slot.buffer.partly_from[slot.index]
+            scale = first_scale(scale, how.format.max, native=recipe.native, partly=partly, largest=largest)
         if state.own_experts is not None:
             scale, entry = scale[state.own_experts], entry[state.own_experts]
         return scale, entry if record else None
@@ -154,7 +160,13 @@ class LinearQuantizer:
     @property
     def knows_input_scale(self) -> bool:
         """True if the scale of the input, or that there is none, is known without its values."""
-        return self.recipe is None or self.recipe.casts[Operand.INPUT].delayed
+        if self.recipe is None or not self.recipe.casts[Operand.INPUT].delayed:
+            return self.recipe is None
+        if not self.recipe.native:
+            return True
+        find = self.state.slot_of_forward if self.trains and not self.records else self.state.slot
+        slot = find(Operand.INPUT, self.recipe, self.device)
+        return self.session is not None and self.session.number >= slot.buffer.begun_from[slot.index]
 
     def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
         """The input, rowwise for the output and columnwise for the weight gradient.
@@ -257,6 +269,29 @@ class LinearQuantizer:
             return None
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
 
+    def _first_scale(self, operand: Operand, slot: Slot, scale: Tensor, producer: Producer, recipe: Recipe) -> Tensor:
+        """The scale of a cast of which not all entries have begun, in place of the slot's."""
+        session = self.session
+        assert session is not None
+
+        def largest() -> Tensor:
+            found = self._amax(producer, slot.fp8_max, recipe.casts[operand].format.dtype)
+            group = self.state.context_group
+            if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
+                self._join(found, group)  # as the histories: ranks that keep their own may not have begun at once
+            return found
+
+        partly = session.number >= slot.buffer.partly_from[slot.index]
+        return first_scale(scale, slot.fp8_max, native=recipe.native, partly=partly, largest=largest)
+
+    def _amax(self, producer: Producer, fp8_max: float, dtype: torch.dtype) -> Tensor:
+        """The amax of an operand, float32 [], or of each expert."""
+        if isinstance(producer, DenseOperand):
+            return amax(producer.matrix)
+        largest = torch.zeros(self._scales, device=self.device)
+        producer(Quantizer(dtype, fp8_max, amax=largest, rowwise=False))
+        return largest
+
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
         """The largest amaxes of all ranks of a group, in place."""
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -294,7 +329,8 @@ class LinearQuantizer:
                 assert matrix is not None
                 if slot_index is None:
                     slot_index = self.state.slot(operand, self.recipe, self.device, trains=record).position
-                return compiled.cast_delayed(matrix, slot_index, kind.dtype, kind.max, record, columnwise), None
+                native = self.recipe.native
+                return compiled.cast_delayed(matrix, slot_index, kind.dtype, kind.max, record, native, columnwise), None
             if self.trains and not record:
                 slot = self.state.slot_of_forward(operand, self.recipe, self.device)
             else:
@@ -305,6 +341,12 @@ class LinearQuantizer:
                 self._noted = slot.buffer.owner
                 self._noted.record_forward(self.session, training=self.training)
             (scale, entry), kept = slot.present(), slot.kept_scale if keep else None  # the slot takes another before backward
+            if self.session is None or self.session.number < slot.buffer.begun_from[slot.index]:
+                if record:
+                    wait_to_begin(self.state, operand, slot.buffer, slot.index, slot.entries, native=self.recipe.native)
+                if stored or keep:
+                    scale = self._first_scale(operand, slot, scale, producer, self.recipe)
+                    kept = scale if keep else None
             if self._own is not None:
                 scale, entry, kept = scale[self._own], entry[self._own], None if kept is None else kept[self._own]
             if not stored and not record:
@@ -314,11 +356,7 @@ class LinearQuantizer:
                 seen = torch.empty_like(entry) if self.trains else None
             return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:
-            if matrix is not None:
-                largest = amax(matrix)
-            else:
-                largest = torch.zeros(self._scales, device=self.device)
-                producer(Quantizer(kind.dtype, kind.max, amax=largest, rowwise=False))
+            largest = self._amax(producer, kind.max, kind.dtype)
             if self.state.context_group is not None and operand is not Operand.WEIGHT:
                 self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)

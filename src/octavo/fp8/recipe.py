@@ -87,7 +87,7 @@ class Recipe:
     precise: Mapping[Gradient, bool] = field(init=False, repr=False, compare=False)
     """Products of backward that add every partial sum in float32 (`octavo.kernels.gemm.scaled_mm`)."""
     native: bool = field(default=True, init=False, repr=False, compare=False)
-    """False for a Transformer Engine recipe, under which a head that no argument put into FP8 stays out of it."""
+    """False for a Transformer Engine recipe: a head that no argument put into FP8 stays out of it, and the first scale is 1."""
 
     def __post_init__(self) -> None:
         fp8_format = getattr(self, "fp8_format", Format.E4M3)
@@ -109,6 +109,11 @@ class Recipe:
         object.__setattr__(self, "casts", casts)
         products: tuple[Gradient, ...] = get_args(Gradient)
         object.__setattr__(self, "precise", {product: fast not in (True, product) for product in products})
+
+    @functools.cached_property
+    def with_own_rules(self) -> Recipe:
+        """The recipe itself, or the equal of Transformer Engine's that follows Octavo's own rules."""
+        return self if self.native else dataclasses.replace(self)
 
     @property
     def history(self) -> History | None:

@@ -6,6 +6,7 @@ Training alone changes it: an evaluation, under whatever recipe, reads the scale
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 
 from octavo.errors import InputError
 from octavo.fp8 import buffers
-from octavo.fp8.buffers import BufferSet, Slot
+from octavo.fp8.buffers import BufferSet, ScaleBuffer, Slot, Waiting
 from octavo.fp8.recipe import Operand, Recipe
-from octavo.kernels.quantize.cast_scaled import amax, scale_from_amax
 from octavo.kernels.quantize.quantized import QuantizedTensor
 from octavo.process import process
 
@@ -54,6 +54,7 @@ class ModuleState:
         self.override: Recipe | None = None  # replaces an autocast's recipe
         self.override_by = ""  # the reason
         self._module = weakref.ref(module)
+        module.register_load_state_dict_pre_hook(_weights_change)
         self.weight_name = weight_name
         self.pickled: dict[Operand, Any] = {}  # kept alive: a started process reads the memory of the last pickle's tensors
         self._register()
@@ -118,13 +119,13 @@ class ModuleState:
             if old is None or old.buffer is not buffer or old.fp8_max != how.format.max:
                 if operand not in self.indices:
                     self.indices[operand] = self.buffers.new_index(self, operand, self.experts or 1)
-                before = None if old is None else (old.scale.clone(), old.history.clone())
+                before = None if old is None else (old.present()[0].clone(), old.history.clone())
                 new = buffer.allocate(how.format.max, self.indices[operand], self.experts)
                 new.offered = offered
                 if old is not None and before is not None:
-                    # The same amaxes in another format: its scale differs by a power of two. An unused one stays 1.
+                    # The same amaxes in another format: its scale differs by a power of two.
                     scale, history = before
-                    fill(new, torch.where((history != 0).any(0), scale * (how.format.max / old.fp8_max), scale), history)
+                    fill(new, scale * (how.format.max / old.fp8_max), history)
                 self.slots[operand] = new
         self.history_recipe = recipe
 
@@ -145,25 +146,11 @@ class ModuleState:
         buffer = self.buffers.buffer(operand, device, recipe.history)
         return Slot(buffer, self.indices[operand], recipe.casts[operand].format.max, self.experts)
 
-    def begin(self, operand: Operand, recipe: Recipe, matrix: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Take an operand's first delayed scale from its own amax, in place of 1; without effect once there is a history.
-
-        group: ranks with other rows of the operand, whose amaxes are joined in training.
-        """
-        slot = self.slot(operand, recipe, matrix.device, trains=torch.is_grad_enabled())
-        if not slot.begun:
-            if not (slot.history != 0).any():
-                largest = amax(matrix.detach().flatten(0, -2))
-                if group is not None and torch.is_grad_enabled() and buffers.joins_forward(group):
-                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-                slot.scale.copy_(scale_from_amax(largest, slot.fp8_max / 2.0**slot.buffer.policy.margin, False))
-            slot.begun = torch.is_grad_enabled()  # an evaluation leaves the choice to training
-
     def __getstate__(self) -> dict[str, Any]:
         passing = ("_module", "slots", "indices", "observed", "weight_cache", "gathered", "context_group", "pickled")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         self.pickled = {
-            operand: (slot.buffer.policy, slot.fp8_max, torch.cat((slot.scale[None], slot.history)))
+            operand: (slot.buffer.policy, slot.fp8_max, torch.cat((slot.present()[0][None], slot.history)))
             for operand, slot in self.records.items()
         }
         return kept | {"module": self._module(), "values": self.pickled}
@@ -195,21 +182,62 @@ class ModuleState:
             twin.indices[operand] = twin.buffers.new_index(twin, operand, self.experts or 1)
             buffer = twin.buffers.buffer(operand, slot.buffer.device, slot.buffer.policy)
             twin.slots[operand] = buffer.allocate(slot.fp8_max, twin.indices[operand], self.experts)
-            fill(twin.slots[operand], slot.scale, slot.history)
+            fill(twin.slots[operand], slot.present()[0], slot.history)
         twin._register()
         return twin
 
 
+def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: weights that it brings begin anew, unless the scales are kept by Transformer Engine's rule."""
+    for state in vars(module).values():
+        if isinstance(state, ModuleState) and any(prefix + part in state_dict for part in state.parts):
+            state.weight_cache = None
+            native = state.history_recipe is not None and state.history_recipe.native
+            if native and (slot := state.slots.get(Operand.WEIGHT)) is not None:
+                reset(slot)
+
+
 @torch.no_grad()
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
-    """Set a slot's scale and history; of a longer history the newest entries are kept, a shorter one is padded with zeros."""
+    """Set a slot's scale (NaN: it has not begun) and history: of a longer one the newest entries, a shorter one with zeros."""
     kept = min(len(history), slot.buffer.policy.length) - 1
-    slot.begun = bool((history != 0).any())
-    slot.scale.copy_(scale)
+    slot.present()[0].copy_(scale)
+    slot.buffer.know(slot.index, slot.begun)
     slot.history.zero_()
     slot.amax.copy_(history[0])
     if kept > 0:
         slot.history[-kept:] = history[-kept:].to(slot.scale.device)
+
+
+def reset(slot: Slot) -> None:
+    """Let a slot begin anew, with an empty history."""
+    fill(slot, torch.tensor(math.nan), torch.zeros(1))
+
+
+def wait_to_begin(
+    state: ModuleState, operand: Operand, buffer: ScaleBuffer, index: int, entries: int | slice, *, native: bool
+) -> None:
+    """An operand that has not begun is cast and recorded: the next update of its buffer may begin it."""
+    module = weakref.ref(state)
+
+    def name() -> str:
+        weight = None if (own := module()) is None else own.weight
+        kind = "a layer that is gone" if own is None else type(own.module).__name__
+        return f"{operand.value} of {kind}" + ("" if weight is None else f" (weight {list(weight.shape)})")
+
+    waiting = buffer.waiting.setdefault(index, Waiting(entries, native, name))
+    waiting.native = native
+
+
+def at(buffer: ScaleBuffer, index: int) -> tuple[ModuleState, Operand]:
+    """Whose slot is at an index of a buffer. It looks at every layer: for what happens once."""
+    found = (
+        (state, operand)
+        for state in list(process.fp8_modules.values())
+        for operand, slot in state.slots.items()
+        if slot.buffer is buffer and slot.index == index
+    )
+    return next(found)
 
 
 def prepare_all(recipe: Recipe) -> None:
@@ -291,9 +319,10 @@ def inspect(module: nn.Module) -> dict[str, Any]:
 
     Each entry has `format` ("E4M3" | "E5M2"), `scale` (float32; under delayed scaling of the next cast, else of the last one: a
     tensor's, rows' or blocks', and None before a cast or in compiled code), `amax_history` (float32 [L], or None without one;
-    experts have scales [E] and a history [L, E])
-    and `saturated` (True if the last recorded amax at its scale exceeded the format's range). A module with several matrices
-    gives such a dict for each by name; one that was never called gives an empty one.
+    experts have scales [E] and a history [L, E]), `saturated` (True if the last recorded amax at its scale exceeded the
+    format's range) and `begun` (False until delayed scaling has a finite amax above 0 of every scale: the scale reads 1 then,
+    and the next cast takes one of its own tensor). A module with several matrices gives such a dict for each by name; one that
+    was never called gives an empty one.
 
     Raises:
         InputError: nothing in the module runs in FP8.
@@ -314,12 +343,14 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
             "scale": state.observed.get(operand),
             "amax_history": None,
             "saturated": False,
+            "begun": True,
         }
         if how.delayed:
             slot = state.slots.get(operand)
             if slot is None:  # the first forward failed, or needed no cast
                 continue
-            entry["scale"] = slot.scale.clone()
+            entry["scale"] = slot.scale
+            entry["begun"] = bool(slot.begun.all())
             entry["amax_history"] = slot.history.clone()
             entry["saturated"] = slot.saturated
         entries[operand.value] = entry
@@ -335,9 +366,9 @@ def use_own_buffers(model: nn.Module) -> None:
 
 
 def state_records(model: nn.Module) -> dict[str, Tensor]:
-    """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, copied.
+    """FP8 state for a checkpoint: `<module>.<operand>.scale` [] and `.amax_history` [L], float32, `.begun` [], bool; copied.
 
-    Those of experts are [E] and [L, E].
+    Those of experts are [E], [L, E] and [E]. A scale that has not begun is 1.
 
     Raises:
         InputError: an autocast with a forward of training has not ended.
@@ -351,8 +382,9 @@ def state_records(model: nn.Module) -> dict[str, Tensor]:
     records: dict[str, Tensor] = {}
     for name, state in states_of(model):
         for operand, slot in state.records.items():
-            records[f"{name}.{operand.value}.scale"] = slot.scale.clone()
+            records[f"{name}.{operand.value}.scale"] = slot.scale
             records[f"{name}.{operand.value}.amax_history"] = slot.history.clone()
+            records[f"{name}.{operand.value}.begun"] = slot.begun
     return records
 
 
@@ -388,13 +420,17 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
             key = f"{name}.{operand.value}"
             slot.offered = False
             if f"{key}.scale" in records:
-                fill(slot, records[f"{key}.scale"], records[f"{key}.amax_history"])
+                scale, history = records[f"{key}.scale"], records[f"{key}.amax_history"]
+                begun = records.get(f"{key}.begun")
+                if begun is None:  # of an older version
+                    begun = (scale != 1) | (history != 0).any(0)
+                fill(slot, torch.where(begun.to(scale.device), scale, math.nan), history)
 
 
 def reset_states(model: nn.Module) -> None:
-    """Give every slot of a model its first scale and an empty history, and drop cached FP8 weights."""
+    """Let every slot of a model begin anew, with an empty history, and drop cached FP8 weights."""
     for _, state in states_of(model):
         state.weight_cache = None
         for slot in state.slots.values():
-            fill(slot, torch.ones(()), torch.zeros(1))
+            reset(slot)
             slot.buffer.saturated[slot.entries] = False

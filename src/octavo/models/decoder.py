@@ -468,9 +468,7 @@ class Decoder(PretrainedInterface):
         elif delayed and checkpoints.are_around():
             recipe = CurrentScaling()  # has no state: a recomputation repeats its casts
         elif delayed:
-            # A checkpoint without FP8 in its head, and the first step of a training, have no scales for these.
-            state.begin(Operand.INPUT, recipe, hidden, self.token_group)
-            state.begin(Operand.WEIGHT, recipe, self.head.weight, None)
+            recipe = recipe.with_own_rules  # Transformer Engine has no such head, and none of its rules for it
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 

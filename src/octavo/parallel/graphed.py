@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.errors import InputError, warn
-from octavo.fp8.buffers import updates_together
+from octavo.fp8.buffers import ScaleBuffer, updates_together
 from octavo.kernels.algorithms import without_collectives
 from octavo.parallel.averaging import Average
 
@@ -46,6 +46,7 @@ class Graphed:
         self._stream = torch.cuda.Stream() if any(parameter.is_cuda for parameter in parameters) else None
         self._recorded: _Recorded | None = None
         self._kinds: _Kinds | None = None  # of the call that is recorded on a GPU, on a CPU too
+        self._scales: set[ScaleBuffer] = set()  # which the calls have updated
         self._checked = False
         self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to leaves of their own
         self._made: set[Tensor] = set()  # leaves of the first call
@@ -65,7 +66,12 @@ class Graphed:
                 f"a graphed step was recorded with inputs of {self._kinds} and got {kinds}: drop the last, smaller batch "
                 f"(drop_last=True){itself}."
             )
-        loss = self._eager(*inputs) if self._stream is None else self._replay(inputs)
+        if self._stream is None:
+            loss = self._eager(*inputs)
+        elif any(buffer.holds_graphs for buffer in self._scales):
+            loss = self._warm_up(inputs)
+        else:
+            loss = self._replay(inputs)
         self._kinds = kinds
         return loss
 
@@ -110,6 +116,7 @@ class Graphed:
             loss = self._forward(*inputs)
             with contextlib.nullcontext() if self._average is None or not average else self._average.of_backward(update):
                 loss.backward()
+        self._scales |= update.buffers
         return loss.detach()
 
     def _forward(self, *inputs: Tensor) -> Tensor:
@@ -255,7 +262,9 @@ def graphed(
             does: `torch.distributed.group.WORLD`. Parameters take the first rank's values at once. All ranks make the same
             calls. None: gradients are this rank's own.
 
-    Behind `warmup` calls inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. On a CPU all
+    Behind `warmup` calls inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. While an FP8
+    operand has no scale yet (delayed scaling; its amaxes were 0 or not finite), calls stay eager; what has none after 10 of
+    them is named. On a CPU all
     calls are eager, and the same inputs are refused.
 
     With a group buffers are not broadcast, as DistributedDataParallel does: `graphed` has parameters alone. Statistics of batch

@@ -25,7 +25,7 @@ from octavo.plan.run import RunPlan
 from octavo.run.resume import ASSIGNED, BALANCED, VALIDATED
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
-from octavo.train.step import TrainContext, begin_histories
+from octavo.train.step import TrainContext
 from octavo.watchdog.watchdog import Watchdog
 
 
@@ -115,9 +115,7 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
 
 
 def restore_or_begin(context: TrainContext, latest: Path | None, seed: int) -> None:
-    """Continue from a checkpoint; a new run gets its first amax histories and its random state."""
-    if latest is None:
-        begin_histories(context)
+    """Continue from a checkpoint; a new run gets its random state."""
     seed_everything(seed + state.token_rank)
     if latest is not None:
         # Random states last: nothing may draw after it.

@@ -22,7 +22,6 @@ from torch import nn
 from octavo.data.packing import IGNORED, Batch
 from octavo.data.prefetch import Prefetcher
 from octavo.fp8.autocast import fp8_autocast, microbatch
-from octavo.fp8.scaling import states_of
 from octavo.models.decoder import Decoder
 from octavo.nn.moe import routing_metrics
 from octavo.parallel.fsdp import accumulate
@@ -70,31 +69,6 @@ class StepResult:
     stopping: bool  # some rank received a signal
     ending: bool  # some rank was told to end the run
     routing: dict[str, Any]  # of experts, as `routing_metrics`; empty without
-
-
-HISTORY_PASSES = 4
-"""Passes over the first samples that fill amax histories. The scale of a cast is right one pass after the casts behind it in
-backward: two passes within a branch of a block, one for the residual stream, and one more for longer branches."""
-
-
-def begin_histories(context: TrainContext) -> None:
-    """Fill the amax histories of delayed scaling from the samples of the first step; all ranks call it, before any random draw.
-
-    A scale starts at 1, at which gradients vanish in E5M2: the first steps would train on little, and pretrained weights would
-    suffer. Weights and optimizer do not change. In float16, infinite amaxes of an overflow are dropped.
-    """
-    recipes = [layer.under(context.plan.recipe) for _, layer in states_of(context.model)]
-    if all(recipe is None or recipe.history is None for recipe in recipes):
-        return
-    batches = context.loader.loader.step(0)  # past the prefetcher, which starts with the first step
-    targets = _global_targets(context, batches)
-    accumulate(context.model, last=True)
-    for _ in range(HISTORY_PASSES):
-        _backward(context, loss_of(context, batches[0], targets))
-        context.optimizer.zero_grad()
-        if context.loss_scale is not None:
-            forget_overflow(context.model)
-    _take_routing(context.model)
 
 
 def train_step(context: TrainContext, step: int, stop: StopRequest | None = None) -> StepResult:
