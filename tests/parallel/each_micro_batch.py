@@ -14,7 +14,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError
 from octavo.fp8 import scaling
 from octavo.fp8.autocast import microbatch
-from octavo.parallel import world
+from octavo.parallel import offload, world
 from octavo.parallel.fsdp import accumulate, sharded_modules
 from octavo.parallel.fsdp2.adapter import groups_of
 
@@ -32,6 +32,7 @@ def whole_gradients(model):
 
 
 def prepared(degrees, shape, *, sync, dtype=torch.float32, freeze=(), **options):
+    offload.SMALLEST_BYTES = 0  # of this rank alone
     world.init({**degrees, "sync_each_micro_batch": sync})
     source = llama(**SHAPES[shape])
     for name, parameter in source.named_parameters():

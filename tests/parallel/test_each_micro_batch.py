@@ -58,7 +58,9 @@ def test_bf16_and_fp8_share_casts_between_micro_batches(layout, recipe):
 
 
 @pytest.mark.parametrize(
-    "options", [{"own_loop": True}, {"freeze": ("layers.0", "embed")}, {"skip": 0}, {"recompute": True}], ids=str
+    "options",
+    [{"own_loop": True}, {"freeze": ("layers.0", "embed")}, {"skip": 0}, {"recompute": True}, {"offload": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("layout", ["shard", "hybrid"])
 def test_own_loops_frozen_parts_skipped_steps_and_recomputation(layout, options):

@@ -136,6 +136,24 @@ def test_a_run_chooses_how_long_blocks_stay_gathered_and_continues_on_other_gpus
         assert f"reshard_after_forward = {asked}" in (tiny.output / "run.toml").read_text()
 
 
+def test_a_run_continues_where_the_ranks_sum_gradients_at_other_times(tiny_run):
+    """Sums in another order: the same losses within their rounding, whichever way it was saved."""
+    wanted = None
+    for name, parts in (
+        ("once", (("false", 6),)),
+        ("then each", (("false", 2), ("true", 6))),
+        ("then once", (("true", 4), ("false", 6))),
+    ):
+        tiny = tiny_run(name, steps=6, every=2)
+        for each, steps in parts:
+            given = ["optimizer.schedule=constant", f"train.steps={steps}", f"parallel.sync_each_micro_batch={each}"]
+            ranks.run(2, run, tiny.file, [*given, "train.micro_batch=1"])
+        assert f"sync_each_micro_batch = {parts[-1][0]}" in (tiny.output / "run.toml").read_text()
+        wanted = wanted or losses(tiny.output)
+        assert losses(tiny.output) == pytest.approx(wanted, rel=1e-3)
+        assert len(wanted) == 6
+
+
 def test_the_figures_of_a_run_are_read_by_the_rank_that_wrote_them(tiny_run):
     several = tiny_run("several", steps=2)
     new = ranks.run(2, run_with_stale_metrics, several.file)
