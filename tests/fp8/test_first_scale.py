@@ -321,6 +321,21 @@ def test_what_does_not_begin_is_named_once(draw, capsys):
     assert not any(buffer.holds_graphs for buffer in update.buffers)
 
 
+def test_weights_that_are_loaded_hold_a_graph_until_they_have_begun(draw):
+    """One that was recorded before would read scales that are gone."""
+    layer = linear(draw)
+    x, g = torch.randn(ROWS, INNER, generator=draw), torch.randn(ROWS, OUTER, generator=draw)
+    holds = []
+    with buffers.updates_together() as update:
+        for load in (False, True, False):
+            step(layer, x, g, delayed())
+            update()
+            if load:
+                layer.load_state_dict(linear(draw).state_dict())
+            holds.append(any(buffer.holds_graphs for buffer in update.buffers))
+    assert holds == [False, True, False]
+
+
 def test_an_operand_that_is_never_cast_holds_no_graph_and_is_not_named(draw, capsys):
     layer = linear(draw)
     layer.weight.requires_grad_(False)

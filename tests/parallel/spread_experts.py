@@ -29,12 +29,16 @@ QWEN = {
 }  # fmt: skip
 
 
-def train(degrees, recipe, forced=None, micro_batches=1, dense=False, **options):
-    """As `sharded.train` in float32; forced: the one expert that every token visits first. dense: a family with such layers."""
+def train(degrees, recipe, forced=None, micro_batches=1, dense=False, own_first_casts=False, **options):
+    """As `sharded.train` in float32.
+
+    forced: the one expert that every token visits first. dense: a family with such layers. own_first_casts: by Octavo's rule.
+    """
     if forced is not None:
         LayerNormMoE._route = lambda self, logits: route_to(forced, logits)
     options |= {"sizes": sharded.SIZES | (QWEN if dense else EXPERTS), "moe": MoeConfig(moe_z_loss_coeff=0.3)}
-    return sharded.train(degrees, torch.float32, recipe, micro_batches, steps=3, **options)
+    run = sharded.train.__wrapped__ if own_first_casts else sharded.train
+    return run(degrees, torch.float32, recipe, micro_batches, steps=3, **options)
 
 
 def train_assigned(degrees, balancing, micro_batches=1):

@@ -195,6 +195,7 @@ def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
             native = state.history_recipe is not None and state.history_recipe.native
             if native and (slot := state.slots.get(Operand.WEIGHT)) is not None:
                 reset(slot)
+                wait_to_begin(state, Operand.WEIGHT, slot.buffer, slot.index, slot.entries, native=True)  # graphs too
 
 
 @torch.no_grad()
