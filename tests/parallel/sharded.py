@@ -21,6 +21,13 @@ from octavo.train.optimizer import clip_grad_norm_
 BATCH, TOKENS = 8, 24
 SIZES = {"vocab_size": 17, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3}
 """No size divides by 4 ranks, nor by the 16 elements of FP8 products."""
+LAYOUTS = {
+    "shard 2": (2, {}),
+    "shard 4": (4, {}),
+    "replicate 2 x shard 2": (4, {"hybrid_shard_degree": 2}),
+    "replicate 2": (2, {"hybrid_shard_degree": 1}),
+}
+"""Name → ranks and their degrees."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -3,17 +3,11 @@
 import first_cast
 import pytest
 import torch
+from sharded import LAYOUTS
 
 import ranks
 
 pytestmark = ranks.alone
-
-LAYOUTS = {
-    "shard 2": (2, {}),
-    "shard 4": (4, {}),
-    "replicate 2 x shard 2": (4, {"hybrid_shard_degree": 2}),
-    "replicate 2": (2, {"hybrid_shard_degree": 1}),
-}
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

@@ -8,6 +8,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
+from sharded import LAYOUTS
 from transformers import LlamaForCausalLM
 
 import ranks
@@ -18,13 +19,6 @@ from octavo.parallel import fsdp, world
 from octavo.parallel.fsdp import accumulate
 
 pytestmark = ranks.alone
-
-LAYOUTS = {
-    "shard 2": (2, {}),
-    "shard 4": (4, {}),
-    "replicate 2 x shard 2": (4, {"hybrid_shard_degree": 2}),
-    "replicate 2": (2, {"hybrid_shard_degree": 1}),
-}
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def _cast_delayed(
     scale = buffer.scale[index]
     session = autocast.session()  # in a recomputation that of its forward
     if session.number < buffer.begun_from[index]:
-        state, operand = scaling.at(buffer, index)
+        state, operand = scaling.owner_of_slot(buffer, index)
         if record:
             scaling.wait_to_begin(state, operand, buffer, index, index, native=native)
 

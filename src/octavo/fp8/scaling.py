@@ -230,8 +230,8 @@ def wait_to_begin(
     waiting.native = native
 
 
-def at(buffer: ScaleBuffer, index: int) -> tuple[ModuleState, Operand]:
-    """Whose slot is at an index of a buffer. It looks at every layer: for what happens once."""
+def owner_of_slot(buffer: ScaleBuffer, index: int) -> tuple[ModuleState, Operand]:
+    """State and operand of the slot at an index of a buffer. Slow, since it searches all layers: for first casts alone."""
     found = (
         (state, operand)
         for state in list(process.fp8_modules.values())

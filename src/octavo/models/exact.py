@@ -111,7 +111,7 @@ def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
 
 
 def _beyond_modules(config: Any, spec: ModelSpec) -> Iterator[str]:
-    """What a config chooses outside of the modules."""
+    """Differences in kernels that a config chooses, outside of the modules."""
     attention = getattr(config, "_attn_implementation", None)
     if attention is not None and attention not in _ATTENTION:
         yield f"its attention {attention!r} is not one of transformers' own"

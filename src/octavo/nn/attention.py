@@ -210,7 +210,7 @@ def saved_by_attention_layer(
     tokens: int, hidden_size: int, heads: int, groups: int, head_dim: int, recipes: tuple[Recipe | None, Recipe | None],
     use: WeightUse, *, normalization: str, qk_norm: bool, joined: bool,
 ) -> SavedBytes:  # fmt: skip
-    """What `MultiheadAttention` saves of so many tokens.
+    """Bytes that `MultiheadAttention` saves for backward of so many tokens.
 
     recipes: of the first product and of `proj`. qk_norm: queries and keys have an RMSNorm. joined: the result is put together
     from those of documents.

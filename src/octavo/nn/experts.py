@@ -221,7 +221,7 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def saved_by_experts(rows: int, of: MlpUse) -> SavedBytes:
-    """What `StackedExperts` saves of so many rows, without its input and scores."""
+    """Bytes that `StackedExperts` saves for backward of so many rows, without its input and scores."""
     element = of.use.compute_bytes
     of_rows = torch.int32.itemsize + torch.float32.itemsize  # `tokens` and `weights`
     activations = [rows * of_rows, rows * of.fc1_rows * element]

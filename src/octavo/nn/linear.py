@@ -109,7 +109,7 @@ def product(
 
 
 def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse) -> SavedBytes:
-    """What `product` of [rows, K] and a weight of shape [N, K] saves; outside FP8 the input itself."""
+    """Bytes that `product` of [rows, K] and a weight of shape [N, K] saves for backward; outside FP8 of the input itself."""
     x = saved_input_bytes(rows, shape[1], recipe, use.compute_bytes)
     if recipe is not None:
         return SavedBytes(x, saved_weight_bytes(*shape, recipe, use))
@@ -222,7 +222,7 @@ class _NormLinearFunction(torch.autograd.Function):
 
 
 def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:
-    """What `LayerNormLinear` saves: the residual stream [rows, K], the norm's statistics, the operands; weight [N, K].
+    """Bytes that `LayerNormLinear` saves: of the residual stream [rows, K], statistics and operands; weight [N, K].
 
     kind: of `NORMS`. Rotary tables, which all layers share, are left out.
     """

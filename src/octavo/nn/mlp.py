@@ -205,7 +205,7 @@ class MlpUse(NamedTuple):
 
 
 def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool) -> SavedBytes:
-    """What `LayerNormMLP` saves of so many rows: first the residual stream.
+    """Bytes that `LayerNormMLP` saves for backward of so many rows: first of the residual stream.
 
     kind: of the norm. recompute: `checkpoint`, or several `chunks`.
     """

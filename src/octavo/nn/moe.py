@@ -171,16 +171,14 @@ class LayerNormMoE(ResidualLayer):
         return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
 
 
-def saved_by_moe(tokens: int, of: MlpUse, experts: int, visited: int, kind: str, row_tile: int) -> SavedBytes:
-    """What `LayerNormMoE` saves of so many tokens: first the residual stream. Small tensors of the router are estimates.
+def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int) -> SavedBytes:
+    """Bytes that `LayerNormMoE` saves for backward: first of the residual stream. Small tensors of the router are estimates.
 
     of: of this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
     `Routes`.
     """
-    element, copies = of.use.compute_bytes, tokens * visited
-    received = (
-        copies if of.experts < experts else tokens
-    )  # the experts' input: of several ranks copies, else that of the router
+    element, copies = of.use.compute_bytes, tokens * top_k
+    received = copies if of.experts < experts else tokens  # rows of the experts' input; over several ranks each has its copy
     activations = [*saved_by_norm(tokens, of.hidden_size, element, kind), received * of.hidden_size * element]
     probabilities, of_copies = 6 * tokens * experts * 4, copies * (8 + 3 * 4)  # `chosen`, two `scores`, and `rows`
     stacked = saved_by_experts(most_rows(copies, of.experts, row_tile), of)

@@ -29,7 +29,7 @@ from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, each_micro_batch, single_rank
 from octavo.parallel.fsdp2.adapter import backward_is_open, end_passes, forward_is_open, group_of, groups_of
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
-from octavo.parallel.gathered import travels
+from octavo.parallel.gathered import has_fp8_weights
 from octavo.parallel.sharding import Sharding
 from octavo.parallel.world import on_one_host
 
@@ -108,7 +108,7 @@ def shard(
                 of_dtypes, shared = part, inner
                 if how.expert_mesh is not None:
                     spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
-            policy = own if travels(of_dtypes, how.recipe) else outer
+            policy = own if has_fp8_weights(of_dtypes, how.recipe) else outer
             fully_shard(part, mesh=shared, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
     for end in front:
@@ -116,7 +116,7 @@ def shard(
     together = _groups_of(behind)
     for group in together:
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
-    policy = own if not blocks and travels(model, how.recipe) else outer
+    policy = own if not blocks and has_fp8_weights(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _use_own_class(model, each_micro_batch_too=how.sync_each_micro_batch)
     if summed:
@@ -218,7 +218,7 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
     """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
     units: list[Any] = [part for block in blocks for part in sharded_modules(block)] or [model]
-    parts = [part for part in units if travels(part, how.recipe)]
+    parts = [part for part in units if has_fp8_weights(part, how.recipe)]
     if parts:
         gather_in_fp8(model, parts)
 

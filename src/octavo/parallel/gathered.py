@@ -84,7 +84,7 @@ def gathered_bytes(
 def _bytes_of(part: nn.Module, recipe: Recipe | None, param_dtype: torch.dtype | None, seen: set[int]) -> Iterator[int]:
     """Bytes of each parameter of a part that is not `seen` yet."""
     in_fp8 = {id(state.weight) for _, state in states_of(part) if has_one_scale(state.under(recipe))}
-    fp8 = travels(part, recipe)
+    fp8 = has_fp8_weights(part, recipe)
     for parameter in part.parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
@@ -101,7 +101,7 @@ def element_bytes(stored: int, gathered: int, *, fp8: bool) -> int:
     return stored if fp8 else gathered
 
 
-def travels(part: nn.Module, recipe: Recipe | None) -> bool:
+def has_fp8_weights(part: nn.Module, recipe: Recipe | None) -> bool:
     """True if weights of `part` are gathered in FP8 under `recipe`; a layer may have a recipe of its own."""
     return any_in_fp8([recipe, *(state.under(recipe) for _, state in states_of(part))])
 
