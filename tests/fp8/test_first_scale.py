@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import math
 from unittest import mock
 
@@ -304,8 +305,32 @@ def test_compiled_code_casts_the_first_time_as_eager_code(make, draw):
     assert all(results[0][1])
 
 
+def with_own_buffers(layer):
+    """The layer, whose buffers no other test's layers share."""
+    scaling.use_own_buffers(layer)
+    return layer
+
+
+def test_a_layer_that_is_gone_holds_no_graph_and_is_not_named(draw, capsys):
+    """Layers outside of `octavo.transform` share their buffers."""
+    layer, other = linear(draw), linear(draw)
+    other.fp8_state.buffers = with_own_buffers(layer).fp8_state.buffers
+    x = torch.randn(ROWS, INNER, generator=draw)
+    step(other, x, torch.zeros(ROWS, OUTER), delayed())
+    step(layer, x, torch.ones(ROWS, OUTER), delayed())
+    backward = list(layer.fp8_state.buffers.backward.values())
+    assert any(buffer.holds_graphs for buffer in backward)
+    del other
+    gc.collect()
+    assert not any(buffer.holds_graphs for buffer in backward)
+    for _ in range(12):
+        step(layer, x, torch.ones(ROWS, OUTER), delayed())
+    assert not any(buffer.waiting for buffer in backward)
+    assert capsys.readouterr().err == ""
+
+
 def test_what_does_not_begin_is_named_once(draw, capsys):
-    layer = linear(draw)
+    layer = with_own_buffers(linear(draw))
     x, g = torch.randn(ROWS, INNER, generator=draw), torch.zeros(ROWS, OUTER)
     for _ in range(25):
         step(layer, x, g, delayed())
@@ -323,7 +348,7 @@ def test_what_does_not_begin_is_named_once(draw, capsys):
 
 def test_weights_that_are_loaded_hold_a_graph_until_they_have_begun(draw):
     """One that was recorded before would read scales that are gone."""
-    layer = linear(draw)
+    layer = with_own_buffers(linear(draw))
     x, g = torch.randn(ROWS, INNER, generator=draw), torch.randn(ROWS, OUTER, generator=draw)
     holds = []
     with buffers.updates_together() as update:
@@ -337,7 +362,7 @@ def test_weights_that_are_loaded_hold_a_graph_until_they_have_begun(draw):
 
 
 def test_an_operand_that_is_never_cast_holds_no_graph_and_is_not_named(draw, capsys):
-    layer = linear(draw)
+    layer = with_own_buffers(linear(draw))
     layer.weight.requires_grad_(False)
     layer.bias.requires_grad_(False)
     with buffers.updates_together() as update:

@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
 
@@ -54,14 +54,23 @@ class Waiting:
 
     Attributes:
         native: the cast was by Octavo's own rule, by the operand's own amax.
-        name: of the operand, for a notice.
+        state: gives the `ModuleState` of the slot; None when that is gone.
         updates: of the buffer since.
     """
 
     entries: int | slice
     native: bool
-    name: Callable[[], str]
+    state: weakref.ref[Any]
+    operand: Operand
     updates: int = 0
+
+    @property
+    def name(self) -> str:
+        """The operand, by class and shape of its layer."""
+        state = self.state()
+        weight = None if state is None else state.weight
+        shape = "" if weight is None else f" (weight {list(weight.shape)})"
+        return f"{self.operand.value} of {type(None if state is None else state.module).__name__}{shape}"
 
 
 class Slot:
@@ -261,6 +270,9 @@ class ScaleBuffer:
         for index, waiting in list(asked.items()):
             if self.waiting.get(index) is not waiting:  # written from outside since
                 continue
+            if waiting.state() is None:
+                del self.waiting[index]
+                continue
             entries = waiting.entries
             left = [missing[entries]] if isinstance(entries, int) else missing[entries]
             waiting.updates += 1
@@ -270,7 +282,7 @@ class ScaleBuffer:
                 self.begun_from[index] = number
                 del self.waiting[index]
             elif all(left) and waiting.native and waiting.updates == _UPDATES:
-                named.append(waiting.name())
+                named.append(waiting.name)
         if named:
             warn(
                 f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} been 0 or not finite in {_UPDATES} updates of the "
@@ -280,7 +292,10 @@ class ScaleBuffer:
     @property
     def holds_graphs(self) -> bool:
         """True if an operand would be cast by its own amax: a graph would repeat that for good."""
-        return any(waiting.native and self.partly_from[index] == _NEVER for index, waiting in self.waiting.items())
+        return any(
+            waiting.native and self.partly_from[index] == _NEVER and waiting.state() is not None
+            for index, waiting in self.waiting.items()
+        )
 
     def _share_experts(self, joint: Joint) -> None:
         """Take the entries of other ranks' experts from them, where `joint` has not: every rank can save all scales."""

@@ -219,14 +219,7 @@ def wait_to_begin(
     state: ModuleState, operand: Operand, buffer: ScaleBuffer, index: int, entries: int | slice, *, native: bool
 ) -> None:
     """An operand that has not begun is cast and recorded: the next update of its buffer may begin it."""
-    module = weakref.ref(state)
-
-    def name() -> str:
-        weight = None if (own := module()) is None else own.weight
-        kind = "a layer that is gone" if own is None else type(own.module).__name__
-        return f"{operand.value} of {kind}" + ("" if weight is None else f" (weight {list(weight.shape)})")
-
-    waiting = buffer.waiting.setdefault(index, Waiting(entries, native, name))
+    waiting = buffer.waiting.setdefault(index, Waiting(entries, native, weakref.ref(state), operand))
     waiting.native = native
 
 
