@@ -36,9 +36,9 @@ def assert_matches(core, inputs, sequences, how, *, order="bshd", others=(), tol
     made = core(*(ordered(x, order) for x in inputs), qkv_format=order, **call)
     found, largest = made if isinstance(made, tuple) else (made, None)
     assert found.shape == ordered(wanted, order).shape
-    cotangent = torch.randn(wanted.shape, dtype=torch.float64)
-    found.backward(ordered(cotangent, order).to(found.dtype))
-    wanted.backward(cotangent)
+    cotangent = torch.randn(wanted.shape).to(found.dtype)
+    found.backward(ordered(cotangent, order))
+    wanted.backward(cotangent.double())
     pairs = [(found, ordered(wanted, order)), *((x.grad, e.grad) for x, e in zip(inputs, exact, strict=True))]
     pairs += [(x.grad, more[name].grad) for name, x in dict(others).items()]
     pairs += [] if largest is None else [(largest, top)]

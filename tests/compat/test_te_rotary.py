@@ -35,9 +35,9 @@ def check(te, t, wanted, order, angles, **call):
         found, expected = apply_rotary_pos_emb(ours, angles, order, fused=fused, **call), wanted(exact)
         assert found.dtype == t.dtype
         assert found.is_contiguous()
-        cotangent = torch.randn(t.shape, dtype=torch.float64)
-        found.backward(cotangent.to(t.dtype))
-        expected.backward(cotangent)
+        cotangent = torch.randn(t.shape).to(t.dtype)
+        found.backward(cotangent)
+        expected.backward(cotangent.double())
         tolerance = 1e-5 if t.dtype == torch.float32 else 2**-8
         for one, two in ((found, expected), (ours.grad, exact.grad)):
             torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=2 * tolerance)
