@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,26 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)
     with contextlib.suppress(ModuleNotFoundError):  # Triton is of Linux alone
         import quick_interpreter  # noqa: F401
+
+
+SEED = int(os.environ.get("OCTAVO_TEST_SEED", "0"))
+"""Of every draw of the tests: the same draws on each machine and in any order, and others for a number that is given."""
+# What hypothesis tries is of the same kind: repeated, unless fresh draws are asked for.
+with contextlib.suppress(ModuleNotFoundError):  # tests on a GPU need none
+    import hypothesis
+
+    hypothesis.settings.register_profile("octavo", derandomize=SEED == 0)
+    hypothesis.settings.load_profile("octavo")
+
+
+def pytest_report_header():
+    return f"draws of OCTAVO_TEST_SEED={SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Seed PyTorch's generator by the test's name: what ran before it in its process changes no input."""
+    torch.manual_seed(zlib.crc32(f"{SEED} {item.path.name} {item.name}".encode()))
 
 
 def pytest_collection_finish():

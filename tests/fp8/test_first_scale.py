@@ -447,7 +447,7 @@ def test_the_first_cast_of_a_stack_is_by_the_largest_amax_of_its_matrices(draw):
 
     assert same_bits(evaluated(with_scales(layer, of_weights), x), found)
     exact = layer(x)[1].detach()
-    assert relative_error(found, exact) < 0.08
+    assert relative_error(found, exact) < 0.15  # two products, and between them a product of two casts; 1 at a scale of 1
 
 
 def test_a_restored_model_measures_nothing_before_its_casts(draw):
