@@ -102,17 +102,18 @@ def test_each_of_two_estimators_has_its_own_values(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("start", "first"),
+    ("start", "found"),
     [
-        ("def go():\n e.fit()\nimport threading\nthreading.Thread(target=go).start()", 1),
-        ("import multiprocessing\ndef go(each):\n each.fit()\nmultiprocessing.Process(target=go, args=(e,)).start()", 1),
-        ("start(e)", UNKNOWN),
+        ("import multiprocessing\ndef go(each):\n each.fit()\nmultiprocessing.Process(target=go, args=(e,)).start()", [1, 2]),
+        ("start(e)", [UNKNOWN, 2]),
+        # a thread runs beside what follows it, and may find the second estimator under the name of the first
+        ("def go():\n e.fit()\nimport threading\nthreading.Thread(target=go).start()", [UNKNOWN, UNKNOWN]),
     ],
 )
-def test_an_estimator_that_starts_elsewhere_has_the_values_of_its_start(tmp_path, start, first):
+def test_an_estimator_that_starts_elsewhere_has_the_values_of_its_start(tmp_path, start, found):
     made = "e = PyTorch('t.py', hyperparameters=h)\n"
     (tmp_path / "s.py").write_text(f"{HEAD}h = {{'a': 1}}\n{made}{start}\nh['a'] = 2\n{made}e.fit()\n")
-    assert [each["hyperparameters"]["a"] for each in read(tmp_path / "s.py").estimators] == [first, 2]
+    assert [each["hyperparameters"]["a"] for each in read(tmp_path / "s.py").estimators] == found
 
 
 def test_a_validation_of_no_batch_and_a_model_that_is_not_known_leave_their_places_open(tmp_path):

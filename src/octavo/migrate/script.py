@@ -159,7 +159,15 @@ class _Reader:
             for dotted in self._import(node, spared=id(node) in spared)
         ]
         self._meanings.follow(nodes)
-        self._values = Values(tree, self._positional, self._meanings.dotted, _is_there, self._recipe)
+        self._values = Values(
+            tree,
+            positional=lambda dotted: _ESTIMATORS.get(canonical(dotted)),
+            called=self._surely,
+            maybe=self._meanings.dotted,
+            has=_is_there,
+            made=lambda dotted: made_by(canonical(dotted)),
+            is_library=lambda dotted: library_of(dotted) is not None,
+        )
         self._unreached = self._values.unreached
         self.script.estimators = self._values.jobs
         for statement, dotted in imported:
@@ -391,15 +399,10 @@ class _Reader:
         if note not in self.script.notes and id(node) not in self._unreached:
             self.script.notes.append(note)
 
-    def _positional(self, function: ast.AST) -> tuple[str, ...] | None:
-        """The positional arguments of an estimator that an expression names; None for another."""
-        dotted = self._meanings.dotted(function)
-        return None if dotted is None else _ESTIMATORS.get(canonical(dotted))
-
-    def _recipe(self, function: ast.AST) -> str | None:
-        """The class of the recipe that a call of an expression makes; None for others."""
-        dotted = self._meanings.dotted(function)
-        return made_by(canonical(dotted)) if dotted is not None and self._meanings.is_sure(function) else None
+    def _surely(self, node: ast.AST) -> str | None:
+        """The full name of an expression that can only be of a library."""
+        dotted = self._meanings.dotted(node)
+        return dotted if dotted is not None and library_of(dotted) is not None and self._meanings.is_sure(node) else None
 
     def _method(self, node: ast.Call, function: ast.Attribute) -> None:
         if function.attr == "cuda":

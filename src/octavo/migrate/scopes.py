@@ -1,0 +1,229 @@
+"""Names of a script by Python's rules of scope: which a function binds, and what its code may do with those around it.
+
+A function that is not followed is known by this alone. Omitted: what a name holds.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from octavo.migrate.heap import LEAK, METHOD, READ
+
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+READERS = ("print", "len", "repr", "str", "sorted", "isinstance", "bool", "list", "tuple", "dict", "id", "display", "min",
+           "max", "sum", "any", "all", "enumerate", "zip", "reversed")  # fmt: skip
+"""Functions of Python's own, and Jupyter's, that change nothing and hand on no more than entries."""
+_GETTERS = ("items", "keys", "values", "get", "copy")
+ANY_NAME = ("exec", "eval", "globals", "locals", "breakpoint", "__import__", "__builtins__")
+"""Names of Python's own that reach every name."""
+ANY_FRAME = (
+    "__globals__", "__builtins__", "__closure__", "__code__", "__defaults__", "__kwdefaults__", "f_globals", "f_locals",
+    "f_back", "_getframe", "cell_contents", "user_ns", "user_global_ns", "run_cell", "run_code", "__main__", "settrace",
+    "setprofile",
+)  # fmt: skip
+"""Attributes that reach names of other frames."""
+
+
+@dataclass
+class Effects:
+    """What code may do with names around it.
+
+    Attributes:
+        loads: name → the most that is done with it, `READ`, `METHOD` or `LEAK`.
+        shared: names of the module that it binds.
+        outer: names of a function around it that it binds.
+        anything: it may do anything.
+    """
+
+    loads: dict[str, int] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    outer: set[str] = field(default_factory=set)
+    anything: bool = False
+
+
+def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
+    """All parameters."""
+    given = node.args
+    more = [each for each in (given.vararg, given.kwarg) if each is not None]
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *more]
+
+
+def own_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes of one scope: of inner ones only what is evaluated in this one, and walrus targets of comprehensions."""
+    for node in parts:
+        yield node
+        if isinstance(node, Scope):
+            yield from own_nodes(_evaluated_outside(node))
+        elif isinstance(node, _COMPREHENSIONS):
+            yield from own_nodes([node.generators[0].iter])
+            yield from (each for each in ast.walk(node) if isinstance(each, ast.NamedExpr))
+        else:
+            yield from own_nodes(ast.iter_child_nodes(node))
+
+
+def _evaluated_outside(node: Scope) -> list[ast.AST]:
+    """Expressions of a definition that are evaluated where it stands."""
+    if isinstance(node, ast.ClassDef):
+        return [*node.decorator_list, *node.bases, *(word.value for word in node.keywords)]
+    found: list[ast.AST] = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+    if not isinstance(node, ast.Lambda):
+        found += node.decorator_list
+        found += [each.annotation for each in arguments(node) if each.annotation is not None]
+        found += [node.returns] if node.returns is not None else []
+    return found
+
+
+def bound(parts: Iterable[ast.AST]) -> set[str]:
+    """The names that code binds in its own scope, or unbinds."""
+    found: set[str] = set()
+    for node in own_nodes(parts):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, ast.NamedExpr):
+            found.add(node.target.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            found.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            found.add(node.rest)
+        elif type(node).__name__ == "TypeAlias":
+            found.add(node.name.id)  # type: ignore[attr-defined]
+    return found
+
+
+def declared(parts: Iterable[ast.AST], kind: type[ast.Global] | type[ast.Nonlocal]) -> set[str]:
+    """The names that code declares global, or nonlocal."""
+    return {name for node in own_nodes(parts) if isinstance(node, kind) for name in node.names}
+
+
+def local_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
+    """The names that are a function's own."""
+    body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
+    outside = declared(body, ast.Global) | declared(body, ast.Nonlocal)
+    return ({each.arg for each in arguments(node)} | bound(body)) - outside
+
+
+def is_plain_function(node: ast.AST) -> bool:
+    """True for a function of which a call runs its body and gives what it returns."""
+    if isinstance(node, ast.Lambda):
+        return not any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Await) for each in own_nodes([node.body]))
+    return (
+        isinstance(node, ast.FunctionDef)
+        and not node.decorator_list
+        and not any(isinstance(each, ast.Yield | ast.YieldFrom) for each in own_nodes(node.body))
+    )
+
+
+class Scopes:
+    """The effects of the parts of a tree."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        self._everywhere = {
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, Scope | ast.Module)
+            for name in (bound(node.body) if not isinstance(node, ast.Lambda) else ())
+        } | {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
+
+    def of_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Effects:
+        """The effects of a function that is called, and of those inside of it."""
+        found = Effects()
+        body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
+        self._gather(body, local_names(node), declared(body, ast.Global), declared(body, ast.Nonlocal), found)
+        return found
+
+    def of_code(self, parts: Iterable[ast.AST]) -> Effects:
+        """The effects of code on the names of the scope in which it stands, which it binds itself apart (`bound`)."""
+        found = Effects()
+        self._gather(list(parts), set(), set(), set(), found)
+        return found
+
+    def _gather(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
+        for node in parts:
+            if isinstance(node, ast.Name):
+                if node.id in local:
+                    continue
+                if isinstance(node.ctx, ast.Load):
+                    found.loads[node.id] = max(self.level(node), found.loads.get(node.id, 0))
+                    found.anything |= node.id in ANY_NAME and node.id not in self._everywhere
+                    found.anything |= node.id == "vars" and "vars" not in self._everywhere and not self._is_of_object(node)
+            elif isinstance(node, ast.Attribute):
+                found.anything |= node.attr in ANY_FRAME
+                self._gather([node.value], local, shared, outer, found)
+            elif isinstance(node, Scope):
+                self._gather(_evaluated_outside(node), local, shared, outer, found)
+                self._inside(node, local, found)
+            elif isinstance(node, _COMPREHENSIONS):
+                self._gather([node.generators[0].iter], local, shared, outer, found)
+                targets = {
+                    each.id
+                    for part in node.generators
+                    for each in ast.walk(part.target)
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                }
+                rest = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.comprehension)]
+                rest += [each for part in node.generators for each in (part.target, *part.ifs)]
+                rest += [part.iter for part in node.generators[1:]]
+                self._gather(rest, local | targets, shared, outer, found)
+            else:
+                self._gather(ast.iter_child_nodes(node), local, shared, outer, found)
+        names = bound(parts)
+        found.shared |= names & shared
+        found.outer |= names & outer
+
+    def _inside(self, node: Scope, local: set[str], found: Effects) -> None:
+        """Add the effects of a definition's body, without those on the names of the scope around it."""
+        if isinstance(node, ast.ClassDef):
+            inner = Effects()
+            shared = declared(node.body, ast.Global)
+            self._gather(node.body, set(), shared, declared(node.body, ast.Nonlocal), inner)
+        else:
+            inner = self.of_function(node)
+        for name, level in inner.loads.items():
+            if name not in local:
+                found.loads[name] = max(level, found.loads.get(name, 0))
+        found.shared |= inner.shared
+        found.outer |= inner.outer - local
+        found.anything |= inner.anything
+
+    def _is_of_object(self, node: ast.Name) -> bool:
+        parent = self.parents.get(id(node))
+        return isinstance(parent, ast.Call) and parent.func is node and len(parent.args) == 1
+
+    def level(self, node: ast.Name) -> int:
+        """The most that may be done with the object of a name where it is loaded."""
+        parent = self.parents.get(id(node))
+        if isinstance(parent, ast.Subscript) and parent.value is node and isinstance(parent.ctx, ast.Load):
+            return READ
+        if isinstance(parent, ast.Compare) and parent.left is not node:
+            kinds = [kind for kind, each in zip(parent.ops, parent.comparators, strict=True) if each is node]
+            return READ if all(isinstance(kind, ast.In | ast.NotIn) for kind in kinds) else LEAK
+        if isinstance(parent, ast.Dict) and any(key is None and value is node for key, value in _pairs(parent)):
+            return READ
+        if isinstance(parent, ast.keyword) and parent.arg is None:
+            return READ
+        if (isinstance(parent, ast.For | ast.comprehension) and parent.iter is node) or isinstance(parent, ast.FormattedValue):
+            return READ
+        if isinstance(parent, ast.If | ast.While | ast.IfExp) and parent.test is node:
+            return READ
+        if isinstance(parent, ast.Attribute):
+            around = self.parents.get(id(parent))
+            called = isinstance(around, ast.Call) and around.func is parent
+            if not isinstance(parent.ctx, ast.Load):
+                return LEAK
+            return READ if called and parent.attr in _GETTERS else METHOD
+        if isinstance(parent, ast.Call) and node in parent.args and isinstance(parent.func, ast.Name):
+            name = parent.func.id
+            return READ if name in READERS and name not in self._everywhere and not parent.keywords else LEAK
+        return LEAK
+
+
+def _pairs(node: ast.Dict) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+    return zip(node.keys, node.values, strict=True)
