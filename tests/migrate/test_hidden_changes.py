@@ -117,6 +117,8 @@ HIDDEN = {
     "class body": "class A:\n    hp['lr'] = 0.3",
     "loop of a class body": "class A:\n    for k in ('lr',):\n        hp[k] = 0.3",
     "global of a class": "class A:\n    global hp\n    hp = dict(hp, lr=0.3)",
+    "name of a class or around it": "class A:\n"
+    "    try:\n        hp['no']\n        hp = {}\n    except KeyError:\n        hp['lr'] = 0.3",
     "attribute of a class": "class A:\n    h = hp\nA.h['lr'] = 0.3",
     "enter": "class A:\n    def __enter__(self):\n        hp['lr'] = 0.3\n    def __exit__(self, *a): pass\n"
     "with A():\n    pass",
@@ -272,7 +274,8 @@ VALUES = (
 TESTS = ("True", "ask()", "n > 0", "'{KEY}' in {DICT}", "len({DICT}) > 2", "not {DICT}", "{DICT} is {DICT}", "ask() and {DICT}")
 PLAIN = (
     "{DICT}['{KEY}'] = {NUMBER}", "{DICT}.update({KEY}={NUMBER})", "{NAME} = {VALUE}", "{NAME} = {VALUE}", "{DICT} |= {DICT}",
-    "{DICT}.pop('{KEY}', None)", "{DICT}['inner'] = {VALUE}", "put({DICT}, {NUMBER})", "keep({DICT})", "u = {DICT}.update\nu(x=5)",
+    "{DICT}.pop('{KEY}', None)", "{DICT}['inner'] = {VALUE}", "put({DICT}, {NUMBER})", "keep({DICT})",
+    "u = {DICT}.update\nu(x=5)",
     "box.append({DICT})", "box[0]['{KEY}'] = {NUMBER}", "again()", "late.append(lambda: {DICT}.update({KEY}={NUMBER}))",
     "late and late[0]()", "{NAME}, {NAME} = {DICT}, {DICT}", "assert put({DICT}, {NUMBER}) is None", "holder.d = {DICT}",
     "holder.d['{KEY}'] = {NUMBER}", "n += 1", "{DICT}['n'] = n", "del {DICT}['{KEY}']",

@@ -175,6 +175,34 @@ def test_a_notebook_of_cells_that_update_dictionaries_becomes_a_run_file(tmp_pat
     assert "n.ipynb: code cell 3 is not read, line 1" in text
 
 
+@pytest.mark.parametrize(
+    ("cell", "known"),
+    [
+        ("%pip install x\n!ls\n%matplotlib inline\n%store h", True),
+        ("%%bash\necho", True),
+        ("%%capture\nprint(1)", True),
+        ("%time h.update(a=1)", True),
+        ("%timeit h.update(a=2)", False),
+        ("%%timeit\nh['a'] = 2", False),
+        ("%%python\nh = {'a': 2}", False),
+        ("%run other.py", False),
+        ("%store -r", False),
+        ("%mymagic h", False),
+        ("%%mymagic\nh", False),
+        ("%%bash --out h\necho", False),
+        ("get_ipython().run_line_magic('run', 'x.py')", False),
+        ("get_ipython().run_line_magic('matplotlib', 'inline')", True),
+        ("get_ipython().system('ls')", True),
+        ("get_ipython().user_ns['h'] = {'a': 2}", False),
+    ],
+)
+def test_values_before_a_command_are_known_after_it_if_it_leaves_them(tmp_path, cell, known):
+    last = "from sagemaker.pytorch import PyTorch\nPyTorch('t.py', hyperparameters=h).fit()"
+    found = _notebook(tmp_path / "n.ipynb", ["h = {'a': 1}", cell, last]).estimators[-1].get("hyperparameters", UNKNOWN)
+    assert (found == {"a": 1}) == known
+    assert known or found is UNKNOWN or found["a"] is UNKNOWN
+
+
 def test_commands_of_a_notebook_hide_nothing_behind_them(tmp_path):
     cells = [
         "%run beside.py\n",

@@ -422,6 +422,8 @@ def _common(left: Any, right: Any, lost: list[Any]) -> Any:
 def _joined(box: Any, key: Any, left: Any, right: Any, lost: list[Any]) -> Any:
     """What two states of a place have in common."""
     if key is not None:
+        if box.kind == "class" and (left is ABSENT) != (right is ABSENT):  # it may be the name around the class
+            lost += [around[key] for around in _outwards(box) if key in around]
         return _common(left, right, lost)
     if isinstance(box, Table):
         return _joined_tables(left, right, lost)
@@ -432,6 +434,13 @@ def _joined(box: Any, key: Any, left: Any, right: Any, lost: list[Any]) -> Any:
         lost += [*left[0], *right[0]]
         return [MORE], *flags
     return tuple(one or other for one, other in zip(left, right, strict=True))
+
+
+def _outwards(names: Names) -> Iterator[Names]:
+    """The names around others."""
+    while names.outer is not None:
+        names = names.outer
+        yield names
 
 
 def _more(left: Any, right: Any, lost: list[Any]) -> Any:

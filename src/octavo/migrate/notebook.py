@@ -13,6 +13,23 @@ _COMMAND = re.compile(r"^(\s*)(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?\??\s*$).*$")
 """A line of a notebook that is no Python."""
 _PYTHON_CELLS = ("time", "timeit", "capture", "prun", "debug", "python", "python3")
 """Magics (`%%name`) of cells that are Python."""
+_APART = ("timeit", "python", "python3")
+"""Those that run any number of times, or in another process: their names are not the notebook's."""
+_OTHER_CELLS = (
+    "writefile", "html", "HTML", "javascript", "js", "markdown", "latex", "svg", "SVG", "bash", "sh", "script", "system", "sx",
+    "!", "perl", "ruby",
+)  # fmt: skip
+"""Magics of cells that are no Python, and set names by `--out` and `--err` alone."""
+_QUIET = (
+    "pip", "conda", "mamba", "uv", "load_ext", "reload_ext", "unload_ext", "matplotlib", "env", "set_env", "cd", "ls",
+    "pwd", "mkdir", "cat", "autoreload", "config", "who", "whos", "hist", "history", "alias", "lsmagic", "precision", "pdb",
+    "bookmark", "dirs", "pushd", "popd", "colors", "gui", "logstart", "logoff", "xmode", "tb", "store", "system", "sx",
+    "tensorboard", "pinfo", "psearch", "quickref", "rehashx", "save", "writefile", "notebook", "time", "prun", "timeit",
+    "memit", "mprun", "lprun",
+)  # fmt: skip
+"""Magics of a line that bind no name."""
+_ANYTHING = "get_ipython().run_cell('')"
+"""A statement after which no name is known."""
 _TIMED = ("%time", "%timeit", "%prun", "%memit", "%mprun", "%lprun")
 """Magics of a line that are followed by Python."""
 _RUNNERS = ("%run", "%load", "%autocall", "%macro", "%rerun", "%recall")
@@ -49,9 +66,10 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
             magic = lines[0][2:].split()
             if not magic or magic[0] not in _PYTHON_CELLS:
                 notes.append(f"code cell {number} is not read: {lines[0].strip()}")
-                found += [""] * len(lines)
+                found += [_of_other(magic, lines[0]), *([""] * (len(lines) - 1))]
                 continue
-            lines[0] = ""
+            apart = magic[0] in _APART and any(line.strip() for line in lines[1:])
+            lines = ["with __command__():", *(f" {line}" for line in lines[1:])] if apart else ["", *lines[1:]]
         if not _parses("\n".join(lines)):
             lines = _statements(lines, number, notes)
         try:
@@ -63,6 +81,14 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
             lines = [""] * len(lines)
         found += lines
     return "\n".join(found)
+
+
+def _of_other(magic: list[str], line: str) -> str:
+    """A statement in place of a cell that is no Python: the names that it sets are known only at run time."""
+    if not magic or magic[0] not in _OTHER_CELLS:
+        return _ANYTHING
+    names = re.findall(r"--(?:out|err|proc)[ =]+([A-Za-z_]\w*)", line)
+    return f"{' = '.join(names)} = __command__()" if names else ""
 
 
 def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
@@ -86,13 +112,19 @@ def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:
     if rest.strip()[:1] in ("%", "!") and rest and not text.startswith(("%", "!")):
         return f"{command[1]}{names.strip()} = __command__()"
     words = text.split()
-    if words[:2] == ["%store", "-r"] and len(words) > 2 and all(name.isidentifier() for name in words[2:]):
-        return f"{command[1]}{' = '.join(words[2:])} = __command__()"
+    if words[:2] == ["%store", "-r"]:
+        named = len(words) > 2 and all(name.isidentifier() for name in words[2:])
+        return f"{command[1]}{' = '.join(words[2:])} = __command__()" if named else f"{command[1]}{_ANYTHING}"
     if words[0] in _TIMED and _parses(timed := text.removeprefix(words[0]).strip()):
-        return f"{command[1]}{timed}"
+        once = words[0] in ("%time", "%prun")
+        return f"{command[1]}{timed}" if once else f"{command[1]}with __command__(): {timed or 'pass'}"
     if words[0] in (*_TIMED, *_RUNNERS):
         notes.append(f"code cell {number}: what {text} runs is not seen")
-    return f"{command[1]}pass"
+        return f"{command[1]}{_ANYTHING}"
+    if words[0] == "%pylab":
+        return f"{command[1]}from pylab import *"
+    quiet = not text.startswith("%") or text.endswith("?") or words[0].lstrip("%") in _QUIET
+    return f"{command[1]}{'pass' if quiet else _ANYTHING}"
 
 
 def no_python(place: str, error: SyntaxError) -> InputError:
