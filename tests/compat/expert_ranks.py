@@ -103,7 +103,23 @@ def by_the_script(folder):
         same = restored.keys() == wanted.keys() and all(torch.equal(restored[key], wanted[key]) for key in wanted)
         found[name] = same and state["total_steps"] == 2, abs(step(other, fresh, 2) - following)
     found["some"] = refusal_of_some_ranks(tsm, root)
+    found["missing"] = refusal_of_a_missing_folder(tsm, root)
     return found
+
+
+def refusal_of_a_missing_folder(tsm, root):
+    """The message for a load from one folder of which the other is not there."""
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (root / "ep2-1").rename(root / "elsewhere")
+    dist.barrier()
+    try:
+        load({"total_steps": 0}, checkpoint_id=root / "ep2-0")
+    except octavo.errors.InputError as error:
+        return str(error)
+    return "none"
 
 
 def refusal_of_some_ranks(tsm, root):

@@ -30,6 +30,7 @@ def test_a_folder_for_each_rank_of_experts_loads_at_the_same_and_other_degrees(t
             assert difference < 1e-5, name
         assert found["same"][1] == 0
         assert "of process_group hold some rows of a model" in found["some"]
+        assert f"has shards in {str(tmp_path / 'ep2-1')!r}, where no folder is" in found["missing"]
 
 
 def test_a_degree_that_does_not_fit_is_refused_by_the_key_that_the_script_has():

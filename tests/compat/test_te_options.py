@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import operator
 import pickle
 
 import plain
@@ -11,6 +12,7 @@ import torch
 from fused_cases import WIDE, Case, assert_near, assert_within_format, exact, run, warm
 
 import octavo
+from octavo.compat.missing import MissingName
 from octavo.errors import InputError
 
 KINDS = ["LayerNorm", "RMSNorm"]
@@ -457,10 +459,23 @@ def test_what_clients_read_of_a_layer(te, layer, sizes, products, bias):
         assert torch.equal(forward.scale[3 * number : 3 * number + 2], scales)
         assert torch.equal(forward.amax_history[:, 3 * number + 1], own["weight"]["amax_history"])
         assert backward.scale[2 * number] == own["grad_output"]["scale"]
-    with pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
-        forward.scale.fill_(2)
-    with pytest.raises(TypeError):
-        meta["recipe"] = None
+    writes = (
+        lambda: forward.scale.fill_(2), lambda: forward.scale.__setitem__(0, 2), lambda: forward.scale[0].mul_(2),
+        lambda: operator.imul(forward.scale, 2), lambda: torch.add(forward.scale, 1, out=forward.scale),
+        lambda: meta.__setitem__("recipe", None), lambda: meta.update(recipe=None), lambda: meta.pop("recipe"),
+    )  # fmt: skip
+    for write in writes:
+        with pytest.raises(InputError, match="fp8_meta has copies of scales and histories"):
+            write()
+    doubled = forward.scale * 2
+    doubled[0] = 1  # what is computed of them is the script's
+    assert type(doubled) is torch.Tensor
+    for layer in module.modules():
+        for name in ("init_fp8_metadata", "get_fp8_weights_scratchpad", "get_fp8_params", "set_meta_tensor"):
+            assert not hasattr(layer, name)
+            if type(layer).__module__.startswith("octavo.compat"):
+                with pytest.raises(MissingName, match=name):
+                    getattr(layer, name)
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True}, {"layer_type": "decoder"}, {"input_layernorm": True}])

@@ -260,8 +260,8 @@ class Heap:
             self.change(value)
             gone = list(children(value))
             if isinstance(value, Table):
-                value.update(dict.fromkeys([*value, REST], UNKNOWN))
-                value.ordered = False
+                value.update(dict.fromkeys(value, MAYBE))  # it may be gone
+                value[REST], value.ordered = UNKNOWN, False
             else:
                 value[:] = [MORE]
             for each in gone:

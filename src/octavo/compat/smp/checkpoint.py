@@ -195,6 +195,8 @@ def load(
             state_dict_loader.load(rows, storage_reader=reader, planner=planner, process_group=process_group)
     except CheckpointException as error:
         fault = next(iter(error.failures.values()))[0]
+        if isinstance(fault, InputError):
+            raise fault from None
         if not isinstance(fault, RuntimeError | ValueError | KeyError):
             raise
         raise InputError(

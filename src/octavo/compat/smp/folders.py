@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 
 from octavo.errors import InputError
 
@@ -59,6 +59,30 @@ def patched() -> dict[str, Callable[..., Any]]:
             self.path = own
 
     return dict(zip(_METHODS, (prepare_local_plan, prepare_global_plan, finish_all), strict=True))
+
+
+def patched_reader() -> Callable[..., None]:
+    """`FileSystemReader.set_up_storage_reader`, which names a folder of the checkpoint that is not beside the others."""
+    own = FileSystemReader.set_up_storage_reader
+
+    def set_up_storage_reader(self: Any, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.fs, FileSystem):
+            _check_beside(str(self.path), metadata)
+        own(self, metadata, is_coordinator, *args, **kwargs)
+
+    return set_up_storage_reader
+
+
+def _check_beside(home: str, metadata: Any) -> None:
+    paths = [getattr(place, "relative_path", "") for place in (metadata.storage_data or {}).values()]
+    beside = {os.path.normpath(f"{home}/{os.path.dirname(path)}") for path in paths if str(path).startswith("..")}  # noqa: PTH120
+    lost = sorted(folder for folder in beside if not os.path.isdir(folder))  # noqa: PTH112
+    if lost:
+        names = ", ".join(map(repr, lost))
+        raise InputError(
+            f"load: the checkpoint in {home!r} has shards in {names}, where no folder is. The folders of one checkpoint, of "
+            "each ep_rank, stay beside each other: put them back, or load another checkpoint."
+        )
 
 
 def _check(writer: Any, folders: list[str]) -> None:

@@ -6,7 +6,8 @@
 * Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
   ahead of backward.
 * PyTorch's own `save` and `load` take a local state of a `ShardedModel` as its shards.
-* `FileSystemWriter` writes one checkpoint to several folders (`octavo.compat.smp.folders`).
+* `FileSystemWriter` writes one checkpoint to several folders, and `FileSystemReader` names one that is not there
+  (`octavo.compat.smp.folders`).
 * `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
   checkpoints take `coordinator_rank` as a global rank.
 * Other packages' names and files of scripts: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
@@ -26,7 +27,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
@@ -314,5 +315,6 @@ def _checkpoints(changes: Changes) -> None:
     changes.set(_DistWrapper, "__init__", coordinated)
     for name, method in folders.patched().items():
         changes.set(FileSystemWriter, name, method)
+    changes.set(FileSystemReader, "set_up_storage_reader", folders.patched_reader())
     changes.redirect(dcp_optimizer.load_sharded_optimizer_state_dict, load_optimizer)
     changes.redirect(dist.destroy_process_group, destroy_process_group)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,18 +72,36 @@ WAYS = {
     **dict.fromkeys(("fp8", "fp8_calibration"), "Whether FP8 is on is known inside of fp8_autocast alone."),
     "primary_weights_in_fp8": "Parameters keep their own dtype.",
     **dict.fromkeys(("backward_dw", "need_backward_dw"), "Gradients of weights are made in backward."),
-    "get_weight_workspace": "FP8 weights live in a forward, or with is_first_microbatch in those of a step.",
-}
+    **dict.fromkeys(
+        ("get_weight_workspace", "get_fp8_weights_scratchpad", "set_fp8_weights", "get_quantized_weight"),
+        "FP8 weights live in a forward, or with is_first_microbatch in those of a step.",
+    ),
+    **dict.fromkeys(
+        (
+            "init_fp8_metadata", "init_fp8_meta_tensors", "set_meta_tensor", "fp8_init", "prepare_forward", "pre_forward",
+            "end_forward", "set_activation_dtype", "set_tensor_parallel_attributes",
+        ),
+        "A forward within fp8_autocast makes the FP8 state: leave the call out.",
+    ),
+    **dict.fromkeys(
+        ("get_fp8_params", "get_fp8_meta_tensors", "reset_fp8_meta_tensors", "adjust_amax_history_length"),
+        "octavo.fp8.inspect(layer) shows scales and histories; their length is amax_history_len of the recipe.",
+    ),
+}  # fmt: skip
 """Absent attribute of Transformer Engine's layers → the remedy."""
 
 
-class Stateful(nn.Module):
-    """Base of the layers that have FP8 state."""
+class Named(nn.Module):
+    """Base of layers, with the remedy for an absent name of Transformer Engine's."""
 
     def __getattr__(self, name: str) -> Any:
         if name in WAYS:
             raise MissingName(way_of(f"{type(self).__name__}.{name}", WAYS))
         return super().__getattr__(name)
+
+
+class Stateful(Named):
+    """Base of the layers that have FP8 state."""
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
         """Accepted without effect for a group of one rank.
@@ -118,6 +135,38 @@ class Stateful(nn.Module):
             )
 
 
+_COPIES = (
+    "fp8_meta has copies of scales and histories, and a write would be lost: give the recipe to fp8_autocast, and load scales "
+    "by load_state_dict."
+)
+
+
+class Meta(dict[str, Any]):
+    """`fp8_meta` of a layer: it refuses writes."""
+
+    def _refuse(self, *args: Any, **words: Any) -> Any:
+        raise InputError(_COPIES)
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
+    __ior__ = _refuse
+
+
+class Copy(Tensor):
+    """A copy of scales or histories, of which a write raises an InputError; what is computed from it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if (writes and args and isinstance(args[0], cls)) or isinstance((kwargs or {}).get("out"), cls):
+            raise InputError(_COPIES)
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.as_subclass(Tensor) if isinstance(found, cls) and name != "__getitem__" else found
+
+
+_IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor"))
+
+
 class Scaling(NamedTuple):
     """Scales and histories of the tensors of a direction, in Transformer Engine's order: copies, which refuse writes."""
 
@@ -127,7 +176,7 @@ class Scaling(NamedTuple):
     """float32 [L, n], the newest first."""
 
 
-class OneRank(nn.Module):
+class OneRank(Named):
     """Base of layers of one tensor-parallel rank, with what clients read of that."""
 
     tp_size = 1
@@ -161,7 +210,7 @@ class Readable(OneRank):
         if any(state.records for state in states):
             found["scaling_fwd"] = _scaling(states, (Operand.INPUT, Operand.WEIGHT, None))
             found["scaling_bwd"] = _scaling(states, (Operand.GRAD_OUTPUT, None))
-        return MappingProxyType(found)
+        return Meta(found)
 
 
 class Products(Readable, Stateful):
@@ -175,14 +224,15 @@ def _scaling(states: Sequence[ModuleState], operands: Sequence[Operand | None]) 
     length = max(len(slot.history) for slot in slots if slot is not None)
     none = torch.ones((), device=one.scale.device), torch.zeros(length, device=one.scale.device)
     pairs = [none if slot is None else (slot.scale, slot.history) for slot in slots]
-    return Scaling(torch.stack([scale for scale, _ in pairs]), torch.stack([history for _, history in pairs], 1))
+    scales, histories = torch.stack([scale for scale, _ in pairs]), torch.stack([history for _, history in pairs], 1)
+    return Scaling(scales.as_subclass(Copy), histories.as_subclass(Copy))
 
 
 def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Stateless(nn.Module):
+class Stateless(Named):
     """Base of layers without FP8 state, which have an empty entry for it, as Transformer Engine's."""
 
     def __init__(self, **arguments: Any) -> None:
