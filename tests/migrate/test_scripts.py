@@ -11,6 +11,10 @@ HEAD = (
     "from transformer_engine.common import recipe\nx = torch.randn(4, 2, 16)\nq = torch.randn(4, 2, 2, 8)\n"
 )
 RUNS = [
+    "m = nn.Module()\nsetattr(m, 'l', te.Linear(16, 16))\nm.l(x, is_first_microbatch=True)",
+    "m = nn.Module()\nm.add_module('l', te.Linear(16, 16))\nm.l(x)",
+    "m = te.Linear(16, 16)\nm.weight.data.zero_(), m.weight.shape[0], m.fp8_meta['recipe'], m.bias.grad",
+    "m = te.Linear(16, 16)\nm(torch.ones(4, 16).float())\nm(torch.arange(16).float())\ntorch.randint(9, (3,))",
     (
         "from torch.distributed.fsdp import MixedPrecision, ShardingStrategy\n"
         "MixedPrecision(param_dtype=torch.bfloat16)\nShardingStrategy.FULL_SHARD"
@@ -106,6 +110,16 @@ RUNS = [
     "te.MultiheadAttention(16, 2, qkv_format='bshd', qk_norm_type='L2Normalization')",
 ]
 FAILS = [
+    "m = nn.Module()\nsetattr(m, 'l', te.Linear(16, 16))\nm.l(x, fp8_grad=True)",
+    "m = nn.Module()\nm.add_module('l', te.Linear(16, 16))\nm.l(x, fp8_grad=True)",
+    "class N(nn.Module):\n    def __init__(self):\n        super().__init__()\n        setattr(self, 'l', te.Linear(16, 16))\n"
+    "    def forward(self, x):\n        return self.l(x, fp8_grad=True)\nN()(x)",
+    "te.Linear(16, 16).init_fp8_metadata()",
+    "m = te.Linear(16, 16)\nm.get_fp8_weights_scratchpad(True)",
+    "from torch.sagemaker.moe.moe_config import MoEConfig\nfrom transformers import MixtralConfig, AutoModelForCausalLM\n"
+    "small = MixtralConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,\n"
+    "    num_key_value_heads=2, num_local_experts=2)\ntsm.init({'expert_parallel_degree': 1})\n"
+    "tsm.transform(AutoModelForCausalLM.from_config(small), config=MoEConfig(global_token_shuffle=True))",
     "with te.fp8_autocast(enabled=True, fp8_recipe=recipe.MXFP8BlockScaling()):\n    te.Linear(16, 16)(x)",
     (
         "r = recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=True))\n"
@@ -187,7 +201,38 @@ FAILS = [
     "te.Linear(16, 16, 16, 16, 16, 16, 'a', 'b', 'c', 'd', 'e')",
     "te.MultiheadAttention(16, 2, input_layernorm=True, normalization='BatchNorm')",
 ]
+NOT_RESOLVED = [
+    "m = nn.Sequential(te.Linear(16, 16))\nm[0](x, fp8_grad=True)",
+    "m = nn.Sequential(te.Linear(16, 16))\nm.get_submodule('0')(x, fp8_grad=True)",
+    "m = nn.Sequential(te.Linear(16, 16))\nl = m[0]\nl(x, fp8_grad=True)",
+    "m = nn.Sequential(te.Linear(16, 16))\nfor l in m:\n    l(x, fp8_grad=True)",
+    "m = nn.Sequential(te.Linear(16, 16))\nfor n, l in m.named_children():\n    l.forward(x, fp8_grad=True)",
+    "m = nn.Sequential(te.Linear(16, 16))\nnext(m.children())(x, None, False, True)",
+    "m = nn.Sequential(te.Linear(16, 16))\ngetattr(m, '0')(x, fp8_grad=True)",
+    "m = nn.Sequential(te.DotProductAttention(2, 8))\nm[0](q)",
+    "def f(m=te.Linear(16, 16)):\n    m(x, fp8_grad=True)\nf()",
+    "m = nn.Module()\nfor n in ('l',):\n    setattr(m, n, te.Linear(16, 16))\nm.l(x, fp8_grad=True)",
+    "m = nn.Module()\nfor n in ('l',):\n    m.add_module(n, te.Linear(16, 16))\nm.l(x, fp8_grad=True)",
+    "m = te.MultiheadAttention(16, 2)\nm.qkv.weight",
+    "m = te.TransformerLayer(16, 32, 2)\nm.self_attention.qkv.weight",
+    "m = te.Linear(16, 16)\nm.fp8_meta['recipe'] = None",
+    "m = te.Linear(16, 16)\nm.fp8_meta['nothing']",
+    "m = te.Linear(16, 16)\nwith te.fp8_autocast():\n    m(x)\nm.fp8_meta['scaling_fwd'].scale[0] = 2",
+    "m = te.Linear(16, 16)\nm.fp8_meta['scaling_fwd'].scale.fill_(2)",
+    "m = te.Linear(16, 16)\nm.use_bias = False",
+    "m = te.Linear(16, 16)\nm.weight._data",
+    "m = te.LayerNormLinear(16, 16, params_dtype=torch.float64)\nm(x.double())",
+    "m = te.LayerNormMLP(16, 32).double()\nm(torch.randn(4, 16).double())",
+    "m = te.LayerNormLinear(16, 16)\nm(torch.randn(4, 16, dtype=torch.float64))",
+    "m = te.LayerNormLinear(16, 16)\nm(x.to(torch.double))",
+    "m = te.Linear(16, 16)\nm(torch.randint(9, (4, 16)))",
+    "m = te.Linear(16, 16)\ny = torch.ones(4, 16, dtype=torch.int64)\nm(y)",
+    "m = te.Linear(16, 16)\nm(x.long())",
+    "m = te.Linear(16, 16)\ny = torch.arange(16) * 2\nm(inp=y)",
+]
+"""Scripts that a run refuses where reading them does not resolve it."""
 UNSEEN = [
+    "from torch.sagemaker.moe.moe_config import MoEConfig\nMoEConfig(moe_load_balancing='sinkhorn', global_token_shuffle=True)",
     "l = te.DotProductAttention(2, 8, attn_mask_type='padding')\nl(q, q, q)",
     "l = te.DotProductAttention(2, 8, qkv_format='thd', attn_mask_type='padding')\nl(q[0], q[0], q[0])",
     "l = te.TransformerLayer(16, 32, 2, attn_input_format='thd')\nl(x.flatten(0, 1))",
@@ -233,6 +278,14 @@ def test_what_is_said_to_run_unchanged_runs(tmp_path, names, text):
 @pytest.mark.parametrize("text", FAILS)
 def test_what_is_said_to_change_first_fails(tmp_path, names, text):
     assert _verdict(tmp_path, text) == "change"
+    with pytest.raises(Exception):  # noqa: B017 - each has its own
+        exec(f"{HEAD}{text}", {"__name__": "__main__"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", NOT_RESOLVED)
+def test_what_is_not_resolved_is_not_said_to_run_unchanged(tmp_path, names, text):
+    assert _verdict(tmp_path, text) != "runs"
     with pytest.raises(Exception):  # noqa: B017 - each has its own
         exec(f"{HEAD}{text}", {"__name__": "__main__"})
 

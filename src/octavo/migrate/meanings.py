@@ -88,7 +88,7 @@ class Meanings:
         for node in nodes:
             if isinstance(node, ast.ClassDef):
                 self._subclass(node)
-            for target, value in _assigned(node):
+            for target, value in assigned(node):
                 self._assign(target, value)
         for name in _bound_otherwise(nodes) & imported:
             if library_of(self.names[name]) is not None:
@@ -97,11 +97,14 @@ class Meanings:
         while before != sum(map(len, self._layers.values())):  # layers reach further names through others
             before = sum(map(len, self._layers.values()))
             for node in nodes:
-                for target, value in _assigned(node):
+                for target, value in assigned(node):
                     for key in self._keys(target):
-                        self._layers.setdefault(key, set()).update(self._layers_of(value) or {None})
+                        self._layers.setdefault(key, set()).update(self.layers_of(value) or {None})
                 if isinstance(node, ast.Call):
                     self._hand_over(node)
+                    self._register(node)
+                elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                    self._by_default(node.args)
         for node in nodes:
             self._stray(node)
 
@@ -132,8 +135,8 @@ class Meanings:
 
     def attribute_of_layer(self, node: ast.Attribute) -> str | None:
         """The layer whose attribute an expression is; None if it may be of something else."""
-        kinds = self._layers_of(node.value)
-        return next(iter(kinds)) if len(kinds) == 1 and not self._layers_of(node) else None
+        kinds = self.layers_of(node.value)
+        return next(iter(kinds)) if len(kinds) == 1 and not self.layers_of(node) else None
 
     def _around(self, node: ast.AST) -> ast.AST:
         return self._parents.get(id(node), self.tree)
@@ -153,7 +156,7 @@ class Meanings:
             name, last = canonical(dotted), dotted.rpartition(".")[2]
             owner = name.rpartition(".")[0]
             if last == "checkpoint" and call.args:
-                handed = self._layers_of(call.args[0])
+                handed = self.layers_of(call.args[0])
                 older = 4 if len(call.args) > 4 and isinstance(call.args[1], ast.Constant) else 1  # positions of version 0.x
                 return [
                     Target(name, sure=self.is_sure(function), whole=False),
@@ -172,7 +175,7 @@ class Meanings:
         called = (
             function.value if isinstance(function, ast.Attribute) and function.attr in ("forward", "__call__") else function
         )
-        kinds = self._layers_of(called)
+        kinds = self.layers_of(called)
         if not kinds and isinstance(called, ast.Attribute):  # of another object, by the name of its attribute
             kinds = {None, *(kind for key, found in self._layers.items() if key.endswith(f".{called.attr}") for kind in found)}
         return [Target(f"{kind}.forward", sure=len(kinds) == 1) for kind in sorted(filter(None, kinds))]
@@ -258,7 +261,7 @@ class Meanings:
         elif self.names[target.id] != dotted:
             self.unsure.add(target.id)
 
-    def _layers_of(self, node: ast.AST | None) -> set[str | None]:
+    def layers_of(self, node: ast.AST | None) -> set[str | None]:
         """The layers that an expression may be; with None for something else. Empty if it is none."""
         if isinstance(node, ast.Name | ast.Attribute):
             found: set[str | None] = set()
@@ -266,7 +269,7 @@ class Meanings:
                 found |= self._layers.get(key, set())
             return found if any(found) else set()
         if isinstance(node, ast.IfExp):
-            left, right = self._layers_of(node.body), self._layers_of(node.orelse)
+            left, right = self.layers_of(node.body), self.layers_of(node.orelse)
             return (left or {None}) | (right or {None}) if left or right else set()
         if not isinstance(node, ast.Call):
             return set()
@@ -277,9 +280,9 @@ class Meanings:
         if isinstance(node.func, ast.Name) and name in self._called:
             return {self._called[name]}
         if isinstance(node.func, ast.Attribute) and name in _ITSELF:
-            return self._layers_of(node.func.value)
+            return self.layers_of(node.func.value)
         last = dotted.rpartition(".")[2] if dotted else name
-        return self._layers_of(node.args[0]) if last in _WRAPPERS and node.args else set()
+        return self.layers_of(node.args[0]) if last in _WRAPPERS and node.args else set()
 
     def _keys(self, node: ast.AST) -> list[str]:
         """The text of a variable; of an attribute of self with its class."""
@@ -305,13 +308,50 @@ class Meanings:
                 del parameters[0]
             given = [*zip(parameters, call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
             for parameter, value in given:
-                kinds = self._layers_of(value)
+                kinds = self.layers_of(value)
                 if parameter and kinds:
                     self._layers.setdefault(parameter, set()).update(kinds)
 
+    def _register(self, call: ast.Call) -> None:
+        """Layers that `setattr` and `add_module` give a name."""
+        for key, value in self._registered(call):
+            if key is not None and (kinds := self.layers_of(value)):
+                self._layers.setdefault(key, set()).update(kinds)
+
+    def _registered(self, call: ast.Call) -> Iterator[tuple[str | None, ast.expr]]:
+        """(key of the name or None for one that only a run tells, value) of a call that registers a module."""
+        by_method = isinstance(call.func, ast.Attribute) and call.func.attr in ("add_module", "register_module")
+        by_name = isinstance(call.func, ast.Name) and call.func.id == "setattr"
+        given = [*call.args, *(word.value for word in call.keywords)]
+        if by_method and isinstance(call.func, ast.Attribute) and len(given) == 2:
+            owner, name, value = call.func.value, given[0], given[1]
+        elif by_name and len(given) == 3:
+            owner, name, value = given
+        else:
+            return
+        if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
+            yield None, value
+        elif isinstance(owner, ast.Name) and owner.id != "self":
+            yield f"{owner.id}.{name.value}", value
+        else:
+            around = self._parents.get(id(call))
+            while around is not None and not isinstance(around, ast.ClassDef):
+                around = self._parents.get(id(around))
+            is_self = isinstance(owner, ast.Name)
+            yield f"{getattr(around, 'name', '') if is_self else ''}:self.{name.value}", value
+
+    def _by_default(self, given: ast.arguments) -> None:
+        """Layers that are the default of a parameter, for which a call may give something else."""
+        names = [*given.posonlyargs, *given.args]
+        pairs = [*zip(reversed(names), reversed(given.defaults), strict=False)]
+        pairs += [(name, value) for name, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is not None]
+        for name, value in pairs:
+            if kinds := self.layers_of(value):
+                self._layers.setdefault(name.arg, set()).update(kinds | {None})
+
     def _stray(self, node: ast.AST) -> None:
         """Note a layer that goes where it is not followed."""
-        kinds = self._layers_of(node) if isinstance(node, ast.Call | ast.Name | ast.Attribute) else set()
+        kinds = self.layers_of(node) if isinstance(node, ast.Call | ast.Name | ast.Attribute) else set()
         if not kinds or (isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load)):
             return
         parent = self._parents.get(id(node))
@@ -327,17 +367,19 @@ class Meanings:
                 or last in _QUIET
                 or name in self._functions
             )
-            if not followed and not (dotted or "").startswith("torch."):
+            if any(key is None and value is node for key, value in self._registered(parent)):
+                self.strays.append((node, layer, "given a name that only a run tells"))
+            elif not followed and not (dotted or "").startswith("torch."):
                 self.strays.append((node, layer, f"given to {name or 'a call'}"))
             elif last == "append":
                 self.strays.append((node, layer, "put into a list"))
         elif isinstance(parent, ast.Return | ast.Lambda | ast.Yield | ast.YieldFrom):
             self.strays.append((node, layer, "returned"))
         elif isinstance(parent, _LISTS):
-            if not any(value is node for _, value in _assigned(self._around(parent))):
+            if not any(value is node for _, value in assigned(self._around(parent))):
                 self.strays.append((node, layer, "put into a list"))
         elif isinstance(parent, ast.Assign | ast.AnnAssign):
-            if not all(self._keys(target) for target, value in _assigned(parent) if value is node):
+            if not all(self._keys(target) for target, value in assigned(parent) if value is node):
                 self.strays.append((node, layer, "put where it has no name"))
         elif isinstance(parent, ast.BoolOp | ast.Starred | ast.Subscript | ast.IfExp | ast.Await) and node is not _test(parent):
             around = self._around(parent)
@@ -352,7 +394,7 @@ def _test(node: ast.AST) -> ast.AST | None:
     return node.test if isinstance(node, ast.IfExp) else None
 
 
-def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """(target, value) of an assignment; of one of several, each with its own."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
@@ -370,7 +412,7 @@ def _bound_otherwise(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that something else than an import binds; None and constants do not count, as in `except ImportError`."""
     found: set[str] = set()
     plain: Callable[[ast.AST], bool] = lambda value: isinstance(value, ast.Constant)  # noqa: E731
-    constant = {id(target) for node in nodes for target, value in _assigned(node) if plain(value)}
+    constant = {id(target) for node in nodes for target, value in assigned(node) if plain(value)}
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)

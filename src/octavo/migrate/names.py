@@ -554,6 +554,12 @@ def _attribute(owner: str, name: str) -> bool | None:
     return None
 
 
+def absent_attribute(layer: str, name: str) -> str | None:
+    """The remedy for an attribute of Transformer Engine's layers that one of Octavo's does not have; None for others."""
+    ways = tables("octavo.compat.te.state", ("WAYS",)).get("WAYS", {})
+    return ways.get(name) if is_layer(layer) and _attribute(layer, name) is not True else None
+
+
 def is_below_absent(dotted: str) -> bool:
     """True for a name of a module that the compatibility layer does not have, and says so."""
     shim = next((shim for root, shim in _ROOTS.items() if dotted.startswith(f"{root}.")), None)

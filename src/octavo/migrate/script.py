@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import InputError, nearest
+from octavo.migrate.doubts import doubts
 from octavo.migrate.known import OPTIONAL, REST, UNKNOWN, is_known
 from octavo.migrate.limits import made_by, odd, of_call, of_state, refused, unsure
 from octavo.migrate.meanings import Meanings, Target
 from octavo.migrate.names import (
     NAMES,
     Name,
+    absent_attribute,
     canonical,
     find,
     is_layer,
@@ -179,9 +181,12 @@ class _Reader:
             self._making(call)
         for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset)):  # PyTorch(…) before its .fit(…)
             self._call(call)
+        for doubtful, text in doubts(nodes, self._meanings):
+            self._note(doubtful, text)
         for stray, layer, way in self._meanings.strays:
             self._note(stray, f"{layer} is {way}: its calls there are not seen")
         self.script.uses = _of_a_plain_script(sorted(self.script.uses, key=lambda use: use.line))
+        self.script.uses = _without_transform(self.script.uses)
 
     def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> Iterator[str]:
         """The dotted names that are imported. spared: the script's own `except` goes on without them."""
@@ -224,7 +229,13 @@ class _Reader:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
             dotted = self._meanings.dotted(node)
             layer = self._meanings.attribute_of_layer(node) if isinstance(node, ast.Attribute) else None
-            if layer is not None and unchecked(f"{layer}.{getattr(node, 'attr', '')}") is not None:
+            if (
+                isinstance(node, ast.Attribute)
+                and layer is not None
+                and (way := absent_attribute(layer, node.attr)) is not None
+            ):
+                self._put(node, Name(f"{layer}.{node.attr}", "absent", "not in Octavo's compatibility layer", way))
+            elif layer is not None and unchecked(f"{layer}.{getattr(node, 'attr', '')}") is not None:
                 self._note(node, f"{getattr(node, 'attr', '')} of {layer} is not checked")
             inner = node
             while isinstance(inner, ast.Attribute):
@@ -471,6 +482,19 @@ def _of_a_plain_script(uses: list[Use]) -> list[Use]:
         replace(use, row=Name(use.name, "same", plain))
         if use.row is not None and use.library == "FSDP1" and "transformed model" in use.row.here and "refused" in use.row.here
         else use
+        for use in uses
+    ]
+
+
+_SHUFFLED = "torch.sagemaker.moe.moe_config.MoEConfig(global_token_shuffle=true)"
+
+
+def _without_transform(uses: list[Use]) -> list[Use]:
+    """Uses with a configuration that `transform` refuses, where this script calls none: another one may."""
+    if any(use.name.startswith("torch.sagemaker.transform") for use in uses):
+        return uses
+    return [
+        replace(use, row=replace(use.row, status="differs")) if use.row is not None and use.name == _SHUFFLED else use
         for use in uses
     ]
 
