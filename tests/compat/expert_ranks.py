@@ -103,7 +103,23 @@ def by_the_script(folder):
         same = restored.keys() == wanted.keys() and all(torch.equal(restored[key], wanted[key]) for key in wanted)
         found[name] = same and state["total_steps"] == 2, abs(step(other, fresh, 2) - following)
     found["some"] = refusal_of_some_ranks(tsm, root)
+    found["own"] = refusal_of_several_folders(model, root, folders[0])
     found["missing"] = refusal_of_a_missing_folder(tsm, root)
+    return found
+
+
+def refusal_of_several_folders(model, root, own):
+    """The message for SMP's own save of one state to a folder for each rank of experts, and what one folder holds."""
+    from torch.sagemaker.distributed.checkpoint.filesystem import DistributedFileSystemWriter
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import save
+
+    found = []
+    for given in ({"checkpoint_id": root / own}, {"storage_writer": DistributedFileSystemWriter(str(root / own))}):
+        try:
+            save({"total_steps": 1}, process_group=model.process_group, **given)
+        except octavo.errors.InputError as error:
+            found.append(str(error))
+    save({"total_steps": 1}, process_group=model.process_group, checkpoint_id=root / "ep2")
     return found
 
 

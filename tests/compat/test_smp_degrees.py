@@ -30,6 +30,9 @@ def test_a_folder_for_each_rank_of_experts_loads_at_the_same_and_other_degrees(t
             assert difference < 1e-5, name
         assert found["same"][1] == 0
         assert "of process_group hold some rows of a model" in found["some"]
+        assert len(found["own"]) == 2
+        assert all("give the folders" in text and "ep2-0" in text and "ep2-1" in text for text in found["own"])
+        assert (tmp_path / "ep2" / ".metadata").is_file()
         assert f"has shards in {str(tmp_path / 'ep2-1')!r}, where no folder is" in found["missing"]
 
 

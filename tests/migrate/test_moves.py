@@ -39,6 +39,8 @@ def test_torch_load_refuses_objects_by_default(tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "file.pt")
     assert torch.load(tmp_path / "file.pt", weights_only=False)["args"].x == 1
+    with torch.serialization.safe_globals([argparse.Namespace]):  # as add_safe_globals, for this block
+        assert torch.load(tmp_path / "file.pt")["args"].x == 1
 
 
 def test_old_scaler_warns():

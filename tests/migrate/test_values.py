@@ -1,6 +1,7 @@
 """Values of a script followed in the order of its statements: compared with what Python itself computes."""
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -136,6 +137,30 @@ def test_tensor_parallelism_takes_smps_model_and_stays_for_train_to_refuse(tmp_p
     config = RunConfig.from_dict(tomllib.loads(text))
     assert "set it to 1, and train.micro_batch to 2 for that global batch" in text
     assert (config.parallel.tensor_parallel_degree, config.train.global_batch, config.fp8.enabled) == (2, 16, True)
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("parameters", 'In the script hybrid_shard_degree is in distribution["smdistributed"]["modelparallel"]["parameters"]'),
+        ("hyperparameters", "In the script hybrid_shard_degree is in hyperparameters"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_by_the_keys_of_the_script(tmp_path, place, told):
+    degree = {"hybrid_shard_degree": 3}
+    smp = RANKS | {"smdistributed": {"modelparallel": {"enabled": True, "parameters": degree if place == "parameters" else {}}}}
+    values = {"max_context_width": 64} | (degree if place == "hyperparameters" else {})
+    call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', instance_count=2, distribution={smp})"
+    (tmp_path / "s.py").write_text(f"{HEAD}{call}\n")
+    with pytest.raises(InputError) as error:
+        run_file([read(tmp_path / "s.py")])
+    text = str(error.value)
+    assert told in text
+    assert "the 16 ranks are those of instance_type = 'ml.p5.48xlarge' and instance_count = 2" in text
+    assert "Change hybrid_shard_degree to" in text
+    assert not re.search(r"parallel\.[a-z]|--ranks", text)
+    with pytest.raises(InputError, match="the 4 ranks are those of --world-size"):
+        run_file([read(tmp_path / "s.py")], world_size=4)
 
 
 CELLS = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,7 +253,10 @@ def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], r
     Raises:
         InputError: they do not fit the ranks.
     """
-    fit_degrees(**{name: given[name] for name in DEGREES if given[name] is not None}, world_size=ranks)
+    try:
+        fit_degrees(**{name: given[name] for name in DEGREES if given[name] is not None}, world_size=ranks)
+    except InputError as error:
+        raise InputError(_in_users_names(str(error), estimator, ranks)) from None
     for name in DEGREES:
         if given[name] is not None:
             draft.put(f"parallel.{name}", given[name], of(name))
@@ -278,6 +282,24 @@ def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], r
             "parallel.sm_activation_offloading = true"
         )
     return int((given["context_parallel_degree"] or 1) * (given["tensor_parallel_degree"] or 1))
+
+
+def _in_users_names(text: str, estimator: Mapping[str, Any], ranks: int) -> str:
+    """A message about degrees by the keys and the ranks that the script has, not a run file's."""
+    text = re.sub(r", or start more ranks with --ranks \([^)]*\)| \(--ranks \d+\)", "", text)
+    text = re.sub(r"\bparallel\.(?=[a-z])", "", text)
+    parameters = _tables(estimator)["the parameters of distribution are"] if estimator else {}
+    hyperparameters = _tables(estimator)["the hyperparameters are"] if estimator else {}
+    places = {
+        'distribution["smdistributed"]["modelparallel"]["parameters"]': parameters,
+        "hyperparameters": hyperparameters,
+    }
+    found = [f"{name} is in {place}" for name in DEGREES for place, table in places.items() if name in table]
+    where = "; ".join(found) or "degrees are its arguments"
+    kind, count = estimator.get("instance_type"), estimator.get("instance_count", 1)
+    of_estimator = isinstance(kind, str) and isinstance(count, int) and _ranks(estimator) == ranks
+    told = f"instance_type = {kind!r} and instance_count = {count}" if of_estimator else "--world-size"
+    return f"{text.rstrip('.')}. In the script {where}; the {ranks} ranks are those of {told}."
 
 
 def _moe(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
