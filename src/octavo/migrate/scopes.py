@@ -53,15 +53,17 @@ def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list
 
 def own_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """The nodes of one scope: of inner ones only what is evaluated in this one, and walrus targets of comprehensions."""
-    for node in parts:
+    left = list(parts)
+    while left:
+        node = left.pop()
         yield node
         if isinstance(node, Scope):
-            yield from own_nodes(_evaluated_outside(node))
+            left += _evaluated_outside(node)
         elif isinstance(node, _COMPREHENSIONS):
-            yield from own_nodes([node.generators[0].iter])
+            left.append(node.generators[0].iter)
             yield from (each for each in ast.walk(node) if isinstance(each, ast.NamedExpr))
         else:
-            yield from own_nodes(ast.iter_child_nodes(node))
+            left += ast.iter_child_nodes(node)
 
 
 def _evaluated_outside(node: Scope) -> list[ast.AST]:
@@ -146,6 +148,14 @@ class Scopes:
         return found
 
     def _gather(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
+        """Add the effects of code of one scope, with names of its own, of the module, and of a function around it."""
+        parts = list(parts)
+        self._walk(parts, local, shared, outer, found)
+        names = bound(parts)
+        found.shared |= names & shared
+        found.outer |= names & outer
+
+    def _walk(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
         for node in parts:
             if isinstance(node, ast.Name):
                 if node.id in local:
@@ -156,12 +166,12 @@ class Scopes:
                     found.anything |= node.id == "vars" and "vars" not in self._everywhere and not self._is_of_object(node)
             elif isinstance(node, ast.Attribute):
                 found.anything |= node.attr in ANY_FRAME
-                self._gather([node.value], local, shared, outer, found)
+                self._walk([node.value], local, shared, outer, found)
             elif isinstance(node, Scope):
-                self._gather(_evaluated_outside(node), local, shared, outer, found)
+                self._walk(_evaluated_outside(node), local, shared, outer, found)
                 self._inside(node, local, found)
             elif isinstance(node, _COMPREHENSIONS):
-                self._gather([node.generators[0].iter], local, shared, outer, found)
+                self._walk([node.generators[0].iter], local, shared, outer, found)
                 targets = {
                     each.id
                     for part in node.generators
@@ -171,12 +181,9 @@ class Scopes:
                 rest = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.comprehension)]
                 rest += [each for part in node.generators for each in (part.target, *part.ifs)]
                 rest += [part.iter for part in node.generators[1:]]
-                self._gather(rest, local | targets, shared, outer, found)
+                self._walk(rest, local | targets, shared, outer, found)
             else:
-                self._gather(ast.iter_child_nodes(node), local, shared, outer, found)
-        names = bound(parts)
-        found.shared |= names & shared
-        found.outer |= names & outer
+                self._walk(ast.iter_child_nodes(node), local, shared, outer, found)
 
     def _inside(self, node: Scope, local: set[str], found: Effects) -> None:
         """Add the effects of a definition's body, without those on the names of the scope around it."""
