@@ -215,6 +215,12 @@ HIDDEN = {
     "product": "l = [hp] * 2\nl[1]['lr'] = 0.3",
     "largest": "d = max([hp], key=len)\nd['lr'] = 0.3",
     "never called": "def old():\n    PyTorch(entry_point='t.py', hyperparameters={'lr': 9, 'inner': 1}).fit()",
+    "estimator of an inner function": "def f():\n    def g():\n"
+    "        PyTorch(entry_point='t.py', hyperparameters={'lr': 9}).fit()\n"
+    "    g()\nf()",
+    "estimator of a method": "class C:\n    def f(self):\n"
+    "        PyTorch(entry_point='t.py', hyperparameters={'lr': 9}).fit()\n"
+    "c = C()",
     "estimators in a loop": "for v in (0.1, 0.3):\n    hp['lr'] = v\n"
     "    PyTorch(entry_point='t.py', hyperparameters=hp).fit()\n"
     "hp['lr'] = 5",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -152,6 +153,7 @@ class Values:
         self._given: dict[int, tuple[list[Any], dict[str, Any]]] = {}  # call → arguments
         self._jobs: dict[Any, Job] = {}
         self._idle_jobs: dict[Any, Job] = {}  # of functions that nothing calls here
+        self._loose_jobs: dict[Any, Job] = {}  # of those that may be called at any time
         self._rounds = 0  # loops around that are not followed item by item
         self._followed: set[int] = set()
         self._released: set[int] = set()
@@ -170,9 +172,18 @@ class Values:
     def jobs(self) -> list[dict[str, Any]]:
         """Keyword → value of each call of an estimator, as they are when it starts; the inputs of its `fit` under "fit".
 
-        Those of functions that nothing calls here come first.
+        Those of functions that nothing calls here come first. Where others may be called at any time, each of theirs may be the
+        last one: of that the values are known that all of them have.
         """
-        return [self._of_job(job) for job in (*self._idle_jobs.values(), *self._jobs.values())]
+        loose = [self._of_job(job) for job in self._loose_jobs.values()]
+        found = (
+            [self._of_job(job) for job in self._idle_jobs.values()] + loose + [self._of_job(job) for job in self._jobs.values()]
+        )
+        if loose and len(found) > 1:
+            found[-1] = copy.deepcopy(found[-1])
+            for each in loose:
+                merge(found[-1], each, {})
+        return found
 
     def _of_job(self, job: Job) -> dict[str, Any]:
         """An estimator whose `fit` is not seen may start at once or at the end; a lost one with any hyperparameters."""
@@ -238,9 +249,9 @@ class Values:
             self._poisoned, self._star, self._replaced = flags
             self._heap.rollback(mark)
             self._heap.release()
-            (done if self._once else idle).update(self._jobs)
+            (self._loose_jobs if self._once else idle).update({key: job for key, job in self._jobs.items() if key not in done})
         self._once = False
-        self._jobs, self._idle_jobs = done, {key: job for key, job in idle.items() if key not in done}
+        self._jobs, self._idle_jobs = done, idle
         self._steps = 0
         for node in ast.walk(tree):  # calls that are not reached by any way that is followed
             if isinstance(node, ast.Call) and self._poisoned and id(node) not in self._given:
