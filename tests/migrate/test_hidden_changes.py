@@ -183,6 +183,8 @@ HIDDEN = {
     "match": "match [hp]:\n    case [d]:\n        d['lr'] = 0.3",
     "guard": "match 1:\n    case 1 if hp.update(lr=0.3) is None:\n        pass",
     "walrus": "if (k := hp.pop('lr')) and (hp := {**hp, 'lr': k * 2}):\n    pass",
+    "walrus of a global": "def f():\n    global hp\n    (hp := dict(hp))['lr'] = 0.3\n"
+    "    [hp := {**hp, 'seed': 1} for _ in (1,)]\nf()",
     "walrus in a list": "[y := i for i in (4, 9)]\nhp['steps'] = y",
     "unpacked": "a, *rest, b = [1, hp, 2]\nrest[0]['lr'] = 0.3",
     "index of the same statement": "i = 0\nl = [1, 2]\ni, l[i] = 1, 9\nhp['steps'] = l[1]",

@@ -437,7 +437,7 @@ class Values:
         frame = self._frames[-1]
         while frame.kind == "comprehension" and frame.outer is not None:
             frame = frame.outer
-        self._bind(frame, node.target.id, value)
+        self._bind(self._module if node.target.id in frame.shared else frame, node.target.id, value)
         return value
 
     def _of_subscript(self, node: ast.Subscript) -> Any:
