@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from octavo.errors import InputError, unknown
 from octavo.fp8 import autocast, calibration
-from octavo.fp8.linear import LinearGemms, saved_input, saved_input_bytes
+from octavo.fp8.linear import LinearGemms, saved_input_bytes
 from octavo.fp8.quantizer import DenseOperand, Producer, WeightUse, active_recipe, saved_weight_bytes
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
     FLOATS_OF_PYTORCH,
@@ -96,16 +96,16 @@ def product(
     if x.dtype == torch.float64:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     gemms = LinearGemms(state, weight, recipe, out_dtype, first)
-    quantizer = gemms.quantizer
+    gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():
-        x_q = quantizer.input(DenseOperand(flat(x)), rowwise=not unread, columnwise=weight.requires_grad)
-        w_q = quantizer.weight(weight, rowwise=not unread, keep=x.requires_grad)
-    casts = *_without_repetition(x_q), *_without_repetition(w_q)
+        x_q = gemms.input(DenseOperand(flat(x)), rowwise=not unread)
+        w_q = gemms.weight(weight, rowwise=not unread)
     if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of a result that the function itself has reshaped
-        y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms, unread)
+        casts = *_without_repetition(x_q), *_without_repetition(w_q)
+        y = _LinearFunction.apply(flat(x), weight, bias, *casts, gemms.grad_output_slot(), gemms, unread)
         return y.view(*x.shape[:-1], weight.shape[0])
-    return _LinearFunction.apply(x, weight, bias, *casts, None, gemms, unread)
+    return _LinearFunction.apply(x, weight, bias, *x_q, *w_q, None, gemms, unread)
 
 
 def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse) -> SavedBytes:
@@ -139,15 +139,10 @@ class _LinearFunction(torch.autograd.Function):
         w_row: Tensor | None, w_row_scale: Tensor | None, w_column: Tensor | None, w_column_scale: Tensor | None,
         slot: Tensor | None, gemms: LinearGemms, unread: bool,
     ) -> Tensor:  # fmt: skip
-        x_q = _with_repetition(x_row, x_row_scale, x_column, x_column_scale)
-        w_q = _with_repetition(w_row, w_row_scale, w_column, w_column_scale)
-        # The gradient of an operand reads the other one, which is saved only if the first is trained.
-        want_x, want_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            *saved_input(x_q, want_weight),
-            *(gemms.quantizer.saved_weight(w_q, weight) if want_x else NOTHING),
-            slot,
-        )
+        whole = _with_repetition if torch.compiler.is_compiling() else QuantizedTensor
+        x_q = whole(x_row, x_row_scale, x_column, x_column_scale)
+        w_q = whole(w_row, w_row_scale, w_column, w_column_scale)
+        ctx.save_for_backward(*gemms.saved(x_q, w_q, weight), slot)
         ctx.gemms, ctx.shape = gemms, x.shape
         shape = *x.shape[:-1], weight.shape[0]
         return x.new_empty(shape, dtype=gemms.out_dtype) if unread else unflat(gemms.output(x_q, w_q, bias), shape)
@@ -155,17 +150,10 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gemms: LinearGemms = ctx.gemms
-        quantizer = gemms.quantizer
         refuse_second_derivative("these layers")
-        want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         *saved, slot = ctx.saved_tensors
-        x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
-        operand = DenseOperand(flat(dy), column_sum=want_bias)
-        dy_q = quantizer.grad_output(operand, rowwise=want_x, columnwise=want_weight, slot_index=slot)
-        dw = gemms.grad_weight(dy_q, x) if want_weight else None
-        dx = unflat(gemms.grad_input(dy_q, quantizer.restored_weight(w)), ctx.shape) if want_x else None
-        db = operand.column_sum() if want_bias else None
-        return dx, dw, db, *(None,) * 11
+        dx, dw, db = gemms.gradients(DenseOperand(flat(dy), column_sum=gemms.wants_bias), saved, slot_index=slot)
+        return None if dx is None else unflat(dx, ctx.shape), dw, db, *(None,) * 11
 
 
 class _NormLinearFunction(torch.autograd.Function):
@@ -174,17 +162,14 @@ class _NormLinearFunction(torch.autograd.Function):
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight: Tensor, bias: Tensor | None, form: NormForm, gemms: LinearGemms, rotation: Rotation | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        quantizer = gemms.quantizer
-        want_x, want_weight = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4]
+        gemms.want(any(ctx.needs_input_grad[:4]), *ctx.needs_input_grad[4:6])
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        x = quantizer.input(producer, columnwise=want_weight)
-        w = quantizer.weight(weight, keep=want_x)
+        x, w = gemms.input(producer), gemms.weight(weight)
         y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
-        saved_weight = quantizer.saved_weight(w, weight) if want_x else NOTHING
         tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-        ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, *tables)
+        ctx.save_for_backward(h, producer.stats, norm_weight, *gemms.saved(x, w, weight), *tables)
         ctx.form, ctx.gemms, ctx.shape = form, gemms, residual.shape
         ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
         if rotation is not None and rotation.handover is not None:
@@ -195,30 +180,24 @@ class _NormLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gemms: LinearGemms = ctx.gemms
         rotation: Rotation | None = ctx.rotation
-        quantizer = gemms.quantizer
         refuse_second_derivative("these layers")
         h, stats, norm_weight, *saved, cos, sin = ctx.saved_tensors
-        x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
-        want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
         if all(grad is None for grad in grads):
             return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
         producer: Producer
         if rotation is None:
             (dy,) = grads
             assert dy is not None
-            producer = DenseOperand(flat(dy), column_sum=want_bias)
+            producer = DenseOperand(flat(dy), column_sum=gemms.wants_bias)
         else:
             producer = rotation._replace(cos=cos, sin=sin).join(grads)
-            if want_bias:
+            if gemms.wants_bias:
                 producer = DenseOperand(producer(Quantizer(gemms.out_dtype)).high_precision, column_sum=True)
-        dy_q = quantizer.grad_output(producer, rowwise=want_x, columnwise=want_weight)
-        d_bias = producer.column_sum() if want_bias and isinstance(producer, DenseOperand) else None
-        dw = gemms.grad_weight(dy_q, x) if want_weight else None
+        d_normed, dw, db = gemms.gradients(producer, saved)
         through: tuple[Tensor | None, ...] = (None,) * 4
-        if want_x:
-            d_normed = gemms.grad_input(dy_q, quantizer.restored_weight(w))
+        if d_normed is not None:
             through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
-        return *through, dw, d_bias, *(None,) * 3
+        return *through, dw, db, *(None,) * 3
 
 
 def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8.linear import LinearGemms, saved_input, saved_input_bytes, transposed_input
+from octavo.fp8.linear import LinearGemms, operands, saved_input_bytes
 from octavo.fp8.quantizer import (
     DenseOperand,
     WeightUse,
@@ -29,7 +29,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
 from octavo.nn.norm import (
     NormForm,
@@ -71,27 +71,24 @@ class _NormMlpFunction(torch.autograd.Function):
         weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
         form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, unread: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        want_w1, want_w2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
-        want_x = any(ctx.needs_input_grad[:4])
-        want_hidden = want_x or want_w1 or ctx.needs_input_grad[5]
+        want_x, (want_w1, want_b1, want_w2, want_b2) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:8]
+        want_hidden = want_x or want_w1 or want_b1
         # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
-        recompute_activated = want_w2 and repeats_input(fc2.recipe)
-        recompute_hidden = recompute and (want_hidden or recompute_activated)
+        fc2.want(want_hidden, want_w2, want_b2, recasts=True)
+        recompute = recompute and (want_hidden or fc2.recasts)
+        fc1.want(want_x, want_w1, want_b1, recomputes_output=recompute)
         # Of an unread result only backward's operands are computed.
-        needs_hidden = not (unread and recompute_hidden and recompute_activated and fc2.quantizer.knows_input_scale)
+        needs_hidden = not (unread and recompute and fc2.recasts and fc2.knows_input_scale)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        columnwise = want_w1 and not (recompute_hidden and repeats_input(fc1.recipe))
-        x = fc1.quantizer.input(producer, columnwise=columnwise)
-        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, keep=want_x and not recompute_hidden)
+        x, w1 = fc1.input(producer), fc1.weight(weight_1, rowwise=needs_hidden)
         hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
 
         def activate(quantizer: Quantizer) -> QuantizedTensor:
             assert hidden is not None
             return activation(curve, hidden, block, quantizer)
 
-        columnwise = want_w2 and not recompute_activated
-        activated = fc2.quantizer.input(activate, rowwise=not unread, columnwise=columnwise, recompute=recompute_activated)
-        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, keep=want_hidden and not recompute_hidden)
+        activated = fc2.input(activate, rowwise=not unread)
+        w2 = fc2.weight(weight_2, rowwise=not unread, keep=not recompute)
         if unread:
             y = residual.new_empty(flat(residual).shape[0], weight_2.shape[0], dtype=fc2.out_dtype)
         else:
@@ -100,13 +97,10 @@ class _NormMlpFunction(torch.autograd.Function):
         ctx.call = form, fc1, fc2, curve, block
         ctx.shape = residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
-        keep_hidden = (want_hidden or recompute_activated) and not recompute_hidden
         ctx.save_for_backward(
-            h, producer.stats, norm_weight, hidden if keep_hidden else None, bias_1 if recompute_hidden else None,
-            *(x if recompute_hidden else saved_input(x, want_w1)),
-            *saved_input(activated, want_w2 and not recompute_activated),
-            *(fc1.quantizer.saved_weight(w1, weight_1, rowwise=recompute_hidden) if want_x or recompute_hidden else NOTHING),
-            *(fc2.quantizer.saved_weight(w2, weight_2) if want_hidden else NOTHING),
+            h, producer.stats, norm_weight,
+            hidden if (want_hidden or fc2.recasts) and not recompute else None, bias_1 if recompute else None,
+            *fc1.saved(x, w1, weight_1), *fc2.saved(activated, w2, weight_2),
         )  # fmt: skip
         return h, unflat(y, (*residual.shape[:-1], weight_2.shape[0]))
 
@@ -118,48 +112,42 @@ class _NormMlpFunction(torch.autograd.Function):
         if dy is None:
             return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
         h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
-        x, activated = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:8])
-        w1, w2 = QuantizedTensor(*saved[8:12]), QuantizedTensor(*saved[12:16])
-        want_x = any(ctx.needs_input_grad[:4])
-        want_w1, want_b1, want_w2, want_b2 = ctx.needs_input_grad[4:8]
-        want_hidden = want_x or want_w1 or want_b1
-        operand = DenseOperand(flat(dy), column_sum=want_b2)
-        dy_q = fc2.quantizer.grad_output(operand, rowwise=want_hidden, columnwise=want_w2)
-        d_b2 = operand.column_sum() if want_b2 else None
-        recompute = fc2.quantizer.recomputed_input() if want_w2 and repeats_input(fc2.recipe) else None
-        if hidden is None and (want_hidden or recompute is not None):
-            w1 = fc1.quantizer.restored_weight(w1, rowwise=True)
-            hidden = fc1.output(x, w1, bias_1)
-            x = transposed_input(x) if want_w1 else NOTHING
+        (x, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:])
+        operand = DenseOperand(flat(dy), column_sum=fc2.wants_bias)
+        dy_q = fc2.grad_output(operand)
+        d_b2 = operand.column_sum() if fc2.wants_bias else None
+        recompute = fc2.recomputed_input() if fc2.recasts else None
+        if hidden is None and (fc2.wants_x or recompute is not None):
+            hidden, x, w1 = fc1.recomputed_output(x, w1, bias_1)
         through: tuple[Tensor | None, ...] = (None,) * 4
         d_w1 = d_b1 = d_w2 = None
-        if want_hidden:
-            d_activated = fc2.grad_input(dy_q, fc2.quantizer.restored_weight(w2))
+        if fc2.wants_x:
+            d_activated = fc2.grad_input(dy_q, w2)
 
             def produce(quantizer: Quantizer) -> QuantizedTensor:
                 nonlocal recompute, activated, d_b1
                 stored = quantizer.rowwise or quantizer.columnwise  # otherwise only the amax is measured
                 d_hidden, repeated, bias = activation_backward(
                     curve, d_activated, hidden, block, quantizer,
-                    recompute=recompute if stored else None, bias=want_b1 and stored,
+                    recompute=recompute if stored else None, bias=fc1.wants_bias and stored,
                 )  # fmt: skip
                 d_b1 = bias if bias is not None else d_b1
                 if repeated is not None:
                     activated, recompute = repeated, None
                 return d_hidden
 
-            d_hidden = fc1.quantizer.grad_output(produce, rowwise=want_x, columnwise=want_w1)
-            if want_b1 and d_b1 is None:  # nothing but the bias is trained
+            d_hidden = fc1.grad_output(produce)
+            if fc1.wants_bias and d_b1 is None:  # nothing but the bias is trained
                 produce(Quantizer(fc1.out_dtype))
             del d_activated
         if recompute is not None:
             activated = activation(curve, hidden, block, recompute)
-        if want_w2:
+        if fc2.wants_weight:
             d_w2 = fc2.grad_weight(dy_q, activated)
-        if want_w1:
+        if fc1.wants_weight:
             d_w1 = fc1.grad_weight(d_hidden, x)
-        if want_x:
-            d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
+        if fc1.wants_x:
+            d_normed = fc1.grad_input(d_hidden, w1)
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
         return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
 
