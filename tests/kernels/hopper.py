@@ -121,6 +121,7 @@ def dense():
             norm.launch_backward(kind, h, h, weight, stats, h)
             norm.launch(kind, h, h, weight, bias, 1e-5, made, zero_centered=True)
             norm.launch_backward(kind, h, h, weight, stats, h, zero_centered=True)
+            norm.launch(kind, h, h, weight, bias, 1e-5, made, beside=h)
     angles = matrix(1, 8192, 128, dtype=FP32)
     heads = matrix(2, 8192, 32, 128), matrix(2, 8192, 8, 128), matrix(2, 8192, 8, 128)
     for cos, mirrored in ((angles, True), (matrix(1, 8192, 24, dtype=FP32), False), (None, False)):

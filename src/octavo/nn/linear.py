@@ -157,24 +157,29 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _NormLinearFunction(torch.autograd.Function):
+    """The residual stream, and the product or its heads; with `return_input` also the norm's output in the compute dtype."""
+
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight: Tensor, bias: Tensor | None, form: NormForm, gemms: LinearGemms, rotation: Rotation | None,
+        return_input: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         gemms.want(any(ctx.needs_input_grad[:4]), *ctx.needs_input_grad[4:6])
-        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
+        beside = gemms.out_dtype if return_input else None
+        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias), beside)
         x, w = gemms.input(producer), gemms.weight(weight)
         y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
         ctx.save_for_backward(h, producer.stats, norm_weight, *gemms.saved(x, w, weight), *tables)
-        ctx.form, ctx.gemms, ctx.shape = form, gemms, residual.shape
+        ctx.form, ctx.gemms, ctx.shape, ctx.return_input = form, gemms, residual.shape, return_input
         ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
         if rotation is not None and rotation.handover is not None:
             rotation.handover.expected = True
-        return (h, y) if rotation is None else (h, *rotation.split(y))
+        outputs = (h, y) if rotation is None else (h, *rotation.split(y))
+        return outputs if producer.normed is None else (*outputs, unflat(producer.normed, residual.shape))
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -182,8 +187,14 @@ class _NormLinearFunction(torch.autograd.Function):
         rotation: Rotation | None = ctx.rotation
         refuse_second_derivative("these layers")
         h, stats, norm_weight, *saved, cos, sin = ctx.saved_tensors
+        d_input: Tensor | None = None
+        if ctx.return_input:
+            grads, d_input = grads[:-1], grads[-1]
         if all(grad is None for grad in grads):
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
+            if d_input is None:
+                return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 8
+            through = backward_through_norm(ctx, ctx.form, flat(d_input), h, norm_weight, stats, d_residual)
+            return *through, *(None,) * 6
         producer: Producer
         if rotation is None:
             (dy,) = grads
@@ -194,10 +205,12 @@ class _NormLinearFunction(torch.autograd.Function):
             if gemms.wants_bias:
                 producer = DenseOperand(producer(Quantizer(gemms.out_dtype)).high_precision, column_sum=True)
         d_normed, dw, db = gemms.gradients(producer, saved)
-        through: tuple[Tensor | None, ...] = (None,) * 4
-        if d_normed is not None:
-            through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
-        return *through, dw, db, *(None,) * 3
+        if d_normed is None:
+            return *(None,) * 4, dw, db, *(None,) * 4
+        if d_input is not None:
+            d_normed += flat(d_input)
+        through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
+        return *through, dw, db, *(None,) * 4
 
 
 def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:
@@ -273,13 +286,16 @@ class Linear(nn.Linear):
         new.fp8_state = ModuleState(new)
         return new
 
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`."""
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None, *, return_input: bool = False) -> Any:
+        """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`.
+
+        return_input: the input that the product reads before its cast to FP8 is returned last. Here it is `input` itself.
+        """
         check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
         bias = None if self.return_bias else self.bias
         how = (compute_dtype(input), is_first_microbatch)
         y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread)
-        return results(y, self.bias, None, return_bias=self.return_bias)
+        return results(y, self.bias, input if return_input else None, return_bias=self.return_bias)
 
 
 class NormedLayer(ResidualLayer):
@@ -290,7 +306,7 @@ class NormedLayer(ResidualLayer):
     _products: Callable[..., tuple[Tensor, ...]]
     """The products of a norm's result, each differentiable by itself: all that a compiler reads."""
     _fused: Callable[..., tuple[Tensor, ...]]
-    """Norm and products as one autograd function; also gives the residual stream."""
+    """Norm and products as one autograd function; also gives the residual stream, in front."""
 
     return_bias: bool
     return_layernorm_output: bool
@@ -314,9 +330,24 @@ class NormedLayer(ResidualLayer):
             for matrix in self._matrices():
                 init_linear_(*matrix)
 
+    def _with_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: NormParameters,
+        dtype: torch.dtype,
+        first: bool | None,
+        bias: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        """The norm's output, rounded to `dtype` before the product reads it, and the products."""
+        normed = residual_norm(x, delta, norm, dtype)[1]
+        return normed, *self._products(normed, dtype, first, bias, **options)
+
     def _run(
-        self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
-    ) -> Any:
+        self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None,
+        *, return_input: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         """`forward`; bias: of the last product, which is not added with `return_bias`."""
         weight, shift = self.layer_norm_weight, self.layer_norm_bias
         check_input(self, x, delta, size=weight.shape[0])
@@ -324,12 +355,9 @@ class NormedLayer(ResidualLayer):
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
-        if self.streams_norm if return_residual else self.return_layernorm_output:
-            normed = residual_norm(x, delta, norm, compute_dtype(x))[1]
-            outputs = self._products(normed, *how, **options)
-            if return_residual:
-                return normed, *outputs
-            return results(outputs[0], bias, normed, return_bias=self.return_bias)
+        if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
+            outputs = self._with_norm(x, delta, norm, *how, **options)
+            return outputs if return_residual else results(outputs[1], bias, outputs[0], return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta
             outputs = h, *self._products(normalize(norm, h), *how, **options)
@@ -343,8 +371,8 @@ class LayerNormLinear(NormedLayer):
     """y = norm(x) · weightᵀ + bias, where the FP8 cast reads the norm's float32 result.
 
     Parameters: layer_norm_weight [in_features], layer_norm_bias [in_features] (LayerNorm only), weight, bias. With
-    `return_bias` no bias is added but returned behind y, and with `return_layernorm_output` so is norm(x), which is then made
-    in the compute dtype and cast from there.
+    `return_bias` no bias is added but returned behind y, and with `return_layernorm_output` so is norm(x), which is then
+    rounded to the compute dtype and cast from there, in the kernel that computes it.
     """
 
     def __init__(
@@ -383,13 +411,23 @@ class LayerNormLinear(NormedLayer):
         delta: Tensor | None = None,
         rotation: Rotation | None = None,
         return_residual: bool = False,
+        return_input: bool = False,
     ) -> Any:
         """input [..., in_features] → [..., out_features].
 
         delta, rotation and return_residual are for `forward_residual`, which with a rotation returns queries, keys and values
-        in place of the product.
+        in place of the product. return_input: as `return_layernorm_output`, for this call.
+
+        Raises:
+            InputError: `return_input` with `return_residual`.
         """
-        return self._run(input, delta, is_first_microbatch, return_residual, self.bias, rotation=rotation)
+        if return_input and return_residual:
+            raise InputError(
+                "LayerNormLinear(return_input=True, return_residual=True): the norm's output and the residual stream are not "
+                "returned together. Leave one out: without return_residual, add the delta by hand."
+            )
+        what = (input, delta, is_first_microbatch, return_residual, self.bias)
+        return self._run(*what, return_input=return_input, rotation=rotation)
 
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
         return [(self.weight, self.bias, self.init_method)]
@@ -400,6 +438,23 @@ class LayerNormLinear(NormedLayer):
         y = product(normed, self.weight, bias, self.fp8_state, dtype, first)
         return (y,) if rotation is None else rotation.composed(y)
 
+    def _with_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: NormParameters,
+        dtype: torch.dtype,
+        first: bool | None,
+        bias: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling() or active_recipe(self.fp8_state, x.device) is None:
+            return super()._with_norm(x, delta, norm, dtype, first, bias, **options)
+        rotation: Rotation | None = options["rotation"]
+        with autocast.scales_of_forward():
+            _, y, normed = self._fused(promoted(x, delta), delta, norm, dtype, first, bias, None, return_input=True)
+        return normed, *((y,) if rotation is None else rotation.composed(y))
+
     def _fused(
         self,
         residual: Tensor,
@@ -409,9 +464,13 @@ class LayerNormLinear(NormedLayer):
         first: bool | None,
         bias: Tensor | None,
         rotation: Rotation | None,
+        *,
+        return_input: bool = False,
     ) -> tuple[Tensor, ...]:
         gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
-        return _NormLinearFunction.apply(residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation)
+        return _NormLinearFunction.apply(
+            residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
+        )
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""
