@@ -102,6 +102,7 @@ def dense():
     for made in (HIGH, quantizer(**ROWS), quantizer(**BOTH)):
         activation.launch("swiglu", up, 128, made)
         activation.launch("gelu", matrix(16384, 14336), 0, made)
+        activation.launch("swiglu", up, 128, made, beside=matrix(16384, 14336))
     recompute = quantizer(amax=False, **TRANSPOSED)
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, HIGH)
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, quantizer(E5M2, **BOTH), recompute=recompute)

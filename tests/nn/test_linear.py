@@ -173,9 +173,9 @@ def test_a_returned_input_is_what_the_product_reads(kind, dtype, recipe, read):
 
 
 def test_a_returned_input_beside_the_residual_stream_is_refused():
-    layer = octavo.nn.LayerNormLinear(12, 7)
-    with pytest.raises(InputError, match=r"return_input=True, return_residual=True.*Leave one out"):
-        layer(torch.randn(2, 12), return_input=True, return_residual=True)
+    for layer, name in ((octavo.nn.LayerNormLinear(12, 7), "return_input"), (octavo.nn.LayerNormMLP(12, 8), "return_inputs")):
+        with pytest.raises(InputError, match=rf"{type(layer).__name__} does not return inputs.*return_residual.*leave one out"):
+            layer(torch.randn(2, 12), return_residual=True, **{name: True})
 
 
 @pytest.mark.parametrize("shape", SHAPES)

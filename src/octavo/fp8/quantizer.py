@@ -55,6 +55,34 @@ class DenseOperand:
         return column_sums(self.matrix) if self._partial is None else add_up(self._partial)
 
 
+class Beside:
+    """Adapter: a `Producer` that also stores its result in high precision, [R, C], of which the operand is cast.
+
+    run: runs the kernel, with a matrix for that beside its result, or with None. `matrix`: in `dtype`, behind the first run.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Quantizer, Tensor | None], QuantizedTensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._run, self._shape, self.dtype, self.device = run, shape, dtype, device
+        self.matrix: Tensor | None = None
+
+    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
+        """Run the kernel, or cast the matrix that it has stored."""
+        if self.matrix is not None:
+            return DenseOperand(self.matrix)(quantizer)
+        if quantizer.scale is None and quantizer.rowwise:  # for a result in high precision: the matrix itself
+            out = self._run(quantizer._replace(dtype=self.dtype), None)
+            self.matrix = out.high_precision
+            return out
+        self.matrix = torch.empty(self._shape, dtype=self.dtype, device=self.device)
+        return self._run(quantizer, self.matrix)
+
+
 def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
     """The recipe of a layer's products inside the current autocast; None for products in high precision.
 

@@ -27,9 +27,8 @@ from octavo.kernels.norm_rows import (
     magnitude,
     norm_rows,
     residual_sum,
-    store_rounded,
 )
-from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts, transpose
+from octavo.kernels.quantize.cast import load_scale, record_amax, store_layouts, store_rounded, transpose
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, of_one_scale, quantize, without_elements
 from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, processors
 

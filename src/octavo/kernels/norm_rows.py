@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.kernels.quantize.cast import load_scale, raise_to
+from octavo.kernels.quantize.cast import load_scale, raise_to, store_rounded
 from octavo.kernels.tiles import next_power_of_2
 
 
@@ -101,14 +101,6 @@ def load_gain(weight_ptr, at, inside, ONE_PLUS: tl.constexpr):
     """The factors of normed elements, float32: weights, or 1 + weights, which 16 bits could not hold."""
     weight = load_float32(weight_ptr, at, inside)
     return weight + 1.0 if ONE_PLUS else weight
-
-
-@triton.jit
-def store_rounded(y, beside_ptr, at, inside):
-    """Round y to the dtype of `beside_ptr` and store it there; rounded, in float32."""
-    rounded = y.to(beside_ptr.dtype.element_ty)
-    tl.store(beside_ptr + at, rounded, mask=inside)
-    return rounded.to(tl.float32)
 
 
 @triton.jit

@@ -166,9 +166,9 @@ class _NormLinearFunction(torch.autograd.Function):
         return_input: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         gemms.want(any(ctx.needs_input_grad[:4]), *ctx.needs_input_grad[4:6])
-        beside = gemms.out_dtype if return_input else None
-        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias), beside)
-        x, w = gemms.input(producer), gemms.weight(weight)
+        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
+        normed = producer.beside(gemms.out_dtype) if return_input else None
+        x, w = gemms.input(normed or producer), gemms.weight(weight)
         y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
@@ -179,7 +179,7 @@ class _NormLinearFunction(torch.autograd.Function):
         if rotation is not None and rotation.handover is not None:
             rotation.handover.expected = True
         outputs = (h, y) if rotation is None else (h, *rotation.split(y))
-        return outputs if producer.normed is None else (*outputs, unflat(producer.normed, residual.shape))
+        return outputs if normed is None else (*outputs, unflat(cast(Tensor, normed.matrix), residual.shape))
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -295,7 +295,7 @@ class Linear(nn.Linear):
         bias = None if self.return_bias else self.bias
         how = (compute_dtype(input), is_first_microbatch)
         y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread)
-        return results(y, self.bias, input if return_input else None, return_bias=self.return_bias)
+        return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
 
 
 class NormedLayer(ResidualLayer):
@@ -340,7 +340,7 @@ class NormedLayer(ResidualLayer):
         bias: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, ...]:
-        """The norm's output, rounded to `dtype` before the product reads it, and the products."""
+        """The norm's output, rounded to `dtype` before the product reads it, and what `_products` returns."""
         normed = residual_norm(x, delta, norm, dtype)[1]
         return normed, *self._products(normed, dtype, first, bias, **options)
 
@@ -348,7 +348,12 @@ class NormedLayer(ResidualLayer):
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None,
         *, return_input: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
-        """`forward`; bias: of the last product, which is not added with `return_bias`."""
+        """`forward`; bias: of the last product, which is not added with `return_bias`. return_input: the norm's output too."""
+        if return_input and return_residual:
+            raise InputError(
+                f"{type(self).__name__} does not return inputs of products (return_input, return_inputs) beside the residual "
+                "stream (return_residual): leave one out. In place of the stream, add the delta to the input by hand."
+            )
         weight, shift = self.layer_norm_weight, self.layer_norm_bias
         check_input(self, x, delta, size=weight.shape[0])
         refuse_transforms("layers that begin with a norm")
@@ -357,14 +362,17 @@ class NormedLayer(ResidualLayer):
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
             outputs = self._with_norm(x, delta, norm, *how, **options)
-            return outputs if return_residual else results(outputs[1], bias, outputs[0], return_bias=self.return_bias)
+            if return_residual:
+                return outputs
+            normed, y, *inputs = outputs
+            return results(y, bias, normed, *inputs, return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta
             outputs = h, *self._products(normalize(norm, h), *how, **options)
         else:
             with autocast.scales_of_forward():
                 outputs = self._fused(promoted(x, delta), delta, norm, *how, **options)
-        return outputs if return_residual else results(outputs[1], bias, None, return_bias=self.return_bias)
+        return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
 
 
 class LayerNormLinear(NormedLayer):
@@ -421,11 +429,6 @@ class LayerNormLinear(NormedLayer):
         Raises:
             InputError: `return_input` with `return_residual`.
         """
-        if return_input and return_residual:
-            raise InputError(
-                "LayerNormLinear(return_input=True, return_residual=True): the norm's output and the residual stream are not "
-                "returned together. Leave one out: without return_residual, add the delta by hand."
-            )
         what = (input, delta, is_first_microbatch, return_residual, self.bias)
         return self._run(*what, return_input=return_input, rotation=rotation)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8.quantizer import DenseOperand
+from octavo.fp8.quantizer import Beside
 from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.norm import norm, norm_backward
@@ -110,34 +110,28 @@ def unflat(y: Tensor, shape: Sequence[int]) -> Tensor:
 class NormProducer:
     """The norm of residual + delta as producer of an operand. Run twice (amax, then cast) it adds the delta once.
 
-    `sum` is residual + delta after the first run, [M, K], and `stats` the statistics for backward. beside: a dtype; then
-    `normed` is the norm's result in it after the first run, [M, K], of which operands are cast.
+    `sum` is residual + delta after the first run, [M, K], and `stats` the statistics for backward.
     """
 
-    def __init__(self, residual: Tensor, delta: Tensor | None, of: NormParameters, beside: torch.dtype | None = None) -> None:
+    def __init__(self, residual: Tensor, delta: Tensor | None, of: NormParameters) -> None:
         self.sum, self.of = flat(residual), of
-        self._delta, self._beside = None if delta is None else flat(delta), beside
+        self._delta = None if delta is None else flat(delta)
         self.stats: Tensor | None = None
-        self.normed: Tensor | None = None
 
-    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
-        """Run the kernel."""
-        if self.normed is not None:
-            return DenseOperand(self.normed)(quantizer)
-        if self._beside is not None:
-            if quantizer.scale is None and quantizer.rowwise:  # a matrix in high precision: `normed` itself
-                quantizer = quantizer._replace(dtype=self._beside)
-            else:
-                self.normed = torch.empty_like(self.sum, dtype=self._beside, memory_format=torch.contiguous_format)
+    def __call__(self, quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
+        """Run the kernel; beside: as in `octavo.kernels.norm.norm`."""
         of = self.of
         self.sum, self.stats, out = norm(
             of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer,
-            zero_centered=of.zero_centered, beside=self.normed,
+            zero_centered=of.zero_centered, beside=beside,
         )  # fmt: skip
         self._delta = None
-        if self._beside is not None and self.normed is None:
-            self.normed = out.high_precision
         return out
+
+    def beside(self, dtype: torch.dtype) -> Beside:
+        """This producer, whose result is also stored in this dtype."""
+        rows, columns = self.sum.shape
+        return Beside(self, (rows, columns), dtype, self.sum.device)
 
 
 def statistics_bytes(kind: str) -> int:
