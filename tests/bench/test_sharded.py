@@ -147,6 +147,24 @@ def test_experts_spread_over_two_ranks(tmp_path, forked_workers):
         )  # fmt: skip
 
 
+def test_a_step_of_four_micro_batches_is_that_of_the_whole_batch(tmp_path, forked_workers):
+    kept, summed = "octavo-delayed-fast-input-fp8-head-backward", "octavo-delayed-fast-input-fp8-head-backward-sync-each"
+    results = run_suite(
+        "sharded", cases=["tiny-4-micro-batches"], entries=["octavo-bf16", kept, summed], steps=2, warmup=1,
+        output=tmp_path / "all.json", device="cpu", gpus=2, command="octavo bench sharded",
+    )  # fmt: skip
+    case = CASES["tiny-4-micro-batches"]
+    trainer = SHARDED["octavo-bf16"].build(case, CPU, False)
+    batches = [labelled_batches(case, CPU, rank) for rank in range(2)]
+    whole = [tuple(torch.cat(parts) for parts in zip(*both, strict=True)) for both in zip(*batches, strict=True)]
+    losses = [trainer.step(*whole[i]).item() for i in range(3)]  # one to warm up, two timed
+    for figures in results["rows"]:
+        assert figures["micro_batches"] == 4
+        assert figures["tokens_per_second"] == pytest.approx(4 * 2 * 32 / (figures["step_ms"] / 1e3))
+        assert figures["loss"] == pytest.approx(losses[-1], rel=1e-3 if figures["entry"] == "octavo-bf16" else 5e-3)
+    assert [figures["entry"] for figures in results["rows"]] == ["octavo-bf16", kept, summed]
+
+
 def test_lengths_of_one_gpu_and_of_two():
     """Each length has both degrees, with no fewer than 16,384 tokens of a GPU; the page says what it takes."""
     page = (Path(__file__).parents[2] / "docs" / "context-parallelism.md").read_text(encoding="utf-8")

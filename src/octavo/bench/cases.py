@@ -26,7 +26,8 @@ class Case:
     Attributes:
         name: in the results.
         sizes: keys of the Hugging Face config, such as an entry of `octavo.models.shapes.SHAPES`.
-        batch, sequence_length: sequences in a step of one GPU, or of `context` GPUs that share them, and their tokens.
+        batch, sequence_length: sequences of one GPU, or of `context` GPUs that share them, in a forward, and their tokens.
+        micro_batches: forwards and backwards of a step.
         context: GPUs that share each sequence.
         expert: GPUs that the experts of a block are spread over, by Octavo alone.
         recompute, offload: as `train.recompute` and `train.offload`, of Octavo's entries. Peers keep each layer's input where
@@ -42,6 +43,7 @@ class Case:
     sizes: Mapping[str, Any]
     batch: int
     sequence_length: int
+    micro_batches: int = 1
     context: int = 1
     expert: int = 1
     recompute: Recompute = False
@@ -72,7 +74,7 @@ class Case:
     @property
     def units(self) -> int:
         """Tokens of one GPU in a step: the unit of `rate`."""
-        return self.batch * self.sequence_length // self.context
+        return self.batch * self.sequence_length * self.micro_batches // self.context
 
     @property
     def parameters(self) -> int:
@@ -110,6 +112,7 @@ class VisionCase:
     rate: ClassVar[str] = "images_per_second"
     package: ClassVar[str | None] = "timm"
     state_bytes: ClassVar[int] = 12
+    micro_batches: ClassVar[int] = 1
 
     @property
     def sequence_length(self) -> int:
@@ -161,6 +164,8 @@ CASES: dict[str, Case] = {
         Case("llama-8b-8layers", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192),
         # A step so short that the ranks' exchange shows.
         Case("llama-8b-8layers-b1", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192),
+        # Gradients are kept whole between micro-batches, or summed over the ranks in each.
+        Case("llama-8b-8layers-b1-4-micro-batches", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192, micro_batches=4),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),
         Case("mixtral-8x7b-layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 7}, 4, 4096),
@@ -178,6 +183,7 @@ CASES: dict[str, Case] = {
         Case("tiny", _TINY, 2, 32),
         Case("tiny-mistral", _TINY | {"model_type": "mistral", "sliding_window": 8}, 2, 32),
         Case("tiny-neox", _TINY_NEOX, 2, 32),
+        Case("tiny-4-micro-batches", _TINY, 2, 32, micro_batches=4),
         Case("tiny-mixtral", _TINY_MIXTRAL, 2, 32),
         Case("tiny-mixtral-ep2", _TINY_MIXTRAL, 2, 32, expert=2),
     )

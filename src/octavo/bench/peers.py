@@ -27,6 +27,7 @@ from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_
 from octavo.errors import first_line, install_extra
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
+from octavo.parallel.fsdp import accumulate
 from octavo.parallel.graphed import graphed
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import state
@@ -133,7 +134,12 @@ class Training:
         graph: forward and backward are one CUDA graph.
         settle: called after the optimizer in every step.
         attention_errors: relative errors of its attention, if it was compared with the reference.
+
+    Attributes:
+        micro_batches: parts of a batch that go forward and backward one after another.
     """
+
+    micro_batches = 1
 
     def __init__(
         self,
@@ -177,9 +183,14 @@ class Training:
             return self.loss(inputs, labels)
 
     def _gradients(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        loss = self._loss(inputs, labels)
-        loss.backward()
-        return loss.detach()
+        parts = list(zip(inputs.chunk(self.micro_batches), labels.chunk(self.micro_batches), strict=True))
+        losses = []
+        for number, part in enumerate(parts, 1):
+            accumulate(self.model, last=number == len(parts))
+            loss = self._loss(*part) / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
 
 def reason_of(error: BaseException) -> str:
@@ -282,13 +293,14 @@ def build_octavo(
     params_dtype: torch.dtype = torch.bfloat16,
     strategy: str = "all_gather",
     reshard: bool | Literal["auto"] = "auto",
+    sync_each: bool = False,
     seed: int = SEED,
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
-    head, fast, strategy, reshard: as `fp8.head`, `fp8.fast_accumulation`, `parallel.cp_comm_type` and
-    `parallel.reshard_after_forward`. Nothing is compiled: the layers are fused kernels. A vision transformer's kernels are
-    shorter than their launch from Python, so its forward and backward are one CUDA graph.
+    head, fast, strategy, reshard, sync_each: as `fp8.head`, `fp8.fast_accumulation`, `parallel.cp_comm_type`,
+    `parallel.reshard_after_forward` and `parallel.sync_each_micro_batch`. Nothing is compiled: the layers are fused kernels.
+    A vision transformer's kernels are shorter than their launch from Python, so its forward and backward are one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
     from octavo.build import BuildOptions, build_model, transform
@@ -302,7 +314,7 @@ def build_octavo(
         return Training(model, Classifier(model), around, _sgd(model), graph=True)
     sharding = sharding_of(state, scaling, **dtypes, strategy=strategy)
     if sharding is not None:
-        sharding = replace(sharding, reshard_after_forward=reshard)
+        sharding = replace(sharding, reshard_after_forward=reshard, sync_each_micro_batch=sync_each)
     settings = MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload, "horizon": 2}
     options = BuildOptions(**dtypes, buffer_dtype=torch.float32, seed=seed, fp8_head=head, **settings)
     model = build_model(case.hf_config(), options, device=device, sharding=sharding)

@@ -122,6 +122,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         **({} if measured.reshard_after_forward is None else {"reshard_after_forward": measured.reshard_after_forward}),
         **({"products": measured.products} if any(measured.products) else {}),
         "batch": case.batch,
+        **({} if case.micro_batches == 1 else {"micro_batches": case.micro_batches}),
         **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),
         "sequence_length": case.sequence_length,
         "steps": len(measured.seconds),

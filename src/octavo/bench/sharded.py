@@ -136,6 +136,11 @@ SHARDED: dict[str, Entry] = {
             )
             for how, reshard in (("kept", False), ("freed", True))
         ),
+        # Gradients are summed over the ranks in each micro-batch, and none is kept whole between them.
+        Entry(
+            "octavo-delayed-fast-input-fp8-head-backward-sync-each", "fp8", "fp8", partial(_defaults, sync_each=True),
+            head_forward="bf16",
+        ),
         Entry("octavo-current", "fp8", "bf16", partial(_float32, recipe="current")),
         # Parameters and states of 16 bits: the shortest step.
         Entry(

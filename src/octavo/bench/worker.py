@@ -66,6 +66,7 @@ class Worker:
         """Join the other ranks and build the model with weights of this seed; returns choices and errors of attention."""
         self._join()
         self.trainer = self.entry.build(self.case, self.device, self.on_gpu, seed=seed)
+        self.trainer.micro_batches = self.case.micro_batches
         if isinstance(self.case, Case) and self.case.spec.experts and not self.case.spec.tied:
             balance_routers(self.trainer.model)
         rank = world.state.dp_rank
@@ -192,7 +193,7 @@ def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list
     """
     generator = torch.Generator().manual_seed(SEED + rank)
     if isinstance(case, Case):
-        shape = (BATCHES, case.batch, case.sequence_length)
+        shape = (BATCHES, case.batch * case.micro_batches, case.sequence_length)
         tokens = torch.randint(case.spec.vocabulary, shape, generator=generator).to(device)
         return list(zip(tokens, tokens, strict=True))
     sides = (case.batch, case.channels, case.image_size, case.image_size)
