@@ -166,21 +166,16 @@ def grouped_scaled_mm(
     some = [i for i, (data, _) in enumerate(a) if data.shape[0]]
     if len(some) > 1 and _joins_groups([a[i] for i in some], [b[i] for i in some]):
         return _grouped_rows([a[i] for i in some], [b[i] for i in some], [biases[i] for i in some], out_dtype, precise)
-    return torch.cat(scaled_mm_of_each(a, b, out_dtype=out_dtype, precise=precise, biases=biases))
+    return torch.cat(scaled_mm_of_each(a, b, biases, out_dtype=out_dtype, precise=precise))
 
 
 def scaled_mm_of_each(
-    a: Sequence[Operand],
-    b: Sequence[Operand],
-    *,
-    out_dtype: torch.dtype,
-    precise: bool = False,
-    biases: Sequence[Tensor | None] | None = None,
+    a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], *, out_dtype: torch.dtype, precise: bool
 ) -> list[Tensor]:
     """`scaled_mm` of each pair, one after the other, of sizes that change from step to step."""
     return [
         scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias, recurring=False)
-        for one, other, bias in zip(a, b, biases or [None] * len(b), strict=True)
+        for one, other, bias in zip(a, b, biases, strict=True)
     ]
 
 

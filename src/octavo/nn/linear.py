@@ -331,18 +331,11 @@ class NormedLayer(ResidualLayer):
                 init_linear_(*matrix)
 
     def _with_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        **options: Any,
+        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
     ) -> tuple[Tensor, ...]:
         """The norm's output, rounded to `dtype` before the product reads it, and what `_products` returns."""
         normed = residual_norm(x, delta, norm, dtype)[1]
-        return normed, *self._products(normed, dtype, first, bias, **options)
+        return normed, *self._products(normed, dtype, *how, **options)
 
     def _run(
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None,
@@ -442,20 +435,13 @@ class LayerNormLinear(NormedLayer):
         return (y,) if rotation is None else rotation.composed(y)
 
     def _with_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        **options: Any,
+        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
     ) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling() or active_recipe(self.fp8_state, x.device) is None:
-            return super()._with_norm(x, delta, norm, dtype, first, bias, **options)
+            return super()._with_norm(x, delta, norm, dtype, *how, **options)
         rotation: Rotation | None = options["rotation"]
         with autocast.scales_of_forward():
-            _, y, normed = self._fused(promoted(x, delta), delta, norm, dtype, first, bias, None, return_input=True)
+            _, y, normed = self._fused(promoted(x, delta), delta, norm, dtype, *how, rotation=None, return_input=True)
         return normed, *((y,) if rotation is None else rotation.composed(y))
 
     def _fused(
@@ -466,8 +452,8 @@ class LayerNormLinear(NormedLayer):
         dtype: torch.dtype,
         first: bool | None,
         bias: Tensor | None,
-        rotation: Rotation | None,
         *,
+        rotation: Rotation | None,
         return_input: bool = False,
     ) -> tuple[Tensor, ...]:
         gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)

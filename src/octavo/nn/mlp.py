@@ -357,22 +357,15 @@ class LayerNormMLP(NormedLayer):
         return (y, activated) if inputs > 1 else (y,)
 
     def _with_norm(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        **options: Any,
+        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
     ) -> tuple[Tensor, ...]:
         states = self.fc1_fp8_state, self.fc2_fp8_state
         fused = self.checkpoint or any(active_recipe(state, x.device) is not None for state in states)
         if torch.compiler.is_compiling() or not (options["inputs"] and fused):
-            return super()._with_norm(x, delta, norm, dtype, first, bias, **options)
+            return super()._with_norm(x, delta, norm, dtype, *how, **options)
         with autocast.scales_of_forward():
             _, y, normed, *activated = self._fused(
-                promoted(x, delta), delta, norm, dtype, first, bias, max(1, options["inputs"])
+                promoted(x, delta), delta, norm, dtype, *how, inputs=max(1, options["inputs"])
             )
         return normed, y, *activated
 
@@ -384,6 +377,7 @@ class LayerNormMLP(NormedLayer):
         dtype: torch.dtype,
         first: bool | None,
         bias: Tensor | None,
+        *,
         inputs: int = 0,
     ) -> tuple[Tensor, ...]:
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device

@@ -218,7 +218,7 @@ def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *
         scales = x_scale if x_scale.dim() == 1 else [x_scale[begin:end] for begin, end in bounds]
         rows = [(x[begin:end], _own(scale)) for (begin, end), scale in zip(bounds, scales, strict=True)]
         matrices = [(one, _own(scale)) for one, scale in zip(w, w_scale, strict=True)]
-        parts = gemm.scaled_mm_of_each(rows, matrices, out_dtype=out_dtype, precise=precise)
+        parts = gemm.scaled_mm_of_each(rows, matrices, [None] * len(rows), out_dtype=out_dtype, precise=precise)
     behind = x.shape[0] - sum(len(part) for part in parts)
     return torch.cat([*parts, x.new_zeros(behind, w.shape[1], dtype=out_dtype)])
 
