@@ -160,6 +160,41 @@ def test_returned_inputs_are_what_the_products_read(read, dtype, activation, rec
             assert (one.grad - other.grad).norm() <= off * other.grad.norm()
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_returned_inputs_of_frozen_weights_have_the_gradient_of_the_layers_input(recipe, checkpoint):
+    how = RECIPES[recipe]()
+    layer = plain.randomise(octavo.nn.LayerNormMLP(48, 32, checkpoint=checkpoint, normalization="RMSNorm")).requires_grad_(
+        False
+    )
+    x = plain.fresh(17, 48, seed=6).requires_grad_()
+    apart = x.detach().clone().requires_grad_()
+    with octavo.fp8_autocast(fp8_recipe=how):
+        found = layer(x, return_inputs=True)
+    wanted, pairs = composed(layer, apart, how)
+    for results in (found, wanted):
+        torch.autograd.backward([*results], [plain.fresh(*one.shape, seed=i) for i, one in enumerate(results)])
+    assert (x.grad - apart.grad).norm() <= 0.02 * apart.grad.norm()
+    assert all(getattr(layer, name).grad is None for name in pairs)
+
+
+@pytest.mark.parametrize("result", [1, 2])
+@pytest.mark.parametrize("shape", [(6, 48), (2, 3, 48)])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_returned_input_that_is_changed_in_place_is_refused(checkpoint, recipe, shape, result):
+    layer = octavo.nn.LayerNormMLP(48, 32, checkpoint=checkpoint)
+    with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]() if recipe else None):
+        results = layer(plain.fresh(*shape), return_inputs=True)
+
+    def change():
+        results[result].mul_(2)
+        results[0].sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified"):  # at once, or in backward
+        change()
+
+
 def test_a_layer_that_gives_its_norm_away_keeps_its_first_product():
     with pytest.raises(InputError, match=r"checkpoint=True, return_layernorm_output=True.*Leave one out"):
         octavo.nn.LayerNormMLP(8, 8, checkpoint=True, return_layernorm_output=True)

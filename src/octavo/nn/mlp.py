@@ -116,7 +116,8 @@ class _NormMlpFunction(torch.autograd.Function):
         )  # fmt: skip
         matrices = [cast(Tensor, one.matrix) for one in (normed, second) if one is not None]
         leading = residual.shape[:-1]
-        return h, unflat(y, (*leading, weight_2.shape[0])), *(unflat(one, (*leading, one.shape[1])) for one in matrices)
+        # Views, into which autograd refuses writes: backward may read the matrices.
+        return h, unflat(y, (*leading, weight_2.shape[0])), *(one.view(*leading, one.shape[1]) for one in matrices)
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None, *d_inputs: Tensor | None) -> tuple[Tensor | None, ...]:
