@@ -102,6 +102,7 @@ def dense():
     for made in (HIGH, quantizer(**ROWS), quantizer(**BOTH)):
         activation.launch("swiglu", up, 128, made)
         activation.launch("gelu", matrix(16384, 14336), 0, made)
+        activation.launch("swiglu", up, 128, made, beside=matrix(16384, 14336))
     recompute = quantizer(amax=False, **TRANSPOSED)
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, HIGH)
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, quantizer(E5M2, **BOTH), recompute=recompute)
@@ -121,6 +122,7 @@ def dense():
             norm.launch_backward(kind, h, h, weight, stats, h)
             norm.launch(kind, h, h, weight, bias, 1e-5, made, zero_centered=True)
             norm.launch_backward(kind, h, h, weight, stats, h, zero_centered=True)
+            norm.launch(kind, h, h, weight, bias, 1e-5, made, beside=h)
     angles = matrix(1, 8192, 128, dtype=FP32)
     heads = matrix(2, 8192, 32, 128), matrix(2, 8192, 8, 128), matrix(2, 8192, 8, 128)
     for cos, mirrored in ((angles, True), (matrix(1, 8192, 24, dtype=FP32), False), (None, False)):

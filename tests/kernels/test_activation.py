@@ -323,3 +323,24 @@ def test_no_rows(name):
         assert torch.equal(dx.scale_inv, quantizer.scale.reciprocal())
         assert torch.equal(bias, torch.zeros(x.shape[1]))
     assert quantizer.amax == 0.125
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu", CLAMPED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columnwise", [True, False])
+@pytest.mark.parametrize(
+    "run", [pytest.param(act.activation, id="definition"), pytest.param(act.launch, id="kernel", marks=interpreted)]
+)
+@pytest.mark.parametrize(("rows", "columns", "block"), [*SMALL, (0, 16, 16)])
+def test_what_is_stored_beside_is_what_is_cast(exact_casts, run, rows, columns, block, columnwise, dtype, name):
+    x, quantizer = case(name, rows, columns, dtype)[1], fp8_quantizer(E4M3, columnwise=columnwise)
+    beside = torch.full((rows, columns), torch.nan, dtype=dtype)
+    made = run(name, x, block, quantizer, beside=beside)
+    assert torch.equal(beside, run(name, x, block, Quantizer(dtype)).high_precision)
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(beside.double(), exact(name, x.double(), block), rtol=rounding, atol=1e-5)
+    assert torch.equal(quantizer.amax, torch.maximum(torch.tensor(0.125), reference.amax(beside.float())))
+    cast = reference.cast(beside.float(), quantizer.scale, quantizer.dtype, quantizer.fp8_max)
+    assert torch.equal(made.rowwise_data.float(), cast.float())
+    assert (made.columnwise_data is not None) == columnwise
+    assert not columnwise or torch.equal(made.columnwise_data.float(), cast.float().t())

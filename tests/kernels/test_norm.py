@@ -332,3 +332,34 @@ def test_no_rows(kind, column, run):
     assert dbias is None if kind == "RMSNorm" else torch.equal(dbias, torch.zeros(40))
     assert torch.equal(made.scale_inv, reference.divide(1.0, quantizer.scale))
     assert quantizer.amax == 0.25
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("row", "column"), [(True, True), (True, False), (False, False)], ids=["both layouts", "rowwise", "amax alone"]
+)
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [
+        pytest.param(norm, {}, id="definition"),
+        pytest.param(launch, {}, id="rows", marks=interpreted),
+        pytest.param(launch, {"tile": SMALL}, id="tiles", marks=interpreted),
+    ],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(70, 20), (9, 257), (3, 1300), (0, 16)])
+def test_what_is_stored_beside_is_what_is_cast(exact_casts, run, how, row, column, dtype, kind, rows, columns):
+    case, quantizer = Case(kind, rows, columns, dtype, weight_dtype=torch.float32), fp8(rowwise=row, columnwise=column)
+    beside = torch.full((rows, columns), torch.nan, dtype=dtype)
+    h, stats, made = case.forward(run, quantizer, beside=beside, **how)
+    want_h, want_stats, alone = case.forward(run, Quantizer(dtype), **how)
+    assert torch.equal(h, want_h)
+    assert torch.equal(stats, want_stats)
+    assert torch.equal(beside, alone.high_precision)
+    want = case.exact()[1]
+    assert rows == 0 or off(beside, want) < ROUNDING[dtype]
+    assert torch.equal(quantizer.amax, torch.maximum(torch.tensor(0.25), reference.amax(beside.float())))
+    cast = reference.cast(beside.float(), quantizer.scale, quantizer.dtype, quantizer.fp8_max)
+    for found, wanted in ((made.rowwise_data, cast if row else None), (made.columnwise_data, cast.t() if column else None)):
+        assert (found is None) == (wanted is None)
+        assert found is None or torch.equal(found.float(), wanted.float())

@@ -63,8 +63,7 @@ def gemms(weight, recipe, dtype):
 def test_a_weight_for_the_gradient_alone_has_the_bytes_of_both(recipe):
     _, weight, _, _ = drawn(torch.bfloat16)
     alone, both = (
-        gemms(weight, RECIPES[recipe], torch.bfloat16).quantizer.weight(weight, rowwise=row, columnwise=True)
-        for row in (False, True)
+        gemms(weight, RECIPES[recipe], torch.bfloat16).weight(weight, rowwise=row, columnwise=True) for row in (False, True)
     )
     assert alone.rowwise_data is None
     assert torch.equal(alone.columnwise_data.view(torch.uint8), both.columnwise_data.view(torch.uint8))

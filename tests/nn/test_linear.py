@@ -10,6 +10,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import InputError
+from octavo.fp8.recipe import RECIPES
 from octavo.kernels import gemm
 from octavo.nn.linear import high_precision
 
@@ -128,6 +129,53 @@ def test_a_returned_norm_is_that_of_the_sum():
     x, delta = plain.fresh(5, 12), plain.fresh(5, 12)
     for found, wanted in zip(layer(x, delta=delta), layer(x + delta), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("read", ["both", "product", "input"])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_returned_input_is_what_the_product_reads(kind, dtype, recipe, read):
+    """Bit for bit a norm in front of a linear layer, with the gradients that come by either result."""
+    layer = plain.randomise(octavo.nn.LayerNormLinear(48, 20, normalization=kind, params_dtype=torch.float32))
+    norm, linear = getattr(octavo.nn, kind)(48), octavo.nn.Linear(48, 20)
+    with torch.no_grad():
+        for own, other in ((norm.weight, "layer_norm_weight"), (norm.bias, "layer_norm_bias")):
+            if own is not None:
+                own.copy_(getattr(layer, other))
+        linear.weight.copy_(layer.weight)
+        linear.bias.copy_(layer.bias)
+    parameters = layer.layer_norm_weight, layer.layer_norm_bias, layer.weight, layer.bias
+    others = norm.weight, norm.bias, linear.weight, linear.bias
+    how = RECIPES[recipe]() if recipe else None
+    for step in range(3):
+        x = plain.fresh(3, 17, 48, seed=step).to(dtype).mul_(2**step).requires_grad_()
+        apart = x.detach().clone().requires_grad_()
+        with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=how):
+            y, normed = layer(x, return_input=True)
+            want_normed = norm(apart)
+            want_y, same = linear(want_normed, return_input=True)
+        assert same is want_normed
+        assert torch.equal(normed, want_normed)
+        assert normed.dtype == dtype
+        assert torch.equal(y, want_y)
+        for results in ((y, normed), (want_y, want_normed)):
+            results = {"both": results, "product": results[:1], "input": results[1:]}[read]
+            sum((r * plain.fresh(*r.shape, seed=9 + step).to(r.dtype)).sum() for r in results).backward()
+        assert torch.equal(x.grad, apart.grad)
+        for one, other in zip(parameters, others, strict=True):
+            if one is not None:
+                assert (one.grad is None) == (other.grad is None)
+                assert one.grad is None or torch.equal(one.grad, other.grad)
+    if recipe == "delayed" and read != "input":
+        for one, other in zip(octavo.fp8.inspect(layer).values(), octavo.fp8.inspect(linear).values(), strict=True):
+            assert torch.equal(one["amax_history"], other["amax_history"])
+
+
+def test_a_returned_input_beside_the_residual_stream_is_refused():
+    for layer, name in ((octavo.nn.LayerNormLinear(12, 7), "return_input"), (octavo.nn.LayerNormMLP(12, 8), "return_inputs")):
+        with pytest.raises(InputError, match=rf"{type(layer).__name__} does not return inputs.*return_residual.*leave one out"):
+            layer(torch.randn(2, 12), return_residual=True, **{name: True})
 
 
 @pytest.mark.parametrize("shape", SHAPES)

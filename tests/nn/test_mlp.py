@@ -6,6 +6,8 @@ import torch
 
 import octavo
 from octavo.errors import InputError
+from octavo.fp8.recipe import RECIPES
+from octavo.kernels import reference
 from octavo.nn.mlp import deinterleave, gate_up_block, interleave
 
 SIZES = [1, 3, 44, 45, 128, 176, 300, 384]
@@ -108,6 +110,89 @@ def test_master_weights_compute_in_the_dtype_of_the_input():
 def test_an_unknown_activation_is_refused_with_the_nearest():
     with pytest.raises(InputError, match="Did you mean 'swiglu'"):
         octavo.nn.LayerNormMLP(4, 8, activation="swigl")
+
+
+def composed(layer, x, recipe):
+    """A norm, a linear layer, an activation in float32 and a linear layer, each by itself: result and inputs of products."""
+    norm = getattr(octavo.nn, layer.normalization)(layer.hidden_size)
+    fc1 = octavo.nn.Linear(*layer.fc1_weight.shape[::-1])
+    fc2 = octavo.nn.Linear(*layer.fc2_weight.shape[::-1])
+    pairs = {"layer_norm_weight": norm.weight, "layer_norm_bias": norm.bias, "fc1_weight": fc1.weight}
+    pairs |= {"fc1_bias": fc1.bias, "fc2_weight": fc2.weight, "fc2_bias": fc2.bias}
+    pairs = {name: parameter for name, parameter in pairs.items() if parameter is not None}
+    with torch.no_grad():
+        for name, parameter in pairs.items():
+            parameter.copy_(getattr(layer, name))
+    with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        normed = norm(x)
+        activated = reference.activation(layer.activation, fc1(normed).float(), layer.gate_rows).to(x.dtype)
+        return (fc2(activated), normed, activated), pairs
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("read", [(0, 1, 2), (0,), (1,), (2,)], ids=str)
+def test_returned_inputs_are_what_the_products_read(read, dtype, activation, recipe, checkpoint):
+    how = RECIPES[recipe]() if recipe else None
+    layer = octavo.nn.LayerNormMLP(48, 32, activation=activation, checkpoint=checkpoint, normalization="RMSNorm")
+    plain.randomise(layer)
+    x = plain.fresh(3, 17, 48, seed=5).to(dtype).requires_grad_()
+    apart = x.detach().clone().requires_grad_()
+    with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=how):
+        found = layer(x, return_inputs=True)
+    wanted, pairs = composed(layer, apart, how)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype
+        assert one.shape == other.shape
+        if recipe is not None:  # of a product in high precision another function may order sums otherwise
+            assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+    for results in (found, wanted):
+        sum((results[i] * plain.fresh(*results[i].shape, seed=9 + i).to(dtype)).sum() for i in read).backward()
+    # The layer casts float32 gradients of the activation; the parts by themselves round them first, and E5M2 has two bits.
+    off = 1e-5 if dtype == torch.float32 and recipe is None else 0.04 if dtype == torch.bfloat16 else 0.02
+    for one, other in ((x, apart), *((getattr(layer, name), parameter) for name, parameter in pairs.items())):
+        if other.grad is None:  # where the result is not read; a fused layer may give zeros
+            assert one.grad is None or not one.grad.any()
+        else:
+            assert (one.grad - other.grad).norm() <= off * other.grad.norm()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_returned_inputs_of_frozen_weights_have_the_gradient_of_the_layers_input(recipe, checkpoint):
+    how = RECIPES[recipe]()
+    layer = plain.randomise(octavo.nn.LayerNormMLP(48, 32, checkpoint=checkpoint, normalization="RMSNorm")).requires_grad_(
+        False
+    )
+    x = plain.fresh(17, 48, seed=6).requires_grad_()
+    apart = x.detach().clone().requires_grad_()
+    with octavo.fp8_autocast(fp8_recipe=how):
+        found = layer(x, return_inputs=True)
+    wanted, pairs = composed(layer, apart, how)
+    for results in (found, wanted):
+        torch.autograd.backward([*results], [plain.fresh(*one.shape, seed=i) for i, one in enumerate(results)])
+    assert (x.grad - apart.grad).norm() <= 0.02 * apart.grad.norm()
+    assert all(getattr(layer, name).grad is None for name in pairs)
+
+
+@pytest.mark.parametrize("result", [1, 2])
+@pytest.mark.parametrize("shape", [(6, 48), (2, 3, 48)])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_returned_input_that_is_changed_in_place_is_refused(checkpoint, recipe, shape, result):
+    layer = octavo.nn.LayerNormMLP(48, 32, checkpoint=checkpoint)
+    with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=RECIPES[recipe]() if recipe else None):
+        results = layer(plain.fresh(*shape), return_inputs=True)
+
+    def change():
+        results[result].mul_(2)
+        results[0].sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified"):  # at once, or in backward
+        change()
 
 
 def test_a_layer_that_gives_its_norm_away_keeps_its_first_product():

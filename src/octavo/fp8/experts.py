@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.linear import LinearGemms
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.experts.cast import Scales, cast_rows_scaled, cast_stacked, cast_stacked_scaled
@@ -50,18 +50,49 @@ class PermutedRows:
         return permute(self.x, self.routes, quantizer)
 
 
-class ExpertsQuantizer(LinearQuantizer):
-    """Casts the operands of one use of stacked matrices [E, N, K]."""
+class ExpertsGemms(LinearGemms):
+    """The casts and products of one use of stacked matrices [E, N, K]: a `LinearGemms` of all experts' rows.
+
+    routes: those of a forward, which sets them to None when it has saved them; a backward sets those that were saved.
+    """
 
     _operand = StackedOperand
 
     def __init__(
-        self, state: ModuleState, routes: Routes, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
+        self,
+        state: ModuleState,
+        weight: Tensor,
+        routes: Routes,
+        recipe: Recipe | None,
+        out_dtype: torch.dtype,
+        first: bool | None,
     ) -> None:
-        super().__init__(state, routes.rows.device, recipe, out_dtype, first)
+        super().__init__(state, weight, recipe, out_dtype, first)
         self.routes: Routes | None = routes
         self._scales = (len(routes.ends),)
         self._all, self._own = state.experts, state.own_experts
+
+    def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+        """y [R, N] in `out_dtype`, without a bias."""
+        assert self.routes is not None
+        return grouped_mm(_rowwise(x), _rowwise(w), self.routes, self.out_dtype)
+
+    def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
+        """dx [R, K] in `out_dtype`. w: as saved, or restored already."""
+        assert self.routes is not None
+        w = self.restored_weight(w)
+        if self.recipe is None:
+            return grouped_mm(_rowwise(dy), (w.high_precision.transpose(1, 2), None), self.routes, self.out_dtype)
+        precise = self.recipe.precise["input_gradient"]
+        return grouped_mm(_rowwise(dy), w.columnwise, self.routes, self.out_dtype, precise=precise)
+
+    def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = False) -> Tensor:
+        """dw [E, N, K] in the dtype of the weight. The sizes of products change from step to step: none is recurring."""
+        assert self.routes is not None
+        if self.recipe is None:
+            return grouped_weight_mm(_rowwise(dy), _rowwise(x), self.routes, self.weight_dtype)
+        precise = self.recipe.precise["weight_gradient"]
+        return grouped_weight_mm(dy.columnwise, x.columnwise, self.routes, self.weight_dtype, precise=precise)
 
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
         if self._own is None:
@@ -81,43 +112,6 @@ class ExpertsQuantizer(LinearQuantizer):
             return cast_stacked_scaled(matrix, kind.dtype, kind.max, scales, rowwise=rowwise, columnwise=columnwise)
         assert self.routes is not None
         return cast_rows_scaled(matrix, self.routes, kind.dtype, kind.max, scales, rowwise=rowwise, columnwise=columnwise)
-
-
-class ExpertsGemms:
-    """The products of one use of stacked matrices; made in forward and kept for its backward.
-
-    Arguments are those of `octavo.fp8.linear.LinearGemms`.
-    """
-
-    def __init__(
-        self,
-        state: ModuleState,
-        weight: Tensor,
-        routes: Routes,
-        recipe: Recipe | None,
-        out_dtype: torch.dtype,
-        first: bool | None,
-    ) -> None:
-        self.quantizer = ExpertsQuantizer(state, routes, recipe, out_dtype, first)
-        self.recipe, self.out_dtype, self.weight_dtype = recipe, out_dtype, weight.dtype
-
-    def output(self, x: QuantizedTensor, w: QuantizedTensor, routes: Routes) -> Tensor:
-        """y [R, N] in `out_dtype`."""
-        return grouped_mm(_rowwise(x), _rowwise(w), routes, self.out_dtype)
-
-    def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, routes: Routes) -> Tensor:
-        """dx [R, K] in `out_dtype`."""
-        if self.recipe is None:
-            return grouped_mm(_rowwise(dy), (w.high_precision.transpose(1, 2), None), routes, self.out_dtype)
-        precise = self.recipe.precise["input_gradient"]
-        return grouped_mm(_rowwise(dy), w.columnwise, routes, self.out_dtype, precise=precise)
-
-    def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, routes: Routes) -> Tensor:
-        """dw [E, N, K] in the dtype of the weight."""
-        if self.recipe is None:
-            return grouped_weight_mm(_rowwise(dy), _rowwise(x), routes, self.weight_dtype)
-        precise = self.recipe.precise["weight_gradient"]
-        return grouped_weight_mm(dy.columnwise, x.columnwise, routes, self.weight_dtype, precise=precise)
 
 
 def _rowwise(x: QuantizedTensor) -> GemmOperand:

@@ -4,7 +4,16 @@
     input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
     weight gradient dw [N, K] = dy [M, N]ᵀ · x [M, K]      the same
 
-`octavo.fp8.quantizer` casts the operands; the autograd functions stand beside their layers in `octavo.nn`.
+Every layer that multiplies in FP8 has a `LinearGemms` for each product: it casts the operands (`octavo.fp8.quantizer`), says
+which of them backward needs, and computes the gradients that are wanted. The autograd functions stand beside their layers in
+`octavo.nn`, which have the kernels that produce the operands:
+
+    forward     gemms.want(x, weight, bias)
+                x, w = gemms.input(producer), gemms.weight(weight)
+                y = gemms.output(x, w, bias)
+                ctx.save_for_backward(*gemms.saved(x, w, weight))
+    backward    dx, dw, db = gemms.gradients(producer_of_dy, ctx.saved_tensors)
+                or, with other kernels between them, `operands`, `grad_output`, `grad_input` and `grad_weight`
 """
 
 from __future__ import annotations
@@ -14,25 +23,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.fp8.quantizer import DenseOperand, LinearQuantizer, has_one_scale
+from octavo.fp8.quantizer import DenseOperand, LinearQuantizer, Producer, has_one_scale
 from octavo.fp8.recipe import Operand, Recipe
-from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 
 
-class LinearGemms:
-    """The products of one use of a linear layer; made in forward and kept for its backward.
+def operands(saved: Sequence[Tensor | None]) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Input and weight of a product, as `LinearGemms.saved` gave them."""
+    return QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:8])
 
-    recipe: None for products in `out_dtype`. first: of several micro-batches, as in `LinearQuantizer`.
+
+class LinearGemms(LinearQuantizer):
+    """The casts and products of one use of a linear layer, created in forward and kept for its backward.
+
+    Arguments are those of `LinearQuantizer`; without a recipe products are in `out_dtype`.
     """
-
-    def __init__(
-        self, state: ModuleState, weight: Tensor, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
-    ) -> None:
-        self.quantizer = LinearQuantizer(state, weight.device, recipe, out_dtype, first)
-        self.recipe, self.out_dtype, self.weight_dtype = recipe, out_dtype, weight.dtype
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
         """y [M, N] in `out_dtype`."""
@@ -41,8 +48,36 @@ class LinearGemms:
             return gemm.high_precision_mm(x.high_precision, w.high_precision.t(), self.out_dtype, bias)
         return gemm.scaled_mm(*x.rowwise, *w.rowwise, out_dtype=self.out_dtype, bias=bias)
 
+    def recomputed_output(
+        self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
+    ) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
+        """The output from saved operands (`recomputes_output`), and these in the layouts of the gradients."""
+        w = self.restored_weight(w, rowwise=True)
+        y = self.output(x, w, bias)
+        if not self.wants_weight:
+            x = NOTHING
+        elif x.scale_inv is not None and x.columnwise_data is None:  # one scale a tensor
+            data, scale_inv = x.rowwise
+            x = QuantizedTensor(data, scale_inv, transpose(data), scale_inv)
+        return y, x, w
+
+    def gradients(
+        self, producer: Producer, saved: Sequence[Tensor | None], *, slot_index: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx [M, K], dw [N, K] and db [N], None where not wanted.
+
+        producer: of dy [M, N]. With a bias it is a `DenseOperand` with its column sum. saved: of `LinearGemms.saved`.
+        """
+        x, w = operands(saved)
+        dy = self.grad_output(producer, slot_index=slot_index)
+        db = producer.column_sum() if self.wants_bias and isinstance(producer, DenseOperand) else None
+        dw = self.grad_weight(dy, x) if self.wants_weight else None
+        dx = self.grad_input(dy, w) if self.wants_x else None
+        return dx, dw, db
+
     def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
-        """dx [M, K] in `out_dtype`."""
+        """dx [M, K] in `out_dtype`. w: as saved, or restored already."""
+        w = self.restored_weight(w)
         if self.recipe is None:
             return gemm.high_precision_mm(dy.high_precision, w.high_precision, self.out_dtype)
         precise = self.recipe.precise["input_gradient"]
@@ -57,17 +92,10 @@ class LinearGemms:
         return gemm.scaled_mm(*dy.columnwise, *x.columnwise, out_dtype=dtype, precise=precise, recurring=recurring)
 
 
-def saved_input(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:
-    """The part of an input that the weight gradient reads."""
-    if not wanted:
-        return NOTHING
-    return x if x.scale_inv is None else QuantizedTensor(None, None, x.columnwise_data, x.columnwise_scale_inv)
-
-
 def saved_input_bytes(rows: int, columns: int, recipe: Recipe | None, compute: int, *, rowwise: bool = False) -> list[int]:
-    """Bytes of the tensors of `saved_input` of [rows, columns], which has `compute` bytes an element outside FP8.
+    """Bytes of an input [rows, columns] in `LinearGemms.saved`, a tensor each; outside FP8 `compute` bytes an element.
 
-    rowwise: for a repeated output too, where one scale a tensor needs no second layout (`transposed_input`).
+    rowwise: for a recomputed output too, where one scale a tensor needs no second layout (`recomputed_output`).
     """
     if recipe is None:
         return [rows * columns * compute]
@@ -78,70 +106,38 @@ def saved_input_bytes(rows: int, columns: int, recipe: Recipe | None, compute: i
     return [*columnwise, *granularity.layout_bytes(rows, columns)]
 
 
-def transposed_input(x: QuantizedTensor) -> QuantizedTensor:
-    """An input for the weight gradient too: one that was saved rowwise, with one scale a tensor, is transposed."""
-    if x.scale_inv is None or x.columnwise_data is not None:
-        return x
-    data, scale_inv = x.rowwise
-    return QuantizedTensor(data, scale_inv, transpose(data), scale_inv)
-
-
 class GroupedGemms:
-    """The products of several experts, which share a recipe and nothing else.
+    """The products of several experts, which share a recipe and nothing else: each has a `LinearGemms` of its own.
 
     Outputs and input gradients of all experts are one launch where PyTorch has a kernel for it; weight gradients are one
-    product an expert. In high precision the rows of all experts are one operand, in FP8 each expert has its own.
+    product an expert.
     """
 
     def __init__(self, experts: Sequence[LinearGemms], splits: list[int]) -> None:
         self.experts, self.splits = experts, splits
-        self.quantizers = [expert.quantizer for expert in experts]
         self.recipe, self.out_dtype = experts[0].recipe, experts[0].out_dtype
 
-    def input(self, x: Tensor, columnwise: Sequence[bool]) -> list[QuantizedTensor]:
-        """The input [M, K] of all experts; columnwise: of those whose weight gradient is wanted."""
-        if self.recipe is None:
-            return [QuantizedTensor(x)]
-        parts = zip(self.quantizers, x.split(self.splits), columnwise, strict=True)
-        return [quantizer.input(DenseOperand(part), columnwise=wanted) for quantizer, part, wanted in parts]
-
-    def output(self, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], biases: Sequence[Tensor | None]) -> Tensor:
-        """y [M, N] of all experts."""
+    def output(
+        self, rows: Tensor, x: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor], biases: Sequence[Tensor | None]
+    ) -> Tensor:
+        """y [M, N] of all experts. rows: their inputs [M, K] before the casts, the operand in high precision."""
         if self.recipe is not None:
             pairs = [one.rowwise for one in x], [one.rowwise for one in w]
             return gemm.grouped_scaled_mm(*pairs, out_dtype=self.out_dtype, biases=biases)
-        y = gemm.grouped_mm(x[0].high_precision, self.splits, _stacked(w).transpose(1, 2))
+        y = gemm.grouped_mm(rows, self.splits, _stacked(w).transpose(1, 2))
         for part, bias in zip(y.split(self.splits), biases, strict=True):
             if bias is not None:
                 part.add_(bias.to(part.dtype))
         return y
 
-    def grad_output(self, dy: Tensor, *, rowwise: bool, columnwise: Sequence[bool]) -> list[QuantizedTensor]:
-        """The gradient of the output [M, N] of all experts."""
+    def grad_input(self, rows: Tensor, dy: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor]) -> Tensor:
+        """dx [M, K] of all experts. rows: the gradients [M, N] before the casts. w: as saved."""
+        w = [expert.restored_weight(saved) for expert, saved in zip(self.experts, w, strict=True)]
         if self.recipe is None:
-            return [QuantizedTensor(dy.contiguous())]
-        parts = zip(self.quantizers, dy.split(self.splits), columnwise, strict=True)
-        return [quantizer.grad_output(DenseOperand(part), rowwise=rowwise, columnwise=want) for quantizer, part, want in parts]
-
-    def grad_input(self, dy: Sequence[QuantizedTensor], w: Sequence[QuantizedTensor]) -> Tensor:
-        """dx [M, K] of all experts. w: as `saved_weight` gave them."""
-        w = [quantizer.restored_weight(saved) for quantizer, saved in zip(self.quantizers, w, strict=True)]
-        if self.recipe is None:
-            return gemm.grouped_mm(dy[0].high_precision, self.splits, _stacked(w))
+            return gemm.grouped_mm(rows, self.splits, _stacked(w))
         precise = self.recipe.precise["input_gradient"]
         pairs = [one.rowwise for one in dy], [one.columnwise for one in w]
         return gemm.grouped_scaled_mm(*pairs, out_dtype=self.out_dtype, precise=precise)
-
-    def grad_weights(
-        self, dy: Sequence[QuantizedTensor], x: Sequence[QuantizedTensor], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """dw [N, K] of each expert in the dtype of its weight; None where not wanted."""
-        if not any(wanted):
-            return [None] * len(wanted)
-        if self.recipe is None:
-            dy, x = ([QuantizedTensor(part) for part in one[0].high_precision.split(self.splits)] for one in (dy, x))
-        experts = zip(self.experts, dy, x, wanted, strict=True)
-        return [gemms.grad_weight(dy_i, x_i, recurring=False) if want else None for gemms, dy_i, x_i, want in experts]
 
 
 def _stacked(weights: Sequence[QuantizedTensor]) -> Tensor:

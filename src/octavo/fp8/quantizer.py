@@ -55,6 +55,34 @@ class DenseOperand:
         return column_sums(self.matrix) if self._partial is None else add_up(self._partial)
 
 
+class Beside:
+    """Adapter: a `Producer` that also stores its result in high precision, [R, C], of which the operand is cast.
+
+    run: runs the kernel, with a matrix for that beside its result, or with None. `matrix`: in `dtype`, behind the first run.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Quantizer, Tensor | None], QuantizedTensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._run, self._shape, self.dtype, self.device = run, shape, dtype, device
+        self.matrix: Tensor | None = None
+
+    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
+        """Run the kernel, or cast the matrix that it has stored."""
+        if self.matrix is not None:
+            return DenseOperand(self.matrix)(quantizer)
+        if quantizer.scale is None and quantizer.rowwise:  # for a result in high precision: the matrix itself
+            out = self._run(quantizer._replace(dtype=self.dtype), None)
+            self.matrix = out.high_precision
+            return out
+        self.matrix = torch.empty(self._shape, dtype=self.dtype, device=self.device)
+        return self._run(quantizer, self.matrix)
+
+
 def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
     """The recipe of a layer's products inside the current autocast; None for products in high precision.
 
@@ -115,12 +143,19 @@ def shard_scale(
 
 
 class LinearQuantizer:
-    """Casts the operands of one use of a linear layer: made in forward, kept for its backward.
+    """Casts the operands of one use of a linear layer: created in forward, kept for its backward.
 
-    recipe: None leaves operands in `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight,
-    and False in the others; None casts the weight anew.
+    `want` tells which gradients backward computes; layouts, and what is saved, follow from it. recipe: None leaves operands in
+    `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight, and False in the others; None
+    casts the weight anew.
     """
 
+    wants_x = wants_weight = wants_bias = True
+    """Gradients that backward computes: those of `want`."""
+    recasts = False
+    """Backward casts the input again, by the scale of forward (`recomputed_input`), in place of reading a saved one."""
+    recomputes_output = False
+    """Backward computes the output again, from saved operands."""
     _scales: tuple[int, ...] = ()
     """Shape of the scales of a tensor."""
     _own: slice | None = None
@@ -129,9 +164,10 @@ class LinearQuantizer:
     """The weight as a `Producer`."""
 
     def __init__(
-        self, state: ModuleState, device: torch.device, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
+        self, state: ModuleState, weight: Tensor, recipe: Recipe | None, out_dtype: torch.dtype, first: bool | None
     ) -> None:
-        self.state, self.device, self.recipe, self.out_dtype = state, device, recipe, out_dtype
+        self.state, self.device, self.recipe, self.out_dtype = state, weight.device, recipe, out_dtype
+        self.weight_dtype = weight.dtype
         self.grads = torch.is_grad_enabled()
         compiling = torch.compiler.is_compiling()
         self.trains = self.grads or (not compiling and checkpoints.trains())
@@ -157,6 +193,16 @@ class LinearQuantizer:
         if self.session is not None:
             self.session.used[state.buffers] = None
 
+    def want(
+        self, x: bool, weight: bool, bias: bool = False, *, recasts: bool = False, recomputes_output: bool = False
+    ) -> None:
+        """The gradients that backward computes; call before the casts.
+
+        recasts: backward has the producer of the input, so the cast is repeated where that gives the same bits.
+        """
+        self.wants_x, self.wants_weight, self.wants_bias = x, weight, bias
+        self.recasts, self.recomputes_output = recasts and weight and repeats_input(self.recipe), recomputes_output
+
     @property
     def knows_input_scale(self) -> bool:
         """True if the scale of the input, or that there is none, is known without its values."""
@@ -168,12 +214,11 @@ class LinearQuantizer:
         slot = find(Operand.INPUT, self.recipe, self.device)
         return self.session is not None and self.session.number >= slot.buffer.begun_from[slot.index]
 
-    def input(self, producer: Producer, *, columnwise: bool, rowwise: bool = True, recompute: bool = False) -> QuantizedTensor:
-        """The input, rowwise for the output and columnwise for the weight gradient.
-
-        recompute: backward repeats the cast (`recomputed_input`) instead of reading this one.
-        """
-        columnwise, keep = columnwise and self.grads, recompute and self.grads
+    def input(self, producer: Producer, *, rowwise: bool = True) -> QuantizedTensor:
+        """The input, rowwise for the output and columnwise for the weight gradient."""
+        columnwise, keep = self.wants_weight and self.grads and not self.recasts, self.recasts and self.grads
+        if self.recomputes_output and repeats_input(self.recipe):
+            columnwise = False  # backward transposes the rowwise layout, which is saved for the output
         dropped = rowwise and columnwise and self._drops and has_one_scale(self.recipe, Operand.INPUT)
         x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and not dropped, keep=keep)
         self._input_scale = scale
@@ -192,8 +237,8 @@ class LinearQuantizer:
     def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, keep: bool = True) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
 
-        keep: backward may read a layout from here. Otherwise it reads none, or casts the weight again, as it does under
-        activation checkpoints, offloading and FSDP.
+        keep: backward may read a layout from here, if it reads any. Otherwise it casts the weight again, as it does under
+        activation checkpoints, offloading and FSDP, and where it computes the output again.
         """
         if self.recipe is None:
             calibration.observe(self.state, Operand.WEIGHT, weight)
@@ -204,6 +249,7 @@ class LinearQuantizer:
             return self._weight_in_both(weight)
         if self._drops_cached:
             self.state.weight_cache = None
+        keep = keep and self.wants_x and not self.recomputes_output
         # Of float32 a second cast would read four bytes to save one.
         keep = keep and (weight.itemsize > 2 or self.state.keeps_columnwise)
         # FSDP may free it between forward and backward, so that a kept layout would undo what it saves. Weights of FSDP1 are
@@ -231,14 +277,26 @@ class LinearQuantizer:
             state.weight_cache = None
         return w
 
-    def saved_weight(self, w: QuantizedTensor, weight: Tensor, *, rowwise: bool = False) -> QuantizedTensor:
-        """For `restored_weight`: of `w` the columnwise layout, or else the parameter, which takes no memory of its own."""
-        if self.recipe is None or w.columnwise_data is None:
-            return QuantizedTensor(weight)
-        return w if rowwise else QuantizedTensor(None, None, *w.columnwise)
+    def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """Eight entries of `save_for_backward`: those parts of both operands that backward reads. `operands` is the inverse.
+
+        weight: the parameter, which takes no memory of its own. It is saved in place of a columnwise `w` that there is not.
+        """
+        if not self.recomputes_output:
+            if not self.wants_weight or self.recasts:
+                x = NOTHING
+            elif x.scale_inv is not None:
+                x = QuantizedTensor(None, None, x.columnwise_data, x.columnwise_scale_inv)
+        if not (self.wants_x or self.recomputes_output):
+            w = NOTHING
+        elif self.recipe is None or w.columnwise_data is None:
+            w = QuantizedTensor(weight)
+        elif not self.recomputes_output:
+            w = QuantizedTensor(None, None, *w.columnwise)
+        return *x, *w
 
     def restored_weight(self, saved: QuantizedTensor, *, rowwise: bool = False) -> QuantizedTensor:
-        """The weight for the input gradient and, with `rowwise`, for the output."""
+        """The saved weight for the input gradient and, with `rowwise`, for the output; a restored one is returned as it is."""
         if self.recipe is None:
             return QuantizedTensor(saved.high_precision.to(self.out_dtype))
         if saved.columnwise_data is not None:
@@ -252,16 +310,17 @@ class LinearQuantizer:
         again = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)
         return self._operand(saved.high_precision)(again)
 
-    def grad_output(
-        self, producer: Producer, *, rowwise: bool, columnwise: bool, slot_index: Tensor | None = None
-    ) -> QuantizedTensor:
+    def grad_output(self, producer: Producer, *, slot_index: Tensor | None = None) -> QuantizedTensor:
         """The gradient of the output, rowwise for the input gradient and columnwise for the weight gradient.
 
         slot_index: in compiled code, the tensor that `grad_output_slot` gave in forward.
         """
-        if not (rowwise or columnwise):
+        if not (self.wants_x or self.wants_weight):
             return NOTHING
-        return self._cast(Operand.GRAD_OUTPUT, producer, rowwise=rowwise, columnwise=columnwise, slot_index=slot_index)[0]
+        dy, _ = self._cast(
+            Operand.GRAD_OUTPUT, producer, rowwise=self.wants_x, columnwise=self.wants_weight, slot_index=slot_index
+        )
+        return dy
 
     def grad_output_slot(self) -> Tensor | None:
         """The index of the output gradient's slot, which compiled code saves for backward; None without a history."""
@@ -423,9 +482,9 @@ def cached_weight_bytes(rows: int, columns: int, recipe: Recipe) -> list[int]:
 def saved_weight_bytes(
     rows: int, columns: int, recipe: Recipe | None, use: WeightUse, *, rowwise: bool = False, recast: bool = False
 ) -> list[int]:
-    """Bytes of the tensors of `LinearQuantizer.saved_weight` that are not the parameter's.
+    """Bytes of the weight's tensors of `LinearQuantizer.saved` that are not the parameter's.
 
-    rowwise: as there. recast: forward asks for no layout for backward (`keep` of `weight` is False).
+    rowwise: backward computes the output again. recast: forward asks for no layout for backward (`keep` of `weight`).
     """
     if recipe is None or use.cached:
         return []

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels import gemm, reference
 from octavo.kernels.column_sum import add_up
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
-from octavo.kernels.quantize.cast import larger, load_scale, record_amax, store_layouts, store_quantized
+from octavo.kernels.quantize.cast import larger, load_scale, record_amax, store_layouts, store_quantized, store_rounded
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
 from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
@@ -190,7 +190,7 @@ def activation_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns, stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
-    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
 ):  # fmt: skip
     """An activation of a tile; `weights_ptr` and `experts_ptr` are those of `octavo.kernels.experts`."""
     tile = tl.program_id(0)
@@ -213,6 +213,8 @@ def activation_tiles(
         y, _ = _value_and_slope(load_tile(x_ptr, r, c, stride, inside), CURVE, LIMIT, ALPHA)
     if weights_ptr is not None:
         y = y * tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
+    if beside_ptr is not None:
+        y = store_rounded(y, beside_ptr, r[:, None] * columns + c[None, :], inside)
     store_quantized(
         y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
         rowwise_ptr is not None and columnwise_ptr is not None,
@@ -384,7 +386,9 @@ def packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
     return quantizer.scale is not None and quantizer.rowwise and quantizer.columnwise
 
 
-def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Tiles | None = None) -> QuantizedTensor:
+def launch(
+    name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None, tiles: Tiles | None = None
+) -> QuantizedTensor:
     """Run the kernel; see `activation`."""
     gated = is_gated(name)
     x = adjacent_columns(x)
@@ -396,7 +400,7 @@ def launch(name: str, x: Tensor, block: int, quantizer: Quantizer, *, tiles: Til
     tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
     activation_tiles[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
-        rows, columns, x.stride(0), 1.0,
+        rows, columns, x.stride(0), 1.0, beside_ptr=beside,
         BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **constants(name),
     )  # fmt: skip
     return out
@@ -441,15 +445,19 @@ def launch_backward(
     return dx, None if recompute is None else y, None if partial is None else add_up(partial)
 
 
-def activation(name: str, x: Tensor, block: int, quantizer: Quantizer) -> QuantizedTensor:
+def activation(name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None) -> QuantizedTensor:
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
     name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
-    columns (a power of two, or F for all gates before all ups), gate first.
+    columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], gets the result in its
+    dtype; `quantizer` then converts that rounded one.
     """
     if gemm.is_native(x.device):
-        return launch(name, x, block, quantizer)
-    return quantize(reference.activation(name, x, block), quantizer)
+        return launch(name, x, block, quantizer, beside=beside)
+    y = reference.activation(name, x, block)
+    if beside is not None:
+        y = beside.copy_(y).float()
+    return quantize(y, quantizer)
 
 
 def activation_backward(

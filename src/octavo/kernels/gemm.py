@@ -157,16 +157,26 @@ def grouped_scaled_mm(
     precise: bool = False,
     biases: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """`scaled_mm` of each pair, the results one below the other: [M₀ + M₁ + …, N]. A group may have no rows."""
+    """`scaled_mm` of each pair, the results one below the other: [M₀ + M₁ + …, N]. A group may have no rows.
+
+    Groups are cast one by one, and their sizes are known on the host; `octavo.kernels.experts.gemm` has products of rows that
+    were cast together.
+    """
     biases = biases or [None] * len(b)
     some = [i for i, (data, _) in enumerate(a) if data.shape[0]]
     if len(some) > 1 and _joins_groups([a[i] for i in some], [b[i] for i in some]):
         return _grouped_rows([a[i] for i in some], [b[i] for i in some], [biases[i] for i in some], out_dtype, precise)
-    parts = [
+    return torch.cat(scaled_mm_of_each(a, b, biases, out_dtype=out_dtype, precise=precise))
+
+
+def scaled_mm_of_each(
+    a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], *, out_dtype: torch.dtype, precise: bool
+) -> list[Tensor]:
+    """`scaled_mm` of each pair, one after the other, of sizes that change from step to step."""
+    return [
         scaled_mm(*one, *other, out_dtype=out_dtype, precise=precise, bias=bias, recurring=False)
         for one, other, bias in zip(a, b, biases, strict=True)
     ]
-    return torch.cat(parts)
 
 
 def _joins_groups(a: Sequence[Operand], b: Sequence[Operand]) -> bool:
@@ -209,11 +219,14 @@ def takes_high_precision_groups(device: torch.device, dtype: torch.dtype, b: Seq
     return len(b) > 1 and has_grouped_products(device) and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
 
 
-def grouped_mm(a: Tensor, splits: Sequence[int], b: Tensor) -> Tensor:
-    """a [M, C], `splits` rows a group, times its group's matrix of b [G, C, N], in bfloat16: [M, N], in one launch."""
+def grouped_mm(a: Tensor, ends: Tensor | Sequence[int], b: Tensor) -> Tensor:
+    """a [M, C] times its group's matrix of b [G, C, N], in bfloat16: [M, N], in one launch.
+
+    ends: int32 [G], the end of each group's rows on the device; or the rows of each group, known on the host.
+    """
     if a.shape[0] == 0:
         return a.new_zeros(0, b.shape[2])
-    return torch._grouped_mm(a.contiguous(), b, offs=_ends(splits, a.device))
+    return torch._grouped_mm(a.contiguous(), b, offs=ends if isinstance(ends, Tensor) else _ends(ends, a.device))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.kernels.quantize.cast import load_scale, raise_to
+from octavo.kernels.quantize.cast import load_scale, raise_to, store_rounded
 from octavo.kernels.tiles import next_power_of_2
 
 
@@ -105,12 +105,14 @@ def load_gain(weight_ptr, at, inside, ONE_PLUS: tl.constexpr):
 
 @triton.jit
 def _store_normed(
-    h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, rowwise_ptr, c, inside, ONE_PLUS: tl.constexpr
+    h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, rowwise_ptr, beside_ptr, c, inside, ONE_PLUS: tl.constexpr
 ):
     """Store the result of a block of a row; its amax."""
     y = h * rstd * load_gain(weight_ptr, c, inside, ONE_PLUS)  # late: held since before the sums, it would keep other rows out
     if bias_ptr is not None:
         y += load_float32(bias_ptr, c, inside)
+    if beside_ptr is not None:
+        y = store_rounded(y, beside_ptr, c, inside)
     largest = 0.0
     if amax_ptr is not None:
         largest = tl.max(magnitude(y, inside))
@@ -123,7 +125,7 @@ def _store_normed(
 
 @triton.jit
 def norm_rows(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr,
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, beside_ptr,
     rows, columns, x_stride, delta_stride, eps, CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +138,7 @@ def norm_rows(
     scale = load_scale(scale_ptr, scale_inv_ptr, tl.program_id(0) == 0)
     largest = 0.0
     for r in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        x_at, delta_at, h_at, y_at = x_ptr + r * x_stride, delta_ptr, h_ptr, rowwise_ptr
+        x_at, delta_at, h_at, y_at, beside_at = x_ptr + r * x_stride, delta_ptr, h_ptr, rowwise_ptr, beside_ptr
         if delta_ptr is not None:
             delta_at, h_at = delta_ptr + r * delta_stride, h_ptr + r * columns
         h = residual_sum(x_at, delta_at, h_at, c, c, c, inside)
@@ -158,12 +160,17 @@ def norm_rows(
         tl.store(stats_ptr + (rows if CENTRE else 0) + r, rstd)
         if rowwise_ptr is not None:
             y_at = rowwise_ptr + r * columns
-        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c, inside, ONE_PLUS)
+        if beside_ptr is not None:
+            beside_at = beside_ptr + r * columns
+        found = _store_normed(
+            h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, beside_at, c, inside, ONE_PLUS
+        )
         largest = tl.maximum(largest, found)
         if REST:
             found = _store_normed(
-                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, c_rest, inside_rest, ONE_PLUS
-            )
+                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, beside_at, c_rest, inside_rest,
+                ONE_PLUS,
+            )  # fmt: skip
             largest = tl.maximum(largest, found)
     if amax_ptr is not None:
         raise_to(amax_ptr, largest)

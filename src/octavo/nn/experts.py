@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from octavo.collectives.experts import Exchange, ExpertGroup
 from octavo.fp8 import autocast
 from octavo.fp8.experts import ExpertsGemms, PermutedRows
-from octavo.fp8.linear import saved_input_bytes
+from octavo.fp8.linear import operands, saved_input_bytes
 from octavo.fp8.quantizer import active_recipe, repeats_input, restored_weight_bytes
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.activation import is_gated
@@ -130,36 +130,34 @@ class _ExpertsFunction(torch.autograd.Function):
         routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None, unread: bool,
     ) -> Tensor:  # fmt: skip
         # Under no_grad a parameter still needs its gradient by needs_input_grad, but no operand has the layout for it.
-        want_x, want_scores, want_w1, want_w2 = (fc1.quantizer.grads and wanted for wanted in ctx.needs_input_grad[:4])
+        want_x, want_scores, want_w1, want_w2 = (fc1.grads and wanted for wanted in ctx.needs_input_grad[:4])
         want_hidden = want_x or want_scores or want_w1
+        fc1.want(want_x, want_w1, recasts=True)
+        fc2.want(want_hidden, want_w2, recasts=True)
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
-        again_x, again_activated = want_w1 and repeats_input(fc1.recipe), want_w2 and repeats_input(fc2.recipe)
-        w1 = fc1.quantizer.weight(weight_1, keep=want_x)
+        w1 = fc1.weight(weight_1)
         exchange, tokens_here = None if trip is None else trip.exchange, x.shape[0]
         if trip is not None:
             x, scores = trip.copies.wait(), trip.weights.wait()
         weights = torch.zeros(len(tokens), device=x.device).scatter_(0, rows.flatten().long(), scores.float().flatten())
-        x_q = fc1.quantizer.input(PermutedRows(x, routes), columnwise=want_w1 and not again_x, recompute=again_x)
-        hidden = fc1.output(x_q, w1, routes)
-        activated = fc2.quantizer.input(
-            lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer),
-            rowwise=not unread, columnwise=want_w2 and not again_activated, recompute=again_activated,
-        )  # fmt: skip
-        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, keep=want_hidden)
+        x_q = fc1.input(PermutedRows(x, routes))
+        hidden = fc1.output(x_q, w1)
+        activated = fc2.input(
+            lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer), rowwise=not unread
+        )
+        w2 = fc2.weight(weight_2, rowwise=not unread)
         if unread:
             y = x.new_empty(tokens_here, weight_2.shape[1], dtype=fc2.out_dtype)
         else:
-            y = add_copies(fc2.output(activated, w2, routes), routes.rows, routes.tile)
+            y = add_copies(fc2.output(activated, w2), routes.rows, routes.tile)
             if exchange is not None:
                 y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
         ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange, trip is not None and trip.fp8
-        fc1.quantizer.routes = fc2.quantizer.routes = None  # a backward takes those that were saved
+        fc1.routes = fc2.routes = None  # a backward takes those that were saved
         ctx.save_for_backward(
-            tokens, rows, experts, ends, weights, x if again_x else None,
-            hidden if want_hidden or again_activated else None,
-            *_columnwise(x_q, want_w1 and not again_x), *_columnwise(activated, want_w2 and not again_activated),
-            *(fc1.quantizer.saved_weight(w1, weight_1) if want_x else NOTHING),
-            *(fc2.quantizer.saved_weight(w2, weight_2) if want_hidden else NOTHING),
+            tokens, rows, experts, ends, weights, x if fc1.recasts else None,
+            hidden if want_hidden or fc2.recasts else None,
+            *fc1.saved(x_q, w1, weight_1), *fc2.saved(activated, w2, weight_2),
         )  # fmt: skip
         return y
 
@@ -168,20 +166,18 @@ class _ExpertsFunction(torch.autograd.Function):
         call: tuple[int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str, Exchange | None, bool] = ctx.call
         tile, splits, fc1, fc2, curve, exchange, fp8 = call
         tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
-        x_q, activated, w1, w2 = (QuantizedTensor(*saved[i : i + 4]) for i in (0, 4, 8, 12))
+        (x_q, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:])
         routes = Routes(tokens, rows, experts, ends, tile, splits)
         refuse_second_derivative("these layers")
-        fc1.quantizer.routes = fc2.quantizer.routes = routes
-        want_x, want_scores, want_w1, want_w2 = ctx.needs_input_grad[:4]
-        want_hidden = want_x or want_scores or want_w1
+        fc1.routes = fc2.routes = routes
         flight = None if exchange is None else exchange.dispatch(dy[exchange.tokens], fp8=fp8)
-        second = fc2.quantizer.restored_weight(w2) if want_hidden else NOTHING
+        second = fc2.restored_weight(w2) if fc2.wants_x else NOTHING
         dy = dy if flight is None else flight.wait()
-        dy_q = fc2.quantizer.grad_output(PermutedRows(dy, routes), rowwise=want_hidden, columnwise=want_w2)
-        recompute = fc2.quantizer.recomputed_input() if want_w2 and repeats_input(fc2.recipe) else None
+        dy_q = fc2.grad_output(PermutedRows(dy, routes))
+        recompute = fc2.recomputed_input() if fc2.recasts else None
         dx = d_scores = d_w1 = d_w2 = None
-        if want_hidden:
-            d_activated = fc2.grad_input(dy_q, second, routes)
+        if fc2.wants_x:
+            d_activated = fc2.grad_input(dy_q, second)
             del second
             d_weights: Tensor | None = None
 
@@ -195,23 +191,23 @@ class _ExpertsFunction(torch.autograd.Function):
                     activated, recompute = repeated, None
                 return d_hidden
 
-            d_hidden = fc1.quantizer.grad_output(produce, rowwise=want_x, columnwise=want_w1)
+            d_hidden = fc1.grad_output(produce)
             if d_weights is None:  # nothing but the router is trained
                 produce(Quantizer(fc1.out_dtype))
-            d_scores = d_weights[routes.rows.long()] if d_weights is not None and want_scores else None
+            d_scores = d_weights[routes.rows.long()] if d_weights is not None and ctx.needs_input_grad[1] else None
             del d_activated
-        if want_x:
-            dx = add_copies(fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1), routes), routes.rows, tile)
+        if fc1.wants_x:
+            dx = add_copies(fc1.grad_input(d_hidden, w1), routes.rows, tile)
         if exchange is not None:
             back = [None if x is None else exchange.collect(x) for x in (dx, d_scores)]
         if recompute is not None:
             activated = expert_activation(curve, hidden, weights, routes, recompute)
-        if want_w2:
-            d_w2 = fc2.grad_weight(dy_q, activated, routes)
-        if want_w1:
+        if fc2.wants_weight:
+            d_w2 = fc2.grad_weight(dy_q, activated)
+        if fc1.wants_weight:
             if x is not None:
-                x_q = PermutedRows(x, routes)(fc1.quantizer.recomputed_input())
-            d_w1 = fc1.grad_weight(d_hidden, x_q, routes)
+                x_q = PermutedRows(x, routes)(fc1.recomputed_input())
+            d_w1 = fc1.grad_weight(d_hidden, x_q)
         if exchange is not None:
             dx, d_scores = (None if x is None else x.wait() for x in back)
             dx = None if dx is None else add_copies(dx, exchange.rows, tile)
@@ -242,8 +238,3 @@ def backward_bytes_of_experts(rows: int, tokens: int, copies: int, of: MlpUse) -
     x, dx = rows * width * (element if of.first is None else 1), rows * width * element
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use)
     return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))
-
-
-def _columnwise(x: QuantizedTensor, wanted: bool) -> QuantizedTensor:
-    """The layout of the weight gradient."""
-    return QuantizedTensor(None, None, *x.columnwise) if wanted else NOTHING

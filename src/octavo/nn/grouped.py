@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8 import autocast, calibration
-from octavo.fp8.linear import GroupedGemms, LinearGemms, saved_input
-from octavo.fp8.quantizer import active_recipe
-from octavo.fp8.recipe import Granularity, Operand
+from octavo.fp8 import autocast
+from octavo.fp8.linear import GroupedGemms, LinearGemms, operands
+from octavo.fp8.quantizer import DenseOperand, active_recipe
+from octavo.fp8.recipe import Granularity
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_second_derivative
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.norm import check_input
 from octavo.nn.te_arguments import Draws, Init, Tracker, check
@@ -117,9 +116,6 @@ class GroupedLinear(nn.Module):
         if grouped and all(other == recipe for other in recipes):
             experts = [LinearGemms(*pair, recipe, dtype, first) for pair in zip(states, weights, strict=True)]
             x = x.to(dtype) if recipe is None else x
-            if recipe is None:  # the kernel takes the rows of all experts at once
-                for state, part in zip(states, x.split(splits), strict=True):
-                    calibration.observe(state, Operand.INPUT, part)
             return _GroupedLinearFunction.apply(x, GroupedGemms(experts, splits), *weights, *biases)
         parts = zip(x.split(splits), weights, biases, states, strict=True)
         return torch.cat([product(*expert, dtype, first) for expert in parts])
@@ -148,32 +144,31 @@ class _GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gemms: GroupedGemms, *parameters: Tensor | None) -> Tensor:
-        n = len(gemms.splits)
+        n = len(gemms.experts)
         weights, biases = [weight for weight in parameters[:n] if weight is not None], parameters[n:]
-        want_x, want_w = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n]
+        want_x, _, *wanted = ctx.needs_input_grad
+        for expert, weight, bias in zip(gemms.experts, wanted[:n], wanted[n:], strict=True):
+            expert.want(want_x, weight, bias)
         with autocast.scales_of_forward():
-            xs = gemms.input(x, want_w)
-            ws = [quantizer.weight(weight, keep=want_x) for quantizer, weight in zip(gemms.quantizers, weights, strict=True)]
-        wanted = want_w if len(xs) == n else [any(want_w)]  # in high precision the rows of all experts are one operand
-        kept = [saved_input(*pair) for pair in zip(xs, wanted, strict=True)]
-        triples = zip(gemms.quantizers, ws, weights, strict=True)
-        kept += [quantizer.saved_weight(w, weight) if want_x else NOTHING for quantizer, w, weight in triples]
+            xs = [expert.input(DenseOperand(part)) for expert, part in zip(gemms.experts, x.split(gemms.splits), strict=True)]
+            ws = [expert.weight(weight) for expert, weight in zip(gemms.experts, weights, strict=True)]
+        saved = [expert.saved(x_q, w_q, w) for expert, x_q, w_q, w in zip(gemms.experts, xs, ws, weights, strict=True)]
         ctx.gemms = gemms
-        ctx.save_for_backward(*itertools.chain.from_iterable(kept))
-        return gemms.output(xs, ws, biases)
+        ctx.save_for_backward(*itertools.chain.from_iterable(saved))
+        return gemms.output(x, xs, ws, biases)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         gemms: GroupedGemms = ctx.gemms
-        n = len(gemms.splits)
-        want_x, want_w, want_b = ctx.needs_input_grad[0], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
         refuse_second_derivative("these layers")
         tensors = ctx.saved_tensors
-        saved = [QuantizedTensor(*tensors[i : i + 4]) for i in range(0, len(tensors), 4)]
-        xs, ws = saved[:-n], saved[-n:]
-        dys = gemms.grad_output(dy, rowwise=want_x, columnwise=want_w)
-        dw = gemms.grad_weights(dys, xs, want_w)
-        dx = gemms.grad_input(dys, ws) if want_x else None
-        parts = zip(dy.split(gemms.splits), want_b, strict=True)
-        db = [part.sum(0, dtype=torch.float32) if wanted else None for part, wanted in parts]
+        xs, ws = zip(*(operands(tensors[i : i + 8]) for i in range(0, len(tensors), 8)), strict=True)
+        dy = dy.contiguous() if gemms.recipe is None else dy
+        parts = dy.split(gemms.splits)
+        dys = [expert.grad_output(DenseOperand(part)) for expert, part in zip(gemms.experts, parts, strict=True)]
+        pairs = zip(gemms.experts, dys, xs, strict=True)
+        dw = [expert.grad_weight(*pair, recurring=False) if expert.wants_weight else None for expert, *pair in pairs]
+        dx = gemms.grad_input(dy, dys, ws) if ctx.needs_input_grad[0] else None
+        ones = zip(gemms.experts, parts, strict=True)
+        db = [part.sum(0, dtype=torch.float32) if expert.wants_bias else None for expert, part in ones]
         return dx, None, *dw, *db

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.fp8.formats import E5M2
-from octavo.fp8.linear import LinearGemms
+from octavo.fp8.linear import LinearGemms, operands
 from octavo.fp8.quantizer import DenseOperand
 from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.kernels.quantize.cast import transpose
-from octavo.kernels.quantize.quantized import QuantizedTensor
+from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.nn.linear import compute_dtype
 
 CHUNK_BYTES = 1 << 30
@@ -109,6 +109,7 @@ class _Fp8Head(_Head):
     ) -> None:
         super().__init__(hidden, weight, want_hidden, want_weight)
         self.gemms, self.rows, self.words = gemms, hidden.shape[0], weight.shape[0]
+        gemms.want(want_hidden, want_weight)
         self.high_precision = None if fp8_logits else _Head(hidden, weight.to(hidden.dtype), False, False)
         self.kept: Tensor | None = None
         self.part = slice(0, 0)  # the tokens whose gradients are kept
@@ -116,8 +117,8 @@ class _Fp8Head(_Head):
         self.x: QuantizedTensor | None = None
         self.w: QuantizedTensor | None = None
         if fp8_logits:
-            self.x = gemms.quantizer.input(DenseOperand(hidden), columnwise=want_weight)
-            self.w = gemms.quantizer.weight(weight, keep=False)
+            self.x = gemms.input(DenseOperand(hidden))
+            self.w = gemms.weight(weight, keep=False)
 
     def logits(self, part: slice) -> Tensor:
         if self.high_precision is not None:
@@ -174,15 +175,15 @@ class _Fp8Head(_Head):
 
     def _columnwise_weight(self) -> QuantizedTensor:
         if self.w is None:
-            self.w = self.gemms.quantizer.weight(self.weight, rowwise=False, columnwise=True)
-        w = self.gemms.quantizer.saved_weight(self.w, self.weight)
+            self.w = self.gemms.weight(self.weight, rowwise=False, columnwise=True)
+        _, w = operands(self.gemms.saved(NOTHING, self.w, self.weight))
         if self.part.stop == self.rows:
             self.w = None
-        return self.gemms.quantizer.restored_weight(w)
+        return self.gemms.restored_weight(w)
 
     def _multiply_weight(self, kept: Tensor, scale_inv: Tensor) -> None:
         if self.x is None:
-            self.x = self.gemms.quantizer.input(DenseOperand(self.hidden), rowwise=False, columnwise=True)
+            self.x = self.gemms.input(DenseOperand(self.hidden), rowwise=False)
         (data, x_scale_inv), began = self.x.columnwise, self.d_weight is not None
         data = _filled_up(data[:, self.part], kept.shape[0]).contiguous()
         if self.d_weight is None:

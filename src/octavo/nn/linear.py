@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from octavo.errors import InputError, unknown
 from octavo.fp8 import autocast, calibration
-from octavo.fp8.linear import LinearGemms, saved_input, saved_input_bytes
+from octavo.fp8.linear import LinearGemms, saved_input_bytes
 from octavo.fp8.quantizer import DenseOperand, Producer, WeightUse, active_recipe, saved_weight_bytes
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.norm import (
     FLOATS,
     FLOATS_OF_PYTORCH,
@@ -96,16 +96,16 @@ def product(
     if x.dtype == torch.float64:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     gemms = LinearGemms(state, weight, recipe, out_dtype, first)
-    quantizer = gemms.quantizer
+    gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():
-        x_q = quantizer.input(DenseOperand(flat(x)), rowwise=not unread, columnwise=weight.requires_grad)
-        w_q = quantizer.weight(weight, rowwise=not unread, keep=x.requires_grad)
-    casts = *_without_repetition(x_q), *_without_repetition(w_q)
+        x_q = gemms.input(DenseOperand(flat(x)), rowwise=not unread)
+        w_q = gemms.weight(weight, rowwise=not unread)
     if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of a result that the function itself has reshaped
-        y = _LinearFunction.apply(flat(x), weight, bias, *casts, quantizer.grad_output_slot(), gemms, unread)
+        casts = *_without_repetition(x_q), *_without_repetition(w_q)
+        y = _LinearFunction.apply(flat(x), weight, bias, *casts, gemms.grad_output_slot(), gemms, unread)
         return y.view(*x.shape[:-1], weight.shape[0])
-    return _LinearFunction.apply(x, weight, bias, *casts, None, gemms, unread)
+    return _LinearFunction.apply(x, weight, bias, *x_q, *w_q, None, gemms, unread)
 
 
 def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse) -> SavedBytes:
@@ -139,15 +139,10 @@ class _LinearFunction(torch.autograd.Function):
         w_row: Tensor | None, w_row_scale: Tensor | None, w_column: Tensor | None, w_column_scale: Tensor | None,
         slot: Tensor | None, gemms: LinearGemms, unread: bool,
     ) -> Tensor:  # fmt: skip
-        x_q = _with_repetition(x_row, x_row_scale, x_column, x_column_scale)
-        w_q = _with_repetition(w_row, w_row_scale, w_column, w_column_scale)
-        # The gradient of an operand reads the other one, which is saved only if the first is trained.
-        want_x, want_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            *saved_input(x_q, want_weight),
-            *(gemms.quantizer.saved_weight(w_q, weight) if want_x else NOTHING),
-            slot,
-        )
+        whole = _with_repetition if torch.compiler.is_compiling() else QuantizedTensor
+        x_q = whole(x_row, x_row_scale, x_column, x_column_scale)
+        w_q = whole(w_row, w_row_scale, w_column, w_column_scale)
+        ctx.save_for_backward(*gemms.saved(x_q, w_q, weight), slot)
         ctx.gemms, ctx.shape = gemms, x.shape
         shape = *x.shape[:-1], weight.shape[0]
         return x.new_empty(shape, dtype=gemms.out_dtype) if unread else unflat(gemms.output(x_q, w_q, bias), shape)
@@ -155,70 +150,67 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gemms: LinearGemms = ctx.gemms
-        quantizer = gemms.quantizer
         refuse_second_derivative("these layers")
-        want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         *saved, slot = ctx.saved_tensors
-        x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
-        operand = DenseOperand(flat(dy), column_sum=want_bias)
-        dy_q = quantizer.grad_output(operand, rowwise=want_x, columnwise=want_weight, slot_index=slot)
-        dw = gemms.grad_weight(dy_q, x) if want_weight else None
-        dx = unflat(gemms.grad_input(dy_q, quantizer.restored_weight(w)), ctx.shape) if want_x else None
-        db = operand.column_sum() if want_bias else None
-        return dx, dw, db, *(None,) * 11
+        dx, dw, db = gemms.gradients(DenseOperand(flat(dy), column_sum=gemms.wants_bias), saved, slot_index=slot)
+        return None if dx is None else unflat(dx, ctx.shape), dw, db, *(None,) * 11
 
 
 class _NormLinearFunction(torch.autograd.Function):
+    """The residual stream, and the product or its heads; with `return_input` also the norm's output in the compute dtype."""
+
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight: Tensor, bias: Tensor | None, form: NormForm, gemms: LinearGemms, rotation: Rotation | None,
+        return_input: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        quantizer = gemms.quantizer
-        want_x, want_weight = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4]
+        gemms.want(any(ctx.needs_input_grad[:4]), *ctx.needs_input_grad[4:6])
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        x = quantizer.input(producer, columnwise=want_weight)
-        w = quantizer.weight(weight, keep=want_x)
+        normed = producer.beside(gemms.out_dtype) if return_input else None
+        x, w = gemms.input(normed or producer), gemms.weight(weight)
         y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
-        saved_weight = quantizer.saved_weight(w, weight) if want_x else NOTHING
         tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-        ctx.save_for_backward(h, producer.stats, norm_weight, *saved_input(x, want_weight), *saved_weight, *tables)
-        ctx.form, ctx.gemms, ctx.shape = form, gemms, residual.shape
+        ctx.save_for_backward(h, producer.stats, norm_weight, *gemms.saved(x, w, weight), *tables)
+        ctx.form, ctx.gemms, ctx.shape, ctx.return_input = form, gemms, residual.shape, return_input
         ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
         if rotation is not None and rotation.handover is not None:
             rotation.handover.expected = True
-        return (h, y) if rotation is None else (h, *rotation.split(y))
+        outputs = (h, y) if rotation is None else (h, *rotation.split(y))
+        return outputs if normed is None else (*outputs, unflat(cast(Tensor, normed.matrix), residual.shape))
 
     @staticmethod
     def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gemms: LinearGemms = ctx.gemms
         rotation: Rotation | None = ctx.rotation
-        quantizer = gemms.quantizer
         refuse_second_derivative("these layers")
         h, stats, norm_weight, *saved, cos, sin = ctx.saved_tensors
-        x, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
-        want_x, (want_weight, want_bias) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:6]
+        d_input: Tensor | None = None
+        if ctx.return_input:
+            grads, d_input = grads[:-1], grads[-1]
         if all(grad is None for grad in grads):
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 7
+            if d_input is None:
+                return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 8
+            through = backward_through_norm(ctx, ctx.form, flat(d_input), h, norm_weight, stats, d_residual)
+            return *through, *(None,) * 6
         producer: Producer
         if rotation is None:
             (dy,) = grads
             assert dy is not None
-            producer = DenseOperand(flat(dy), column_sum=want_bias)
+            producer = DenseOperand(flat(dy), column_sum=gemms.wants_bias)
         else:
             producer = rotation._replace(cos=cos, sin=sin).join(grads)
-            if want_bias:
+            if gemms.wants_bias:
                 producer = DenseOperand(producer(Quantizer(gemms.out_dtype)).high_precision, column_sum=True)
-        dy_q = quantizer.grad_output(producer, rowwise=want_x, columnwise=want_weight)
-        d_bias = producer.column_sum() if want_bias and isinstance(producer, DenseOperand) else None
-        dw = gemms.grad_weight(dy_q, x) if want_weight else None
-        through: tuple[Tensor | None, ...] = (None,) * 4
-        if want_x:
-            d_normed = gemms.grad_input(dy_q, quantizer.restored_weight(w))
-            through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
-        return *through, dw, d_bias, *(None,) * 3
+        d_normed, dw, db = gemms.gradients(producer, saved)
+        if d_normed is None:
+            return *(None,) * 4, dw, db, *(None,) * 4
+        if d_input is not None:
+            d_normed += flat(d_input)
+        through = backward_through_norm(ctx, ctx.form, d_normed, h, norm_weight, stats, d_residual)
+        return *through, dw, db, *(None,) * 4
 
 
 def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:
@@ -294,13 +286,16 @@ class Linear(nn.Linear):
         new.fp8_state = ModuleState(new)
         return new
 
-    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`."""
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None, *, return_input: bool = False) -> Any:
+        """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`.
+
+        return_input: the input that the product reads before its cast to FP8 is returned last. Here it is `input` itself.
+        """
         check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
         bias = None if self.return_bias else self.bias
         how = (compute_dtype(input), is_first_microbatch)
         y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread)
-        return results(y, self.bias, None, return_bias=self.return_bias)
+        return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
 
 
 class NormedLayer(ResidualLayer):
@@ -311,7 +306,7 @@ class NormedLayer(ResidualLayer):
     _products: Callable[..., tuple[Tensor, ...]]
     """The products of a norm's result, each differentiable by itself: all that a compiler reads."""
     _fused: Callable[..., tuple[Tensor, ...]]
-    """Norm and products as one autograd function; also gives the residual stream."""
+    """Norm and products as one autograd function; also gives the residual stream, in front."""
 
     return_bias: bool
     return_layernorm_output: bool
@@ -335,37 +330,50 @@ class NormedLayer(ResidualLayer):
             for matrix in self._matrices():
                 init_linear_(*matrix)
 
+    def _with_norm(
+        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
+    ) -> tuple[Tensor, ...]:
+        """The norm's output, rounded to `dtype` before the product reads it, and what `_products` returns."""
+        normed = residual_norm(x, delta, norm, dtype)[1]
+        return normed, *self._products(normed, dtype, *how, **options)
+
     def _run(
-        self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None, **options: Any
-    ) -> Any:
-        """`forward`; bias: of the last product, which is not added with `return_bias`."""
+        self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None,
+        *, return_input: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        """`forward`; bias: of the last product, which is not added with `return_bias`. return_input: the norm's output too."""
+        if return_input and return_residual:
+            raise InputError(
+                f"{type(self).__name__} does not return inputs of products (return_input, return_inputs) beside the residual "
+                "stream (return_residual): leave one out. In place of the stream, add the delta to the input by hand."
+            )
         weight, shift = self.layer_norm_weight, self.layer_norm_bias
         check_input(self, x, delta, size=weight.shape[0])
         refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
-        if self.streams_norm if return_residual else self.return_layernorm_output:
-            normed = residual_norm(x, delta, norm, compute_dtype(x))[1]
-            outputs = self._products(normed, *how, **options)
+        if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
+            outputs = self._with_norm(x, delta, norm, *how, **options)
             if return_residual:
-                return normed, *outputs
-            return results(outputs[0], bias, normed, return_bias=self.return_bias)
+                return outputs
+            normed, y, *inputs = outputs
+            return results(y, bias, normed, *inputs, return_bias=self.return_bias)
         if torch.compiler.is_compiling():
             h = x if delta is None else x + delta
             outputs = h, *self._products(normalize(norm, h), *how, **options)
         else:
             with autocast.scales_of_forward():
                 outputs = self._fused(promoted(x, delta), delta, norm, *how, **options)
-        return outputs if return_residual else results(outputs[1], bias, None, return_bias=self.return_bias)
+        return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
 
 
 class LayerNormLinear(NormedLayer):
     """y = norm(x) · weightᵀ + bias, where the FP8 cast reads the norm's float32 result.
 
     Parameters: layer_norm_weight [in_features], layer_norm_bias [in_features] (LayerNorm only), weight, bias. With
-    `return_bias` no bias is added but returned behind y, and with `return_layernorm_output` so is norm(x), which is then made
-    in the compute dtype and cast from there.
+    `return_bias` no bias is added but returned behind y, and with `return_layernorm_output` so is norm(x), which is then
+    rounded to the compute dtype and cast from there, in the kernel that computes it.
     """
 
     def __init__(
@@ -404,13 +412,18 @@ class LayerNormLinear(NormedLayer):
         delta: Tensor | None = None,
         rotation: Rotation | None = None,
         return_residual: bool = False,
+        return_input: bool = False,
     ) -> Any:
         """input [..., in_features] → [..., out_features].
 
         delta, rotation and return_residual are for `forward_residual`, which with a rotation returns queries, keys and values
-        in place of the product.
+        in place of the product. return_input: as `return_layernorm_output`, for this call.
+
+        Raises:
+            InputError: `return_input` with `return_residual`.
         """
-        return self._run(input, delta, is_first_microbatch, return_residual, self.bias, rotation=rotation)
+        what = (input, delta, is_first_microbatch, return_residual, self.bias)
+        return self._run(*what, return_input=return_input, rotation=rotation)
 
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
         return [(self.weight, self.bias, self.init_method)]
@@ -421,6 +434,16 @@ class LayerNormLinear(NormedLayer):
         y = product(normed, self.weight, bias, self.fp8_state, dtype, first)
         return (y,) if rotation is None else rotation.composed(y)
 
+    def _with_norm(
+        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
+    ) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling() or active_recipe(self.fp8_state, x.device) is None:
+            return super()._with_norm(x, delta, norm, dtype, *how, **options)
+        rotation: Rotation | None = options["rotation"]
+        with autocast.scales_of_forward():
+            _, y, normed = self._fused(promoted(x, delta), delta, norm, dtype, *how, rotation=None, return_input=True)
+        return normed, *((y,) if rotation is None else rotation.composed(y))
+
     def _fused(
         self,
         residual: Tensor,
@@ -429,10 +452,14 @@ class LayerNormLinear(NormedLayer):
         dtype: torch.dtype,
         first: bool | None,
         bias: Tensor | None,
+        *,
         rotation: Rotation | None,
+        return_input: bool = False,
     ) -> tuple[Tensor, ...]:
         gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
-        return _NormLinearFunction.apply(residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation)
+        return _NormLinearFunction.apply(
+            residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
+        )
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.fp8.linear import LinearGemms, saved_input, saved_input_bytes, transposed_input
+from octavo.fp8 import autocast
+from octavo.fp8.linear import LinearGemms, operands, saved_input_bytes
 from octavo.fp8.quantizer import (
+    Beside,
     DenseOperand,
     WeightUse,
     active_recipe,
@@ -29,7 +31,7 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
-from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.linear import NormedLayer, product
 from octavo.nn.norm import (
     NormForm,
@@ -38,6 +40,7 @@ from octavo.nn.norm import (
     backward_through_norm,
     check_input,
     flat,
+    promoted,
     saved_by_norm,
     unflat,
 )
@@ -65,33 +68,38 @@ def deinterleave(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _NormMlpFunction(torch.autograd.Function):
+    """The residual stream, the result, and as many `inputs` of the two products in high precision: none, the first, both."""
+
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
         form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, unread: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        want_w1, want_w2 = ctx.needs_input_grad[4], ctx.needs_input_grad[6]
-        want_x = any(ctx.needs_input_grad[:4])
-        want_hidden = want_x or want_w1 or ctx.needs_input_grad[5]
+        inputs: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        want_x, (want_w1, want_b1, want_w2, want_b2) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:8]
+        want_hidden = want_x or want_w1 or want_b1
         # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
-        recompute_activated = want_w2 and repeats_input(fc2.recipe)
-        recompute_hidden = recompute and (want_hidden or recompute_activated)
+        fc2.want(want_hidden, want_w2, want_b2, recasts=True)
+        recompute = recompute and (want_hidden or fc2.recasts)
+        fc1.want(want_x, want_w1, want_b1, recomputes_output=recompute)
+        unread = unread and inputs < 2
         # Of an unread result only backward's operands are computed.
-        needs_hidden = not (unread and recompute_hidden and recompute_activated and fc2.quantizer.knows_input_scale)
+        needs_hidden = not (unread and recompute and fc2.recasts and fc2.knows_input_scale)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        columnwise = want_w1 and not (recompute_hidden and repeats_input(fc1.recipe))
-        x = fc1.quantizer.input(producer, columnwise=columnwise)
-        w1 = fc1.quantizer.weight(weight_1, rowwise=needs_hidden, keep=want_x and not recompute_hidden)
+        normed = producer.beside(fc1.out_dtype) if inputs else None
+        x, w1 = fc1.input(normed or producer), fc1.weight(weight_1, rowwise=needs_hidden)
         hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
 
-        def activate(quantizer: Quantizer) -> QuantizedTensor:
+        def activate(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
             assert hidden is not None
-            return activation(curve, hidden, block, quantizer)
+            return activation(curve, hidden, block, quantizer, beside=beside)
 
-        columnwise = want_w2 and not recompute_activated
-        activated = fc2.quantizer.input(activate, rowwise=not unread, columnwise=columnwise, recompute=recompute_activated)
-        w2 = fc2.quantizer.weight(weight_2, rowwise=not unread, keep=want_hidden and not recompute_hidden)
+        second: Beside | None = None
+        if inputs > 1:
+            second = Beside(activate, (producer.sum.shape[0], weight_2.shape[1]), fc2.out_dtype, residual.device)
+        activated = fc2.input(second or activate, rowwise=not unread)
+        w2 = fc2.weight(weight_2, rowwise=not unread, keep=not recompute)
         if unread:
             y = residual.new_empty(flat(residual).shape[0], weight_2.shape[0], dtype=fc2.out_dtype)
         else:
@@ -100,68 +108,72 @@ class _NormMlpFunction(torch.autograd.Function):
         ctx.call = form, fc1, fc2, curve, block
         ctx.shape = residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
-        keep_hidden = (want_hidden or recompute_activated) and not recompute_hidden
         ctx.save_for_backward(
-            h, producer.stats, norm_weight, hidden if keep_hidden else None, bias_1 if recompute_hidden else None,
-            *(x if recompute_hidden else saved_input(x, want_w1)),
-            *saved_input(activated, want_w2 and not recompute_activated),
-            *(fc1.quantizer.saved_weight(w1, weight_1, rowwise=recompute_hidden) if want_x or recompute_hidden else NOTHING),
-            *(fc2.quantizer.saved_weight(w2, weight_2) if want_hidden else NOTHING),
+            h, producer.stats, norm_weight,
+            hidden if (want_hidden or fc2.recasts) and not recompute else None, bias_1 if recompute else None,
+            second.matrix if second is not None and fc2.recasts else None,
+            *fc1.saved(x, w1, weight_1), *fc2.saved(activated, w2, weight_2),
         )  # fmt: skip
-        return h, unflat(y, (*residual.shape[:-1], weight_2.shape[0]))
+        matrices = [cast(Tensor, one.matrix) for one in (normed, second) if one is not None]
+        leading = residual.shape[:-1]
+        # Views, into which autograd refuses writes: backward may read the matrices.
+        return h, unflat(y, (*leading, weight_2.shape[0])), *(one.view(*leading, one.shape[1]) for one in matrices)
 
     @staticmethod
-    def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_residual: Tensor | None, dy: Tensor | None, *d_inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         call: tuple[NormForm, LinearGemms, LinearGemms, str, int] = ctx.call
         form, fc1, fc2, curve, block = call
         refuse_second_derivative("these layers")
+        h, stats, norm_weight, hidden, bias_1, second, *saved = ctx.saved_tensors
+        d_first, d_second = (*d_inputs, None, None)[:2]
+        if dy is None and d_second is None:
+            if d_first is None:
+                return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 14
+            return *backward_through_norm(ctx, form, flat(d_first), h, norm_weight, stats, d_residual), *(None,) * 12
         if dy is None:
-            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * 13
-        h, stats, norm_weight, hidden, bias_1, *saved = ctx.saved_tensors
-        x, activated = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:8])
-        w1, w2 = QuantizedTensor(*saved[8:12]), QuantizedTensor(*saved[12:16])
-        want_x = any(ctx.needs_input_grad[:4])
-        want_w1, want_b1, want_w2, want_b2 = ctx.needs_input_grad[4:8]
-        want_hidden = want_x or want_w1 or want_b1
-        operand = DenseOperand(flat(dy), column_sum=want_b2)
-        dy_q = fc2.quantizer.grad_output(operand, rowwise=want_hidden, columnwise=want_w2)
-        d_b2 = operand.column_sum() if want_b2 else None
-        recompute = fc2.quantizer.recomputed_input() if want_w2 and repeats_input(fc2.recipe) else None
-        if hidden is None and (want_hidden or recompute is not None):
-            w1 = fc1.quantizer.restored_weight(w1, rowwise=True)
-            hidden = fc1.output(x, w1, bias_1)
-            x = transposed_input(x) if want_w1 else NOTHING
+            dy = h.new_zeros(ctx.shape, dtype=fc2.out_dtype)
+        (x, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:])
+        operand = DenseOperand(flat(dy), column_sum=fc2.wants_bias)
+        dy_q = fc2.grad_output(operand)
+        d_b2 = operand.column_sum() if fc2.wants_bias else None
+        recompute = fc2.recomputed_input() if fc2.recasts else None
+        if hidden is None and (fc2.wants_x or recompute is not None):
+            hidden, x, w1 = fc1.recomputed_output(x, w1, bias_1)
         through: tuple[Tensor | None, ...] = (None,) * 4
         d_w1 = d_b1 = d_w2 = None
-        if want_hidden:
-            d_activated = fc2.grad_input(dy_q, fc2.quantizer.restored_weight(w2))
+        if fc2.wants_x:
+            d_activated = fc2.grad_input(dy_q, w2)
+            if d_second is not None:
+                d_activated += flat(d_second)
 
             def produce(quantizer: Quantizer) -> QuantizedTensor:
                 nonlocal recompute, activated, d_b1
                 stored = quantizer.rowwise or quantizer.columnwise  # otherwise only the amax is measured
                 d_hidden, repeated, bias = activation_backward(
                     curve, d_activated, hidden, block, quantizer,
-                    recompute=recompute if stored else None, bias=want_b1 and stored,
+                    recompute=recompute if stored and second is None else None, bias=fc1.wants_bias and stored,
                 )  # fmt: skip
                 d_b1 = bias if bias is not None else d_b1
                 if repeated is not None:
                     activated, recompute = repeated, None
                 return d_hidden
 
-            d_hidden = fc1.quantizer.grad_output(produce, rowwise=want_x, columnwise=want_w1)
-            if want_b1 and d_b1 is None:  # nothing but the bias is trained
+            d_hidden = fc1.grad_output(produce)
+            if fc1.wants_bias and d_b1 is None:  # nothing but the bias is trained
                 produce(Quantizer(fc1.out_dtype))
             del d_activated
         if recompute is not None:
-            activated = activation(curve, hidden, block, recompute)
-        if want_w2:
+            activated = activation(curve, hidden, block, recompute) if second is None else DenseOperand(second)(recompute)
+        if fc2.wants_weight:
             d_w2 = fc2.grad_weight(dy_q, activated)
-        if want_w1:
+        if fc1.wants_weight:
             d_w1 = fc1.grad_weight(d_hidden, x)
-        if want_x:
-            d_normed = fc1.grad_input(d_hidden, fc1.quantizer.restored_weight(w1))
+        if fc1.wants_x:
+            d_normed = fc1.grad_input(d_hidden, w1)
+            if d_first is not None:
+                d_normed += flat(d_first)
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
-        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 7
+        return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 8
 
 
 class MlpUse(NamedTuple):
@@ -308,10 +320,19 @@ class LayerNormMLP(NormedLayer):
         *,
         delta: Tensor | None = None,
         return_residual: bool = False,
+        return_inputs: bool = False,
     ) -> Any:
-        """input [..., hidden_size] → the same shape, without the residual; the last arguments are for `forward_residual`."""
-        if self.chunks == 1 or self.return_layernorm_output:
-            return self._run(input, delta, is_first_microbatch, return_residual, self.fc2_bias)
+        """input [..., hidden_size] → the same shape, without the residual.
+
+        delta and return_residual are for `forward_residual`. return_inputs: the inputs of both products in high precision are
+        returned last, the norm's output [..., hidden_size] and the activation's [..., F]; not in chunks.
+
+        Raises:
+            InputError: `return_inputs` with `return_residual`.
+        """
+        if self.chunks == 1 or self.return_layernorm_output or return_inputs:
+            what = (input, delta, is_first_microbatch, return_residual, self.fc2_bias)
+            return self._run(*what, return_input=return_inputs, inputs=2 if return_inputs else 0)
         check_input(self, input, delta, size=self.hidden_size)
         refuse_transforms("layers that begin with a norm")
         rows, more = flat(input), None if delta is None else flat(delta)
@@ -321,16 +342,33 @@ class LayerNormMLP(NormedLayer):
         outputs = [self._run(x, d, is_first_microbatch, True, self.fc2_bias) for x, d in parts]
         # No view: FSDP2 warns of a block whose result is one.
         h, y = (torch.ops.aten._unsafe_view(torch.cat(part), input.shape) for part in zip(*outputs, strict=True))
-        return (h, y) if return_residual else results(y, self.fc2_bias, None, return_bias=self.return_bias)
+        return (h, y) if return_residual else results(y, self.fc2_bias, return_bias=self.return_bias)
 
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
         fc1, fc2 = self.init_methods
         return [(self.fc1_weight, self.fc1_bias, fc1), (self.fc2_weight, self.fc2_bias, fc2)]
 
-    def _products(self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def _products(
+        self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None, inputs: int = 0
+    ) -> tuple[Tensor, ...]:
         hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, dtype, first)
         activated = reference.activation(self.activation, hidden, self.gate_rows)
-        return (product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first),)
+        activated = activated.to(dtype) if inputs > 1 else activated
+        y = product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first)
+        return (y, activated) if inputs > 1 else (y,)
+
+    def _with_norm(
+        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
+    ) -> tuple[Tensor, ...]:
+        states = self.fc1_fp8_state, self.fc2_fp8_state
+        fused = self.checkpoint or any(active_recipe(state, x.device) is not None for state in states)
+        if torch.compiler.is_compiling() or not (options["inputs"] and fused):
+            return super()._with_norm(x, delta, norm, dtype, *how, **options)
+        with autocast.scales_of_forward():
+            _, y, normed, *activated = self._fused(
+                promoted(x, delta), delta, norm, dtype, *how, inputs=max(1, options["inputs"])
+            )
+        return normed, y, *activated
 
     def _fused(
         self,
@@ -340,6 +378,8 @@ class LayerNormMLP(NormedLayer):
         dtype: torch.dtype,
         first: bool | None,
         bias: Tensor | None,
+        *,
+        inputs: int = 0,
     ) -> tuple[Tensor, ...]:
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
         weight1, weight2 = self.fc1_weight, self.fc2_weight
@@ -348,7 +388,7 @@ class LayerNormMLP(NormedLayer):
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, weight1, self.fc1_bias, weight2, bias,
             norm.form, fc1, fc2, self.activation, self.gate_rows,
-            self.checkpoint or self.chunks > 1, self.unread,
+            self.checkpoint or self.chunks > 1, self.unread, inputs,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
+from octavo.fp8.quantizer import Beside
 from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.norm import norm, norm_backward
@@ -117,14 +118,20 @@ class NormProducer:
         self._delta = None if delta is None else flat(delta)
         self.stats: Tensor | None = None
 
-    def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
-        """Run the kernel."""
+    def __call__(self, quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
+        """Run the kernel; beside: as in `octavo.kernels.norm.norm`."""
         of = self.of
         self.sum, self.stats, out = norm(
-            of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer, zero_centered=of.zero_centered
-        )
+            of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer,
+            zero_centered=of.zero_centered, beside=beside,
+        )  # fmt: skip
         self._delta = None
         return out
+
+    def beside(self, dtype: torch.dtype) -> Beside:
+        """This producer, whose result is also stored in this dtype."""
+        rows, columns = self.sum.shape
+        return Beside(self, (rows, columns), dtype, self.sum.device)
 
 
 def statistics_bytes(kind: str) -> int:

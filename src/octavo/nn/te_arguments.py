@@ -307,8 +307,10 @@ class Draws:
         return self  # a tracker belongs to the process, not to a layer
 
 
-def results(y: Tensor, bias: Tensor | None, normed: Tensor | None, *, return_bias: bool) -> Any:
-    """The results of a linear layer: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output)."""
+def results(y: Tensor, bias: Tensor | None, *inputs: Tensor, return_bias: bool) -> Any:
+    """The results of a linear layer: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output).
+
+    inputs: those of the layer's products in high precision, if they are returned; a norm's output is the first.
+    """
     more = [None if bias is None else bias.to(y.dtype)] if return_bias else []
-    more += [] if normed is None else [normed]
-    return (y, *more) if more else y
+    return (y, *more, *inputs) if more or inputs else y

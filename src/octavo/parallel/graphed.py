@@ -9,6 +9,7 @@ forward and backward together, are joined where the backward ends, which is insi
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -154,6 +155,7 @@ class Graphed:
     def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
         own_inputs = tuple(tensor.detach().clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # what a collection would free in the middle of a recording may end it, such as an earlier graph
         # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
         # takes for a fault.
         several = dist.is_available() and dist.is_initialized()

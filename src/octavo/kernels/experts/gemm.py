@@ -205,19 +205,20 @@ def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *
     """a [R, C] times the matrix [N, C] of each row's expert, of b [E, N, C]: [R, N]; nothing is defined behind the last row."""
     (x, x_scale), (w, w_scale) = a, b
     if x_scale is None and _takes(routes, *w.shape[1:]) and x.dtype == out_dtype == torch.bfloat16:
-        return torch._grouped_mm(x, w.transpose(1, 2), offs=routes.ends)
+        return gemm.grouped_mm(x, routes.ends, w.transpose(1, 2))
     if w_scale is not None and _takes(routes, *w.shape[1:]):
         return launch_rows(a, b, routes, out_dtype, _kind_of_weight(w, w_scale), precise=precise)
     if not x.shape[0]:
         return x.new_zeros(0, w.shape[1], dtype=out_dtype)
-    parts = []
-    for expert, (begin, end) in enumerate(_bounds(routes)):
-        if x_scale is None or w_scale is None:
-            parts.append(gemm.high_precision_mm(x[begin:end], w[expert].t(), out_dtype, recurring=False))
-        else:
-            part = x[begin:end], _own(x_scale[expert] if x_scale.dim() == 1 else x_scale[begin:end])
-            one = w[expert], _own(w_scale[expert])
-            parts.append(gemm.scaled_mm(*part, *one, out_dtype=out_dtype, precise=precise, recurring=False))
+    bounds = _bounds(routes)
+    if x_scale is None or w_scale is None:
+        pairs = zip(bounds, w, strict=True)
+        parts = [gemm.high_precision_mm(x[begin:end], one.t(), out_dtype, recurring=False) for (begin, end), one in pairs]
+    else:
+        scales = x_scale if x_scale.dim() == 1 else [x_scale[begin:end] for begin, end in bounds]
+        rows = [(x[begin:end], _own(scale)) for (begin, end), scale in zip(bounds, scales, strict=True)]
+        matrices = [(one, _own(scale)) for one, scale in zip(w, w_scale, strict=True)]
+        parts = gemm.scaled_mm_of_each(rows, matrices, [None] * len(rows), out_dtype=out_dtype, precise=precise)
     behind = x.shape[0] - sum(len(part) for part in parts)
     return torch.cat([*parts, x.new_zeros(behind, w.shape[1], dtype=out_dtype)])
 

@@ -54,6 +54,14 @@ def load_scale(scale_ptr, scale_inv_ptr, first):
 
 
 @triton.jit
+def store_rounded(y, beside_ptr, at, inside):
+    """Round y to the dtype of `beside_ptr` and store it there; rounded, in float32."""
+    rounded = y.to(beside_ptr.dtype.element_ty)
+    tl.store(beside_ptr + at, rounded, mask=inside)
+    return rounded.to(tl.float32)
+
+
+@triton.jit
 def store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, TWICE: tl.constexpr):
     """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it in the layouts with a pointer; `one` is 1.0."""
     # The conversion to FP8 is one instruction that saturates: ±inf and numbers beyond the largest value become that, NaN stays.
