@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+import signal
 import sys
 import types
 
@@ -21,6 +22,14 @@ HEAD = (
     "\ndeg = {'d': 2}\nn = 1\n"
 )
 END = "\ne = PyTorch(entry_point='t.py', hyperparameters=hp, distribution=deg, instance_count=n)\ne.fit()\n"
+
+
+@pytest.fixture(autouse=True)
+def handler_of_this_process():
+    """One of the scripts installs a handler, which would stay for what runs later in this process."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
 
 
 def made(code):
