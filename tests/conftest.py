@@ -42,8 +42,10 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Seed PyTorch's generator by the test's name: what ran before it in its process changes no input."""
-    torch.manual_seed(zlib.crc32(f"{SEED} {item.path.name} {item.name}".encode()))
+    """Seed PyTorch's generator and Python's by the test's name: what ran before it in its process changes no input."""
+    seed = zlib.crc32(f"{SEED} {item.path.name} {item.name}".encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
 
 
 def pytest_collection_finish():

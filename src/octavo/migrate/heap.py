@@ -29,7 +29,7 @@ ABSENT: Any = _Absent()
 MAYBE: Any = type(UNKNOWN)()
 """A value known only at run time, of a key that may not be there."""
 READ, METHOD, LEAK, BIND = 1, 2, 3, 4
-"""What unseen code may do with a name: read entries, call a method, hand its object on, bind it anew."""
+"""Uses of a name by unseen code: read entries, call a method, hand its object on, bind it anew."""
 
 
 class Table(dict[Any, Any]):
@@ -224,7 +224,7 @@ class Heap:
             names[name] = value
 
     def taken(self, value: Any, level: int) -> Any:
-        """What is left of a value of which unseen code has the name."""
+        """A value behind such a use of its name by unseen code; the object may be lost."""
         if level == READ and isinstance(value, Table | Items):
             self.leak(value)
         elif not isinstance(value, Imported | Job) or level >= LEAK or (isinstance(value, Job) and level == METHOD):
@@ -412,7 +412,7 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def _common(left: Any, right: Any, lost: list[Any]) -> Any:
-    """What two values have in common."""
+    """The part that two values share."""
     if is_same(left, right):
         return left
     lost += [each for each in (left, right) if not isinstance(each, Imported)]
@@ -420,7 +420,7 @@ def _common(left: Any, right: Any, lost: list[Any]) -> Any:
 
 
 def _joined(box: Any, key: Any, left: Any, right: Any, lost: list[Any]) -> Any:
-    """What two states of a place have in common."""
+    """The part that two states of a place share."""
     if key is not None:
         if box.kind == "class" and (left is ABSENT) != (right is ABSENT):  # it may be the name around the class
             lost += [around[key] for around in _outwards(box) if key in around]

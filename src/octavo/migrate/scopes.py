@@ -29,7 +29,7 @@ ANY_FRAME = (
 
 @dataclass
 class Effects:
-    """What code may do with names around it.
+    """Uses by a piece of code of the names around it.
 
     Attributes:
         loads: name → the most that is done with it, `READ`, `METHOD` or `LEAK`.
