@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from octavo.fp8.scaling import ModuleState
+from octavo.fp8.scaling import ModuleState, states_of
 from octavo.nn.attention import MultiheadAttention
 from octavo.nn.block import TransformerLayer
 from octavo.nn.linear import LayerNormLinear
@@ -236,7 +236,7 @@ def _put_first(module: nn.Module, parts: dict[str, nn.Module]) -> None:
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
-    """Parameters, buffers and modules in layers with plain names → their stored names; others are stored as they are called.
+    """Parameters, buffers, modules and FP8 products in layers with plain names → their stored names; others have their own.
 
     Wrappers around the model or inside of it, such as `torch.compile`'s, may lengthen the names.
     """
@@ -254,6 +254,7 @@ def stored_names(model: nn.Module) -> dict[str, str]:
 def _names_in(layer: nn.Module) -> Iterator[str]:
     for members in (layer.named_modules, layer.named_parameters, layer.named_buffers):
         yield from (name for name, _ in members(remove_duplicate=False) if name)
+    yield from (name for name, _ in states_of(layer))  # of stacked experts' products, which are no modules
 
 
 def has_plain_names(module: nn.Module) -> bool:
