@@ -10,6 +10,7 @@ from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import state_records, states_of
 from octavo.parallel import world
+from octavo.parallel.shards import local_shard
 
 SMALL = {"initializer_range": 1e-4}
 
@@ -31,6 +32,28 @@ def step(degrees, recipe, *, experts=False):
     options = {"sizes": sharded.SIZES | SMALL | (EXPERTS if experts else {}), "moe": MoeConfig() if experts else None}
     found, records, _ = sharded.train.__wrapped__(degrees, torch.float32, recipe, 1, steps=1, **options)
     return found[0][0], found[0][2], records
+
+
+def experts_step(degrees, scales):
+    """Logits of an evaluation, and gradients of a first step, of the same batch on every rank.
+
+    scales: of each expert's matrices, so that the amaxes of the experts of different ranks differ.
+    """
+    if degrees:
+        world.init(degrees)
+    model = sharded.build(torch.float32, RECIPES["delayed"](), sizes=sharded.SIZES | EXPERTS, moe=MoeConfig())
+    with torch.no_grad():
+        for layer in model.layers:
+            for weight in (layer.moe.experts.fc1_weight, layer.moe.experts.fc2_weight):
+                own = local_shard(weight)
+                own.local.mul_(torch.tensor(scales)[torch.tensor(own.rows) // (len(weight) // len(scales))][:, None])
+    ids = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), fp8_autocast():
+        logits = model(input_ids=ids).logits
+    with fp8_autocast():
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return logits, {name: sharded.full(p.grad) for name, p in model.named_parameters()}
 
 
 def sequences(strategy, *, experts=False):

@@ -23,11 +23,18 @@ def test_an_evaluation_before_the_first_step_has_the_bits_of_one_rank(layout, ex
         assert not begun
 
 
-def test_experts_over_ranks_have_the_bits_of_one_rank():
-    one, _ = first_cast.evaluate({}, "delayed", experts=True)
-    for logits, begun in ranks.run(4, first_cast.evaluate, {"expert_parallel_degree": 2}, "delayed", experts=True):
-        torch.testing.assert_close(logits, one, rtol=1e-4, atol=1e-4 * one.abs().max().item())
-        assert not begun
+@pytest.mark.parametrize("degrees", [{"expert_parallel_degree": 2}, {"expert_parallel_degree": 4}], ids=str)
+def test_experts_over_ranks_are_cast_by_the_largest_amax_of_all(degrees):
+    """Not by that of a rank's own experts, of which each has others: no number depends on where an expert is."""
+    scales = [0.3, 1.0, 0.7, 1.7]
+    one, expected = first_cast.experts_step({}, scales)
+    alone = first_cast.experts_step({}, [0.3, 1.0, 0.7, 0.1])[0]  # the experts' part of the logits is no rounding
+    assert (alone - one).norm() > 1e-2 * one.norm()
+    for logits, gradients in ranks.run(4, first_cast.experts_step, degrees, scales):
+        torch.testing.assert_close(logits, one, rtol=1e-5, atol=1e-5 * one.abs().max().item())
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -25,7 +25,7 @@ def first_scale(scales: Tensor, fp8_max: float, *, native: bool, partly: bool, l
         scales: float32 [] or [E].
         native: by Octavo's own rule.
         partly: the host knows that an expert has begun.
-        largest: gives the amaxes, float32 [] or [E'] of this rank's experts; called where they are needed.
+        largest: gives the amaxes, float32 [] or [E], or of a stack the largest of all; called where they are needed.
     """
     if not native:
         return torch.where(scales.isnan(), 1.0, scales)

@@ -8,6 +8,7 @@ operators that take the index of a slot.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -133,13 +134,27 @@ def shard_scale(
             if record:
                 wait_to_begin(state, Operand.WEIGHT, slot.buffer, slot.index, slot.entries, native=recipe.native)
             partly = number >= slot.buffer.partly_from[slot.index]
-            scale = first_scale(scale, how.format.max, native=recipe.native, partly=partly, largest=largest)
+            of_all = functools.partial(_of_whole_stack, state, largest)
+            scale = first_scale(scale, how.format.max, native=recipe.native, partly=partly, largest=of_all)
         if state.own_experts is not None:
             scale, entry = scale[state.own_experts], entry[state.own_experts]
         return scale, entry if record else None
     scale = scale_from_amax(largest(), how.format.max, how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
     return scale, None
+
+
+def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor:
+    """The amaxes of an operand; of experts that are spread over ranks the largest of all, which each rank sees a part of.
+
+    All ranks of the experts ask at the same cast: they share what has begun.
+    """
+    found = largest()
+    if state.own_experts is None:
+        return found
+    found = found.amax()
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=state.buffers.expert_group)
+    return found
 
 
 class LinearQuantizer:
@@ -341,7 +356,8 @@ class LinearQuantizer:
             return found
 
         partly = session.number >= slot.buffer.partly_from[slot.index]
-        return first_scale(scale, slot.fp8_max, native=recipe.native, partly=partly, largest=largest)
+        of_all = functools.partial(_of_whole_stack, self.state, largest)
+        return first_scale(scale, slot.fp8_max, native=recipe.native, partly=partly, largest=of_all)
 
     def _amax(self, producer: Producer, fp8_max: float, dtype: torch.dtype) -> Tensor:
         """The amax of an operand, float32 [], or of each expert."""
