@@ -1,5 +1,6 @@
 """Run by several ranks: transformed models in FullyShardedDataParallel, PyTorch's own beside them, and their checkpoints."""
 
+import contextlib
 import functools
 import os
 from pathlib import Path
@@ -14,10 +15,15 @@ import octavo
 import octavo.compat.smp
 import octavo.compat.te
 from octavo import build
+from octavo.collectives.whole import whole_tensor
 from octavo.compat.smp import fsdp
-from octavo.fp8.scaling import states_of
+from octavo.compat.smp.state_dicts import clean
+from octavo.compat.te import recipes
+from octavo.fp8.scaling import state_records, states_of
 from octavo.hardware import GIB
 from octavo.nn.plain_names import stored_names
+from octavo.parallel.fsdp import sharded_modules
+from octavo.parallel.fsdp2.adapter import groups_of
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -349,6 +355,105 @@ def by_file(tsm, model, optimizer, other, fresh, folder):
     other.load_state_dict(state["model"])
     fresh.load_state_dict(state["optimizer"])
     return {}
+
+
+def recipe_of(rule):
+    """A new recipe of delayed scaling by Octavo's rule or Transformer Engine's, or CurrentScaling; None for "none"."""
+    ours = {"octavo": octavo.recipe.DelayedScaling, "current": octavo.recipe.CurrentScaling}
+    return {**ours, "te": recipes.DelayedScaling, "none": lambda: None}[rule]()
+
+
+def first_step(model, autocast, rule, ids):
+    """Loss and whole gradients of a step under `autocast`, without an optimizer."""
+    with autocast(enabled=True, fp8_recipe=recipe_of(rule)):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {clean(name): whole_tensor(p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.item(), gradients
+
+
+def first_steps_of_one_rank(rule, config, seed=0):
+    """Of Octavo itself: the first step, of eight samples."""
+    with octavo.delayed_init():
+        model = AutoModelForCausalLM.from_config(config)
+    model = octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32, device="cpu")
+    return first_step(model, octavo.fp8_autocast, rule, batch(seed, slice(0, 8)))
+
+
+def first_steps(degrees, config, strategy, rule, autocast):
+    """The same over ranks: each takes all eight samples, so that all amaxes are those of one rank."""
+    tsm = names()
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from transformer_engine.pytorch import fp8_autocast
+
+    tsm.init(degrees)
+    with octavo.delayed_init():
+        model = tsm.transform(AutoModelForCausalLM.from_config(config))
+    initer = DelayedParamIniter(model)
+    how = {"param_init_fn": initer.get_param_init_fn(), "sharding_strategy": ShardingStrategy[strategy]}
+    model = FullyShardedDataParallel(model, **how)
+    # A first evaluation changes nothing.
+    ids, around = batch(0, slice(0, 8)), {"te": fp8_autocast, "octavo": octavo.fp8_autocast}[autocast]
+    model.eval()
+    with torch.no_grad(), around(enabled=True, fp8_recipe=recipe_of(rule)):
+        evaluated = model(input_ids=ids, labels=ids).loss.item()
+    return evaluated, *first_step(model.train(), around, rule, ids)
+
+
+def loads(kind, rule):
+    """Which weights had begun before a load that makes one of each block 100 times larger, and behind it; the logits' error."""
+    tsm = names()
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    tsm.init({"hybrid_shard_degree": 2})
+    model, ids = sharded(tsm), batch(0, slice(0, 8))
+    for _ in range(2):
+        first_step(model, octavo.fp8_autocast, rule, ids)
+    trained = begun_weights(model)
+    with FSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
+        state = model.state_dict()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and any(part in name for part in ("o_proj", "self_attention.proj")):
+                state[name] = value * 100
+        model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        exact = model(input_ids=ids).logits.clone()
+        with octavo.fp8_autocast(fp8_recipe=recipe_of(rule)):
+            found = model(input_ids=ids).logits
+    return trained, begun_weights(model), ((found - exact).norm() / exact.norm()).item()
+
+
+def begun_weights(model):
+    """Names of the weights of blocks that have begun."""
+    flags = {name: bool(flag.all()) for name, flag in state_records(model).items() if "layers." in name}
+    return {name for name, flag in flags.items() if flag and name.endswith(".weight.begun")}
+
+
+def micro_batches(degrees, strategy, *, sync):
+    """Whole gradients of three micro-batches of a rank's own, all but the last in `no_sync`, and the FP8 records."""
+    tsm = names()
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    octavo.init({**degrees, "sync_each_micro_batch": sync})
+    model = tsm.transform(empty())
+    initer = DelayedParamIniter(model)
+    how = {"param_init_fn": initer.get_param_init_fn(), "sharding_strategy": ShardingStrategy[strategy]}
+    model = FullyShardedDataParallel(model, **how)
+    kept = []
+    for number in range(3):
+        ids = batch(number, slice(dist.get_rank(), dist.get_rank() + 1))
+        with contextlib.nullcontext() if number == 2 else model.no_sync():
+            with octavo.fp8_autocast():
+                loss = model(input_ids=ids, labels=ids).loss / 3
+            loss.backward()
+        kept.append(sum(one.gradient() is not None for group in groups_of(sharded_modules(model)) for one in group.parameters))
+    gradients = {clean(name): whole_tensor(p.grad).clone() for name, p in model.named_parameters()}
+    return gradients, state_records(model), kept
 
 
 def from_rank_0(tsm):

@@ -94,6 +94,62 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
     assert results[0]["hugging face"][1] == pytest.approx(mean, rel=1e-5)
 
 
+LLAMA = LlamaConfig(**fsdp_ranks.TINY)
+EXPERTS = MixtralConfig(**fsdp_ranks.TINY, num_local_experts=4, sliding_window=None)
+WAYS = {
+    "shard": (2, {"hybrid_shard_degree": 2}, LLAMA, "FULL_SHARD"),
+    "gathered": (2, {}, LLAMA, "SHARD_GRAD_OP"),
+    "replicas": (2, {"hybrid_shard_degree": 1}, LLAMA, "NO_SHARD"),
+    "hybrid": (4, {"hybrid_shard_degree": 2}, LLAMA, "HYBRID_SHARD"),
+    "context": (2, {"context_parallel_degree": 2, "hybrid_shard_degree": 2}, LLAMA, "FULL_SHARD"),
+    "experts": (2, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, EXPERTS, "FULL_SHARD"),
+}
+"""Ranks, degrees, model and strategy."""
+RULES = {("octavo", "te"): "current", ("none", "octavo"): "current", ("te", "te"): "te", ("none", "te"): "te"}
+"""Recipe and autocast → the recipe whose numbers a first step has: scale 1 by Transformer Engine's names alone."""
+
+
+@pytest.mark.parametrize(("given", "equal"), RULES.items(), ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_step_by_these_names_has_the_rule_of_its_recipe(way, given, equal):
+    count, degrees, config, strategy = WAYS[way]
+    if way == "experts" and equal == "current":  # whose stacks have one scale before they have begun
+        equal = "octavo"
+    loss, gradients = fsdp_ranks.first_steps_of_one_rank(equal, config)
+    other = fsdp_ranks.first_steps_of_one_rank("current" if equal == "te" else "te", config)
+    for evaluated, own, found in ranks.run(count, fsdp_ranks.first_steps, degrees, config, strategy, *given):
+        assert own == evaluated == pytest.approx(loss, rel=1e-6)
+        assert abs(own - other[0]) > 1e-5 * loss
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items() if equal != "te" else ():  # which at scale 1 depend on their size
+            assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_loads_without_fp8_records_let_the_weights_that_they_write_begin_anew(kind):
+    """By Octavo's rule; a whole state has none, the others bring their scales."""
+    for trained, begun, error in ranks.run(2, fsdp_ranks.loads, kind, "octavo"):
+        assert len(trained) == 8
+        assert begun == (set() if kind == "FULL" else trained)
+        assert (error < 0.1) == (kind == "FULL")  # the scales of the others saturate what is 100 times larger
+    for trained, begun, _ in ranks.run(2, fsdp_ranks.loads, kind, "te"):
+        assert len(trained) == 8
+        assert begun == trained
+
+
+@pytest.mark.parametrize("way", ["shard", "hybrid", "context"])
+def test_gradients_summed_in_each_micro_batch_are_those_of_no_sync(way):
+    """With `octavo.init` in the place of SMP's, whose keys do not have the choice."""
+    count, degrees, _, strategy = WAYS[way]
+    whole = ranks.run(count, fsdp_ranks.micro_batches, degrees, strategy, sync=False)
+    each = ranks.run(count, fsdp_ranks.micro_batches, degrees, strategy, sync=True)
+    for (expected, records, kept), (found, own_records, between) in zip(whole, each, strict=True):
+        assert kept[0] > 0
+        assert between == [0, 0, 0]
+        assert all((found[name] - value).norm() <= 1e-5 * value.norm() for name, value in expected.items())
+        assert all(torch.equal(value, own_records[name]) for name, value in records.items())
+
+
 def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeypatch):
     assert not tsm.is_initialized() or tsm.state.sm_activation_offloading
     tsm.init()

@@ -255,6 +255,34 @@ def test_loaded_weights_keep_their_scale_by_transformer_engines_rule(draw):
     assert snapshot(layer) == before
 
 
+@pytest.mark.parametrize("last", ["theirs", "ours"])
+@pytest.mark.parametrize("between", ["trained", "evaluated", "offered"])
+def test_the_rule_for_loaded_weights_is_that_of_the_last_training(draw, last, between):
+    """Equal recipes of both rules share their slots, which any autocast may have made."""
+    layer, small = linear(draw), linear(draw, 1e-4)
+    x, g = torch.randn(ROWS, INNER, generator=draw), torch.randn(ROWS, OUTER, generator=draw)
+    mine, other = (THEIRS, octavo.recipe.DelayedScaling) if last == "theirs" else (octavo.recipe.DelayedScaling, THEIRS)
+    if between == "offered":
+        step(linear(draw), x, g, other())
+    elif between == "trained":
+        step(layer, x, g, other())
+    step(layer, x, g, mine())
+    if between == "evaluated":
+        with torch.no_grad(), octavo.fp8_autocast(fp8_recipe=other()):
+            layer(x)
+    layer.load_state_dict(small.state_dict())
+    assert begun(layer) == [True, last == "theirs", True]
+
+
+def test_weights_that_a_load_refuses_keep_their_scale(draw):
+    model = nn.Sequential(linear(draw), octavo.nn.Linear(OUTER, INNER))
+    step(model, torch.randn(ROWS, INNER, generator=draw), torch.randn(ROWS, INNER, generator=draw), delayed())
+    state = model.state_dict() | {"0.weight": torch.ones(2, 2)}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state)
+    assert begun(model) == [True, True, True, True, False, True]  # PyTorch has written the other
+
+
 def test_a_weight_that_is_loaded_between_micro_batches_is_cast_anew(draw):
     layer, other = linear(draw), linear(draw, 50.0)
     x, g = torch.randn(ROWS, INNER, generator=draw), torch.randn(ROWS, OUTER, generator=draw)

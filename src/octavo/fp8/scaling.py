@@ -188,14 +188,23 @@ class ModuleState:
 
 
 def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: weights that it brings begin anew, unless the scales are kept by Transformer Engine's rule."""
+    """Before `load_state_dict`: weights that it will write begin anew."""
     for state in vars(module).values():
-        if isinstance(state, ModuleState) and any(prefix + part in state_dict for part in state.parts):
-            state.weight_cache = None
-            native = state.history_recipe is not None and state.history_recipe.native
-            if native and (slot := state.slots.get(Operand.WEIGHT)) is not None:
-                reset(slot)
-                wait_to_begin(state, Operand.WEIGHT, slot.buffer, slot.index, slot.entries, native=True)  # graphs too
+        if isinstance(state, ModuleState):
+            pairs = ((getattr(module, part, None), state_dict.get(prefix + part)) for part in state.parts)
+            # PyTorch reports one of another shape, and leaves the weight as it is.
+            if any(a is not None and b is not None and a.shape == getattr(b, "shape", None) for a, b in pairs):
+                weight_is_new(state)
+
+
+def weight_is_new(state: ModuleState) -> None:
+    """A load writes a weight without its scale: it begins anew. By Transformer Engine's rule it keeps the scale."""
+    state.weight_cache = None
+    # An autocast may have offered the slots under another rule than that of the last use.
+    used = state.recipe if state.recipe is not None and state.recipe.history is not None else state.history_recipe
+    if used is not None and used.native and (slot := state.slots.get(Operand.WEIGHT)) is not None:
+        reset(slot)
+        wait_to_begin(state, Operand.WEIGHT, slot.buffer, slot.index, slot.entries, native=True)  # graphs too
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from octavo.collectives.whole import whole_tensor
 from octavo.compat.te.state import decode, encode, is_ours
 from octavo.errors import InputError
+from octavo.fp8.scaling import states_of, weight_is_new
 from octavo.models.convert import Conversion, conversion_of
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.fsdp import settle
@@ -258,6 +259,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     stored = stored_names_of(model)
     given = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
     local = settings.kind in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
+    products = {id(getattr(one.module, part, None)): one for _, one in states_of(model) for part in one.parts}
     missing, used = [], set()
     for name, tensor in tensors.items():
         value, names = _found(name, given, way)
@@ -266,6 +268,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
             continue
         used |= names
         _copy(name, tensor, value)
+        if id(tensor) in products and not state.get(FP8):
+            weight_is_new(products[id(tensor)])
     if len(missing) == len(tensors) and (given or local):
         found = f"none of its keys, such as {next(iter(given))!r}, is" if given else "none of its keys is"
         raise WrongState(
