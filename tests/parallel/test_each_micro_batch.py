@@ -85,6 +85,7 @@ def test_parts_that_only_some_micro_batches_use(used):
             assert isinstance(found, dict)
         else:
             assert found.startswith("second.weight has a gradient in some micro-batches")
+            assert "others, and parallel.sync_each_micro_batch = true" in found
             assert "parallel.sync_each_micro_batch = false" in found
 
 

@@ -285,8 +285,9 @@ class ScaleBuffer:
                 named.append(waiting.name)
         if named:
             warn(
-                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} been 0 or not finite in {_UPDATES} updates of the "
-                "scales. Until that ends each cast measures its tensor first, and octavo.graphed records no graph."
+                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} no scale after {_UPDATES} updates: amaxes of 0, or "
+                "one in the history that is not finite. Until that ends each cast measures its tensor first, and "
+                "octavo.graphed records no graph."
             )
 
     @property

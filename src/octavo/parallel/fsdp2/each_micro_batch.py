@@ -63,6 +63,6 @@ class _Guard:
             other = sorted({*found} ^ {*self.known})
             raise InputError(
                 f"{some(other)} has a gradient in some micro-batches of a step and not in others, and "
-                " parallel.sync_each_micro_batch = true adds up those of a group as one for its replicas. Set "
+                "parallel.sync_each_micro_batch = true adds up those of a group as one for its replicas. Set "
                 "parallel.sync_each_micro_batch = false, or parallel.hybrid_shard_degree = 0."
             )
