@@ -95,6 +95,7 @@ def _fork(function: Callable[[], dict[str, Any]], folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
+    _renew_threads()
     code = 1
     try:
         with _output_to(folder / "output"):
@@ -189,11 +190,17 @@ def _start(start: Start, keys: dict[str, Any], *, launcher: bool) -> None:
         if pid == 0:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if shared else {}
             os.environ.update(shared | own)
+            _renew_threads()
             os._exit(_command(arguments))
         children[pid] = rank
     codes = {children[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(p, 0) for p in children)}
     if any(codes.values()):
         raise SystemExit(f"octavo train ended with {codes} (exit codes by rank)")
+
+
+def _renew_threads() -> None:
+    """In a forked child, whose first call makes PyTorch's pool of threads anew: two threads of a backward at once may crash."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _free_port() -> int:
