@@ -373,12 +373,12 @@ def first_step(model, autocast, rule, ids):
     return loss.item(), gradients
 
 
-def first_steps_of_one_rank(rule, config, seed=0):
-    """Of Octavo itself: the first step, of eight samples."""
+def first_steps_of_one_rank(rule, config, copies):
+    """Of Octavo itself: the first step, of eight samples so many times, as ranks have them together."""
     with octavo.delayed_init():
         model = AutoModelForCausalLM.from_config(config)
     model = octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32, device="cpu")
-    return first_step(model, octavo.fp8_autocast, rule, batch(seed, slice(0, 8)))
+    return first_step(model, octavo.fp8_autocast, rule, batch(0, slice(0, 8)).repeat(copies, 1))
 
 
 def first_steps(degrees, config, strategy, rule, autocast):
