@@ -1,6 +1,7 @@
 """Checkpoints: every bit comes back, damage of each kind is found, and a full disk costs nothing."""
 
 import copy
+import functools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 
 import octavo
 from octavo.build import transform
@@ -210,6 +212,39 @@ ODD = {
     "strided": torch.randn(6, 6)[::2, 1:].t(),
     "one of a column": torch.randn(1, 6)[:, 2],
 }
+
+
+def checkpointed(model):
+    """Its linear layers in PyTorch's wrapper, which state dicts do not show."""
+    apply_activation_checkpointing(model, checkpoint_wrapper, check_fn=lambda module: isinstance(module, nn.Linear))
+    return model
+
+
+WRAPPERS = {
+    "checkpointed": checkpointed,
+    "around": checkpoint_wrapper,
+    "compiled": functools.partial(torch.compile, backend="eager"),
+    "both": lambda model: torch.compile(checkpointed(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_weights_inside_of_wrappers_are_saved_and_loaded(tmp_path, wrap):
+    """Parameters have the wrapper in their names, and those of a state dict may not."""
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(wrap(Net()))
+    first, second = models
+    names = [name for name, _ in first.named_parameters()]
+    assert names == [name for name in weights(first) if not name.endswith("count")]
+    assert not any(name.endswith("scratch") for name in weights(first))
+    first.get_buffer(next(name for name, _ in first.named_buffers() if name.endswith("count"))).add_(4)
+    octavo.save(tmp_path / "saved", first)
+    assert not torch.equal(dict(second.named_parameters())[names[1]], dict(first.named_parameters())[names[1]])
+    octavo.load(tmp_path / "saved", second)
+    same(weights(second), weights(first))
+    assert [one.item() for name, one in second.named_buffers() if name.endswith("count")] == [7]
 
 
 def test_tensors_of_every_kind_survive(tmp_path):

@@ -243,7 +243,7 @@ def states(tsm, mine, folder):
     found = {
         "hugging face": losses,
         "norms of an own loss": norms,
-        "whole states": shapes == {stored.get(name, name): tuple(p.shape) for name, p in model.named_parameters()},
+        "whole states": shapes == {stored.get(n, n): tuple(p.shape) for n, p in model.module.named_parameters()},
     }
     for name, how in (
         ("local", by_local),
@@ -456,6 +456,36 @@ def micro_batches(degrees, strategy, *, sync):
     return gradients, state_records(model), kept
 
 
+def names_and_saves(config, folder):
+    """Elements that decay by each rule, beside those of the source's matrices; and what octavo.save keeps of the model."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    tsm = names()
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    tsm.init()
+    torch.manual_seed(0)
+    source = AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in source.parameters() if p.dim() > 1)
+    model = FullyShardedDataParallel(tsm.transform(source))
+    first, second = octavo.parameter_groups(model, 0.1)
+    assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]  # of transformers' Trainer
+    by_class = set(get_parameter_names(model, [nn.LayerNorm], patterns))
+    decayed = {
+        "groups": sum(p.numel() for p in first["params"]),
+        "classes": sum(p.numel() for name, p in model.named_parameters() if name in by_class),
+        "names": sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and "bias" not in name),
+    }
+    kept = [whole_tensor(p).clone() for p in model.parameters()]
+    octavo.save(folder, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    octavo.load(folder, model)
+    return matrices, decayed, all(torch.equal(whole_tensor(p), k) for p, k in zip(model.parameters(), kept, strict=True))
+
+
 def from_rank_0(tsm):
     """Rank 0 alone has the weights."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -489,7 +519,11 @@ def native(mine):
         )  # fmt: skip
     ids = batch(9, mine)
     model(input_ids=ids, labels=ids).loss.backward()
-    return {"native": type(model) is FSDP, "native norm": float(model.clip_grad_norm_(1.0))}
+    try:
+        octavo.save("nowhere", model)
+    except octavo.errors.InputError as error:
+        refused = str(error)
+    return {"native": type(model) is FSDP, "native norm": float(model.clip_grad_norm_(1.0)), "native save": refused}
 
 
 def refusals(tsm):

@@ -44,7 +44,7 @@ def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(
     assert "parts of it before, and the same tokens now" in found["mixed"]
 
 
-def test_a_model_is_placed_once(tsm, tmp_path):
+def test_a_model_is_placed_once(te, tsm, tmp_path):
     """By FSDP, which shards it and has its device; on one rank by transform, whose model is used with and without FSDP."""
     wanted = [{"placed": 1, "kept": 0}] * 2
     assert ranks.run(2, fsdp_ranks.placements, "weights") == wanted
@@ -81,6 +81,7 @@ def test_checkpoints_wrappers_fine_tuning_and_pytorchs_own_fsdp(tmp_path):
         assert found["rate"] == 1e-2
         assert found["rank 0"]
         assert found["native"]
+        assert found["native save"].startswith("the model is PyTorch's FullyShardedDataParallel")
         assert found["native norm"] > 0
         for name, text in {
             "weights": "hold different weights", "meta": "are on the meta device", "own init": "DelayedParamIniter",
@@ -124,6 +125,14 @@ def test_the_first_step_by_these_names_has_the_rule_of_its_recipe(way, given, eq
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():
             assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["llama", "mixtral"])
+def test_rules_of_decay_find_the_matrices_and_octavo_save_all_weights(tmp_path, config):
+    """By names, by classes as transformers' Trainer, and by `octavo.parameter_groups`."""
+    for matrices, decayed, restored in ranks.run(2, fsdp_ranks.names_and_saves, config, str(tmp_path / "saved")):
+        assert decayed == dict.fromkeys(("groups", "classes", "names"), matrices)
+        assert restored
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])

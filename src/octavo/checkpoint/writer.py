@@ -28,6 +28,7 @@ from octavo.checkpoint.manifest import STATE
 from octavo.checkpoint.optimizer_state import group_names, group_scalars, named_states, state_scalars
 from octavo.checkpoint.pinned_buffer import PinnedBuffer
 from octavo.checkpoint.rng_state import random_scalars, random_tensors
+from octavo.errors import InputError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
 from octavo.models.convert import conversion_of
@@ -36,6 +37,8 @@ from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.stored_names import record_name
+
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,24 @@ class Snapshot:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2 they are DTensors."""
-    persistent = model.state_dict().keys()  # first: FSDP2 then puts its shards back in place
-    named = dict([*model.named_parameters(), *model.named_buffers()])
-    return {name: named[name].detach() for name in persistent if name in named}
+    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2 they are DTensors.
+
+    Raises:
+        InputError: a part is PyTorch's first FSDP.
+    """
+    for name, module in model.named_modules():
+        if type(module).__module__ == _FSDP1:
+            raise InputError(
+                f"{name or 'the model'} is PyTorch's FullyShardedDataParallel, of whose flat parameters octavo.save and "
+                "octavo.load know no names: use its state_dict with torch.distributed.checkpoint, or shard by octavo.transform."
+            )
+    # First: FSDP2 then puts its shards back in place. Some wrappers take their name out of it, and leave it in
+    # `named_parameters`: of its entries the tensors count. A wrapper around all may gather the model for a state of its own.
+    state = nn.Module.state_dict(model, keep_vars=True)
+    persistent = {id(tensor) for tensor in state.values()}
+    buffers = {name: one for name, one in model.named_buffers() if name in state or id(one) in persistent}
+    named = dict(model.named_parameters()) | buffers
+    return {name: named[name].detach() for name in dict.fromkeys((*state, *named)) if name in named}
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> dict[str, torch.Tensor]:

@@ -108,15 +108,8 @@ class ShardedModel(FullyShardedDataParallel):
         except AttributeError:
             return getattr(nn.Module.__getattr__(self, "_fsdp_wrapped_module"), name)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names of the model itself."""
-        for name, parameter in nn.Module.named_parameters(self, *args, **kwargs):
-            yield state_dicts.clean(name), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Buffers by the names of the model itself."""
-        for name, buffer in nn.Module.named_buffers(self, *args, **kwargs):
-            yield state_dicts.clean(name), buffer
+    # By the names of modules, as PyTorch's FSDP outside of `summon_full_params`: rules of classes look parameters up by those.
+    named_parameters, named_buffers = nn.Module.named_parameters, nn.Module.named_buffers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
         """`nn.Module.apply`; parameters are this rank's parts."""
