@@ -11,6 +11,7 @@ from test_te_arguments import CALLS, CONSTRUCTORS
 import octavo.nn
 from octavo.errors import InputError
 from octavo.fp8.recipe import coerce
+from octavo.fp8.scaling import state_records
 from octavo.nn.attention import merge_qkv
 from octavo.nn.mlp import interleave
 from octavo.process import process
@@ -189,21 +190,32 @@ def test_recipes_compare_and_print_as_there(te):
         pass
 
 
-def test_a_state_dict_keeps_the_fp8_state(te):
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a model"])
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+@pytest.mark.parametrize("recipe", [None, octavo.recipe.DelayedScaling()], ids=["theirs", "ours"])
+def test_a_state_dict_keeps_the_fp8_state(te, recipe, trained, inside):
+    """Also where weights without scales would begin anew: of a layer that was trained by Octavo's rule."""
+
     def make():
         torch.manual_seed(0)
-        return te.TransformerLayer(32, 64, 4, activation="swiglu", **QUIET)
+        layer = te.TransformerLayer(32, 64, 4, activation="swiglu", **QUIET)
+        return torch.nn.Sequential(layer, te.Linear(32, 16, device="cpu")) if inside else layer
 
-    def step(layer):
-        with te.fp8_autocast():
-            y = layer(torch.linspace(-1, 1, 256).view(4, 2, 32))
+    def step(layer, size=1.0):
+        with te.fp8_autocast(fp8_recipe=recipe):
+            y = layer(torch.linspace(-size, size, 256).view(4, 2, 32))
         y.sum().backward()
         return y
 
     first = make()
     step(first), step(first)
     second = make()
+    if trained:
+        step(second, 30.0)
     second.load_state_dict(first.state_dict())
+    kept, found = state_records(first), state_records(second)
+    assert kept.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in kept.items())
     assert torch.equal(step(first), step(second))
 
 

@@ -118,6 +118,7 @@ class Stateful(Named):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.register_load_state_dict_pre_hook(_before_loading)
+        self.register_load_state_dict_post_hook(_after_loading)
 
     def get_extra_state(self) -> Tensor:
         """FP8 scales and histories, uint8."""
@@ -125,6 +126,7 @@ class Stateful(Named):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore them; those of Transformer Engine's own layers are not read, which is said once."""
+        vars(self)["_loaded_state"] = state if is_ours(state) else None
         if is_ours(state):
             decode(self, state)
         elif isinstance(state, Tensor) and state.numel():
@@ -250,6 +252,12 @@ class Stateless(Named):
 def _add_entry(module: Stateless, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Of a script that keeps parameters alone."""
     state.setdefault(f"{prefix}{KEY}", _nothing())
+
+
+def _after_loading(module: Stateful, *others: Any) -> None:
+    """Layers inside of this one, which are loaded behind it, have taken their weights for ones without scales."""
+    if (state := vars(module).pop("_loaded_state", None)) is not None:
+        decode(module, state)
 
 
 def _before_loading(module: Stateful, state: dict[str, Any], prefix: str, *others: Any) -> None:
