@@ -34,6 +34,7 @@ from octavo.models.convert import conversion_of
 from octavo.models.decoder import Decoder
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
+from octavo.parallel.shards import named_tensors
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.stored_names import record_name
 
@@ -48,9 +49,9 @@ class Snapshot:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2 they are DTensors."""
+    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2, or of a block, they have parts."""
     persistent = model.state_dict().keys()  # first: FSDP2 then puts its shards back in place
-    named = dict([*model.named_parameters(), *model.named_buffers()])
+    named = dict(named_tensors(model))
     return {name: named[name].detach() for name in persistent if name in named}
 
 

@@ -6,20 +6,20 @@ The schedule is a pure function of the step: a continued run needs no scheduler 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
+from octavo.collectives.blocks import Block, counted_of, local_of, parameters_of, with_block
 from octavo.config.optimizer import OptimizerConfig
 from octavo.groups import parameter_groups
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
-from octavo.parallel.shards import is_shard
+from octavo.parallel.shards import groups_of, groups_of_placement
 from octavo.train.adamw import AdamW
 
 
@@ -48,17 +48,25 @@ def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Norm of all gradients together: a float32 scalar, summed in float32."""
+def gradient_norm(parameters: Mapping[torch.Tensor, Block | None]) -> torch.Tensor:
+    """Norm of all gradients together: a float32 scalar, summed in float32. parameters: with their blocks."""
     by_placement: dict[Any, list[torch.Tensor]] = {}
-    for p in parameters:
-        if isinstance(p.grad, DTensor):
+    of_blocks: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for p, block in parameters.items():
+        if block is not None:
+            if p.grad is not None:
+                gradient = with_block(p.grad, block)
+                nothing = local_of(gradient).new_zeros(())  # a rank that counts none takes part in the sums
+                of_blocks.setdefault(groups_of(gradient), [nothing]).extend(counted_of(gradient))
+        elif isinstance(p.grad, DTensor):
             by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
         elif p.grad is not None:
             by_placement.setdefault(None, []).append(p.grad)
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for placement, gradients in by_placement.items():
-        groups = () if placement is None else _shard_groups(*placement)
+        groups = () if placement is None else groups_of_placement(*placement)
+        by_groups.setdefault(groups, []).extend(gradients)
+    for groups, gradients in of_blocks.items():
         by_groups.setdefault(groups, []).extend(gradients)
     parts = []
     for groups, gradients in by_groups.items():
@@ -74,11 +82,6 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
 
 
-def _shard_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which a tensor is sharded; none for a whole one."""
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if is_shard(placement))
-
-
 @torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, *, loss_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None
@@ -91,19 +94,20 @@ def clip_grad_norm_(
     """
     with noted("octavo.clip_grad_norm_"):
         settle(model)  # gradients are with the shards
-        norm = gradient_norm(model.parameters()) / loss_scale
+        parameters = parameters_of(model)
+        norm = gradient_norm(parameters) / loss_scale
     factor = None
     if max_norm > 0 or loss_scale != 1:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
         factor = factor / loss_scale
     if isinstance(optimizer, AdamW) and norm.device.type == "cuda":
         optimizer.grad_scale = factor
-    elif factor is not None and (grads := _gradients(model)):
+    elif factor is not None and (grads := _gradients(parameters)):
         torch._foreach_mul_(grads, factor)
     return norm
 
 
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's part of each."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in parameters if p.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
