@@ -9,11 +9,13 @@ import math
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import octavo
+from octavo.checkpoint.writer import collect
 from octavo.collectives.blocks import declare, indices, local_of, parameters_of, part_of, share_out, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.models.weight_loader import InMemoryWeights, WeightLoader
@@ -219,3 +221,78 @@ def clipped(tensor, seed):
         if not torch.allclose(found.double(), gradients[name].double() * (1.5 / exact), rtol=1e-5, atol=1e-7):
             wrong.append(name)
     return norm.item() / exact.item(), wrong
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(tensor):
+    """A model with values and an optimizer with states, equal to one rank's after two steps from `whole_values`."""
+    model = start(tensor)
+    fill_all(model, whole_values())
+    optimizer = optimizer_of(model)
+    for seed in (8, 9):
+        give_gradients(model, whole_values(seed))
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(model, optimizer):
+    """Every tensor of model and optimizer, whole, by the name in a checkpoint."""
+    tensors = {name: whole_tensor(tensor).detach() for name, tensor in collect(model, optimizer).items()}
+    return {name: tensor.clone() for name, tensor in tensors.items() if not name.startswith("random.")}
+
+
+def differences(found, wanted):
+    names = sorted(found.keys() ^ wanted.keys())
+    return names + [name for name in wanted if name in found and not torch.equal(found[name], wanted[name])]
+
+
+def saved(path, tensor):
+    """Save; what differs from one rank's state."""
+    model, optimizer = trained(tensor)
+    octavo.save(path, model, optimizer, epoch=3)
+    return None if tensor == 1 and world.state.world_size == 1 else state_of(model, optimizer)
+
+
+def restored(path, tensor, wanted):
+    """Load into a model with other values; what differs from `wanted`, in wholes and in this rank's parts."""
+    model = start(tensor)
+    fill_all(model, whole_values(77))
+    optimizer = optimizer_of(model)
+    give_gradients(model, whole_values(78))
+    optimizer.step()
+    assert octavo.load(path, model, optimizer) == {"epoch": 3}
+    wrong = differences(state_of(model, optimizer), wanted)
+    wrong += same_as(model, {name: wanted[f"model.{name}"] for name in SHAPES})
+    blocks = parameters_of(model)
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = optimizer.state[parameter][key]
+            assert type(state) is type(parameter.detach())  # what the optimizer steps
+            shard = local_shard(with_block(state, blocks[parameter]))
+            numbers = shard.numbers(0, shard.local.numel())
+            theirs = wanted[f"optimizer.{key}.{name}"].flatten()
+            if not torch.equal(shard.local.flatten(), torch.where(numbers < 0, 0, theirs[numbers])):
+                wrong.append(f"{key} of {name}")
+    give_gradients(model, whole_values(10))
+    optimizer.step()
+    return wrong, state_of(model, optimizer)
+
+
+def by_pytorch(path, tensor):
+    """Save the model by PyTorch's own distributed checkpoint."""
+    model, _ = trained(tensor)
+    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+
+
+def read_by_pytorch(path, tensor, wanted):
+    """Load such a checkpoint; what differs."""
+    model = start(tensor)
+    fill_all(model, whole_values(77))
+    state = {"model": model.state_dict()}
+    torch.distributed.checkpoint.load(state, checkpoint_id=path)
+    wrong = same_as(model, wanted)
+    model.load_state_dict(state["model"])
+    return wrong + same_as(model, wanted)
