@@ -53,14 +53,20 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
     tensors = model.state_dict()
     if any(isinstance(as_held(tensor), DTensor) for tensor in tensors.values()):
         return  # sharded already, which `shard` refuses
-    own = {name: _digests(tensor) for name, tensor in tensors.items()}
-    for rank, digests in enumerate(ranks.all_gather(own)):
-        if name := next((name for name in [*own, *digests] if _differ(own.get(name), digests.get(name))), None):
-            raise InputError(
-                f"ranks {ranks.rank} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
-                "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take those of rank 0: "
-                "octavo.transform(model, load_state_dict_from_rank0=True)."
-            )
+    gathered = ranks.all_gather({name: _digests(tensor) for name, tensor in tensors.items()})
+    first: dict[tuple[str, tuple[int, ...]], int] = {}  # ranks, by name and place
+    for rank, found in enumerate(gathered):
+        for name in [*gathered[0], *found]:
+            other = 0 if name not in found or name not in gathered[0] else rank
+            for place, digest in found.get(name, {}).items():
+                holder = first.setdefault((name, place), rank)
+                other = holder if gathered[holder][name][place] != digest else other
+            if other != rank:
+                raise InputError(
+                    f"ranks {other} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
+                    "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take those of rank "
+                    "0: octavo.transform(model, load_state_dict_from_rank0=True)."
+                )
 
 
 def _digests(tensor: Tensor) -> dict[tuple[int, ...], tuple[str, ...]]:
@@ -69,11 +75,6 @@ def _digests(tensor: Tensor) -> dict[tuple[int, ...], tuple[str, ...]]:
         return {(): _digest(tensor)}
     of_ranges = {box.whole + box.sizes: _digest(local_of(tensor)[box.in_local]) for box in part_of(tensor).boxes}
     return {(): (f"{tensor.dtype} {tuple(tensor.shape)}",), **of_ranges}
-
-
-def _differ(one: dict[tuple[int, ...], tuple[str, ...]] | None, other: dict[tuple[int, ...], tuple[str, ...]] | None) -> bool:
-    """True if a tensor is on one rank alone, or two ranks that hold the same elements have other values."""
-    return one is None or other is None or any(one[place] != other[place] for place in one.keys() & other.keys())
 
 
 def _digest(tensor: Tensor) -> tuple[str, ...]:
