@@ -29,7 +29,7 @@ NAMES = (
     Name("torch._foreach_add_", ("train/adamw.py",), _FOREACH),
     Name("torch._foreach_copy_", ("fp8/buffers.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_mul_", ("train/adamw.py", "train/optimizer.py", "parallel/averaging.py"), _FOREACH),
-    Name("torch._foreach_norm", ("train/optimizer.py",), _FOREACH),
+    Name("torch._foreach_norm", ("parallel/shards.py",), _FOREACH),
     Name("torch.ops.aten._unsafe_view", ("nn/norm.py", "nn/mlp.py"), "a result that is no view of what autograd saved"),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", ("kernels/gemm.py",), "whether this CPU has products in bf16"),
     Name("torch.Tensor._make_subclass", ("parallel/deferred_init.py",), "a parameter of a subclass, with its class"),

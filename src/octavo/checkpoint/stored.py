@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from octavo.checkpoint.manifest import Count, Manifest, OpenCheckpoint, first_fault, parse_json
 from octavo.checkpoint.opened import Damaged, OpenFolder
 from octavo.checkpoint.shard_io import DTYPES, Layout
+from octavo.collectives.blocks import BlockTensor
 from octavo.parallel.shards import local_shard
 from octavo.stored_names import record_name
 
@@ -97,7 +98,8 @@ class StoredTensors:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(into), metadata, is_coordinator=False)
         for tensor in into.values():
-            local_shard(tensor).clear_padding()
+            if isinstance(tensor, BlockTensor):
+                local_shard(tensor).clear_padding()
         for item in planner.create_local_plan().items:
             index: MetadataIndex = item.storage_index
             part = self._slice(places[index.fqn, tuple(index.offset or ())], item.storage_offsets, item.lengths)

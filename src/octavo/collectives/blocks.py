@@ -160,10 +160,7 @@ class Part:
         """All its elements, those that it counts in boxes of their own: no two begin at one place."""
         if self.counts is None:
             return self.boxes
-        left = list(self.boxes)
-        for other in self.counts:
-            left = [piece for box in left for piece in _without(box, other)]
-        return (*self.counts, *left)
+        return (*self.counts, *(piece for box in self.boxes for piece in _left(box, self.counts)))
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Part:
         """The part that a slab of the rank's tensor is."""
@@ -202,6 +199,23 @@ def _without(box: Box, other: Box) -> list[Box]:
         left += [_span(box, dim, *span) for span in ((box.whole[dim], start), (stop, end)) if span[0] < span[1]]
         box = _span(box, dim, start, stop)
     return left
+
+
+def _left(box: Box, others: Iterable[Box]) -> list[Box]:
+    """The elements of a box that none of the others has."""
+    left = [box]
+    for other in others:
+        left = [piece for one in left for piece in _without(one, other)]
+    return left
+
+
+def _meet(one: Part, other: Part) -> bool:
+    """True if two parts of a whole have a common element."""
+    for mine, theirs in zip(one.indices, other.indices, strict=True):
+        both = sorted([(each.start, each.stop) for each in (*mine.ranges, *theirs.ranges)])
+        if all(stop <= start for (_, stop), (start, _) in itertools.pairwise(both)):  # none overlaps within a part
+            return False
+    return True
 
 
 def _span(box: Box, dim: int, start: int, stop: int) -> Box:
@@ -270,15 +284,14 @@ def share_out(
         part = Part(shape, tuple(each))
         if fault := _fault(part):
             raise InputError(f"rank {number} of {len(held)}: {fault}")
-        counted = list(part.boxes)
-        for other in before:
-            counted = [piece for box in counted for piece in _without(box, other)]
-        parts.append(part if counted == list(part.boxes) else replace(part, counts=tuple(counted)))
+        counted, all_boxes = list(part.boxes), list(part.boxes)
+        for earlier in parts:
+            if _meet(part, earlier):  # seldom, and boxes may be many
+                counted = [piece for box in counted for piece in _left(box, earlier.boxes)]
+        parts.append(part if counted == all_boxes else replace(part, counts=tuple(counted)))
         before += counted
     if (there := sum(math.prod(box.sizes) for box in before)) < math.prod(shape):
-        left = [Box(shape, (0,) * len(shape), shape)]
-        for other in before:
-            left = [piece for box in left for piece in _without(box, other)]
+        left = _left(Box(shape, (0,) * len(shape), shape), before)
         text = ", ".join(f"{first}:{first + size}" for first, size in zip(left[0].whole, left[0].sizes, strict=True))
         raise InputError(f"no rank holds [{text}] of {list(shape)}: of {math.prod(shape)} elements {there} are held.")
     return Block(tuple(parts), rank, group)

@@ -9,8 +9,9 @@ already, and FSDP2 shards these ranges. `named_tensors` gives the tensors of a m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from octavo.collectives.blocks import (
+    Block,
     BlockTensor,
     Part,
     as_held,
+    counted_of,
     has_part,
     local_of,
     parameters_of,
     part_of,
     with_block,
-)  # fmt: skip
+)
 from octavo.errors import InputError
 
 
@@ -117,6 +120,12 @@ def local_shard(tensor: Tensor) -> LocalShard:
     return LocalShard(local, part)
 
 
+def spread_rows(whole: Tensor, ranks: DeviceMesh) -> DTensor:
+    """Equal numbers of rows of a whole tensor on each rank of a mesh of one dimension; a copy, also on meta."""
+    own = whole.chunk(ranks.size())[ranks.get_local_rank()].clone()
+    return DTensor.from_local(own, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def like(tensor: Tensor, local: Tensor) -> Tensor:
     """A tensor with the parts of another one, of which `local` is this rank's numbers."""
     held = as_held(tensor)
@@ -140,15 +149,53 @@ def have_same_parts(one: Tensor, other: Tensor) -> bool:
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups of ranks that hold different parts of a tensor, one inside the other; none for a whole one."""
     held = as_held(tensor)
-    found = groups_of_placement(held.device_mesh, held.placements) if isinstance(held, DTensor) else ()
+    found = _groups(held.device_mesh, held.placements) if isinstance(held, DTensor) else ()
     if not isinstance(tensor, BlockTensor) or len(tensor.block.parts) == 1:
         return found
     return (*found, tensor.block.joined_by())
 
 
-def groups_of_placement(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
-    """The same for a DTensor with this mesh and these placements."""
+def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    """`groups_of` a DTensor with this mesh and these placements."""
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if is_shard(placement))
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
+    """Norm of all gradients together, of each element once: a float32 scalar, summed in float32.
+
+    parameters: with their blocks. Collective where they have parts.
+    """
+    by_placement: dict[Any, list[Tensor]] = {}
+    of_blocks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for p, block in parameters.items():
+        if p.grad is None:
+            continue
+        if block is not None:
+            gradient = with_block(p.grad, block)
+            nothing = local_of(gradient).new_zeros(())  # a rank that counts none takes part in the sums
+            of_blocks.setdefault(groups_of(gradient), [nothing]).extend(counted_of(gradient))
+        elif isinstance(p.grad, DTensor):
+            by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
+        else:
+            by_placement.setdefault(None, []).append(p.grad)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for placement, gradients in by_placement.items():
+        by_groups.setdefault(() if placement is None else _groups(*placement), []).extend(gradients)
+    for groups, gradients in of_blocks.items():
+        by_groups.setdefault(groups, []).extend(gradients)
+    parts = []
+    for groups, gradients in by_groups.items():
+        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        if groups:
+            part = part.square()
+            for group in groups:
+                dist.all_reduce(part, group=group)
+            part = part.sqrt()
+        parts.append(part)
+    if not parts:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
 
 
 def replicas_of(tensor: Tensor) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups, the schedule, and the norm of the gradient.
+"""AdamW's parameter groups, the schedule, and clipping.
 
 The schedule is a pure function of the step: a continued run needs no scheduler state.
 """
@@ -6,20 +6,17 @@ The schedule is a pure function of the step: a continued run needs no scheduler 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from octavo.collectives.blocks import Block, counted_of, local_of, parameters_of, with_block
+from octavo.collectives.blocks import parameters_of
 from octavo.config.optimizer import OptimizerConfig
 from octavo.groups import parameter_groups
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
-from octavo.parallel.shards import groups_of, groups_of_placement
+from octavo.parallel.shards import gradient_norm
 from octavo.train.adamw import AdamW
 
 
@@ -48,41 +45,6 @@ def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Mapping[torch.Tensor, Block | None]) -> torch.Tensor:
-    """Norm of all gradients together: a float32 scalar, summed in float32. parameters: with their blocks."""
-    by_placement: dict[Any, list[torch.Tensor]] = {}
-    of_blocks: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for p, block in parameters.items():
-        if block is not None:
-            if p.grad is not None:
-                gradient = with_block(p.grad, block)
-                nothing = local_of(gradient).new_zeros(())  # a rank that counts none takes part in the sums
-                of_blocks.setdefault(groups_of(gradient), [nothing]).extend(counted_of(gradient))
-        elif isinstance(p.grad, DTensor):
-            by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
-        elif p.grad is not None:
-            by_placement.setdefault(None, []).append(p.grad)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for placement, gradients in by_placement.items():
-        groups = () if placement is None else groups_of_placement(*placement)
-        by_groups.setdefault(groups, []).extend(gradients)
-    for groups, gradients in of_blocks.items():
-        by_groups.setdefault(groups, []).extend(gradients)
-    parts = []
-    for groups, gradients in by_groups.items():
-        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
-        if groups:
-            part = part.square()
-            for group in groups:
-                dist.all_reduce(part, group=group)
-            part = part.sqrt()
-        parts.append(part)
-    if not parts:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
-
-
-@torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, *, loss_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None
 ) -> torch.Tensor:
@@ -102,12 +64,9 @@ def clip_grad_norm_(
         factor = factor / loss_scale
     if isinstance(optimizer, AdamW) and norm.device.type == "cuda":
         optimizer.grad_scale = factor
-    elif factor is not None and (grads := _gradients(parameters)):
-        torch._foreach_mul_(grads, factor)
+    elif factor is not None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+        if own:
+            torch._foreach_mul_(own, factor)
     return norm
-
-
-def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's part of each."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
