@@ -10,26 +10,22 @@ import math
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from llamas import llama_config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import octavo
-from building import built_model
 from octavo.checkpoint.writer import collect
 from octavo.collectives.blocks import declare, indices, local_of, parameters_of, part_of, share_out, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError
-from octavo.models.convert import to_huggingface
-from octavo.models.weight_files import InMemoryWeights, WeightFiles
+from octavo.models.weight_files import InMemoryWeights
 from octavo.models.weight_loader import WeightLoader
 from octavo.parallel import world
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, materialise
 from octavo.parallel.fsdp import check_same_weights
 from octavo.parallel.module_init import OwnInit
-from octavo.parallel.saving import save_whole
 from octavo.parallel.shards import like, local_shard, named_tensors
 
 HIDDEN, HEAD, QUERIES, INNER, BLOCK, WORDS, EXPERTS = 5, 2, 12, 18, 8, 11, 3
@@ -43,6 +39,7 @@ SHAPES = {
     "experts.weight": (EXPERTS, INNER, HIDDEN),
     "norm.weight": (HIDDEN,),
     "router.weight": (1, HIDDEN),
+    "overlapping.weight": (10, HIDDEN),
 }
 """Of the router's one row the second of two shards has none."""
 
@@ -97,6 +94,7 @@ def held(rank, ranks):
         "experts.weight": (indices((0, EXPERTS)), indices(span(INNER)), hidden),
         "norm.weight": (hidden,),
         "router.weight": (indices((0, 1)), hidden),
+        "overlapping.weight": (indices((max(0, span(10)[0] - 2), span(10)[1])), hidden),
     }
 
 
@@ -105,11 +103,14 @@ def whole_values(seed=1):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def build(tensor=1, *, shard=True, device="cpu"):
-    """A model on this rank: `tensor` ranks share each parameter out, and the ranks with the same part shard it by FSDP2."""
+def build(tensor=1, *, shard=True, device="cpu", backwards=False):
+    """A model on this rank: `tensor` ranks share each parameter out, and the ranks with the same part shard it by FSDP2.
+
+    backwards: the first rank has the last part.
+    """
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = init_device_mesh("cpu", (size // tensor, tensor), mesh_dim_names=("shard", "tensor")) if size > 1 else None
-    parts = [held(rank, tensor) for rank in range(tensor)]
+    parts = [held(rank, tensor) for rank in range(tensor)][:: -1 if backwards else 1]
     group = None if tensor == 1 else mesh["tensor"].get_group()
     rank = 0 if group is None else dist.get_rank(group)
     blocks = {name: share_out(shape, [part[name] for part in parts], group, rank) for name, shape in SHAPES.items()}
@@ -120,7 +121,8 @@ def build(tensor=1, *, shard=True, device="cpu"):
     model.proj = nn.Linear(*shapes["proj.weight"][::-1], device=device)
     model.gate_up = nn.Linear(*shapes["gate_up.weight"][::-1], bias=False, device=device)
     model.experts = Experts(shapes["experts.weight"], device)
-    model.norm, model.router = Scale(shapes["norm.weight"], device), Scale(shapes["router.weight"], device)
+    for name in ("norm", "router", "overlapping"):
+        model.register_module(name, Scale(shapes[f"{name}.weight"], device))
     if tensor > 1:
         for name, block in blocks.items():
             module, _, own = name.rpartition(".")
@@ -303,71 +305,6 @@ def read_by_pytorch(path, tensor, wanted):
     wrong = same_as(model, wanted)
     model.load_state_dict(state["model"])
     return wrong + same_as(model, wanted)
-
-
-def split(model, tensor):
-    """Leave each tensor rank ranges of every parameter of a whole model, in turn rows or columns, the middle one on all."""
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size // tensor, tensor), mesh_dim_names=("shard", "tensor"))
-    group = mesh["tensor"].get_group()
-    for number, (name, parameter) in enumerate(list(model.named_parameters())):
-        shape = tuple(parameter.shape)
-        dim = number % parameter.dim()
-        edges = [shape[dim] * edge // (2 * tensor + 1) for edge in range(2 * tensor + 2)]
-        ranges = list(itertools.pairwise(edges))
-        held = []
-        for rank in range(tensor):
-            own = [*ranges[rank::tensor][:2], ranges[-1]]
-            held.append([indices(*own, padding=rank) if d == dim else indices((0, n)) for d, n in enumerate(shape)])
-        block = share_out(shape, held, group)
-        module, _, own_name = name.rpartition(".")
-        part = with_block(torch.empty(block.own.local_shape, dtype=parameter.dtype), block)
-        part.copy_(parameter.detach())
-        setattr(model.get_submodule(module), own_name, nn.Parameter(part.held))
-        declare(model.get_submodule(module), own_name, block)
-    if size > tensor:
-        fully_shard(model, mesh=mesh["shard"])
-    return model
-
-
-def decoder(**changes):
-    """A Llama of ours with values of a seed, whole."""
-    return built_model(llama_config(**changes), dtype=torch.float32, params_dtype=torch.float32, seed=3)
-
-
-def written(folder, tensor):
-    """A Llama in ranges: exported, written by `save_pretrained`, and read back from the export into other ranges."""
-    world.init({})
-    model = split(decoder(), tensor)
-    save_whole(model)
-    octavo.export(model, folder / "exported")
-    model.save_pretrained(folder / "saved")
-    wanted = {name: whole_tensor(tensor).detach() for name, tensor in named_tensors(model)}
-    other = split(decoder(), tensor)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            local_of(parameter).fill_(torch.nan)
-    Loaded(WeightLoader(other, WeightFiles(folder / "exported"))).fill(other, list(wanted))
-    state = to_huggingface(model).state_dict()
-    return same_as(other, wanted), wanted, {name: tensor.clone() for name, tensor in state.items()}
-
-
-def stepped(tensor):
-    """Whole weights after a step of an optimizer of matrices, each the square of its gradient's norm larger."""
-    world.init({})
-    model = split(decoder(), tensor) if tensor > 1 else decoder()
-    matrices = octavo.matrices(model, "model.layers.*")
-    optimizer = torch.optim.Muon(matrices.values(), lr=0.1)
-    matrices.attach(optimizer)
-    blocks = parameters_of(model)
-    for number, parameter in enumerate(model.parameters()):
-        whole = with_block(parameter, blocks[parameter])
-        gradient = like(whole, torch.zeros_like(local_of(parameter)))
-        values = torch.randn(whole.shape, generator=torch.Generator().manual_seed(number))
-        local_shard(gradient).copy_from(values)
-        parameter.grad = getattr(gradient, "held", gradient)
-    optimizer.step()
-    return {name: whole_tensor(tensor).detach().clone() for name, tensor in named_tensors(model)}
 
 
 def begun(tensor, changed):

@@ -18,9 +18,9 @@ KINDS = (
 )
 
 
-def other(tensor):
+def other(tensor, **options):
     """A model and an optimizer with other values."""
-    model = block_ranks.build(tensor)
+    model = block_ranks.build(tensor, **options)
     block_ranks.fill_all(model, block_ranks.whole_values(77))
     optimizer = block_ranks.optimizer_of(model)
     block_ranks.give_gradients(model, block_ranks.whole_values(78))
@@ -45,6 +45,18 @@ def round_trips(tensor, wanted):
             assert not any(map(has_part, state.values()))
         found[kind.name] = wrong
     return found
+
+
+def exchanged(tensor, wanted):
+    """What differs where a sharded state is loaded by ranks that hold each other's ranges, of the same shapes."""
+    settings = Settings(StateDictType.SHARDED_STATE_DICT)
+    model, optimizer = block_ranks.trained(tensor)
+    loaded, its = other(tensor, backwards=True)
+    same = [mine.shape == theirs.shape for mine, theirs in zip(model.parameters(), loaded.parameters(), strict=True)]
+    assert sum(same) > len(same) // 2
+    load_model_state(loaded, model_state(model, settings), settings, strict=True)
+    its.load_state_dict(optim_state_to_load(loaded, its, optim_state(model, optimizer, settings)))
+    return block_ranks.differences(block_ranks.state_of(loaded, its), wanted)
 
 
 def save(path, tensor, *, background=False):

@@ -20,6 +20,10 @@ def test_state_dicts_of_each_type_load_again(world, tensor, one_rank):
         assert found == {kind.name: [] for kind in smp_blocks.KINDS}
 
 
+def test_a_state_of_other_ranges_of_the_same_shape_is_laid_out_anew(one_rank):
+    assert ranks.run(4, smp_blocks.exchanged, 2, one_rank) == [[]] * 4
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_sharded_state_of_ranges_loads_at_other_layouts(tmp_path, one_rank, background):
     ranks.run(4, smp_blocks.save, tmp_path / "four", 2, background=background)

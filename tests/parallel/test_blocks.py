@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import ranges_of_decoders
 import torch
 from llamas import llama_config
 from transformers import AutoModelForCausalLM
@@ -32,7 +33,9 @@ def test_the_ranks_hold_every_element_and_count_each_once(world, tensor):
         assert sorted(counted) == list(range(math.prod(shape)))
         assert set(counted.values()) == {1}
         shared |= {name} if max(there.values()) > 1 else set()
-    assert shared == {"norm.weight", "proj.bias", "router.weight"} | ({"qkv.weight", "qkv.bias"} if tensor > 2 else set())
+    assert shared == {"norm.weight", "proj.bias", "router.weight", "overlapping.weight"} | (
+        {"qkv.weight", "qkv.bias"} if tensor > 2 else set()
+    )
     if world > tensor:  # FSDP2's shards are uneven, and some are empty
         assert len({len(found["proj.weight"][0]) for found in of_ranks}) > 1
         assert any(not found["router.weight"][0] for found in of_ranks)
@@ -58,9 +61,9 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(world, tensor):
 
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2)])
 def test_a_model_in_ranges_is_written_whole_and_read_back(tmp_path, world, tensor):
-    model = block_ranks.decoder()
+    model = ranges_of_decoders.decoder()
     wanted, theirs = dict(model.named_parameters()), to_huggingface(model).state_dict()
-    for wrong, whole, state in ranks.run(world, block_ranks.written, tmp_path, tensor):
+    for wrong, whole, state in ranks.run(world, ranges_of_decoders.written, tmp_path, tensor):
         assert wrong == []
         assert block_ranks.differences(whole, {name: parameter.detach() for name, parameter in wanted.items()}) == []
         assert block_ranks.differences(state, theirs) == []
@@ -71,8 +74,8 @@ def test_a_model_in_ranges_is_written_whole_and_read_back(tmp_path, world, tenso
 
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2)])
 def test_an_optimizer_of_matrices_sees_whole_ones(world, tensor):
-    (wanted,) = ranks.run(1, block_ranks.stepped, 1)
-    for found in ranks.run(world, block_ranks.stepped, tensor):
+    (wanted,) = ranks.run(1, ranges_of_decoders.stepped, 1)
+    for found in ranks.run(world, ranges_of_decoders.stepped, tensor):
         assert block_ranks.differences(found, wanted) == []
 
 
