@@ -6,6 +6,7 @@ vocabulary, slices of experts, and parameters that every rank has.
 
 import itertools
 import math
+import random
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from octavo.models.weight_files import InMemoryWeights
 from octavo.models.weight_loader import WeightLoader
 from octavo.parallel import world
 from octavo.parallel.coordination import all_ranks
-from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, materialise
+from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, counter_normal_, materialise
 from octavo.parallel.fsdp import check_same_weights
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.shards import like, local_shard, named_tensors
@@ -319,3 +320,83 @@ def begun(tensor, changed):
     except InputError as error:
         return str(error)
     return None
+
+
+def random_model(seed, tensor):
+    """(a model on meta with parameters in random ranges of random dimensions, sharded over further ranks; its values)."""
+    draw = random.Random(seed)
+    size = dist.get_world_size() if tensor > 1 else 1
+    mesh = init_device_mesh("cpu", (size // tensor, tensor), mesh_dim_names=("shard", "tensor")) if size > 1 else None
+    group = None if mesh is None else mesh["tensor"].get_group()
+    model, values = nn.Module(), {}
+    for number in range(6):
+        shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
+        dim = draw.randrange(len(shape))
+        module = Scale(shape, "meta")
+        if tensor > 1:
+            own = random.Random(seed + number)
+            edges = sorted({0, shape[dim], *(own.randint(0, shape[dim]) for _ in range(4))})
+            parts = [[] for _ in range(tensor)]
+            for one in itertools.pairwise(edges):
+                for rank in own.sample(range(tensor), own.randint(1, tensor)):
+                    parts[rank].append(one)
+            for each in parts:
+                own.shuffle(each)
+            padding = [own.randint(0, 2) for _ in range(tensor)]
+            held_by = [
+                [indices(*each, padding=pad) if d == dim else indices((0, n)) for d, n in enumerate(shape)]
+                for each, pad in zip(parts, padding, strict=True)
+            ]
+            block = share_out(shape, held_by, group)
+            module = Scale(block.own.local_shape, "meta")
+            declare(module, "weight", block)
+        model.register_module(f"m{number}", module)
+        values[f"m{number}.weight"] = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    if size > tensor:
+        fully_shard(model, mesh=mesh["shard"])
+    return model, values
+
+
+def random_ranges(seed, tensor, folder):
+    """What differs of tensors in random ranges: initial values, loaded ones, wholes, the norm. Saved to a folder."""
+    world.init({})
+    model, values = random_model(seed, tensor)
+    wrong = []
+    materialise(model, "cpu", CounterInit(seed, 0.5))
+    initial = {name: whole_tensor(tensor).detach() for name, tensor in named_tensors(model)}
+    for name, whole in initial.items():
+        wanted = counter_normal_(torch.empty(whole.shape), torch.arange, seed=seed, name=name, std=0.5)
+        if not torch.equal(whole, wanted if whole.dim() > 1 else torch.ones(whole.shape)):
+            wrong.append(f"initial {name}")
+    wrong += same_as(model, initial)
+    model.load_state_dict(values)
+    wrong += same_as(model, values)
+    give_gradients(model, values)
+    exact = torch.cat([value.double().flatten() for value in values.values()]).norm().item()
+    if abs(octavo.clip_grad_norm_(model, 0).item() / exact - 1) > 1e-6:
+        wrong.append("norm")
+    optimizer = optimizer_of(model)
+    optimizer.step()
+    octavo.save(folder, model, optimizer)
+    fill_all(model, initial)
+    optimizer.state.clear()
+    octavo.load(folder, model, optimizer)
+    return wrong, state_of(model, optimizer)
+
+
+def random_on_one_rank(seed, folder):
+    """The state that `random_ranges` has saved, as one rank computes it and as one rank loads it."""
+    states = []
+    for loads in (False, True):
+        model, values = random_model(seed, 1)
+        materialise(model, "cpu", CounterInit(seed, 0.5))
+        if not loads:
+            model.load_state_dict(values)
+        optimizer = optimizer_of(model)
+        if loads:
+            octavo.load(folder, model, optimizer)
+        else:
+            give_gradients(model, values)
+            optimizer.step()
+        states.append(state_of(model, optimizer))
+    return states

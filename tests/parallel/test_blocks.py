@@ -2,6 +2,7 @@
 
 import collections
 import math
+import random
 import re
 
 import pytest
@@ -57,6 +58,16 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(world, tensor):
         for ratio, wrong in ranks.run(world, block_ranks.clipped, tensor, seed):
             assert ratio == pytest.approx(1, abs=1e-6)
             assert wrong == []
+
+
+@pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2), (4, 4)])
+def test_random_ranges(world, tensor, tmp_path):
+    for number in range(3):
+        seed, folder = random.randrange(2**32), tmp_path / str(number)  # another one in each run: a failure names it
+        found = ranks.run(world, block_ranks.random_ranges, seed, tensor, folder)
+        for state in block_ranks.random_on_one_rank(seed, folder):
+            for wrong, of_ranks in found:
+                assert (seed, wrong, block_ranks.differences(of_ranks, state)) == (seed, [], [])
 
 
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from octavo.collectives.blocks import BlockTensor
+from octavo.collectives.blocks import BlockTensor, local_of
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -26,7 +26,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _joined(tensor: BlockTensor) -> Tensor:
     """The parts of all ranks of a block, one after the other, in their places."""
-    block, own = tensor.block, whole_tensor(tensor.held).detach().contiguous()
+    block, held = tensor.block, tensor.held
+    # DTensor's redistribution fails without elements.
+    own = whole_tensor(held).detach().contiguous() if held.numel() else local_of(held).new_empty(held.shape)
     group = block.joined_by() if len(block.parts) > 1 else None
     whole = own.new_empty(block.shape)
     for rank, part in enumerate(block.parts):

@@ -116,6 +116,8 @@ def is_shard(placement: Placement) -> bool:
 def local_shard(tensor: Tensor) -> LocalShard:
     """This rank's part of a tensor of `named_tensors`, or of any without a block."""
     local, part = local_of(tensor).detach(), part_of(tensor)
+    if not local.numel():  # FSDP2 shards a tensor without elements as one without rows
+        local = local.new_empty(part.local_shape)
     assert tuple(local.shape) == part.local_shape, (local.shape, part.local_shape)
     return LocalShard(local, part)
 
