@@ -2,9 +2,15 @@
 
 import pytest
 import smp_blocks
+import torch
+from torch import nn
 
 import block_ranks
+import octavo
 import ranks
+from octavo.collectives.blocks import declare, indices, share_out
+from octavo.compat.smp.utils import clip_grad_norm_
+from octavo.errors import InputError
 
 pytestmark = ranks.alone
 
@@ -35,3 +41,15 @@ def test_a_save_over_some_of_the_ranks_is_refused(tmp_path):
     said = ranks.run(4, smp_blocks.refused, tmp_path / "some", 2)
     assert said[2:] == [None, None]
     assert all("has parts on ranks of several meshes" in each for each in said[:2])
+
+
+def test_a_norm_of_each_rank_s_tensors_alone_is_refused():
+    layer = nn.Linear(3, 4, bias=False)
+    declare(
+        layer, "weight", share_out((8, 3), [[indices((0, 4)), indices((0, 3))], [indices((4, 8)), indices((0, 3))]], rank=0)
+    )
+    layer.weight.grad = torch.ones(4, 3)
+    with pytest.raises(InputError, match=r"max_norm=1.0, norm_type=inf\): ranks hold ranges .* octavo\.clip_grad_norm_"):
+        clip_grad_norm_(layer, 1.0, float("inf"))
+    with pytest.raises(InputError, match=r"\[8, 3\] is 2 ranks' parts, which no group joins"):
+        octavo.clip_grad_norm_(layer, 1.0)

@@ -8,7 +8,8 @@ that tensor as any other, and a `Part` is cut where a shard is.
 `to_empty`, `copy.deepcopy`, `load_state_dict(assign=True)`. `state_dict()` has a `BlockTensor` in the parameter's place, which
 PyTorch's distributed checkpoints write and read by its ranges, under the parameter's name.
 
-Left out: raw optimizer states, of `optimizer.state_dict()`, are of this rank's tensor (`octavo.save` knows whose they are).
+Left out: what PyTorch does with a rank's tensor alone, such as the raw states of `optimizer.state_dict()` and
+`torch.nn.utils.clip_grad_norm_`. `octavo.save` and `octavo.clip_grad_norm_` know the ranges.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Of experts that are spread over ranks it
 shards those of this rank. A parameter with a declared block (`octavo.collectives.blocks`) is several ranges of the whole
 already, and FSDP2 shards these ranges. `named_tensors` gives the tensors of a model by name, with their blocks, and
-`local_shard` the part. No other file reads placements, but those that speak to FSDP2.
+`local_shard` the part. Placements are read here, and where a whole is gathered (`octavo.collectives.whole`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class LocalShard:
                 self.local.narrow(dim, len(indices) - indices.padding, indices.padding).zero_()
 
 
-def is_shard(placement: Placement) -> bool:
+def _is_shard(placement: Placement) -> bool:
     """True if the ranks of this dimension of a mesh hold different parts."""
     return type(placement) in (Shard, _StridedShard)
 
@@ -159,7 +159,7 @@ def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """`groups_of` a DTensor with this mesh and these placements."""
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if is_shard(placement))
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if _is_shard(placement))
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def replicas_of(tensor: Tensor) -> list[list[int]]:
             f"a tensor of {list(tensor.shape)} has parts on ranks of several meshes, and process_group is some ranks: save and "
             "load over all ranks (process_group=None)."
         )
-    ranks, sharded = tensor.device_mesh.mesh, [is_shard(placement) for placement in tensor.placements]
+    ranks, sharded = tensor.device_mesh.mesh, [_is_shard(placement) for placement in tensor.placements]
     order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
     inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
     found: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()

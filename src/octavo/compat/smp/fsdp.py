@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from octavo.build import place
-from octavo.collectives.blocks import parameters_of
 from octavo.compat.notices import say_once
 from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
@@ -33,6 +32,7 @@ from octavo.compat.smp.delayed import ParamInit
 from octavo.compat.smp.init import given_names
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed
+from octavo.compat.smp.utils import clip_by_pytorch
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
@@ -145,12 +145,7 @@ class ShardedModel(FullyShardedDataParallel):
         settle(self.module)
         if norm_type == 2.0 and max_norm > 0:
             return clip_grad_norm_(self.module, max_norm)
-        if any(block is not None for block in parameters_of(self.module).values()):
-            raise InputError(
-                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): ranks hold ranges of this model's parameters, "
-                "some of them the same, and their norm is of type 2: give norm_type=2.0 and a max_norm above 0."
-            )
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        norm = clip_by_pytorch(self.module, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
