@@ -60,6 +60,7 @@ from octavo.models.replace import (
     has_experts,
     keep_frozen,
     recompute_mlps,
+    refuse_blocks,
     refuse_hooks,
     replace_linears,
     restore_attributes,
@@ -271,6 +272,8 @@ def build_model(
     load_from = None if device.type == "meta" else load_from
     spec, vision, reason = _replacement(original, config, options.blocks, can_fill=bool(load_from or from_rank0))
     spec = with_moe(spec, config, options.moe)
+    if original is not None:
+        refuse_blocks(original)
     dtype, params_dtype = options.dtype, options.params_dtype
     if params_dtype is None and (spec is not None or vision or sharding is not None):
         raise InputError(f"{type(original).__name__} has parameters of several dtypes: set params_dtype, to torch.float32.")

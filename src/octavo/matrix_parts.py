@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from octavo.collectives.blocks import Block, local_of, parameters_of, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, some
 from octavo.models.convert import Conversion, conversion_of
@@ -47,11 +48,16 @@ OF_MATRICES = frozenset(
 
 @dataclass(frozen=True)
 class _Joined:
-    """A parameter of the model, and its matrices by name in the order of `_split`."""
+    """A parameter of the model, its matrices by name in the order of `_split`, and the block of which it is a part."""
 
     name: str
     parameter: nn.Parameter
     names: tuple[str, ...]
+    block: Block | None
+
+    def tensor(self, values: Tensor) -> Tensor:
+        """The parameter or its gradient, as `whole_tensor` and `local_shard` take it."""
+        return with_block(values, self.block)
 
 
 class Matrices(Mapping[str, nn.Parameter]):
@@ -72,6 +78,7 @@ class Matrices(Mapping[str, nn.Parameter]):
             for name, part in self._parts(joined, joined.parameter):
                 if self._is_own(name):
                     itself = not self._spread and len(joined.names) == 1 and part.shape == joined.parameter.shape
+                    itself = itself and joined.block is None
                     itself = itself and self._order_is_kept(joined)
                     self._own[name] = joined.parameter if itself else _copy(part)
         _register()
@@ -153,22 +160,21 @@ class Matrices(Mapping[str, nn.Parameter]):
                     assert own is not None
                     values[name] = own.detach()
                     continue
-                local = local_shard(joined.parameter).local
+                local = local_of(joined.parameter)
                 values[name] = local.new_empty(shape) if own is None else own.detach().contiguous()
                 dist.broadcast(values[name], self.owners[name])
-            local_shard(joined.parameter).copy_from(
-                _join(self._way, joined.name, list(values.values()), tuple(joined.parameter.shape))
-            )
+            whole = joined.tensor(joined.parameter)
+            local_shard(whole).copy_from(_join(self._way, joined.name, list(values.values()), tuple(whole.shape)))
             joined.parameter.grad = None
             for name in joined.names:
                 if (mine := self._own.get(name)) is not None:
                     mine.grad = None
 
     def _parts(self, joined: _Joined, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield from _split(self._way, joined.name, whole_tensor(tensor.detach())).items()
+        yield from _split(self._way, joined.name, whole_tensor(joined.tensor(tensor.detach()))).items()
 
     def _parts_of_shape(self, joined: _Joined) -> dict[str, tuple[int, ...]]:
-        shape = torch.empty(joined.parameter.shape, device="meta")
+        shape = torch.empty(joined.tensor(joined.parameter).shape, device="meta")
         return {name: tuple(part.shape) for name, part in _split(self._way, joined.name, shape).items()}
 
     def _order_is_kept(self, joined: _Joined) -> bool:
@@ -216,10 +222,12 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
     way = conversion_of(model)
     chosen: list[_Joined] = []
     found: list[str] = []
+    blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        names = tuple(_split(way, name, torch.empty(parameter.shape, device="meta")))
+        block = blocks[parameter]
+        names = tuple(_split(way, name, torch.empty(with_block(parameter, block).shape, device="meta")))
         found += names
         here = [one for one in names if not patterns or any(fnmatch(one, pattern) for pattern in patterns)]
         if here and len(here) < len(names):
@@ -229,7 +237,7 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
                 f"{some(left)}: choose all of them, or none."
             )
         if here:
-            chosen.append(_Joined(name, parameter, names))
+            chosen.append(_Joined(name, parameter, names, block))
     for pattern in patterns:
         if not any(fnmatch(one, pattern) for one in found):
             raise InputError(f"octavo.matrices: no matrix is named like {pattern!r}. Known are {some(found)}.")

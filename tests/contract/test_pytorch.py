@@ -6,6 +6,15 @@ import pytest
 import torch
 from private_names import Name, check
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)  # fmt: skip
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 _FOREACH = "one launch for many tensors; the public optimizers and `clip_grad_norm_` use it, and it has no public name"
 _HOOKS = "a layer whose hooks must run is called, and not computed by its block; `nn.Module` lists them nowhere else"
@@ -20,7 +29,7 @@ NAMES = (
     Name("torch._foreach_add_", ("train/adamw.py",), _FOREACH),
     Name("torch._foreach_copy_", ("fp8/buffers.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_mul_", ("train/adamw.py", "train/optimizer.py", "parallel/averaging.py"), _FOREACH),
-    Name("torch._foreach_norm", ("train/optimizer.py",), _FOREACH),
+    Name("torch._foreach_norm", ("parallel/shards.py",), _FOREACH),
     Name("torch.ops.aten._unsafe_view", ("nn/norm.py", "nn/mlp.py"), "a result that is no view of what autograd saved"),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", ("kernels/gemm.py",), "whether this CPU has products in bf16"),
     Name("torch.Tensor._make_subclass", ("parallel/deferred_init.py",), "a parameter of a subclass, with its class"),
@@ -52,11 +61,11 @@ NAMES = (
         "experts that are sharded twice over one dimension",
     ),
     Name(
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        ("parallel/shards.py",),
-        "which rows of a parameter a rank has",
-        ("global_shape", "mesh", "placements"),
+        "torch.Tensor._make_wrapper_subclass",
+        ("collectives/blocks.py",),
+        "a tensor of the whole's shape that holds this rank's part, as DTensors are made",
     ),
+    Name("torch.ops.aten._to_copy", ("collectives/blocks.py",), "what `to` of a tensor calls under `__torch_dispatch__`"),
     Name(
         "torch.distributed.tensor.DTensor._local_tensor",
         ("parallel/deferred_init.py",),
@@ -162,6 +171,63 @@ def test_attributes_of_other_objects():
     assert calls == [parameter]
     assert list(parameter._post_accumulate_grad_hooks.values()) == [calls.append]
     assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
+
+
+class InChunks(torch.Tensor):
+    """Rows 4 and 5, then 1, of a matrix of 6 rows, to PyTorch's planners."""
+
+    ROWS = ((4, 2), (1, 1))
+
+    @staticmethod
+    def __new__(cls, held):
+        new = torch.Tensor._make_wrapper_subclass(cls, (6, *held.shape[1:]), dtype=held.dtype, device=held.device)
+        new.held, new.asked = held, []
+        return new
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} of a tensor in chunks")
+
+    def chunks(self):
+        return [ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([rows, 2])) for first, rows in self.ROWS]
+
+    def __create_write_items__(self, fqn, _):
+        self.asked.append("write")
+        properties = TensorProperties.create_from_tensor(self.held)
+        data = [TensorWriteData(chunk, properties, torch.Size([6, 2])) for chunk in self.chunks()]
+        return [WriteItem(MetadataIndex(fqn, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in data]
+
+    def __create_chunk_list__(self):
+        self.asked.append("read")
+        return self.chunks()
+
+    def __get_tensor_shard__(self, index):
+        return {4: self.held[:2], 1: self.held[2:]}[index.offset[0]]
+
+
+def test_the_planners_of_distributed_checkpoints_ask_a_tensor_for_its_chunks():
+    tensor = InChunks(torch.arange(6.0).view(3, 2))
+    items = create_default_local_save_plan({"w": tensor}, is_coordinator=True).items
+    assert [(tuple(item.index.offset), tuple(item.tensor_data.chunk.sizes)) for item in items] == [
+        ((4, 0), (2, 2)),
+        ((1, 0), (1, 2)),
+    ]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"w": tensor}, is_coordinator=True)
+    assert [planner.lookup_object(item.index).tolist() for item in items] == [[[0, 1], [2, 3]], [[4, 5]]]
+    stored = [
+        ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([5, 2])),
+        ChunkStorageMetadata(torch.Size([5, 0]), torch.Size([1, 2])),
+    ]
+    metadata = Metadata({"w": TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([6, 2]), stored)})
+    loading = DefaultLoadPlanner()
+    loading.set_up_planner({"w": tensor}, metadata, is_coordinator=False)
+    whole = torch.randn(6, 2)
+    for item in loading.create_local_plan().items:
+        first = item.storage_index.offset[0] + item.storage_offsets[0]
+        loading.resolve_tensor(item).copy_(whole[first : first + item.lengths[0]])
+    assert torch.equal(tensor.held, whole[[4, 5, 1]])
+    assert set(tensor.asked) == {"write", "read"}
 
 
 def test_a_hook_registers_where_octavo_looks():

@@ -64,13 +64,16 @@ def test_what_a_rank_copies_loads_and_draws_is_its_part_of_the_whole(places):
         assert held == sorted(list(range(torch.Size(shape).numel())) * copies)
 
 
-def test_a_part_in_a_third_dimension_is_refused():
-    with pytest.raises(AssertionError, match="only shards of rows and of columns"):
-        ranks.run(4, placed, (0, 2), [(6, 4, 3)])
+@pytest.mark.parametrize("places", [(0, 2), (2, 1), (2, 2)], ids=str)
+def test_a_part_in_a_third_dimension(places):
+    shape = (6, 4, 3)
+    of_ranks = ranks.run(4, placed, places, [shape])
+    assert all(found[shape][0] == [0, 0, 0] for found in of_ranks)
+    assert sorted(itertools.chain.from_iterable(found[shape][1] for found in of_ranks)) == list(range(6 * 4 * 3))
 
 
 def test_a_whole_tensor_is_one_part():
     for shape in ((), (3,), *SHAPES):
         part = local_shard(torch.zeros(shape))
-        assert part.has_whole_rows
+        assert part.part.is_consecutive
         assert part.numbers(0, part.local.numel()).tolist() == list(range(part.local.numel()))

@@ -18,6 +18,7 @@ from torch import nn
 from octavo.checkpoint.joined import class_name
 from octavo.checkpoint.opened import Damaged
 from octavo.checkpoint.shard_io import Layout
+from octavo.collectives.blocks import Block, as_held, parameters_of, with_block
 from octavo.errors import InputError, some
 
 Scalars = dict[str, dict[str, Any]]
@@ -54,7 +55,25 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
             f"the optimizer keeps state for {unknown} tensors that are no parameters of the model: save it with the model "
             "that it trains."
         )
-    return {names[parameter]: states for parameter, states in optimizer.state.items()}
+    blocks = parameters_of(model)
+    return {names[p]: _of_whole(names[p], states, blocks[p]) for p, states in optimizer.state.items()}
+
+
+def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[str, Any]:
+    """States with those of a block's part as such; refuses states of another shape, which differ between its ranks."""
+    if block is None:
+        return states
+    found = dict(states)
+    for key, value in states.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            if tuple(value.shape) != block.own.local_shape:
+                raise InputError(
+                    f"the optimizer's state {key!r} of {name} is {list(value.shape)}: of a parameter of {list(block.shape)}, "
+                    f"whose ranks hold parts, a checkpoint keeps states of its elements ({list(block.own.local_shape)} on this "
+                    "rank) and numbers. Save without the optimizer."
+                )
+            found[key] = with_block(value, block)
+    return found
 
 
 def refuse_matrices(optimizer: torch.optim.Optimizer) -> None:
@@ -214,7 +233,7 @@ def allocate_states(
             f"checkpoint {path} has an optimizer of {len(groups)} parameter groups, this one has "
             f"{len(optimizer.param_groups)}: build it as the saved one was."
         )
-    held = _held_parameters(model, optimizer)
+    held, blocks = _held_parameters(model, optimizer), parameters_of(model)
     for owner in [*(name.partition(".")[2] for name in stored), *scalars]:
         if owner not in held:
             raise InputError(
@@ -223,8 +242,9 @@ def allocate_states(
     tensors = {}
     for name, (shape, dtype) in stored.items():
         parameter = held[name.partition(".")[2]]
-        like_parameter = tuple(parameter.shape) == shape
-        tensors[name] = torch.empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(shape, dtype=dtype)
+        whole = with_block(parameter, blocks[parameter])
+        like_parameter = tuple(whole.shape) == shape
+        tensors[name] = torch.empty_like(whole, dtype=dtype) if like_parameter else torch.empty(shape, dtype=dtype)
     return tensors
 
 
@@ -242,7 +262,7 @@ def install_states(
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     for name, tensor in tensors.items():
         key, _, owner = name.partition(".")
-        parameter = held[owner]
+        parameter, tensor = held[owner], as_held(tensor)
         optimizer.state[parameter][key] = tensor.to(parameter.device) if parameter in on_device else tensor
     for owner, values in scalars.items():
         optimizer.state[held[owner]] |= {k: float(v) if isinstance(v, str) else v for k, v in values.items()}

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.failpoints import failpoint
+from octavo.collectives.blocks import BlockTensor, local_of
 from octavo.errors import InputError, OctavoError
 from octavo.parallel.coordination import Ranks
+from octavo.parallel.shards import groups_of
 from octavo.storage import free_bytes
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -58,7 +59,9 @@ class TensorPiece:
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
-    """This rank's piece of each tensor, plain or DTensor, not copied; empty shards are left out.
+    """This rank's pieces of each tensor, plain, DTensor or of a block, not copied; empty shards are left out.
+
+    Of a block they are what this rank counts, so that an element of several ranks is written once.
 
     Raises:
         InputError: safetensors does not have the dtype.
@@ -70,7 +73,10 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
         name = item.index.fqn
         tensor = tensors[name]
-        data = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        data = local_of(tensor).detach()
+        if isinstance(tensor, BlockTensor):
+            groups_of(tensor)  # a checkpoint of one rank's part would lack the others'
+            data = tensor.__get_tensor_shard__(item.index)
         if data.numel() or not tensor.numel():
             pieces.append(TensorPiece(name, item, data))
     return pieces
@@ -92,9 +98,24 @@ def deduplicate(pieces: Sequence[TensorPiece], ranks: Ranks) -> list[TensorPiece
 
 
 def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step: int | None = None) -> Entries:
-    """Write pieces as one safetensors file, synced; returns its manifest entry. No file if there are no pieces."""
-    if not pieces:
-        return {}
+    """Write pieces as a safetensors file, synced; returns its manifest entry. No file if there are no pieces.
+
+    A file has one piece of a tensor, so that further pieces of blocks go into further files.
+    """
+    files: list[list[TensorPiece]] = []
+    of_name: dict[str, int] = {}
+    for piece in pieces:
+        number = of_name[piece.name] = of_name.get(piece.name, -1) + 1
+        files += [[]] if number == len(files) else []
+        files[number].append(piece)
+    entries: Entries = {}
+    for number, own in enumerate(files, 1):
+        name = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
+        entries |= _write_file(folder, name, own, step if number == 1 else None)
+    return entries
+
+
+def _write_file(folder: Path, name: str, pieces: Sequence[TensorPiece], step: int | None) -> Entries:
     # The order of safetensors itself: each tensor starts at a multiple of its element size.
     ordered = sorted(pieces, key=lambda piece: (-piece.data.element_size(), piece.name))
     offsets = {piece.name: {"saved_offsets": list(piece.item.index.offset or ())} for piece in ordered}
@@ -106,7 +127,6 @@ def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step
         header[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
     digest, middle = hashlib.sha256(), 1 + len(ordered) // 2
     # Hashing and writing take about equally long and release the interpreter's lock, so they run in parallel.
     with (folder / name).open("xb") as file, ThreadPoolExecutor(1) as hashing:

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from octavo.checkpoint.manifest import Count, Manifest, OpenCheckpoint, first_fault, parse_json
 from octavo.checkpoint.opened import Damaged, OpenFolder
 from octavo.checkpoint.shard_io import DTYPES, Layout
+from octavo.collectives.blocks import BlockTensor
+from octavo.parallel.shards import local_shard
 from octavo.stored_names import record_name
 
 _LARGEST_HEADER = 100_000_000  # bytes: safetensors' own limit
@@ -95,6 +97,9 @@ class StoredTensors:
         places = {(name, piece.offsets): piece for name in into for piece in self.pieces[name]}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(into), metadata, is_coordinator=False)
+        for tensor in into.values():
+            if isinstance(tensor, BlockTensor):
+                local_shard(tensor).clear_padding()
         for item in planner.create_local_plan().items:
             index: MetadataIndex = item.storage_index
             part = self._slice(places[index.fqn, tuple(index.offset or ())], item.storage_offsets, item.lengths)
@@ -208,18 +213,26 @@ def _global_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def _fills(boxes: Sequence[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
-    """True if boxes, an (offset, size) a dimension, fill `shape` in slabs without gap or overlap, as shards of a mesh do."""
-    if not shape:
+    """True if boxes, an (offset, size) a dimension, fill `shape` without gap or overlap, as the parts of all ranks do."""
+    if not shape or not boxes:
         return len(boxes) == 1
     slabs: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
     for first, *rest in boxes:
         slabs.setdefault(first, []).append(tuple(rest))
-    end = 0
-    for begin, size in sorted(slabs):
-        if begin != end:
+    spans = [(begin, begin + size) for begin, size in sorted(slabs)]
+    if spans[0][0] != 0 or max(stop for _, stop in spans) != shape[0]:
+        return False
+    if any(stop != following for (_, stop), (following, _) in pairwise(spans)):  # those of blocks begin and end anywhere
+        if any(begin == stop for begin, stop in spans):
             return False
-        end += size
-    return end == shape[0] and all(_fills(slab, shape[1:]) for slab in slabs.values())
+        spans = list(pairwise(sorted({edge for span in spans for edge in span})))
+        within = [
+            [rest for (begin, size), slab in slabs.items() if begin <= start < stop <= begin + size for rest in slab]
+            for start, stop in spans
+        ]
+    else:
+        within = list(slabs.values())
+    return all(map(_fills, within, [shape[1:]] * len(within)))
 
 
 def _difference(layout: Layout, manifest: Manifest) -> str | None:

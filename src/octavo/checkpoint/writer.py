@@ -35,6 +35,7 @@ from octavo.models.convert import conversion_of
 from octavo.models.decoder import Decoder
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
+from octavo.parallel.shards import named_tensors
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.stored_names import record_name
 
@@ -51,7 +52,7 @@ class Snapshot:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2 they are DTensors.
+    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2, or of a block, they have parts.
 
     Raises:
         InputError: a part is PyTorch's first FSDP.
@@ -66,9 +67,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     # `named_parameters`: of its entries the tensors count. A wrapper around all may gather the model for a state of its own.
     state = nn.Module.state_dict(model, keep_vars=True)
     persistent = {id(tensor) for tensor in state.values()}
-    buffers = {name: one for name, one in model.named_buffers() if name in state or id(one) in persistent}
-    named = dict(model.named_parameters()) | buffers
-    return {name: named[name].detach() for name in dict.fromkeys((*state, *named)) if name in named}
+    scratch = {name for name, buffer in model.named_buffers() if name not in state and id(buffer) not in persistent}
+    named = dict(named_tensors(model))
+    return {name: named[name].detach() for name in dict.fromkeys((*state, *named)) if name in named and name not in scratch}
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int = 0) -> dict[str, torch.Tensor]:

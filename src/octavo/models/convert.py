@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line, warn
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
@@ -143,9 +144,10 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         present = {id(tensor) for name, tensor in state.items() if name in weights.shapes}
         state = {name: tensor for name, tensor in state.items() if name in weights.shapes or id(tensor) not in present}
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    blocks = parameters_of(model)
     for name, tensor in state.items():
         # The shape alone: taking a sharded matrix apart would gather it.
-        shape = torch.empty(tensor.shape, device="meta")
+        shape = torch.empty(shape_of(tensor, blocks), device="meta")
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
             if theirs not in weights.optional:
                 wanted[theirs] = tuple(part.shape), tensor.dtype

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
+from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.errors import InputError, nearest
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState, states_of
@@ -102,6 +103,17 @@ def restore_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]])
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for key, value in given.get(name, {}).items():
             vars(parameter).setdefault(key, value)
+
+
+def refuse_blocks(model: nn.Module) -> None:
+    """Raise an InputError for a model with values of which ranks hold ranges; on meta it keeps its code, and the ranges."""
+    blocks = parameters_of(model)
+    for name, parameter in model.named_parameters():
+        if blocks[parameter] is not None and not parameter.is_meta:
+            raise InputError(
+                f"{name} is a rank's ranges of {list(shape_of(parameter, blocks))}, and octavo.transform takes whole models, "
+                "or models on the meta device: share parameters out after it."
+            )
 
 
 def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> None:

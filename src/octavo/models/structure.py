@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
+from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.models.conv1d import Conv1D
 from octavo.nn.derived import written_class
 from octavo.nn.linear import Linear
@@ -48,10 +49,11 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]
 
 
 def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
-    """The tensors of a model; prefix: of all names."""
+    """The tensors of a model, whole; prefix: of all names."""
     first: dict[int, str] = {}
+    blocks = parameters_of(model)
     return {
-        name: (tuple(value.shape), first.setdefault(id(value), name))
+        name: (shape_of(value, blocks), first.setdefault(id(value), name))
         for name, value in model.state_dict(prefix=prefix, keep_vars=True).items()
         if isinstance(value, Tensor)
     }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.dtypes import short_name
 from octavo.errors import InputError, some, warn
 from octavo.models.convert import check_names_and_shapes, conversion_of
@@ -169,12 +170,12 @@ def _check_range(name: str, values: Tensor, converted: Tensor) -> None:
 def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
     """Name → `Conversion.parts`; a model's own code has one part, of the same name."""
     way = conversion_of(model)
-    state = model.state_dict(keep_vars=True)
+    state, blocks = model.state_dict(keep_vars=True), parameters_of(model)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
     for name, tensor in state.items():
         if name in weights.optional:
             continue
-        rows = tensor.shape[0] if tensor.dim() else 1
+        rows = shape_of(tensor, blocks)[0] if tensor.dim() else 1
         if way is not None:
             yield name, way.parts(way.tied.get(name, name), rows)
         else:  # a tied tensor may be under either name

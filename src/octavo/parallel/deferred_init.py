@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from octavo.collectives.blocks import has_part
 from octavo.errors import InputError, some
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
@@ -166,7 +167,7 @@ class CounterInit:
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
         stored = stored_names(model)
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_tensors(model):
             if name not in names:
                 continue
             part = local_shard(parameter)
@@ -174,6 +175,7 @@ class CounterInit:
                 counter_normal_(part.local, part.numbers, seed=self.seed, name=stored.get(name, name), std=self.std)
             else:
                 part.local.fill_(0 if name.endswith("bias") else 1)
+            part.clear_padding()
 
 
 class Load(Protocol):
@@ -227,7 +229,7 @@ class FromRank0:
         """
         tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(model)]
         has = self.load.names if self.load is not None else ()
-        missing = [name for name, t in named_tensors(model) if (t.is_meta or isinstance(t, DTensor)) and name not in has]
+        missing = [name for name, t in named_tensors(model) if (t.is_meta or has_part(t)) and name not in has]
         digests = self.ranks.all_gather(hashlib.sha256(repr(tensors).encode()).digest())
         if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise InputError(

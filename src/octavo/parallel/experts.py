@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from octavo.collectives.experts import ExpertGroup
 from octavo.nn.experts import StackedExperts
+from octavo.parallel.shards import spread_rows
 
 
 def experts_in(module: nn.Module) -> list[StackedExperts]:
@@ -28,9 +28,7 @@ def spread_experts(experts: StackedExperts, mesh: DeviceMesh, *, fp8: bool) -> N
     for state in (experts.fc1_fp8_state, experts.fc2_fp8_state):
         state.own_experts, state.buffers.expert_group = group.own, group.group
         name, whole = state.weight_name, getattr(experts, state.weight_name)
-        own = whole.detach().chunk(group.size)[group.rank].clone()
-        spread = DTensor.from_local(own, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-        setattr(experts, name, nn.Parameter(spread, whole.requires_grad))
+        setattr(experts, name, nn.Parameter(spread_rows(whole.detach(), ranks), whole.requires_grad))
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

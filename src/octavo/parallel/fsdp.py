@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from octavo.collectives.blocks import BlockTensor, as_held, local_of, part_of
 from octavo.errors import InputError, warn
 from octavo.fp8 import checkpoints
 from octavo.nn.block import TransformerLayer
@@ -50,17 +51,30 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
         InputError: the first tensor that differs, and the two ways to one set of weights.
     """
     tensors = model.state_dict()
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    if any(isinstance(as_held(tensor), DTensor) for tensor in tensors.values()):
         return  # sharded already, which `shard` refuses
-    own = {name: _digest(tensor) for name, tensor in tensors.items()}
-    for rank, digests in enumerate(ranks.all_gather(own)):
-        if digests != own:
-            name = next(name for name in [*own, *digests] if own.get(name) != digests.get(name))
-            raise InputError(
-                f"ranks {ranks.rank} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
-                "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take those of rank 0: "
-                "octavo.transform(model, load_state_dict_from_rank0=True)."
-            )
+    gathered = ranks.all_gather({name: _digests(tensor) for name, tensor in tensors.items()})
+    first: dict[tuple[str, tuple[int, ...]], int] = {}  # ranks, by name and place
+    for rank, found in enumerate(gathered):
+        for name in [*gathered[0], *found]:
+            other = 0 if name not in found or name not in gathered[0] else rank
+            for place, digest in found.get(name, {}).items():
+                holder = first.setdefault((name, place), rank)
+                other = holder if gathered[holder][name][place] != digest else other
+            if other != rank:
+                raise InputError(
+                    f"ranks {other} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
+                    "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take those of rank "
+                    "0: octavo.transform(model, load_state_dict_from_rank0=True)."
+                )
+
+
+def _digests(tensor: Tensor) -> dict[tuple[int, ...], tuple[str, ...]]:
+    """`_digest` of a tensor; of a block's the shape, and the digest of each range that this rank holds, by its place."""
+    if not isinstance(tensor, BlockTensor):
+        return {(): _digest(tensor)}
+    of_ranges = {box.whole + box.sizes: _digest(local_of(tensor)[box.in_local]) for box in part_of(tensor).boxes}
+    return {(): (f"{tensor.dtype} {tuple(tensor.shape)}",), **of_ranges}
 
 
 def _digest(tensor: Tensor) -> tuple[str, ...]:

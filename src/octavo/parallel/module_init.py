@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from octavo.collectives.blocks import Block, parameters_of
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import key_of, refuse_buffers
-from octavo.parallel.shards import LocalShard, local_shard
+from octavo.parallel.shards import LocalShard, local_shard, named_tensors
 
 _DRAWS = {"normal_", "uniform_", "fill_", "zero_"}
 """Operations that neither read nor keep earlier values."""
@@ -45,9 +46,10 @@ class OwnInit:
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
-        parts = {name: local_shard(tensor) for name, tensor in model.named_parameters() if name in names}
+        parts = {name: local_shard(tensor) for name, tensor in named_tensors(model) if name in names}
         # Buffers stay the model's own: an initialisation may compute with them.
-        tensors = {name: _stand_in(t, "meta") if isinstance(t, nn.Parameter) else t for name, t in _tensors(model).items()}
+        kept = {name: t for name, t in _tensors(model).items() if not isinstance(t, nn.Parameter)}
+        tensors = _stand_ins(model) | kept
         groups = _plan(model, names)
 
         def draw() -> None:
@@ -116,10 +118,17 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _stand_in(tensor: Tensor, device: str) -> Tensor:
+def _stand_ins(model: nn.Module) -> dict[str, Tensor]:
+    """Of all parameters and buffers a `_stand_in` on meta."""
+    blocks = parameters_of(model)
+    return {name: _stand_in(t, blocks.get(t), "meta") for name, t in _tensors(model).items()}
+
+
+def _stand_in(tensor: Tensor, block: Block | None, device: str) -> Tensor:
     """An unsharded tensor of the same kind, in float32 at least; NaN where it has values."""
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    data = torch.full(tensor.shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    shape = tensor.shape if block is None else block.shape
+    data = torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
@@ -175,7 +184,7 @@ def _plan(model: nn.Module, names: Collection[str]) -> list[list[_Step]]:
     """
     if not names:
         return []
-    stand_ins = {name: _stand_in(tensor, "meta") for name, tensor in _tensors(model).items()}
+    stand_ins = _stand_ins(model)
     # Of a tied parameter's stand-ins, those after the first are ignored: a model initialises its modules before it ties them.
     parameter_of = {_storage(stand_ins[name]): name for name, _ in model.named_parameters()}
     steps = list(_steps(model))
@@ -239,7 +248,8 @@ def _draw(model: nn.Module, group: Sequence[_Step], seed: int, parts: Mapping[st
             torch.default_generator.manual_seed(key_of(seed, step.name))
             step.run()
 
-    empty = {name: _stand_in(model.get_parameter(name), "cpu") for step in group for name in step.writes}
+    # The model has whole stand-ins in place of its parameters here.
+    empty = {name: _stand_in(model.get_parameter(name), None, "cpu") for step in group for name in step.writes}
     with torch.random.fork_rng(devices=[]):
         drawn = _run_with(model, empty, run)
     for name in drawn.keys() & parts.keys():

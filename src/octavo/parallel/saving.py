@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from octavo.collectives.blocks import parameters_of, shape_of, undeclared, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError
 from octavo.nn.derived import derive
@@ -57,7 +58,8 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
         model = root()
         if model is not None:
             model.state_dict()  # FSDP2 puts its shards back in place
-        sharded = {id(parameter): parameter for parameter in self.parameters() if isinstance(parameter, DTensor)}
+        blocks = parameters_of(self)
+        sharded = {id(p): p for p in self.parameters() if blocks[p] is not None or isinstance(p, DTensor)}
         if process.writes_whole or not sharded:  # one that such a method calls itself has whole weights
             return method(self, *args, **kwargs)
         ranks = writing_ranks()
@@ -67,7 +69,7 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
         whole: dict[int, nn.Parameter] = {}
         for key, parameter in sharded.items():
             if names[key] in wanted:
-                gathered = whole_tensor(parameter.detach())
+                gathered = whole_tensor(with_block(parameter.detach(), blocks[parameter]))
                 if ranks.rank == 0:
                     whole[key] = nn.Parameter(gathered.cpu(), parameter.requires_grad)
                 del gathered
@@ -91,7 +93,8 @@ def _needed(model: Any, sharded: Mapping[int, nn.Parameter], given: Mapping[str,
     adapters = given.get("selected_adapters") or list(model.peft_config)
     if any(name not in model.peft_config or model.peft_config[name].is_prompt_learning for name in adapters):
         return sharded  # prompts are computed by modules of the model
-    empty = {key: _empty(parameter) for key, parameter in sharded.items()}
+    blocks = parameters_of(model)
+    empty = {key: _empty(parameter, shape_of(parameter, blocks)) for key, parameter in sharded.items()}
     keys = {id(parameter): key for key, parameter in empty.items()}
     needed: set[int] = set()
     with _in_place(model, empty):
@@ -108,27 +111,28 @@ def _needed(model: Any, sharded: Mapping[int, nn.Parameter], given: Mapping[str,
     return needed
 
 
-def _empty(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the whole shape without storage."""
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+def _empty(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    """A parameter of this shape without storage."""
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
 
 
 @contextlib.contextmanager
 def _in_place(model: nn.Module, others: Mapping[int, nn.Parameter]) -> Iterator[None]:
     """Put other parameters in the place of those of a model, by their `id`; a tied one in each place."""
     slots = [
-        (module._parameters, name, parameter)
+        (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if id(parameter) in others
     ]
-    try:
-        for parameters, name, parameter in slots:
-            parameters[name] = others[id(parameter)]
-        yield
-    finally:
-        for parameters, name, parameter in slots:
-            parameters[name] = parameter
+    with undeclared([(module, name) for module, name, _ in slots]):
+        try:
+            for module, name, parameter in slots:
+                module._parameters[name] = others[id(parameter)]
+            yield
+        finally:
+            for module, name, parameter in slots:
+                module._parameters[name] = parameter
 
 
 @contextlib.contextmanager

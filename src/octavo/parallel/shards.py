@@ -1,21 +1,38 @@
-"""The part of a parameter that this rank holds: ranges of its rows, and of its columns.
+"""The part of a parameter that this rank holds, of any sharding: what initialises, loads or writes parts asks here.
 
 FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Of experts that are spread over ranks it
-shards those of this rank, whose rows follow each other too. A matrix whose columns are split over other ranks is sharded over
-its rows beside. Code that initialises, loads or reads shards goes through `local_shard` and never looks at placements.
+shards those of this rank. A parameter with a declared block (`octavo.collectives.blocks`) is several ranges of the whole
+already, and FSDP2 shards these ranges. `named_tensors` gives the tensors of a model by name, with their blocks, and
+`local_shard` the part. Placements are read here, and where a whole is gathered (`octavo.collectives.whole`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from octavo.collectives.blocks import (
+    Block,
+    BlockTensor,
+    Part,
+    as_held,
+    counted_of,
+    has_part,
+    local_of,
+    parameters_of,
+    part_of,
+    with_block,
+)
+from octavo.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -23,77 +40,188 @@ class LocalShard:
     """This rank's elements of a tensor; all of them if it is not sharded.
 
     Attributes:
-        local: the elements, [rows, columns, …]; shares memory with the parameter.
-        rows: indices in the first dimension of the whole. A tensor without dimensions is one row.
-        columns: indices in the second dimension; all of them, or none for a tensor of fewer dimensions.
-        shape: of the whole.
+        local: the elements, and padding; shares memory with the parameter.
+        part: their places in the whole.
     """
 
     local: Tensor
-    rows: range
-    columns: range
-    shape: tuple[int, ...]
+    part: Part
 
     @property
-    def has_whole_rows(self) -> bool:
-        """True if this rank has all columns of its rows."""
-        return len(self.shape) < 2 or len(self.columns) == self.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return self.part.shape
 
     def numbers(self, start: int, stop: int) -> Tensor:
-        """Indices in the flattened whole of the flattened elements from `start` to `stop`, int64 on their device."""
+        """Indices in the flattened whole of the flattened elements from `start` to `stop`, int64 on their device.
+
+        -1 for padding.
+        """
         own = torch.arange(start, stop, device=self.local.device)
-        if self.has_whole_rows:
-            return own + self.rows.start * math.prod(self.shape[1:])
-        behind = math.prod(self.shape[2:])
-        row, inside = own // (len(self.columns) * behind), own % (len(self.columns) * behind)
-        return ((row + self.rows.start) * self.shape[1] + self.columns.start) * behind + inside
+        if self.part.is_consecutive:
+            return own + self.part.first
+        found, padding = torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+        of_local, of_whole = math.prod(self.local.shape), math.prod(self.shape)
+        for indices, size in zip(self.part.indices, self.shape, strict=True):
+            of_local, of_whole = of_local // max(1, len(indices)), of_whole // max(1, size)
+            places = [torch.arange(run.start, run.stop) for run in indices.ranges] + [torch.full((indices.padding,), -1)]
+            place = torch.cat(places).to(own.device)[own // of_local % len(indices)]
+            padding |= place < 0
+            found += place * of_whole
+        return found.masked_fill_(padding, -1)
 
     @torch.no_grad()
     def copy_from(self, whole: Tensor) -> None:
-        """Copy these elements out of a tensor of the whole shape, of any dtype and on any device."""
-        self.local.copy_(self._columns_of(whole[self.rows.start : self.rows.stop]) if self.shape else whole)
+        """Copy these elements out of a tensor of the whole shape, of any dtype and on any device; padding becomes zero."""
+        if self.part.is_padded:
+            self.local.zero_()
+        for box in self.part.boxes:
+            self.local[box.in_local].copy_(whole[box.in_whole])
 
     @torch.no_grad()
     def load(self, read: Callable[[Tensor, int], None]) -> None:
-        """Fill these elements by `read(out, start)`, which fills `out` with whole rows from `start` on."""
+        """Fill these elements by `read(out, start)`, which fills `out` with whole rows from `start` on; padding with zeros."""
         if not self.local.numel():
             return
-        if self.has_whole_rows:
-            read(self.local, self.rows.start)
+        if self.part.is_consecutive:
+            read(self.local, self.part.indices[0].ranges[0].start if self.shape else 0)
             return
-        rows = self.local.new_empty(len(self.rows), *self.shape[1:])
-        read(rows, self.rows.start)
-        self.local.copy_(self._columns_of(rows))
+        if self.part.is_padded:
+            self.local.zero_()
+        for first, run in self.part.indices[0].runs():
+            own = self.local[first : first + len(run)]
+            if self.part.has_whole_rows:
+                read(own, run.start)
+                continue
+            rows = own.new_empty(len(run), *self.shape[1:])
+            read(rows, run.start)
+            part = self.part.cut((first, *(0,) * (own.dim() - 1)), own.shape)
+            for box in part.boxes:
+                own[box.in_local].copy_(rows[(slice(None), *box.in_whole[1:])])
 
-    def _columns_of(self, rows: Tensor) -> Tensor:
-        return rows if self.has_whole_rows else rows[:, self.columns.start : self.columns.stop]
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Fill what is no element with zeros."""
+        for dim, indices in enumerate(self.part.indices):
+            if indices.padding:
+                self.local.narrow(dim, len(indices) - indices.padding, indices.padding).zero_()
 
 
-def is_shard(placement: Placement) -> bool:
+def _is_shard(placement: Placement) -> bool:
     """True if the ranks of this dimension of a mesh hold different parts."""
     return type(placement) in (Shard, _StridedShard)
 
 
 @torch.no_grad()
 def local_shard(tensor: Tensor) -> LocalShard:
-    """This rank's part of a parameter or buffer; a ValueError if it is sharded over a third dimension."""
-    shape = tuple(tensor.shape)
-    columns = range(shape[1] if len(shape) > 1 else 0)
+    """This rank's part of a tensor of `named_tensors`, or of any without a block."""
+    local, part = local_of(tensor).detach(), part_of(tensor)
+    if not local.numel():  # FSDP2 shards a tensor without elements as one without rows
+        local = local.new_empty(part.local_shape)
+    assert tuple(local.shape) == part.local_shape, (local.shape, part.local_shape)
+    return LocalShard(local, part)
+
+
+def spread_rows(whole: Tensor, ranks: DeviceMesh) -> DTensor:
+    """Equal numbers of rows of a whole tensor on each rank of a mesh of one dimension; a copy, also on meta."""
+    own = whole.chunk(ranks.size())[ranks.get_local_rank()].clone()
+    return DTensor.from_local(own, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor with the parts of another one, of which `local` is this rank's numbers."""
+    held = as_held(tensor)
+    if isinstance(held, DTensor):
+        local = DTensor.from_local(
+            local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+        )
+    return with_block(local, tensor.block if isinstance(tensor, BlockTensor) else None)
+
+
+def have_same_parts(one: Tensor, other: Tensor) -> bool:
+    """True if each rank holds the same elements of both."""
+    if isinstance(one, BlockTensor) or isinstance(other, BlockTensor):
+        blocks = isinstance(one, BlockTensor) and isinstance(other, BlockTensor) and one.block.parts == other.block.parts
+        return blocks and have_same_parts(as_held(one), as_held(other))
+    if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
+        return not has_part(one) and not has_part(other) and one.shape == other.shape
+    return one.device_mesh == other.device_mesh and one.placements == other.placements and one.shape == other.shape
+
+
+def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that hold different parts of a tensor, one inside the other; none for a whole one."""
+    held = as_held(tensor)
+    found = _groups(held.device_mesh, held.placements) if isinstance(held, DTensor) else ()
+    if not isinstance(tensor, BlockTensor) or len(tensor.block.parts) == 1:
+        return found
+    return (*found, tensor.block.joined_by())
+
+
+def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    """`groups_of` a DTensor with this mesh and these placements."""
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if _is_shard(placement))
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
+    """Norm of all gradients together, of each element once: a float32 scalar, summed in float32.
+
+    parameters: with their blocks. Collective where they have parts.
+    """
+    by_placement: dict[Any, list[Tensor]] = {}
+    of_blocks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for p, block in parameters.items():
+        if p.grad is None:
+            continue
+        if block is not None:
+            gradient = with_block(p.grad, block)
+            nothing = local_of(gradient).new_zeros(())  # a rank that counts none takes part in the sums
+            of_blocks.setdefault(groups_of(gradient), [nothing]).extend(counted_of(gradient))
+        elif isinstance(p.grad, DTensor):
+            by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
+        else:
+            by_placement.setdefault(None, []).append(p.grad)
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for placement, gradients in by_placement.items():
+        by_groups.setdefault(() if placement is None else _groups(*placement), []).extend(gradients)
+    for groups, gradients in of_blocks.items():
+        by_groups.setdefault(groups, []).extend(gradients)
+    parts = []
+    for groups, gradients in by_groups.items():
+        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        if groups:
+            part = part.square()
+            for group in groups:
+                dist.all_reduce(part, group=group)
+            part = part.sqrt()
+        parts.append(part)
+    if not parts:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
+
+
+def replicas_of(tensor: Tensor) -> list[list[int]]:
+    """The ranks of each replica of a DTensor, in the order of its shards.
+
+    Raises:
+        InputError: a tensor of a block, where the meshes of the other ranks of its group are not known.
+    """
     if not isinstance(tensor, DTensor):
-        return LocalShard(tensor.detach(), range(shape[0] if shape else 1), columns, shape)
-    if not all(isinstance(p, Replicate) or (is_shard(p) and p.dim < 2) for p in tensor.placements):  # type: ignore[attr-defined]
-        raise ValueError(f"placements {tensor.placements}: only shards of rows and of columns are supported.")
-    local = tensor.to_local()
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(local.shape) == tuple(sizes), (local.shape, sizes)
-    # An empty shard starts after the last row.
-    rows = range(offsets[0], offsets[0] + sizes[0]) if shape else range(1)
-    if len(shape) > 1:
-        columns = range(offsets[1], offsets[1] + sizes[1])
-    return LocalShard(local, rows, columns, shape)
+        raise InputError(
+            f"a tensor of {list(tensor.shape)} has parts on ranks of several meshes, and process_group is some ranks: save and "
+            "load over all ranks (process_group=None)."
+        )
+    ranks, sharded = tensor.device_mesh.mesh, [_is_shard(placement) for placement in tensor.placements]
+    order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
+    inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
+    found: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()
+    return found
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and each buffer once, under its first name, in the same order on every rank."""
-    yield from model.named_parameters()
+    """Each parameter and each buffer once, under its first name, in the same order on every rank; parameters with blocks as
+    `BlockTensor`s."""
+    blocks = parameters_of(model)
+    for name, parameter in model.named_parameters():
+        yield name, with_block(parameter, blocks[parameter])
     yield from model.named_buffers()

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups, the schedule, and the norm of the gradient.
+"""AdamW's parameter groups, the schedule, and clipping.
 
 The schedule is a pure function of the step: a continued run needs no scheduler state.
 """
@@ -6,20 +6,17 @@ The schedule is a pure function of the step: a continued run needs no scheduler 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
+from octavo.collectives.blocks import parameters_of
 from octavo.config.optimizer import OptimizerConfig
 from octavo.groups import parameter_groups
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
-from octavo.parallel.shards import is_shard
+from octavo.parallel.shards import gradient_norm
 from octavo.train.adamw import AdamW
 
 
@@ -48,38 +45,6 @@ def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Norm of all gradients together: a float32 scalar, summed in float32."""
-    by_placement: dict[Any, list[torch.Tensor]] = {}
-    for p in parameters:
-        if isinstance(p.grad, DTensor):
-            by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
-        elif p.grad is not None:
-            by_placement.setdefault(None, []).append(p.grad)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for placement, gradients in by_placement.items():
-        groups = () if placement is None else _shard_groups(*placement)
-        by_groups.setdefault(groups, []).extend(gradients)
-    parts = []
-    for groups, gradients in by_groups.items():
-        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
-        if groups:
-            part = part.square()
-            for group in groups:
-                dist.all_reduce(part, group=group)
-            part = part.sqrt()
-        parts.append(part)
-    if not parts:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0]
-
-
-def _shard_groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks over which a tensor is sharded; none for a whole one."""
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if is_shard(placement))
-
-
-@torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, *, loss_scale: float = 1.0, optimizer: torch.optim.Optimizer | None = None
 ) -> torch.Tensor:
@@ -91,19 +56,17 @@ def clip_grad_norm_(
     """
     with noted("octavo.clip_grad_norm_"):
         settle(model)  # gradients are with the shards
-        norm = gradient_norm(model.parameters()) / loss_scale
+        parameters = parameters_of(model)
+        norm = gradient_norm(parameters) / loss_scale
     factor = None
     if max_norm > 0 or loss_scale != 1:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
         factor = factor / loss_scale
     if isinstance(optimizer, AdamW) and norm.device.type == "cuda":
         optimizer.grad_scale = factor
-    elif factor is not None and (grads := _gradients(model)):
-        torch._foreach_mul_(grads, factor)
+    elif factor is not None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+        if own:
+            torch._foreach_mul_(own, factor)
     return norm
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of each."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

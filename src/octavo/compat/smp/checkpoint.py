@@ -7,7 +7,6 @@ Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself d
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import warnings
@@ -28,12 +27,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from octavo.collectives.blocks import has_part, local_of
 from octavo.compat.smp.asynchronous import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from octavo.compat.smp.state_dicts import Fp8State, with_shards
 from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
 from octavo.parallel.calls import together
-from octavo.parallel.shards import is_shard, local_shard
+from octavo.parallel.shards import like, local_shard, replicas_of
 from octavo.process import process
 from octavo.storage import folder_fault, local_path
 
@@ -269,7 +269,7 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
     """
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
-    def together(value: DTensor) -> bool:
+    def together(value: Tensor) -> bool:
         if members is None or _covers(members, value):
             return True
         if len(_shards_of(members, value)) > 1:
@@ -284,7 +284,7 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
             return value.local_tensor()
         if isinstance(value, Fp8State):
             return bytes(value)  # its rows are replaced
-        return local_shard(value).local if isinstance(value, DTensor) and not together(value) else value
+        return local_shard(value).local if has_part(value) and not together(value) else value
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -311,23 +311,14 @@ def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
     return value.numel() == 0 or any(memory == shard.local_tensor().untyped_storage().data_ptr() for shard in shards)
 
 
-def _replicas(value: DTensor) -> list[list[int]]:
-    """The ranks of each replica of a tensor, in the order of its shards."""
-    ranks, sharded = value.device_mesh.mesh, [is_shard(placement) for placement in value.placements]
-    order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
-    inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
-    found: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()
-    return found
-
-
-def _covers(members: set[int], value: DTensor) -> bool:
+def _covers(members: set[int], value: Tensor) -> bool:
     """True if the ranks hold all rows between them: those of one replica at least."""
-    return any(members.issuperset(replica) for replica in _replicas(value))
+    return any(members.issuperset(replica) for replica in replicas_of(value))
 
 
-def _shards_of(members: set[int], value: DTensor) -> set[int]:
+def _shards_of(members: set[int], value: Tensor) -> set[int]:
     """The shards of a tensor that the ranks hold, by number."""
-    return {shard for replica in _replicas(value) for shard, rank in enumerate(replica) if rank in members}
+    return {shard for replica in replicas_of(value) for shard, rank in enumerate(replica) if rank in members}
 
 
 def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:
@@ -358,11 +349,8 @@ def _loaded(old: Any, new: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        local = value.to_local().detach().to("cpu", copy=True)
-        return DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
+    if has_part(value):
+        return like(value, local_of(value).detach().to("cpu", copy=True))
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
@@ -397,10 +385,10 @@ def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planne
             continue
         state[name] = b""
         if hasattr(found, "size"):
-            like = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
-            shaped = isinstance(like, DTensor) and tuple(like.shape) == tuple(found.size)
-            made = torch.zeros_like(like, dtype=found.properties.dtype) if shaped and isinstance(like, DTensor) else None
-            state[name] = torch.zeros(found.size, dtype=found.properties.dtype) if made is None else made
+            own = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
+            alike = own if has_part(own) and own.shape == found.size else None
+            dtype = found.properties.dtype
+            state[name] = torch.zeros(found.size, dtype=dtype) if alike is None else torch.zeros_like(alike, dtype=dtype)
     state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
     nested: dict[str, Any] = {}
     for name, value in state.items():

@@ -32,6 +32,7 @@ from octavo.compat.smp.delayed import ParamInit
 from octavo.compat.smp.init import given_names
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed
+from octavo.compat.smp.utils import clip_by_pytorch
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
@@ -137,7 +138,7 @@ class ShardedModel(FullyShardedDataParallel):
         settle(self.module)
         if norm_type == 2.0 and max_norm > 0:
             return clip_grad_norm_(self.module, max_norm)
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        norm = clip_by_pytorch(self.module, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:

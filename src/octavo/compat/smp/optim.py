@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor
 
+from octavo.collectives.blocks import Block, as_held, has_part, parameters_of, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.compat.smp.state_dicts import Settings, clean, stored_names_of
 from octavo.errors import InputError
-from octavo.parallel.shards import local_shard
+from octavo.parallel.shards import have_same_parts, like, local_shard
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
@@ -33,16 +33,17 @@ def names_of(model: nn.Module) -> dict[int, str]:
 @torch.no_grad()
 def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> dict[str, Any]:
     """The state of an optimizer by the type of `settings`. Collective for the full type."""
-    names = names_of(model)
+    names, blocks = names_of(model), parameters_of(model)
     config, full = settings.optim, settings.kind is StateDictType.FULL_STATE_DICT
     to_cpu = bool(getattr(config, "offload_to_cpu", False))
     kept = not (full and getattr(config, "rank0_only", False)) or not dist.is_initialized() or dist.get_rank() == 0
 
-    def convert(value: Any) -> Any:
+    def convert(value: Any, block: Block | None) -> Any:
         if not isinstance(value, Tensor):
             return value
+        value = with_block(value, block) if value.dim() else value
         if full:
-            value = whole_tensor(value) if isinstance(value, DTensor) else value.clone()
+            value = whole_tensor(value) if has_part(value) else value.clone()
         return value.cpu() if to_cpu else value
 
     state: dict[str, dict[str, Any]] = {}
@@ -52,7 +53,7 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Se
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
         for name, parameter in zip(own, group["params"], strict=True):
             if parameter in optimizer.state:
-                converted = {key: convert(value) for key, value in optimizer.state[parameter].items()}
+                converted = {key: convert(value, blocks[parameter]) for key, value in optimizer.state[parameter].items()}
                 if kept:
                     state[name] = converted
     return {"state": state, "param_groups": groups} if kept else {}
@@ -71,13 +72,13 @@ def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     Raises:
         InputError: the state lacks one of the model's parameters that it has states for, or has one of another shape.
     """
-    names = names_of(model)
+    names, blocks = names_of(model), parameters_of(model)
     numbers: dict[str, int] = {}
     parameters: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _name(names, parameter)
-            numbers[name], parameters[name] = len(numbers), parameter
+            numbers[name], parameters[name] = len(numbers), with_block(parameter, blocks[parameter])
     stored = stored_names_of(model)
     given = {stored.get(name, name): entries for name, entries in _nested(state.get("state", {})).items()}
     if strangers := sorted(given.keys() - numbers.keys()):
@@ -117,15 +118,12 @@ def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     part = local_shard(parameter)
-    if isinstance(value, DTensor):
-        if isinstance(parameter, DTensor) and (value.device_mesh, value.placements) == (
-            parameter.device_mesh,
-            parameter.placements,
-        ):
-            return value.to(parameter.device)
+    if has_part(value):
+        if have_same_parts(value, parameter):
+            return as_held(value).to(parameter.device)
         value = whole_tensor(value)
     if tuple(value.shape) == part.shape:
-        if not isinstance(parameter, DTensor):
+        if not has_part(parameter):
             return value.to(parameter.device)
         new = torch.empty_like(part.local, dtype=value.dtype)
         replace(part, local=new).copy_from(value)
@@ -133,8 +131,4 @@ def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
         new = value.to(parameter.device)
     else:
         raise InputError(f"the optimizer's state {name} has shape {list(value.shape)}, and the parameter {list(part.shape)}.")
-    if not isinstance(parameter, DTensor):
-        return new
-    return DTensor.from_local(
-        new, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return as_held(like(parameter, new))

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from octavo.collectives.blocks import has_part, local_of, parameters_of, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.compat.te.state import decode, encode, is_ours
 from octavo.errors import InputError
@@ -31,7 +31,7 @@ from octavo.fp8.scaling import states_of, weight_is_new
 from octavo.models.convert import Conversion, conversion_of
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.fsdp import settle
-from octavo.parallel.shards import local_shard
+from octavo.parallel.shards import have_same_parts, local_shard
 
 FP8 = "octavo_fp8_state"
 _PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -101,8 +101,8 @@ class Fp8State(bytes):
         return Fp8State(data, model)
 
 
-def with_shards(state: Mapping[Any, Any], among: Callable[[DTensor], bool]) -> dict[Any, Any]:
-    """A state dict with DTensors in place of this rank's rows of models, if other rows are `among` those of the same save.
+def with_shards(state: Mapping[Any, Any], among: Callable[[Tensor], bool]) -> dict[Any, Any]:
+    """A state dict with parts of tensors in place of this rank's rows of models, if `among` one save are the other rows.
 
     Raises:
         InputError: these rows are no longer a model's.
@@ -115,14 +115,14 @@ def with_shards(state: Mapping[Any, Any], among: Callable[[DTensor], bool]) -> d
 
 
 def _shards(
-    state: Mapping[Any, Any], prefix: str, model: nn.Module | None, among: Callable[[DTensor], bool]
+    state: Mapping[Any, Any], prefix: str, model: nn.Module | None, among: Callable[[Tensor], bool]
 ) -> dict[str, Tensor]:
     if model is None:
         raise InputError("a local state dict is saved or loaded while its model is there: keep the model until then.")
     found: dict[str, Tensor] = {}
     for name, tensor in tensors_of(model).items():
         value = state.get(f"{prefix}{name}")
-        if value is None or isinstance(value, DTensor) or not isinstance(tensor, DTensor) or not among(tensor):
+        if value is None or has_part(value) or not has_part(tensor) or not among(tensor):
             continue
         if not isinstance(value, Tensor) or value.data_ptr() != local_shard(tensor).local.data_ptr():
             raise InputError(
@@ -209,8 +209,9 @@ def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *con
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by stored name, a tied one once under Octavo's first name."""
-    way, stored = conversion_of(model), stored_names_of(model)
-    state = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    way, stored, blocks = conversion_of(model), stored_names_of(model), parameters_of(model)
+    kept = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    state = {name: with_block(tensor, blocks.get(tensor)) for name, tensor in kept.items()}
     return {stored.get(name, name): tensor for name, tensor in state.items() if way is None or name not in way.tied}
 
 
@@ -310,9 +311,8 @@ def _found(name: str, given: Mapping[str, Any], way: Conversion | None) -> tuple
 
 def _copy(name: str, tensor: Tensor, value: Tensor) -> None:
     part = local_shard(tensor)
-    if isinstance(value, DTensor):
-        same = isinstance(tensor, DTensor) and value.device_mesh == tensor.device_mesh and value.placements == tensor.placements
-        value = value.to_local() if same else whole_tensor(value)
+    if has_part(value):
+        value = local_of(value) if have_same_parts(value, tensor) else whole_tensor(value)
     if tuple(value.shape) == tuple(part.local.shape) and tuple(value.shape) != part.shape:
         part.local.copy_(value)
     elif tuple(value.shape) == part.shape:

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from octavo.collectives.blocks import parameters_of
+from octavo.errors import InputError
+
 
 def get_logger(name: str = "smp") -> logging.Logger:
     """SMP's logger: messages from level INFO on go to stderr."""
@@ -70,4 +73,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
     found = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if found is not None:
         return found.clip_grad_norm_(max_norm, norm_type)
+    return clip_by_pytorch(model, max_norm, norm_type)
+
+
+def clip_by_pytorch(model: nn.Module, max_norm: float, norm_type: float) -> Any:
+    """PyTorch's `clip_grad_norm_`, which takes each rank's tensors alone: refused where ranks hold ranges of parameters."""
+    if any(block is not None for block in parameters_of(model).values()):
+        raise InputError(
+            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): ranks hold ranges of this model's parameters, some "
+            "of them the same: octavo.clip_grad_norm_(model, max_norm) counts each element once, in a norm of type 2."
+        )
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)

@@ -126,7 +126,7 @@ class Stateful(Named):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore them; those of Transformer Engine's own layers are not read, which is said once."""
-        vars(self)["_loaded_state"] = state if is_ours(state) else None
+        vars(self)["loaded_state"] = state if is_ours(state) else None
         if is_ours(state):
             decode(self, state)
         elif isinstance(state, Tensor) and state.numel():
@@ -256,7 +256,7 @@ def _add_entry(module: Stateless, state: dict[str, Any], prefix: str, *others: A
 
 def _after_loading(module: Stateful, *others: Any) -> None:
     """Layers inside of this one, which are loaded behind it, have taken their weights for ones without scales."""
-    if (state := vars(module).pop("_loaded_state", None)) is not None:
+    if (state := vars(module).pop("loaded_state", None)) is not None:
         decode(module, state)
 
 
