@@ -118,6 +118,12 @@ NAMES = (
     ),
     Name("torch.utils._pytree.tree_map", ("compat/smp/checkpoint.py",), "tensors in nested states", ("func", "tree")),
     Name(
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
+        ("compat/te/state.py",),
+        "whether deferred initialisation looks at what a method writes",
+        (),
+    ),
+    Name(
         "torch.utils._python_dispatch.TorchDispatchMode",
         ("parallel/module_init.py",),
         "random draws of a module's initialisation",
