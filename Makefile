@@ -5,7 +5,7 @@ NEWEST := .venv-newest/bin
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes: without bytecode each compiles Octavo anew, and pytest rewrites every test.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo test test-newest models-table lint format clean
+.PHONY: help demo test test-long test-newest models-table lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -18,8 +18,11 @@ help:  ## what there is to make
 demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on this machine's CPU
 	$(BIN)/octavo train presets/demo.toml
 
-test: .venv/ready  ## every test that needs no GPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+test: .venv/ready  ## the tests that need no GPU, but for further cases of some
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not long"
+
+test-long: .venv/ready  ## those further cases
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long
 
 .venv-newest/bin/python:
 	$(PYTHON) -m venv .venv-newest

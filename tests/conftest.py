@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import random
 import sys
@@ -38,6 +39,17 @@ with contextlib.suppress(ModuleNotFoundError):  # tests on a GPU need none
 
 def pytest_report_header():
     return f"draws of OCTAVO_TEST_SEED={SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`@long(condition)` holds for the cases whose parameters, by their names, satisfy the condition; `@long` for all."""
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "long" and mark.args]:
+            (condition,) = mark.args
+            if not condition(*(item.callspec.params[name] for name in inspect.signature(condition).parameters)):
+                item.own_markers.remove(mark)
+                item.keywords._markers.pop("long", None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -321,12 +321,15 @@ def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
         (line,) = [line for line in page.splitlines() if line.startswith(f"| `context_parallel_degree = {degree}`, ")]
         figures = f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['exposed_communication_ms']:.1f}"
         assert line.endswith(f"| {figures} | {row['peak_gib']:.1f} |")
-    for name in ("te-flash-context-llama-8b-8layers-16k-cp2", "context-llama-8b-16k-cp2", "context-llama-8b-128k-cp2"):
+    names = [f"te-flash-context-llama-8b-8layers-{length}-cp2" for length in ("16k", "128k")]
+    for name in (*names, "context-llama-8b-16k-cp2", "context-llama-8b-128k-cp2"):
         ours, peer = (fastest(rows_of(name), prefix) for prefix in ("octavo-", "te-"))
         (line,) = [line for line in page.splitlines() if line.startswith("|") and f"{name}.json" in line]
         figures = [f"{row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f}" for row in (ours, peer)]
         assert line.endswith(f"| {' | '.join(figures)} | {ratio_of(ours, peer)} |")
     cudnn = fastest(rows_of("te-flash-context-llama-8b-8layers-16k-cp2"), "te-delayed-fp8-head")
+    losses = [f"{row['loss']:.2f}" for row in rows_of(names[1])]
+    assert f"falls to {losses[0]} here and to {losses[1]} there" in " ".join(page.split())
     assert f"it has {cudnn['tokens_per_second']:,.0f} tokens/s" in page
     (shown,) = (row for row in rows_of("context-llama-8b-16k-cp2") if "exposed_communication_ms" in row)
     assert f"of the {shown['exposed_communication_ms']:.1f} ms of a step that nothing hides" in " ".join(page.split())

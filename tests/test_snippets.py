@@ -1,7 +1,7 @@
 """Every snippet of the README and of docs/ runs as it is printed, in one folder a page.
 
-What a GPU or minutes would be needed for is only parsed: `octavo bench`, and the runs of presets, which are planned. Runs get
-small sizes on top.
+What a GPU or minutes would be needed for is only parsed: `octavo bench`. Runs of presets and of several ranks are planned.
+Other runs get small sizes on top.
 """
 
 import ast
@@ -140,9 +140,12 @@ def run_line(line, monkeypatch):
         for key, known in (("cases", suite and suite.known), ("entries", suite and suite.entries)):
             assert not given[key] or known is None or set(given[key].split(",")) <= set(known), line
         return
+    if "--ranks" in arguments:  # the same run, planned
+        place = arguments.index("--ranks")
+        arguments[place : place + 1] = ["--dry-run", "--world-size"]
     if arguments[:1] == ["train"]:
         preset = arguments[1].startswith("presets/")
-        arguments += [] if "--dry-run" not in arguments and not preset else ["--dry-run"]
+        arguments += ["--dry-run"] if preset and "--dry-run" not in arguments else []
         arguments += [] if preset else SMALL
     assert main(arguments) == 0, line
 

@@ -25,6 +25,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_published_call_runs_on_eight_ranks_of_a_cpu_in_fp8(place):
     text = ["data.source=articles.jsonl", "data.max_documents=60", "data.sequence_length=128", "data.vocab_size=320"]
     assert main(["prepare", str(FOLDER / "prepare.toml"), *text, "--channels", "channels"]) == 0

@@ -65,6 +65,7 @@ def test_float32_equals_one_rank(on_one_rank, layout, micro_batches):
     assert differences(on_one_rank(*setting), many, loss=1e-6, gradient=1e-5) == []
 
 
+@pytest.mark.long(lambda layout, recipe: layout != "shard 4" and recipe != "delayed")
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_and_fp8_equal_one_rank_within_the_format(on_one_rank, layout, recipe):
@@ -452,6 +453,7 @@ def broken(model, place):
     handle.remove()
 
 
+@pytest.mark.long(lambda keep, dtype: keep == (dtype == torch.float32))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("micro_batches", [0, 2])

@@ -114,6 +114,7 @@ def gradients(model):
     return {name: sharded.full(p.grad) for name, p in model.named_parameters()}
 
 
+@pytest.mark.long(lambda keep, sizes: keep == (sizes is SIZES["llama"]))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def differences(found, wanted):
     return names
 
 
+@pytest.mark.long(lambda recipe, keep: not keep and recipe is not RECIPE)
 @pytest.mark.parametrize(
     ("recipe", "micro_batches", "keep", "sizes"),
     [
@@ -265,6 +267,7 @@ def casts_of_a_step(keep, sizes, recipe, micro_batches, recompute):
     return found, there, bytes_of_rows, sum(weight.parameter.shard.numel() for weight in weights)
 
 
+@pytest.mark.long(lambda keep, sizes: keep == (sizes is SIZES["llama"]))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()], ids=["delayed", "current"])

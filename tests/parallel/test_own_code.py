@@ -140,6 +140,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(lambda fp8: not fp8)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("kind", "degrees", "frozen", "settings"), CASES)
 def test_two_ranks_equal_one(kind, degrees, frozen, settings, fp8):
@@ -312,6 +313,7 @@ def in_orders(keep, recipe, micro_batches, evaluation):
     return found
 
 
+@pytest.mark.long(lambda micro_batches: micro_batches == 1)
 @pytest.mark.parametrize(
     ("recipe", "evaluation", "micro_batches"),
     [

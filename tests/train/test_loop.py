@@ -551,6 +551,7 @@ def test_the_code_version_is_octavos_own_and_not_that_of_a_repository_around_it(
     assert re.fullmatch("[0-9a-f]{40}", provenance.code_version())
 
 
+@pytest.mark.long(lambda recorded: not recorded)
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "before-it-was-recorded"])
 def test_a_run_whose_checkpoint_is_of_the_models_own_code_continues_with_it(tiny_run, tmp_path, capsys, recorded):
     from transformers import MistralConfig

@@ -168,6 +168,7 @@ def test_a_frequent_token_does_not_overflow_the_heads_weight():
 # Steps.
 
 
+@pytest.mark.long(lambda fp8: fp8 == "false")
 @pytest.mark.parametrize("fp8", ["true", "false"])
 def test_an_overflow_is_skipped_to_the_bit_the_scale_falls_and_grows_and_the_model_learns(tiny_run, fp8, small):
     stepper, validation = built(tiny_run(steps=40), f"fp8.enabled={fp8}", "train.global_batch=8")
@@ -266,6 +267,7 @@ def test_a_loss_that_no_scale_mends_stops_the_run_with_the_weights_as_they_were(
 # Runs.
 
 
+@pytest.mark.long(lambda settings: not settings)
 @pytest.mark.parametrize("settings", [(), (PLAIN, "data.packing=documents", "data.workers=2")], ids=["fp8", "plain"])
 def test_a_resume_across_skipped_and_grown_steps_is_bit_exact(tiny_run, small, settings):
     whole, cut = tiny_run("whole", steps=30, every=4), tiny_run("cut", steps=30, every=4)

@@ -28,6 +28,7 @@ def losses(output):
     return [record["loss"] for record in read_metrics(output / "metrics.jsonl")]
 
 
+@pytest.mark.long(lambda packing: packing == "join")
 @pytest.mark.parametrize("packing", ["join", "documents"])
 def test_two_and_four_ranks_train_as_one_does(tiny_run, packing):
     given = [*EXACT, f"data.packing={packing}", "train.micro_batch=1", "train.validate_every=3", "data.workers=2"]
