@@ -237,12 +237,12 @@ def test_data_of_a_run_file_are_those_that_the_example_reads(place, arguments, s
     assert told in text
 
 
-def test_a_kind_of_data_that_the_example_does_not_have_is_refused(place):
+def test_a_kind_of_data_without_a_reader_is_refused(place):
     (place / "launch.py").write_text(
         "from sagemaker.pytorch import PyTorch\n"
         'PyTorch(entry_point="t.py", instance_type="local", hyperparameters={"max_context_width": 8, "dataset_type": "nemo"})\n'
     )
-    with pytest.raises(InputError, match="dataset_type = 'nemo' is none of SMP's example: 'gpt_jsonl' or 'hf'"):
+    with pytest.raises(InputError, match="dataset_type = 'nemo' is data that Octavo does not read: 'gpt_jsonl' and 'hf' are"):
         run_file([read(place / "launch.py")])
 
 

@@ -256,12 +256,14 @@ def _files(given: Mapping[str, Any], of: Any) -> tuple[str, str]:
     """What the example reads of a folder, as the end of a path, and the arguments that say so.
 
     Raises:
-        InputError: a kind of files that the example does not have.
+        InputError: a kind of data that Octavo does not read.
     """
     if given["dataset_type"] == "hf":  # load_from_disk
         return "", str(of("dataset_type"))
     if given["dataset_type"] != "gpt_jsonl":
-        raise InputError(f"dataset_type = {given['dataset_type']!r} is none of SMP's example: 'gpt_jsonl' or 'hf'.")
+        raise InputError(
+            f"dataset_type = {given['dataset_type']!r} is data that Octavo does not read: 'gpt_jsonl' and 'hf' are."
+        )
     return ("/*.json.gz" if given["zipped_data"] > 0 else "/*.json"), str(of("zipped_data"))
 
 
