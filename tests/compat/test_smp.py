@@ -44,7 +44,7 @@ def test_layouts_strategies_and_sequences_in_parts_give_the_numbers_of_one_rank(
     assert "parts of it before, and the same tokens now" in found["mixed"]
 
 
-def test_a_model_is_placed_once(tsm, tmp_path):
+def test_a_model_is_placed_once(te, tsm, tmp_path):
     """By FSDP, which shards it and has its device; on one rank by transform, whose model is used with and without FSDP."""
     wanted = [{"placed": 1, "kept": 0}] * 2
     assert ranks.run(2, fsdp_ranks.placements, "weights") == wanted
