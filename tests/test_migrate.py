@@ -170,8 +170,8 @@ def test_a_run_file_has_the_arguments_in_its_own_units(place, capsys):
     assert main(["migrate", "launch.py", "--run-file", "run.toml"]) == 0
     config = RunConfig.from_file(place / "run.toml")
     assert (config.model.source, config.model.load, config.model.dtype) == ("model", True, "bfloat16")
-    assert (config.data.sequence_length, config.data.validation_source) == (16384, "/data/test/*.json")
-    assert config.data.source == f"{place}/channels/train/*.json"
+    assert (config.data.sequence_length, config.data.validation_source) == (16384, "/data/test/*.json.gz")
+    assert config.data.source == f"{place}/channels/train/*.json.gz"
     assert (config.parallel.context_parallel_degree, config.parallel.hybrid_shard_degree) == (8, 8)
     assert (config.fp8.enabled, config.fp8.recipe, config.fp8.amax_history_len, config.fp8.head) == (
         True,
@@ -211,6 +211,39 @@ def test_a_training_script_and_its_estimator_make_one_run_file(place):
     config = RunConfig.from_dict(tomllib.loads(text))
     assert config.data.sequence_length == 16384  # the estimator's is over the default of the script
     assert config.train.global_batch == 4 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source", "validated", "told"),
+    [
+        ({}, "/data/*.json.gz", 5, "zipped_data = 1 (SMP's default)"),
+        ({"zipped_data": 1}, "/data/*.json.gz", 5, "zipped_data = 1"),
+        ({"zipped_data": 0}, "/data/*.json", 5, "zipped_data = 0"),
+        ({"zipped_data": "0"}, "/data/*.json", 5, "zipped_data = 0"),
+        ({"dataset_type": "hf", "zipped_data": 1}, "/data", 5, "dataset_type = 'hf'"),
+        ({"use_synthetic_data": 1}, "/data/*.json.gz", 0, "use_synthetic_data = 1 trains on random tokens"),
+    ],
+)
+def test_data_of_a_run_file_are_those_that_the_example_reads(place, arguments, source, validated, told):
+    hyperparameters = {"max_context_width": 64, "validation_freq": 5, "training_dir": "/data/", "test_dir": "/data"} | arguments
+    (place / "launch.py").write_text(
+        "from sagemaker.pytorch import PyTorch\n"
+        f'PyTorch(entry_point="train.py", instance_type="local", hyperparameters={hyperparameters})\n'
+    )
+    text = run_file([read(place / "launch.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert (config.data.source, config.data.validation_source) == (source, source)
+    assert config.train.validate_every == validated
+    assert told in text
+
+
+def test_a_kind_of_data_without_a_reader_is_refused(place):
+    (place / "launch.py").write_text(
+        "from sagemaker.pytorch import PyTorch\n"
+        'PyTorch(entry_point="t.py", instance_type="local", hyperparameters={"max_context_width": 8, "dataset_type": "nemo"})\n'
+    )
+    with pytest.raises(InputError, match="dataset_type = 'nemo' is data that Octavo does not read: 'gpt_jsonl' and 'hf' are"):
+        run_file([read(place / "launch.py")])
 
 
 def test_values_are_calculated_within_bounds_and_never_run(place):

@@ -93,7 +93,7 @@ class Process:
         self.background_groups: dict[tuple[int, ...], Any] = {}
         """Ranks → (world, gloo group of saves in the background), for SMP's scripts."""
         self.shard_meshes: dict[tuple[str, int], Any] = {}
-        """(kind, ranks) → (mesh of the world, one beside it), for SMP's scripts."""
+        """(kind, ranks) → (mesh of the world, one of that kind, None for all ranks), the newest last, for SMP's scripts."""
         self.layers_of_caches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Cache of a generation → its attention layers without `layer_idx`, for SMP's scripts. Ends with the cache."""
         self.safe_configs: list[Any] = []

@@ -1,5 +1,6 @@
 """Names of other packages in published SMP scripts, on a machine without these packages."""
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -10,11 +11,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 import octavo
 from octavo.compat import finder, versions
 from octavo.compat.smp import beside
+from octavo.nn.block import TransformerLayer
 from octavo.process import process
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -66,6 +77,89 @@ def test_a_request_for_flash_attention_gives_the_numbers_of_transformers_default
     assert capsys.readouterr().err.count("flash-attn is not here") == 1
     with pytest.raises(ValueError, match="flash_attention_9x"):
         AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_9x")
+
+
+@pytest.mark.parametrize("config", [MistralConfig, MixtralConfig])
+def test_a_config_without_a_number_of_key_value_heads_has_as_many_as_attention_heads(tsm, config):
+    assert config(num_attention_heads=6, num_key_value_heads=None).num_key_value_heads == 6
+    assert config(num_key_value_heads=None).num_key_value_heads == config().num_attention_heads
+    assert config(num_attention_heads=6, num_key_value_heads=3).num_key_value_heads == 3
+    assert config().num_key_value_heads == 8
+    asked = config(**TINY, num_key_value_heads=None)
+    assert config.from_dict(asked.to_dict()).num_key_value_heads == TINY["num_attention_heads"]
+
+
+def test_a_config_without_a_number_of_key_value_heads_is_refused_again_without_the_names():
+    with pytest.raises(Exception, match="num_key_value_heads"):
+        MixtralConfig(num_key_value_heads=None)
+
+
+def _experts(tsm):
+    from torch.sagemaker.moe.moe_config import MoEConfig
+
+    torch.manual_seed(0)
+    config = MixtralConfig(**TINY | {"num_hidden_layers": 4}, num_key_value_heads=1, num_local_experts=4)
+    return FullyShardedDataParallel(tsm.transform(AutoModelForCausalLM.from_config(config), config=MoEConfig()))
+
+
+def _recomputed(model):
+    return [isinstance(layer, CheckpointWrapper) for layer in model.module.layers]
+
+
+def test_recomputation_that_names_layers_with_experts_is_of_the_blocks_and_changes_no_bit(tsm, te, one_process, capsys):
+    tsm.init()
+
+    def steps(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(3):
+            torch.manual_seed(step)
+            ids = torch.randint(0, 64, (2, 16))
+            with te.fp8_autocast():
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    wanted = steps(_experts(tsm))
+    for impl in CheckpointImpl:
+        model = _experts(tsm)
+        wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrap, check_fn=lambda part: isinstance(part, MixtralDecoderLayer)
+        )
+        assert _recomputed(model) == [True] * 4
+        assert steps(model) == wanted
+    assert "chooses no part" not in capsys.readouterr().err
+
+
+def test_a_choice_that_counts_sees_each_layer_once(tsm, one_process):
+    tsm.init()
+    for kind in (MixtralDecoderLayer, TransformerLayer):
+        model, seen = _experts(tsm), itertools.count()
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, kind) and next(seen) % 2 == 1)  # noqa: B023
+        assert _recomputed(model) == [False, True, False, True]
+
+
+def test_a_choice_of_nothing_is_said(tsm, one_process, capsys):
+    tsm.init()
+    model = FullyShardedDataParallel(tsm.transform(AutoModelForCausalLM.from_config(LlamaConfig(**TINY))))
+    for choice in (
+        lambda part: isinstance(part, LlamaDecoderLayer),  # which SMP does not leave in place either
+        lambda part: isinstance(part, MixtralDecoderLayer) and part.hidden_size > 0,
+    ):
+        apply_activation_checkpointing(model, check_fn=choice)
+        assert _recomputed(model) == [False]
+    assert capsys.readouterr().err.count("check_fn chooses no part of the transformed model, so nothing is recomputed") == 1
+    apply_activation_checkpointing(
+        _experts(tsm), check_fn=lambda part: isinstance(part, MixtralDecoderLayer) and part.training_
+    )
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    apply_activation_checkpointing(other, check_fn=lambda part: isinstance(part, torch.nn.Linear))
+    assert isinstance(other[0], CheckpointWrapper)
+    assert capsys.readouterr().err.count("chooses no part") == 0
 
 
 def test_files_of_torch_save_load_weights_only_by_names_that_are_listed(tsm, one_process, tmp_path):

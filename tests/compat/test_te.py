@@ -9,11 +9,13 @@ import torch
 from test_te_arguments import CALLS, CONSTRUCTORS
 
 import octavo.nn
+from octavo.compat.te import state
 from octavo.errors import InputError
 from octavo.fp8.recipe import coerce
 from octavo.fp8.scaling import state_records
 from octavo.nn.attention import merge_qkv
 from octavo.nn.mlp import interleave
+from octavo.parallel.module_init import OwnInit
 from octavo.process import process
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -338,6 +340,65 @@ def test_parameters_from_the_meta_device_get_initial_values(te):
             module.reset_parameters()
     for name, parameter in layer.named_parameters():
         if name.endswith("weight") and "norm_weight" not in name:
+            assert parameter.std().item() == pytest.approx(0.023, rel=0.15), name
+        else:
+            assert (parameter == (1 if name.endswith("weight") else 0)).all(), name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda te: te.Linear(64, 128, device="meta", params_dtype=torch.bfloat16),
+        lambda te: te.Linear(64, 96, device="meta", parameters_split=("a", "b", "c")),
+        lambda te: te.LayerNormLinear(64, 96, device="meta", parameters_split={"a": 32, "b": 64}),
+        lambda te: te.LayerNormLinear(64, 128, device="meta", zero_centered_gamma=True),
+        lambda te: te.LayerNormMLP(64, 128, device="meta", bias=False),
+        lambda te: te.GroupedLinear(3, 64, 128, device="meta"),
+        lambda te: te.LayerNorm(64, device="meta"),
+        lambda te: te.RMSNorm(64, device="meta"),
+        lambda te: te.MultiheadAttention(64, 4, device="meta"),
+        lambda te: te.MultiheadAttention(64, 4, device="meta", fuse_qkv_params=True, input_layernorm=True),
+        lambda te: te.TransformerLayer(64, 128, 4, device="meta"),
+        lambda te: te.TransformerLayer(64, 128, 4, device="meta", layer_type="decoder"),
+    ],
+)
+def test_reset_parameters_takes_parameters_from_the_meta_device(te, make):
+    layer = make(te)
+    dtypes = {name: parameter.dtype for name, parameter in layer.named_parameters()}
+    for parameter in layer.parameters():
+        assert parameter.is_meta
+        parameter.mark, parameter.requires_grad = 3, False
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters(defer_init=True)
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    zero_centered = getattr(layer, "zero_centered_gamma", False)
+    for name, parameter in layer.named_parameters():
+        assert (parameter.device.type, parameter.dtype, parameter.mark) == ("cpu", dtypes[name], 3)
+        assert not parameter.requires_grad
+        if "bias" in name:
+            assert not parameter.any()
+        elif "norm_weight" in name or parameter.dim() == 1:
+            assert (parameter == (0 if zero_centered else 1)).all(), name
+        else:
+            assert parameter.float().std().item() == pytest.approx(0.023, rel=0.15), name
+
+
+def test_deferred_initialisation_plans_on_the_meta_device_and_fills(te, monkeypatch):
+    model = torch.nn.Sequential(te.Linear(64, 64, device="meta"), te.LayerNormMLP(64, 64, device="meta"))
+    before, names = dict(model.named_parameters()), [name for name, _ in model.named_parameters()]
+    asked = []
+    monkeypatch.setattr(state, "default_device", lambda: asked.append(1))
+    OwnInit(7).check(model, names)
+    assert dict(model.named_parameters()) == before
+    model.to_empty(device="cpu")
+    OwnInit(7).fill(model, names)
+    assert not asked
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight") and "norm" not in name:
             assert parameter.std().item() == pytest.approx(0.023, rel=0.15), name
         else:
             assert (parameter == (1 if name.endswith("weight") else 0)).all(), name

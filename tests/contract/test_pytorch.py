@@ -82,7 +82,9 @@ NAMES = (
         "SMP's checkpoints at URLs",
     ),
     Name(
-        "torch.distributed.checkpoint._traverse.set_element", ("compat/smp/checkpoint.py",), "nested keys of SMP's checkpoints"
+        "torch.distributed.checkpoint._traverse.set_element",
+        ("compat/smp/checkpoint.py", "compat/smp/plain.py"),
+        "nested keys of SMP's checkpoints",
     ),
     Name(
         "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
@@ -98,8 +100,14 @@ NAMES = (
     ),
     Name(
         "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
-        ("compat/smp/checkpoint.py", "compat/smp/safe_globals.py"),
-        "local states of PyTorch's FSDP1 have shards of this class",
+        ("compat/smp/checkpoint.py", "compat/smp/safe_globals.py", "compat/smp/plain.py"),
+        "local and sharded states of PyTorch's FSDP1 have shards of this class",
+    ),
+    Name(
+        "torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
+        ("compat/smp/plain.py",),
+        "shards over a group as FSDP1 makes them: PyTorch's function for optimizer states makes those of all ranks",
+        ("tensor", "rank", "world_size", "num_devices_per_node", "pg"),
     ),
     Name(
         "torch.distributed.remote_device._remote_device",
@@ -118,6 +126,12 @@ NAMES = (
         ("tree",),
     ),
     Name("torch.utils._pytree.tree_map", ("compat/smp/checkpoint.py",), "tensors in nested states", ("func", "tree")),
+    Name(
+        "torch.utils._python_dispatch._get_current_dispatch_mode",
+        ("compat/te/state.py",),
+        "whether deferred initialisation looks at what a method writes",
+        (),
+    ),
     Name(
         "torch.utils._python_dispatch.TorchDispatchMode",
         ("parallel/module_init.py",),

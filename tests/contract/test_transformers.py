@@ -41,6 +41,7 @@ NAMES = (
         ("models/convert.py",),
         "parameters that are not in a saved folder",
     ),
+    Name("transformers.PreTrainedModel._no_split_modules", ("compat/smp/transform.py",), "names of a model's whole layers"),
     Name("transformers.PreTrainedModel._hf_peft_config_loaded", ("run/export.py",), "adapters that an export would lose"),
     Name("transformers.AutoModelForCausalLM._model_mapping", ("run/sample.py",), "which configs have a causal language model"),
     Name("transformers.PretrainedConfig._attn_implementation", ("models/exact.py",), "the attention of the model"),

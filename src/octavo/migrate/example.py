@@ -13,7 +13,8 @@ DEFAULTS: dict[str, Any] = {
     "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000, "llama_intermediate_size": 11008,
     "intermediate_size": 14336, "initializer_range": 0.02, "sharding_strategy": "hybrid_shard", "validation_batches": 10,
     "data_num_workers": 0, "use_smp_implementation": 0, "moe": 0, "moe_load_balancing": "sinkhorn", "moe_aux_loss_coeff": 0.001,
-    "moe_z_loss_coeff": 0.001, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "moe_z_loss_coeff": 0.001, "num_local_experts": 8, "num_experts_per_tok": 2, "dataset_type": "gpt_jsonl", "zipped_data": 1,
+    "use_synthetic_data": 0,
 }  # fmt: skip
 """Arguments of SMP's example script with keys in a run file, and the example's defaults."""
 
@@ -31,12 +32,12 @@ NUMBERS = (
 )  # fmt: skip
 """Those of `OPTIONAL` that are numbers, or true or false."""
 NO_KEY = (
-    "auto_wrap_policy", "backward_fetch_policy", "clean_cache", "data_type", "dataset_type", "delayed_param",
+    "auto_wrap_policy", "backward_fetch_policy", "clean_cache", "data_type", "delayed_param",
     "distributed_backend", "enable_memory_profiling", "epochs", "fast_validation", "forward_prefetch", "framework",
     "limit_all_gathers", "log_reduced_training_loss", "logging_freq_for_avg", "nccl_test_log", "patch_neox_rope",
     "preserve_np_state", "profile_nsys", "same_seed", "save_final_model", "use_orig_params", "use_smp_flash_attn",
-    "use_synthetic_data", "zipped_data", "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization",
-    "fsdp_cache_flush_warnings", "allow_empty_shards", "moe_all_to_all_dispatcher", "global_token_shuffle",
+    "checkpoint_type", "do_train", "do_eval", "delayed_parameter_initialization", "fsdp_cache_flush_warnings",
+    "allow_empty_shards", "moe_all_to_all_dispatcher", "global_token_shuffle",
 )  # fmt: skip
 """Arguments without a key: always on, or without counterpart."""
 SHAPES = {

@@ -233,18 +233,38 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
     inputs = (estimator.get("fit") or {}).get("inputs")
     channels = inputs if isinstance(inputs, dict) else {}
+    files, kind = _files(given, of)
+    if given["use_synthetic_data"]:
+        draft.notes.append(
+            "use_synthetic_data = 1 trains on random tokens, without validation: give data.source a folder of text"
+        )
     for key, name, channel in (("source", "training_dir", "train"), ("validation_source", "test_dir", "test")):
         if isinstance(given[name], str):
-            draft.put(f"data.{key}", f"{given[name].rstrip('/')}/*.json", of(name))
+            draft.put(f"data.{key}", f"{given[name].rstrip('/')}{files}", f"{of(name)}, {kind}")
         elif isinstance(address := channels.get(channel), str) and (path := local_path(address, channel)) is not None:
-            draft.put(f"data.{key}", f"{path}/*.json", f"the channel {channel}")
+            draft.put(f"data.{key}", f"{path}{files}", f"the channel {channel}, {kind}")
         else:
-            draft.put(f"data.{key}", f"{channel}/*.json", f"the channel {channel}: give its folder")
+            draft.put(f"data.{key}", f"{channel}{files}", f"the channel {channel}: give its folder; {kind}")
     draft.put("data.sequence_length", given["max_context_width"], of("max_context_width"))
     draft.put("data.packing", "join", "chunks of one length")
     if given["data_num_workers"]:
         draft.put("data.workers", given["data_num_workers"], of("data_num_workers"))
     draft.put("data.seed", given["seed"], of("seed"))
+
+
+def _files(given: Mapping[str, Any], of: Any) -> tuple[str, str]:
+    """What the example reads of a folder, as the end of a path, and the arguments that say so.
+
+    Raises:
+        InputError: a kind of data that Octavo does not read.
+    """
+    if given["dataset_type"] == "hf":  # load_from_disk
+        return "", str(of("dataset_type"))
+    if given["dataset_type"] != "gpt_jsonl":
+        raise InputError(
+            f"dataset_type = {given['dataset_type']!r} is data that Octavo does not read: 'gpt_jsonl' and 'hf' are."
+        )
+    return ("/*.json.gz" if given["zipped_data"] > 0 else "/*.json"), str(of("zipped_data"))
 
 
 def _parallel(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], ranks: int, draft: _Draft) -> int:
@@ -368,7 +388,9 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
         )
     draft.put("train.recompute", bool(given["activation_checkpointing"]), of("activation_checkpointing"))
     draft.put("train.seed", given["seed"], of("seed"))
-    if given["validation_freq"] and given["validation_batches"] < 1:
+    if given["use_synthetic_data"]:
+        pass
+    elif given["validation_freq"] and given["validation_batches"] < 1:
         draft.notes.append(f"no validation, as there: validation_batches = {given['validation_batches']} is no batch")
     elif given["validation_freq"]:
         draft.put("train.validate_every", math.ceil(given["validation_freq"] / accumulation), of("validation_freq"))

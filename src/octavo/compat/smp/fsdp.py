@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from octavo.process import process
 from octavo.train.optimizer import clip_grad_norm_
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-_IN_HOST = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+IN_HOST = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class ShardedModel(FullyShardedDataParallel):
@@ -189,7 +189,7 @@ def resolved(degree: int, given: ShardingStrategy | None) -> tuple[int, Sharding
         return degree, _overridden(degree, given, strategy if zero2 else ShardingStrategy.HYBRID_SHARD)
     if strategy is ShardingStrategy.NO_SHARD:
         return 1, strategy
-    if strategy in _IN_HOST:
+    if strategy in IN_HOST:
         local = rank_variable("LOCAL_WORLD_SIZE", min(ranks.world_size, max(1, torch.cuda.device_count() or ranks.world_size)))
         return min(local, ranks.world_size), strategy
     return 0, strategy
@@ -241,17 +241,19 @@ def _sharding(
     )
 
 
-def _made(kind: str, degree: int, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    found: tuple[DeviceMesh | None, DeviceMesh] | None = process.shard_meshes.get((kind, degree))
+def made(kind: str, degree: int, make: Callable[[], Any]) -> Any:
+    """The mesh of a kind and a degree, made once; the newest that is asked for comes last."""
+    found = process.shard_meshes.pop((kind, degree), None)
     if found is None or found[0] is not ranks.mesh:
-        found = process.shard_meshes[kind, degree] = ranks.mesh, make()
+        found = ranks.mesh, make()
+    process.shard_meshes[kind, degree] = found
     return found[1]
 
 
 def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
     """[replicate, shard] with `degree` ranks a shard group, or [shard]."""
     if degree in (0, usual.size(-1)):
-        return usual
+        return cast("DeviceMesh", made("dense", usual.size(-1), lambda: usual))
     if ranks.world_size % degree or degree % ranks.cp_size:
         raise InputError(
             f"a shard group of {degree} ranks does not fit {ranks.world_size} ranks with context_parallel_degree "
@@ -264,7 +266,7 @@ def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
         return mesh["hybrid_shard"] if degree == ranks.world_size else mesh
 
-    return _made("dense", degree, make)
+    return cast("DeviceMesh", made("dense", degree, make))
 
 
 def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
@@ -276,7 +278,10 @@ def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
             f"a shard group of {degree} ranks cannot hold expert_parallel_degree {ranks.ep_size}: it is a multiple of that "
             "degree. Set hybrid_shard_degree in torch.sagemaker.init."
         )
-    return _made("expert", degree, lambda: expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree)))
+    return cast(
+        "DeviceMesh",
+        made("expert", degree, lambda: expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree))),
+    )
 
 
 def _shard_group(sharding: Sharding | None) -> dist.ProcessGroup | None:

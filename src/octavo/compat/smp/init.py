@@ -18,6 +18,7 @@ from octavo.config.degrees import Degrees
 from octavo.errors import InputError
 from octavo.parallel import world
 from octavo.parallel.sharding import check_supported
+from octavo.process import process
 from octavo.storage import local_path
 
 PARAMETERS = "SM_HP_MP_PARAMETERS"
@@ -36,18 +37,33 @@ def given_names() -> contextlib.AbstractContextManager[None]:
     return users_names(_Given.where)
 
 
+def _last_mesh() -> tuple[int, Any] | None:
+    """(ranks of a replica, its mesh, None where all ranks are one) of the newest model in FSDP."""
+    made = [(key[1], mesh) for key, (of, mesh) in process.shard_meshes.items() if of is world.state.mesh and key[0] != "expert"]
+    if not made:
+        return None
+    degree, mesh = made[-1]
+    return (degree, mesh) if mesh is not None else (world.state.world_size, None)
+
+
 class Ranker:
-    """Ranks by replica: `torch.sagemaker.state.ranker`."""
+    """Ranks by replica: `torch.sagemaker.state.ranker`.
+
+    With hybrid_shard_degree 0 the strategy of FullyShardedDataParallel says what a replica is: that of the newest model.
+    """
 
     def get_rep_rank(self, rank: int) -> int:
         """The replica of the sharded model that a rank is part of."""
-        return rank // (world.state.world_size // world.state.degrees.replicate)
+        return rank // self._ranks_of_a_replica()
 
     def get_rep_groups(self) -> list[list[int]]:
         """The ranks that hold the same shard, for every shard."""
-        degrees = world.state.degrees
-        inside = degrees.world // degrees.replicate
-        return [list(range(first, degrees.world, inside)) for first in range(inside)]
+        inside = self._ranks_of_a_replica()
+        return [list(range(first, world.state.degrees.world, inside)) for first in range(inside)]
+
+    def _ranks_of_a_replica(self) -> int:
+        last = _last_mesh()
+        return world.state.world_size // world.state.degrees.replicate if last is None else last[0]
 
 
 class SmpState:
@@ -85,7 +101,9 @@ class SmpState:
     @property
     def rep_rank_process_group(self) -> dist.ProcessGroup | None:
         """The ranks of this rank's replica of the model; None without ranks."""
-        ranks = world.state
+        ranks, last = world.state, _last_mesh()
+        if last is not None:
+            return ranks.world_process_group if last[0] == ranks.world_size else last[1].get_group("hybrid_shard")
         if ranks.mesh is None or ranks.degrees.replicate == 1:
             return ranks.world_process_group
         return ranks.mesh["hybrid_shard"].get_group()

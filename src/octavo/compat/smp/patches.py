@@ -1,10 +1,10 @@
 """Changes to PyTorch by the first import of torch.sagemaker, in this process: names of classes and modules, all undone later.
 
 * `FullyShardedDataParallel(transformed model, …)` makes a `ShardedModel`; its static functions know one. Any other model gets
-  PyTorch's own, with `post_param_init_fn`, which SMP's has.
+  PyTorch's own, with `post_param_init_fn`, which SMP's has, and with the ranks of `init` (`octavo.compat.smp.plain`).
 * `FullStateDictConfig` takes SMP's `translate_on_save`.
 * Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
-  ahead of backward.
+  ahead of backward; `apply_activation_checkpointing` finds the blocks (`octavo.compat.smp.recompute`).
 * PyTorch's own `save` and `load` take a local state of a `ShardedModel` as its shards.
 * `FileSystemWriter` writes one checkpoint to several folders, and `FileSystemReader` names one that is not there
   (`octavo.compat.smp.folders`).
@@ -36,12 +36,12 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.compat.changes import Changes, copy_of
 from octavo.compat.smp import checkpoint as checkpoints
-from octavo.compat.smp import folders, optim, substitutes
+from octavo.compat.smp import folders, optim, plain, recompute, substitutes
 from octavo.compat.smp.asynchronous import maybe_finalize_async_calls
 from octavo.compat.smp.fsdp import ShardedModel
 from octavo.compat.smp.safe_globals import admit_config, admit_data
 from octavo.compat.smp.state_dicts import Fp8State, Settings, sharded_in, typed
-from octavo.compat.smp.substitutes import flash_attention
+from octavo.compat.smp.substitutes import flash_attention, key_value_heads
 from octavo.compat.smp.transform import transformed
 from octavo.errors import InputError
 from octavo.fp8.autocast import recomputing
@@ -54,8 +54,10 @@ def apply() -> Callable[[], None]:
     _construct(changes)
     _static(changes)
     _wrappers(changes)
+    recompute.apply(changes)
     _checkpoints(changes)
     flash_attention(changes)
+    key_value_heads(changes)
     others = substitutes.apply(), admit_data()
 
     def undo_all() -> None:
@@ -96,6 +98,7 @@ def _construct(changes: Changes) -> None:
                 post(root)
 
             kwargs["param_init_fn"] = both
+        args, kwargs = plain.with_ranks(self, args, kwargs)
         init(self, *args, **kwargs)
 
     @functools.wraps(config_init)
@@ -262,6 +265,8 @@ def _checkpoints(changes: Changes) -> None:
     ) -> Any:
         if any(isinstance(value, DTensor | Fp8State) for value in model_state_dict.values()):
             return checkpoints.load_optimizer(model_state_dict, optimizer_key, storage_reader, planner, process_group)
+        if (group := plain.group_of(model_state_dict, process_group)) is not None:
+            return plain.load_optimizer(optimizer_key, storage_reader, planner, group)
         return theirs(model_state_dict, optimizer_key, storage_reader, planner)
 
     @functools.wraps(destroy)

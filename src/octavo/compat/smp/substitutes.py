@@ -3,6 +3,8 @@
 * The process-group backend "smddp" of SageMaker's containers is NCCL, or gloo without GPUs.
 * `attn_implementation="flash_attention_2"` of transformers without flash-attn is its default: models of `transform` compute
   attention by Octavo's kernels whatever it says, and other models by PyTorch's.
+* `num_key_value_heads=None` of Mistral's and Mixtral's configurations, by AWS's script without that argument, is the number of
+  attention heads, as in transformers 4; version 5 refuses it. Nothing is said.
 """
 
 from __future__ import annotations
@@ -68,3 +70,21 @@ def flash_attention(changes: Changes) -> None:
         return theirs(self, None, *args, **kwargs)
 
     changes.set(PreTrainedModel, "_check_and_adjust_attn_implementation", adjusted)
+
+
+def key_value_heads(changes: Changes) -> None:
+    """Let configurations without a number of key-value heads have as many as attention heads."""
+    from transformers import MistralConfig, MixtralConfig
+
+    for config in (MistralConfig, MixtralConfig):
+        changes.set(config, "__init__", _with_heads(config.__init__, config().num_attention_heads))
+
+
+def _with_heads(theirs: Callable[..., None], usual: int) -> Callable[..., None]:
+    @functools.wraps(theirs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("num_key_value_heads", usual) is None:
+            kwargs["num_key_value_heads"] = kwargs.get("num_attention_heads", usual)
+        theirs(self, *args, **kwargs)
+
+    return init

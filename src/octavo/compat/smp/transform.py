@@ -16,6 +16,7 @@ from octavo.compat.smp.safe_globals import admit_config
 from octavo.errors import InputError, unknown
 from octavo.models.decoder import Decoder
 from octavo.models.own_code import params_dtype_of
+from octavo.nn.moe import LayerNormMoE
 from octavo.nn.norm import FLOATS
 from octavo.parallel.world import state
 
@@ -30,10 +31,12 @@ class Transformed:
     Attributes:
         cp_comm_type: exchange of keys and values.
         from_rank0: rank 0 has the weights.
+        layers: classes of the decoder layers that SMP would have left in place, those with experts.
     """
 
     cp_comm_type: str
     from_rank0: bool
+    layers: tuple[type[nn.Module], ...] = ()
 
 
 def transformed(model: nn.Module) -> Transformed | None:
@@ -100,10 +103,17 @@ def transform(
     if isinstance(new, Decoder):
         new.generation_config = getattr(model, "generation_config", None)
         new.register_forward_hook(_as_output)
-    vars(new)[_MARK] = Transformed(cp_comm_type, load_state_dict_from_rank0)
+    vars(new)[_MARK] = Transformed(cp_comm_type, load_state_dict_from_rank0, _layers_with_experts(model, new))
     if state.cp_size > 1:
         new.register_forward_pre_hook(_refuse_unwrapped)
     return new
+
+
+def _layers_with_experts(model: nn.Module, new: nn.Module) -> tuple[type[nn.Module], ...]:
+    if not any(isinstance(part, LayerNormMoE) for part in new.modules()):
+        return ()
+    names = getattr(model, "_no_split_modules", None) or ()  # Hugging Face's name for whole layers
+    return tuple({type(part) for part in model.modules() if type(part).__name__ in names})
 
 
 def _as_output(model: nn.Module, inputs: Any, output: Any) -> Any:

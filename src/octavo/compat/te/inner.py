@@ -49,5 +49,6 @@ def make_readable(layer: nn.Module) -> None:
             continue
         if type(module) in _READABLE:
             module.__class__ = _READABLE[type(module)]
+            module.is_made = True  # type: ignore[assignment]
         elif "tp_size" not in vars(module):  # attention, whose class chooses its kernels
             module.tp_size, module.tp_group, module.sequence_parallel = OneRank.tp_size, None, False  # type: ignore[assignment]

@@ -26,6 +26,12 @@ class Kind(type):
         own = vars(cls).get("octavo")
         return super().__instancecheck__(instance) or (own is not None and isinstance(instance, own))
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The layer, whose `reset_parameters` takes parameters from the meta device from now on."""
+        layer = super().__call__(*args, **kwargs)
+        layer.is_made = True
+        return layer
+
 
 def in_autocast(x: Tensor) -> Tensor:
     """`x` in the dtype of `torch.autocast` where that is on: Transformer Engine's norms run in it, PyTorch's in float32."""

@@ -86,7 +86,7 @@ class Parts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initial values for each part by itself."""
-        if isinstance(self, LayerNormLinear):
+        if isinstance(self, _linear.LayerNormLinear):
             reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.zero_centered_gamma)
         with self.draws():
             for weight, bias in zip(self.parts("weight"), self.parts("bias"), strict=True):

@@ -40,6 +40,12 @@ class Split(HighPrecisionResults, Parts, Products):
     names: tuple[str, ...]
     way = "without parameters_split"
 
+    def reset_parameters(self, defer_init: bool | None = False) -> None:
+        """As that of the other layers."""
+        if not defer_init:
+            self.take_from_meta()
+            Parts.reset_parameters(self)
+
     def _join(self, kind: str) -> Tensor | None:
         parts = self.parts(kind)
         return None if parts[0] is None else torch.cat(parts)

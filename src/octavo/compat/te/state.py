@@ -16,9 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.compat.missing import MissingName, way_of
 from octavo.compat.notices import say_once
+from octavo.compat.te.device import default_device
 from octavo.compat.te.parts import rejoined
 from octavo.errors import InputError
 from octavo.fp8.formats import Format
@@ -178,6 +180,36 @@ class Scaling(NamedTuple):
     """float32 [L, n], the newest first."""
 
 
+class Resettable:
+    """Base of layers whose `reset_parameters` takes parameters from the meta device, as Transformer Engine's.
+
+    Attributes:
+        is_made: the constructor is done, which leaves parameters where they are.
+    """
+
+    is_made = False
+
+    def reset_parameters(self, defer_init: bool | None = False) -> None:
+        """Initial values; parameters on the meta device come to the GPU, or to the CPU without one. defer_init: nothing."""
+        if not defer_init:
+            self.take_from_meta()
+            super().reset_parameters()  # type: ignore[misc]
+
+    def take_from_meta(self) -> None:
+        """Give own parameters on the meta device memory, once the layer is made.
+
+        Not under a dispatch mode: deferred initialisation runs `reset_parameters` on meta tensors to see what it writes.
+        """
+        layer: Any = self
+        if not layer.is_made or _get_current_dispatch_mode() is not None:
+            return
+        for name, parameter in list(layer._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                new = nn.Parameter(torch.empty_like(parameter, device=default_device() or "cpu"), parameter.requires_grad)
+                new.__dict__.update(parameter.__dict__)
+                layer._parameters[name] = new
+
+
 class OneRank(Named):
     """Base of layers of one tensor-parallel rank, with what clients read of that."""
 
@@ -186,7 +218,7 @@ class OneRank(Named):
     sequence_parallel = False
 
 
-class Readable(OneRank):
+class Readable(Resettable, OneRank):
     """Base of layers with products, with what clients read of them."""
 
     parallel_mode = None
@@ -234,7 +266,7 @@ def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Stateless(Named):
+class Stateless(Resettable, Named):
     """Base of layers without FP8 state, which have an empty entry for it, as Transformer Engine's."""
 
     def __init__(self, **arguments: Any) -> None:

@@ -1,0 +1,95 @@
+"""PyTorch's own FSDP around a model that was never transformed, with the ranks of `torch.sagemaker.init`.
+
+A strategy within hosts takes its groups from hybrid_shard_degree, and from the ranks of a host where that is 0. PyTorch takes
+them from the devices that a process sees: a single one on a CPU, where no rank then averaged its gradients with another.
+
+Its optimizer states are loaded as shards over the group of the model, as SMP's `process_group` asks. PyTorch's function makes
+shards over all ranks, of which FSDP with smaller groups takes the wrong rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+
+from octavo.compat.smp.fsdp import IN_HOST, made, resolved
+from octavo.compat.smp.init import is_initialized
+from octavo.compat.smp.init import state as smp_state
+from octavo.errors import InputError
+from octavo.parallel.world import state as ranks
+
+_SIGNATURE = inspect.signature(FullyShardedDataParallel.__init__)
+
+
+def with_ranks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments behind `self` with the strategy and the groups of `init`, unless groups are given.
+
+    Raises:
+        InputError: hybrid_shard_degree does not divide the ranks.
+    """
+    if not (is_initialized() and dist.is_initialized()):
+        return args, kwargs
+    given = _SIGNATURE.bind(model, *args, **kwargs)
+    if given.arguments.get("process_group") is not None or given.arguments.get("device_mesh") is not None:
+        return args, kwargs  # of the script, or of the FSDP around
+    degree, strategy = resolved(smp_state.hybrid_shard_degree, given.arguments.get("sharding_strategy"))
+    if degree == 1:  # of a hybrid strategy over groups of one rank PyTorch makes NO_SHARD within each
+        strategy = ShardingStrategy.NO_SHARD
+    given.arguments["sharding_strategy"] = strategy
+    if strategy in IN_HOST:
+        mesh = made("plain", degree, lambda: _mesh(degree))
+        given.arguments["process_group"] = mesh.get_group("hybrid_shard"), mesh.get_group("replicate")
+    else:
+        made("plain", 0, lambda: None)  # over all ranks, also NO_SHARD, whose group they are
+    return given.args[1:], given.kwargs
+
+
+def _mesh(degree: int) -> DeviceMesh:
+    """[replicate, shard] with `degree` ranks a shard group."""
+    if ranks.world_size % degree:
+        raise InputError(
+            f"a shard group of {degree} ranks does not fit {ranks.world_size} ranks: it divides them. Set hybrid_shard_degree "
+            "in torch.sagemaker.init."
+        )
+    names = ("replicate", "hybrid_shard")
+    return init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
+
+
+def group_of(state: Mapping[str, Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group that a sharded state is split over, where it is not all ranks; None else. given: the script's."""
+    found = next((value._process_group for value in state.values() if isinstance(value, ShardedTensor)), given)
+    return None if found is None or dist.get_world_size(found) == dist.get_world_size() else found
+
+
+def load_optimizer(key: str, reader: Any, planner: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+    """The state of an optimizer under `key` of a checkpoint, in shards over a group, as `optim_state_dict_to_load` takes it."""
+    metadata = reader.read_metadata()
+    paths = {name: path for name, path in metadata.planner_data.items() if path[0] == key}
+    device, devices = ranks.device, max(1, torch.cuda.device_count())
+    state: dict[str, Any] = {}
+    for name in paths:
+        stored = metadata.state_dict_metadata[name]
+        if isinstance(stored, BytesStorageMetadata):
+            state[name] = None
+            continue
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+        if whole.numel() > 1:
+            state[name] = _create_chunk_sharded_tensor(whole, group.rank(), group.size(), devices, group)
+        else:
+            state[name] = whole
+    load(state, storage_reader=reader, planner=planner, process_group=group)
+    nested: dict[Any, Any] = {}
+    for name, value in state.items():
+        set_element(nested, paths[name], value)
+    return nested

@@ -1,0 +1,73 @@
+"""`apply_activation_checkpointing` on a transformed model: the part that it names, or that stands for what it names.
+
+SMP leaves the decoder layers of a mixture of experts in place, so scripts name them: MixtralDecoderLayer and its like. Here
+each of them is a block of Octavo's, which is then recomputed. A choice of nothing is said: only memory would tell of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+from octavo.compat.changes import Changes, copy_of
+from octavo.compat.notices import say_once
+from octavo.compat.smp.state_dicts import sharded_in
+from octavo.compat.smp.transform import transformed
+from octavo.nn.block import TransformerLayer
+
+
+def apply(changes: Changes) -> None:
+    """Let PyTorch's function choose parts of transformed models."""
+    theirs = copy_of(wrappers.apply_activation_checkpointing)
+
+    @functools.wraps(wrappers.apply_activation_checkpointing)
+    def chosen(
+        model: nn.Module,
+        checkpoint_wrapper_fn: Any = wrappers.checkpoint_wrapper,
+        check_fn: Callable[[nn.Module], bool] = lambda _: True,
+        auto_wrap_policy: Any = None,
+    ) -> None:
+        if not sharded_in(model) or auto_wrap_policy is not None:
+            return theirs(model, checkpoint_wrapper_fn, check_fn, auto_wrap_policy)
+        layers = [found for sharded in sharded_in(model) if (noted := transformed(sharded.module)) for found in noted.layers]
+        taken = False
+
+        def named(part: nn.Module) -> bool:
+            nonlocal taken
+            found = bool(check_fn(part))
+            taken |= found
+            return found
+
+        def in_its_place(part: nn.Module) -> bool:
+            nonlocal taken
+            found = isinstance(part, TransformerLayer) and any(_takes(check_fn, layer) for layer in layers)
+            taken |= found
+            return found
+
+        # One after the other, each part once: a choice may count, as that of every second layer.
+        for choice in (named, in_its_place):
+            theirs(model, checkpoint_wrapper_fn, choice)
+            if taken:
+                return None
+        say_once(
+            "apply_activation_checkpointing",
+            "apply_activation_checkpointing: check_fn chooses no part of the transformed model, so nothing is recomputed. "
+            "Blocks are torch.sagemaker.tensor_parallel.transformer.TransformerLayer.",
+        )
+        return None
+
+    changes.redirect(wrappers.apply_activation_checkpointing, chosen)
+
+
+def _takes(check_fn: Callable[[nn.Module], bool], layer: type[nn.Module]) -> bool:
+    """True if a choice takes instances of a class that the model no longer has; one that reads them takes none."""
+    empty = layer.__new__(layer)
+    nn.Module.__init__(empty)
+    with contextlib.suppress(AttributeError):
+        return bool(check_fn(empty))
+    return False
