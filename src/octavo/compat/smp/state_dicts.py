@@ -260,7 +260,9 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     stored = stored_names_of(model)
     given = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
     local = settings.kind in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
-    products = {id(getattr(one.module, part, None)): one for _, one in states_of(model) for part in one.parts}
+    weights = {id(getattr(one.module, part, None)): one for _, one in states_of(model) for part in one.parts}
+    products = {clean(name): weights[id(own)] for name, own in model.named_parameters() if id(own) in weights}
+    products = {stored.get(name, name): one for name, one in products.items()}
     missing, used = [], set()
     for name, tensor in tensors.items():
         value, names = _found(name, given, way)
@@ -269,8 +271,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
             continue
         used |= names
         _copy(name, tensor, value)
-        if id(tensor) in products and not state.get(FP8):
-            weight_is_new(products[id(tensor)])
+        if name in products and not state.get(FP8):
+            weight_is_new(products[name])
     if len(missing) == len(tensors) and (given or local):
         found = f"none of its keys, such as {next(iter(given))!r}, is" if given else "none of its keys is"
         raise WrongState(
