@@ -45,8 +45,10 @@ def experts_step(degrees, scales):
     with torch.no_grad():
         for layer in model.layers:
             for weight in (layer.moe.experts.fc1_weight, layer.moe.experts.fc2_weight):
-                own = local_shard(weight)
-                own.local.mul_(torch.tensor(scales)[torch.tensor(own.rows) // (len(weight) // len(scales))][:, None])
+                whole = sharded.full(weight)
+                local_shard(weight).copy_from(
+                    whole * torch.tensor(scales).repeat_interleave(len(whole) // len(scales))[:, None]
+                )
     ids = torch.randint(0, 17, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), fp8_autocast():
         logits = model(input_ids=ids).logits
