@@ -299,7 +299,7 @@ def share_out(
 
 
 def _fault(part: Part) -> str | None:
-    """What is wrong with ranges; None if nothing is."""
+    """The fault of a part's ranges; None without one."""
     if len(part.indices) != len(part.shape):
         return f"indices of {len(part.indices)} dimensions, and the shape is {list(part.shape)}."
     for dim, (each, size) in enumerate(zip(part.indices, part.shape, strict=True)):
@@ -382,7 +382,7 @@ def with_block(tensor: Tensor, block: Block | None) -> Tensor:
 
 
 def as_held(tensor: Tensor) -> Tensor:
-    """What `with_block` was given: the rank's tensor, plain or a DTensor."""
+    """The rank's tensor, plain or a DTensor: the inverse of `with_block`."""
     return tensor.held if isinstance(tensor, BlockTensor) else tensor
 
 
@@ -472,7 +472,7 @@ class BlockTensor(Tensor):
 
     storage = __reduce_ex__  # safetensors asks for it
 
-    # What PyTorch's planners ask of tensors that have several chunks.
+    # The protocol of PyTorch's planners for tensors of several chunks.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """The chunks that this rank writes: all that it counts."""

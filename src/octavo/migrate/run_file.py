@@ -253,7 +253,7 @@ def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft
 
 
 def _files(given: Mapping[str, Any], of: Any) -> tuple[str, str]:
-    """What the example reads of a folder, as the end of a path, and the arguments that say so.
+    """Files that the example reads of a folder, as the end of a path, and the arguments that say so.
 
     Raises:
         InputError: a kind of data that Octavo does not read.

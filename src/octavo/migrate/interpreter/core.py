@@ -1,7 +1,8 @@
-"""What every part of the interpreter stands on: the names of a script, its scopes, and how they are given up."""
+"""Base of the interpreter: the names of a script, its scopes, and how they are given up."""
 
 from __future__ import annotations
 
+import abc
 import ast
 import builtins
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ GOES_ON: Outcome = frozenset({NEXT})
 RAISES: Outcome = frozenset({RAISE})
 
 
-class Interpreter:
+class Interpreter(abc.ABC):
     """Values at each call of a script.
 
     Args:
@@ -289,28 +290,28 @@ class Interpreter:
                     value.update(dict.fromkeys([*value, REST], UNKNOWN))
         return now
 
-    # of the classes that stand on this one
+    # Of the classes that stand on this one.
 
-    def _call(self, node: ast.Call) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _call(self, node: ast.Call) -> Any: ...
 
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Any: ...
 
-    def _run(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, values: dict[str, Any], around: Names) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _run(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, values: dict[str, Any], around: Names) -> Any: ...
 
-    def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None: ...
 
-    def _assign(self, target: ast.AST, value: Any) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _assign(self, target: ast.AST, value: Any) -> None: ...
 
-    def _block(self, body: Sequence[ast.stmt]) -> Outcome:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _block(self, body: Sequence[ast.stmt]) -> Outcome: ...
 
-    def _fork(self, first: Callable[[], Outcome], second: Callable[[], Outcome]) -> Outcome:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _fork(self, first: Callable[[], Outcome], second: Callable[[], Outcome]) -> Outcome: ...
 
 
 def truth_of(value: Any) -> bool | None:
