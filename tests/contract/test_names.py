@@ -47,7 +47,7 @@ def test_no_contract_is_about_a_name_that_nothing_uses():
     assert private - foreign().keys() - defined() == set()
 
 
-def _fsdp2_s_private_parts_are_in_its_adapter_alone():
+def test_fsdp2_s_private_parts_are_in_its_adapter_alone():
     adapter = SOURCE / "parallel" / "fsdp2" / "adapter.py"
     private = {name for name in _fsdp2.names() if name.startswith("_")}
     found = {file.relative_to(SOURCE).as_posix(): private & used_in(file) for file in SOURCE.rglob("*.py") if file != adapter}
