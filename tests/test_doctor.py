@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from octavo import __version__, doctor, libraries
+from octavo import __version__, doctor, libraries, versions
 from octavo.doctor import Package, examine, render
 from octavo.hardware import Device, lookup
 from octavo.kernels.attention import library
@@ -55,6 +55,15 @@ def test_this_machine_is_plain_json_with_its_versions(found):
     assert packages["torch"]["version"] in (torch.__version__, torch.__version__.split("+")[0])
     for name in ("torchao", "transformer-engine", "timm", "trackio"):
         assert packages[name]["install"].startswith("pip install")
+
+
+def test_an_untested_version_is_said_with_those_that_were(monkeypatch):
+    monkeypatch.setattr(doctor, "PACKAGES", tuple(package for package in doctor.PACKAGES if package.name == "triton"))
+    assert not [row for row in examine()["missing"] if row["what"] == "triton"]
+    monkeypatch.setitem(versions.TESTED, "triton", ((1, 0), (1, 1)))
+    (row,) = [row for row in examine()["missing"] if row["what"] == "triton"]
+    assert row["why"].endswith("was not tested with Octavo; versions 1.0 to 1.1 were")
+    assert row["command"].startswith("pip install 'triton>=")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU does")

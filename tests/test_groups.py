@@ -205,9 +205,13 @@ def test_what_cannot_be_grouped_is_refused(model, decay, words):
         octavo.parameter_groups(model, decay)
 
 
-@pytest.mark.parametrize("degrees", [{}, {"expert_parallel_degree": 2}], ids=["shards", "experts"])
-def test_sharded_models_have_the_groups_of_one_rank(degrees):
-    shape = SHAPES["mixtral" if degrees else "neox"]
+@pytest.mark.parametrize(
+    ("degrees", "family"),
+    [({}, "neox"), ({"context_parallel_degree": 2}, "qwen3"), ({"expert_parallel_degree": 2}, "mixtral")],
+    ids=["shards", "context", "experts"],
+)
+def test_sharded_models_have_the_groups_of_one_rank(degrees, family):
+    shape = SHAPES[family]
     whole = octavo.transform(llama(**shape), dtype=torch.float32)
     names = {id(p): name for name, p in whole.named_parameters()}
     expected = [[names[id(p)] for p in group["params"]] for group in octavo.parameter_groups(whole, 0.1)]

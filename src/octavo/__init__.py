@@ -56,13 +56,25 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(_imported(_HOME[name]), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"octavo.{name}")
+        value = _imported(f"octavo.{name}")
     else:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _imported(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, AttributeError) as error:
+        from octavo.errors import InputError
+        from octavo.versions import broken
+
+        if (sentence := broken(error)) is not None:
+            raise InputError(f"{sentence}.") from error
+        raise
 
 
 def __dir__() -> list[str]:

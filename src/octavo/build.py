@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
+from octavo import versions
 from octavo.collectives.context import STRATEGIES
 from octavo.config.moe import MoeConfig
 from octavo.config.recompute import Recompute, check_blocks, check_values
@@ -128,7 +129,9 @@ class BuildOptions:
     resize: bool = False
 
     def check(self) -> None:
-        """Raise an InputError for values that no model takes."""
+        """Raise an InputError for values that no model takes, and for libraries that lack what training calls."""
+        if sentence := versions.lacking():
+            raise InputError(f"{sentence}.")
         if self.blocks not in ("auto", "own"):
             raise unknown("blocks", str(self.blocks), ("auto", "own"), key="model.blocks")
         check_values(self.recompute, self.mlp_chunks)

@@ -17,7 +17,17 @@ import typer
 
 from octavo import arguments as options
 from octavo.arguments import AsJson, Commands, GpuName, Overrides, Ranks, RunFile, WithOverrides, WorldSize
-from octavo.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, Interrupted, OctavoError, RunStopped, first_line, warn
+from octavo.errors import (
+    EXIT_FAILED,
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    InputError,
+    Interrupted,
+    OctavoError,
+    RunStopped,
+    first_line,
+    warn,
+)
 from octavo.job_ranks import TORCHRUN, adopt_ranks, refuse_ranks_of_ranks, started_by
 from octavo.storage import local_path
 
@@ -71,6 +81,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         _tell(message, code, error)
         return code
     except Exception as error:  # a bug keeps its traceback
+        from octavo.versions import broken
+
+        if (sentence := broken(error)) is not None:
+            _tell(f"{sentence}.", EXIT_INPUT, error)
+            return EXIT_INPUT
         error.add_note(_unexpected())
         _tell_launcher(first_line(error), EXIT_FAILED)
         raise

@@ -6,11 +6,44 @@ refuses versions out of these ranges; an environment that was put together by ot
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import pkgutil
 import re
 
 TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8)), "transformers": ((5, 14), (5, 24))}
 """Package → the first and the last minor version of the range."""
+
+CALLED = {
+    "torch": (
+        "torch._C._are_functorch_transforms_active", "torch._C._autograd._get_current_graph_task_keep_graph",
+        "torch._C._autograd._top_saved_tensors_default_hooks", "torch._C._current_graph_task_id", "torch._C._get_obj_in_tls",
+        "torch._C._is_key_in_tls", "torch._C._stash_obj_in_tls", "torch._C._storage_Use_Count",
+        "torch.Tensor._make_subclass", "torch.Tensor._make_wrapper_subclass", "torch.Tensor._version", "torch._foreach_add_",
+        "torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_norm", "torch._fused_sdp_choice", "torch._grouped_mm",
+        "torch._scaled_grouped_mm", "torch._scaled_mm", "torch.autograd.Variable._execution_engine",
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+        "torch.distributed._composable_state._module_state_mapping",
+        "torch.distributed.distributed_c10d._get_default_store", "torch.distributed.tensor.DTensor._local_tensor",
+        "torch.distributed.tensor.placement_types._StridedShard", "torch.nn.modules.dropout._DropoutNd",
+        "torch.nn.modules.module._has_any_global_hook", "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "torch.ops.aten._to_copy",
+        "torch.ops.aten._unsafe_view", "torch.ops.mkldnn._is_mkldnn_bf16_supported",
+        "torch.optim.optimizer._use_grad_for_differentiable", "torch.utils._pytree.tree_leaves",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+    ),
+    "transformers": (
+        "transformers.AutoModelForCausalLM._model_mapping", "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys",
+        "transformers.PreTrainedModel._get_dtype_plan", "transformers.PreTrainedModel._init_weights",
+        "transformers.PreTrainedModel._hf_peft_config_loaded", "transformers.PreTrainedModel._keys_to_ignore_on_save",
+        "transformers.PretrainedConfig._attn_implementation",
+        "transformers.PretrainedConfig._experts_implementation",
+    ),
+}  # fmt: skip
+"""Package → the private names of `tests/contract` without which some training fails in a step, or at its end."""
 
 
 def requirement(package: str) -> str:
@@ -30,6 +63,43 @@ def untested(package: str) -> str | None:
     if found is None or first <= (int(found[1]), int(found[2])) <= last:
         return None
     return f"{package} {version} was not tested with Octavo; versions {_text(first)} to {_text(last)} were"
+
+
+@functools.cache
+def lacking() -> str | None:
+    """The sentence about an installed package that lacks one of `CALLED`, with the versions that have it; None without one."""
+    for package, names in CALLED.items():
+        for name in names:
+            try:
+                pkgutil.resolve_name(name)
+            except AttributeError:
+                return _lacks(package, name)
+    return None
+
+
+def broken(error: BaseException) -> str | None:
+    """The sentence about the private name that an import or an access did not find; None for any other error."""
+    if isinstance(error, ImportError):
+        found = re.match(r"cannot import name '(\w+)'", str(error))
+        name = f"{error.name}.{found[1]}" if found else str(error.name)
+        private = "." in name  # all that Octavo imports from within these packages is listed in tests/contract
+    elif isinstance(error, AttributeError):
+        owner = error.obj if hasattr(error.obj, "__name__") else type(error.obj)
+        module = "" if hasattr(owner, "__spec__") else f"{owner.__module__}."
+        name = f"{module}{owner.__name__}.{error.name}"
+        private = str(error.name).startswith("_")
+    else:
+        return None
+    package = name.partition(".")[0]
+    return _lacks(package, name) if private and package in TESTED else None
+
+
+def _lacks(package: str, name: str) -> str:
+    first, last = map(_text, TESTED[package])
+    return (
+        f"{package} {importlib.metadata.version(package)} has no {name}, which Octavo uses; "
+        f"versions {first} to {last} have it: pip install '{requirement(package)}'"
+    )
 
 
 def _text(version: tuple[int, int]) -> str:

@@ -433,14 +433,15 @@ def begun_weights(model):
     return {name for name, flag in flags.items() if flag and name.endswith(".weight.begun")}
 
 
-def micro_batches(degrees, strategy, *, sync):
+def micro_batches(degrees, config, strategy, *, sync):
     """Whole gradients of three micro-batches of a rank's own, all but the last in `no_sync`, and the FP8 records."""
     tsm = names()
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.sagemaker.delayed_param import DelayedParamIniter
 
     octavo.init({**degrees, "sync_each_micro_batch": sync})
-    model = tsm.transform(empty())
+    with octavo.delayed_init():
+        model = tsm.transform(AutoModelForCausalLM.from_config(config))
     initer = DelayedParamIniter(model)
     how = {"param_init_fn": initer.get_param_init_fn(), "sharding_strategy": ShardingStrategy[strategy]}
     model = FullyShardedDataParallel(model, **how)

@@ -149,12 +149,10 @@ def test_loads_without_fp8_records_let_the_weights_that_they_write_begin_anew(ki
         assert begun == trained
 
 
-@pytest.mark.parametrize("way", ["shard", "hybrid", "context"])
+@pytest.mark.parametrize("way", ["shard", "hybrid", "context", "experts"])
 def test_gradients_summed_in_each_micro_batch_are_those_of_no_sync(way):
     """With `octavo.init` in the place of SMP's, whose keys do not have the choice."""
-    count, degrees, _, strategy = WAYS[way]
-    whole = ranks.run(count, fsdp_ranks.micro_batches, degrees, strategy, sync=False)
-    each = ranks.run(count, fsdp_ranks.micro_batches, degrees, strategy, sync=True)
+    whole, each = (ranks.run(WAYS[way][0], fsdp_ranks.micro_batches, *WAYS[way][1:], sync=sync) for sync in (False, True))
     for (expected, records, kept), (found, own_records, between) in zip(whole, each, strict=True):
         assert kept[0] > 0
         assert between == [0, 0, 0]

@@ -66,6 +66,42 @@ PRIVATE = (
     Private("_unsharded_inner_tensors", "what an extension has put in place of the gathered bytes, of each form", "none"),
 )  # fmt: skip
 
+INNER = {
+    "fsdp_params": "the parameters of a group, in FSDP2's order",
+    "mesh_info": "this rank's place, the number of shards, their ranks, and whether there are replicas",
+    "post_forward_mesh_info": "whether a group is freed behind its forward, by the present setting, which nothing public reads",
+    "device": "of a shard",
+    "device_handle": "streams and events of the group's device",
+    "comm_ctx": "the streams of gatherings and reductions, and the buffer of the part before",
+    "reduce_grads": "whether this backward sums: `set_requires_gradient_sync` sets it, and nothing reads it",
+    "gradient_divide_factor": "the user's divisor, which reductions of Octavo's own respect; nothing public reads it",
+    "force_sum_reduction_for_comms": "the same of the user's choice of sums",
+    "unshard_in_backward": "the same of the user's choice not to gather for a backward",
+    "is_unsharded": "whether the modules have their whole parameters",
+    "unshard": "replaced: gatherings in place",
+    "wait_for_unshard": "replaced: gatherings in place; called to end one that an exception left",
+    "reshard": "called to free what an exception left",
+    "pre_backward": "replaced: FP8 weights of a backward are checked around its gathering",
+    "post_backward": "replaced: the actions of `BEFORE_REDUCTION`; hooks of parameters run too early",
+    "finalize_backward": "replaced: the end of a backward, behind all reductions",
+    "fsdp_placement": "whether each rank has consecutive rows",
+    "padded_sharded_param_size": "rows with padding",
+    "offload_to_cpu": "whether the shard is on its device",
+    "sharded_state": "whether the whole is more than the shards, cast",
+    "sharded_param": "the parameter that gets the gradient",
+    "param_dtype": "the dtype in which a parameter outside FP8 is gathered",
+    "all_gather_outputs": "the memory of the whole, of each form",
+    "unsharded_accumulated_grad": "gradients of earlier micro-batches: reduced, dropped and kept between forms",
+    "init_all_gather_outputs": "replaced: outside of inference mode; called for gatherings in place",
+    "alloc_all_gather_outputs": "called for gatherings in place",
+    "init_unsharded_param": "the same",
+    "free_unsharded_param": "called for what a gathering in place has left",
+    "reset_sharded_param": "the shard gets room for padding before its tensor is extended",
+    "accumulate_unsharded_grad_if_needed": "the gradient of all micro-batches, to reduce it from where it is",
+    "to_sharded_dtensor": "the gradient as a part of a DTensor",
+}
+"""Name without an underscore of FSDP2's inner classes, as private → what Octavo does by it. None has a public means."""
+
 PUBLIC = {
     "set_requires_gradient_sync": ("2.11", "micro-batches; used"),
     "set_reshard_after_forward": ("2.11", "the user's; respected"),

@@ -63,6 +63,12 @@ def test_every_private_name_has_its_reason_beside_the_public_means():
     assert f"| {len(private)} private names in one file" in page
 
 
+def test_every_other_name_of_an_inner_class_has_its_reason():
+    assert {name for name in names() if not name.startswith("_")} == fsdp2_names.INNER.keys()
+    page = SOURCE.parents[1].joinpath("docs", "parallelism.md").read_text(encoding="utf-8")
+    assert f"stand {len(fsdp2_names.INNER)} names without an underscore" in page
+
+
 @pytest.mark.parametrize("name", fsdp2_names.PUBLIC)
 def test_public_means_are_there_from_their_version_on(name):
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])

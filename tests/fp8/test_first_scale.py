@@ -223,6 +223,11 @@ def test_records_say_what_has_begun(draw):
     assert scaling.state_records(other)["0.input.begun"]
     scaling.load_state_records(other, {k: v for k, v in one.items() if not k.endswith("begun")}, delayed())
     assert not scaling.state_records(other)["0.input.begun"]
+    # An older version's scale of 1 has begun by the amaxes in its history.
+    one["0.input.amax_history"] = torch.tensor([448.0, 0.0, 0.0, 0.0])
+    scaling.load_state_records(other, {k: v for k, v in one.items() if not k.endswith("begun")}, delayed())
+    assert scaling.state_records(other)["0.input.begun"]
+    assert scaling.state_records(other)["0.input.scale"] == 1
 
 
 def test_copies_and_pickles_keep_what_has_begun(draw, tmp_path):

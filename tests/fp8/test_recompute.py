@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 import octavo.fp8.autocast
+import octavo.fp8.checkpoints
 from octavo.compat.te.recompute import checkpoint as te_checkpoint
 
 WIDTH = 16
@@ -146,6 +147,28 @@ def test_an_evaluation_before_the_recomputation_changes_no_bit(way):
     again, states_again = train(WAYS[way], delayed(), False, evaluate=True)
     assert states_again == states
     assert all(itertools.starmap(same_bits, zip(again, results, strict=True)))
+
+
+def searches(count, monkeypatch):
+    """How often a checkpoint around so many layers is looked for, by its hook and on the call stack: (forward, backward)."""
+    model = torch.nn.Sequential(*(octavo.nn.LayerNormMLP(WIDTH, 24) for _ in range(count)))
+    found = []
+    for name in ("_innermost", "_stack"):
+        plain = getattr(octavo.fp8.checkpoints, name)
+        monkeypatch.setattr(octavo.fp8.checkpoints, name, lambda plain=plain, name=name: found.append(name) or plain())
+    ((x, g),) = batches(1)
+    with octavo.fp8_autocast(fp8_recipe=delayed()):
+        y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+        forward, found[:] = list(found), []
+        y.backward(g)
+    monkeypatch.undo()
+    return forward, found
+
+
+def test_a_checkpoint_is_found_once_whatever_number_of_layers_is_in_it(monkeypatch):
+    of_one = searches(1, monkeypatch)
+    assert of_one[1] == ["_innermost", "_stack"]  # the stack at the end of the backward
+    assert searches(3, monkeypatch) == of_one
 
 
 @pytest.mark.parametrize("where", ["within the second context", "after both"])

@@ -90,6 +90,12 @@ def test_the_setting_with_the_least_cost_in_speed_comes_first(gpu, first, tiny_r
     assert (dict(found.options[0].changes) if found.options else None) == first
 
 
+def test_more_recomputation_costs_more():
+    """The advice tries settings by these costs; a run file's levels have the same order."""
+    assert sorted(LEVELS, key=COSTS.__getitem__) == list(LEVELS)
+    assert len({COSTS[level] for level in LEVELS}) == len(LEVELS)
+
+
 PLANS = {
     # Eight micro-batches keep 263 GiB of whole gradients, which a single one does not.
     "70B on 64": (["llama-70b", "h100 sxm", 64, 8192, 512, 1, "true"], {"train.micro_batch": 8, "train.offload": True}),

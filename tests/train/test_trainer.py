@@ -10,9 +10,11 @@ import torch
 from rich.console import Console
 
 import octavo
+from octavo import versions
 from octavo.cli import main
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
+from octavo.train import setup
 from octavo.train.callbacks import CallbackEvents
 from octavo.train.evaluate import Validation
 
@@ -117,6 +119,15 @@ def test_a_callback_ends_the_run_which_is_saved_and_continues(tiny_run, tmp_path
     assert kept(run.output) == [2]
     assert trainer_of(run).train().ended_early == ""
     assert losses(run.output) == losses(tmp_path / "whole")
+
+
+def test_an_untested_version_is_said_once_by_a_run_and_its_twin(tiny_run, monkeypatch, capsys):
+    monkeypatch.setitem(versions.TESTED, "triton", ((1, 0), (1, 1)))
+    setup._warn_of_untested_versions.cache_clear()
+    trainer_of(tiny_run(steps=1), train={"compare_bf16": True}).train()
+    setup._warn_of_untested_versions.cache_clear()
+    said = capsys.readouterr().err
+    assert said.count("was not tested with Octavo; versions 1.0 to 1.1 were: pip install 'triton>=1.0,<1.2'") == 1
 
 
 def worsening(monkeypatch, values):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -78,6 +79,7 @@ class _Thread:
     told: tuple[_Recomputing, ...] = ()  # whose forwards are running
     first_microbatch: bool | None = None
     recomputed: _Recomputing | None = None  # inside `recomputing`
+    found: tuple[Callable[[], Any], Callable[[], _Forward | None]] | None = None  # see `_found`; two weak references
     dropping: bool = False  # inside `dropping`
     measured: Recipe | None = None  # inside `measuring`
 
@@ -219,10 +221,13 @@ def _in_force(thread: _Thread) -> _Active | None:
 def _remember(thread: _Thread, active: _Active | None) -> None:
     """Keep context and scales of this forward, without gradients or under hooks, for each checkpoint around it to repeat."""
     if torch.is_grad_enabled():
-        if checkpoints.innermost() in process.checkpoint_forwards:
+        if _found(thread) is not None:
             return
-    elif not checkpoints.trains():
-        return
+    else:
+        # A checkpoint is known together with all around it.
+        nearest = next(checkpoints.nearest_first(), None)
+        if nearest is None or nearest in process.checkpoint_forwards or not checkpoints.trains():
+            return
     new = [found for found in checkpoints.enclosing() if found not in process.checkpoint_forwards]
     if not new:
         return
@@ -383,9 +388,25 @@ def scales_of_forward() -> contextlib.AbstractContextManager[None]:
 
 def _repeated(thread: _Thread) -> _Forward:
     """The forward of this recomputation; without a checkpoint around, that of the current context or of the last one."""
-    for found in checkpoints.enclosing():
-        if found in process.checkpoint_forwards:
-            return process.checkpoint_forwards[found]
+    if (known := _found(thread)) is not None:
+        return known
+    for one in checkpoints.nearest_first():
+        if one in process.checkpoint_forwards:
+            return process.checkpoint_forwards[one]
     if thread.active is None:
         return thread.last
     return _Forward(thread.active, thread.first_microbatch, thread.active.session)
+
+
+def _found(thread: _Thread) -> _Forward | None:
+    """The forward of the innermost checkpoint with `use_reentrant=False`, looked for once in its forward and recomputation."""
+    hook = checkpoints.pack_hook()
+    if hook is None:
+        return None
+    if thread.found is not None and thread.found[0]() is hook:
+        return thread.found[1]()
+    one = checkpoints.innermost()
+    forward = None if one is None else process.checkpoint_forwards.get(one)
+    if forward is not None:
+        thread.found = weakref.ref(hook), weakref.ref(forward)
+    return forward

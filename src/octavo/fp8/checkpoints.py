@@ -56,6 +56,12 @@ has_hooks: Callable[[], object] = functools.partial(torch._C._autograd._top_save
 """True, or what counts as true, under saved-tensor hooks, as in every forward with gradients in a checkpoint."""
 
 
+def pack_hook() -> Any:
+    """The innermost saved-tensor hook, a function of its own for each pass through a checkpoint; None without one."""
+    hooks: Any = has_hooks()
+    return hooks[0] if hooks else None
+
+
 def innermost() -> Any:
     """The object shared by a forward and its recomputation, of the innermost checkpoint with `use_reentrant=False`."""
     return _innermost()[0]
@@ -63,8 +69,8 @@ def innermost() -> Any:
 
 def _innermost() -> tuple[Any, bool]:
     """`innermost`, and True in its recomputation."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0]) if hooks else None
+    hook = pack_hook()
+    pack = getattr(hook, "_torchdynamo_orig_callable", hook)
     names = pack.__code__.co_freevars if hasattr(pack, "__code__") else ()
     cells = dict(zip(names, getattr(pack, "__closure__", None) or (), strict=False))
     if "target_frame_ref" in cells:
@@ -82,19 +88,31 @@ def recomputed() -> list[Any]:
     return [one for one, again in _enclosing().items() if again]
 
 
+def nearest_first() -> Iterator[Any]:
+    """Those of `enclosing`, some twice; the stack is read no further than the caller asks."""
+    return (one for one, _ in _found() if one is not None)
+
+
 def _enclosing() -> dict[Any, bool]:
-    found = dict([_innermost()])
+    found: dict[Any, bool] = {}
+    for one, again in _found():
+        found.setdefault(one, again)
+    found.pop(None, None)
+    return found
+
+
+def _found() -> Iterator[tuple[Any, bool]]:
+    """Each checkpoint around, from the innermost, and True in its recomputation; None between them."""
+    yield _innermost()
     for frame in _stack():
         if frame.f_code is _CHECKPOINT:
             generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
-            found.setdefault(generator.f_locals.get("new_frame") if generator is not None else None, False)
+            yield generator.f_locals.get("new_frame") if generator is not None else None, False
         elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
-            found.setdefault(frame.f_locals["frame"], True)
+            yield frame.f_locals["frame"], True
         else:
             again = _context(frame, "backward")
-            found.setdefault(again or _context(frame, "forward"), again is not None)
-    found.pop(None, None)
-    return found
+            yield again or _context(frame, "forward"), again is not None
 
 
 def _stack() -> Iterator[FrameType]:
