@@ -295,6 +295,32 @@ def test_values_before_a_command_are_known_after_it_if_it_leaves_them(tmp_path, 
     assert known or found is UNKNOWN or found["a"] is UNKNOWN
 
 
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        (
+            "if kind == 'llama_v3.1':\n    sizes = {'num_layers': 2}",
+            "In line 3:1: sizes has no value, since the test in line 2:1",
+        ),
+        ("if kind == 'llama_v3.1':\n    sizes = {}\n%store -r sizes", None),
+        ("if kind == 'llama_v3.1':\n    sizes = {}\nelse:\n    sizes = unknown()", None),
+        ("if kind == other():\n    sizes = {}", None),
+    ],
+)
+def test_a_name_without_a_value_is_named_where_values_are_unknown_by_it(tmp_path, cell, told):
+    """A published notebook compares its kind of model with another spelling than it has set."""
+    call = f"PyTorch('t.py', hyperparameters=h, instance_type='ml.p5.48xlarge', distribution={RANKS})"
+    cells = [
+        f"{HEAD}kind = 'llama_v3'\nh = {{'max_context_width': 64}}",
+        cell,
+        "for k, v in sizes.items():\n    h[k] = v",
+        call,
+    ]
+    with pytest.raises(InputError, match="the hyperparameters are made at run time") as error:
+        run_file([_notebook(tmp_path / "n.ipynb", cells)])
+    assert told in str(error.value) if told else "has no value" not in str(error.value)
+
+
 def test_commands_of_a_notebook_hide_nothing_behind_them(tmp_path):
     cells = [
         "%run beside.py\n",

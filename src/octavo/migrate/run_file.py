@@ -118,7 +118,8 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
             estimator = call
             for what, table in _tables(call).items():
                 if REST in table:
-                    raise InputError(f"{script.path}: {what} made at run time. Write them as a dictionary of constants.")
+                    stops = "".join(f" In {sentence}: the script ends there." for sentence in script.unbound[:1])
+                    raise InputError(f"{script.path}: {what} made at run time.{stops} Write them as a dictionary of constants.")
                 unsure = [name for name in unsure if name not in table]
                 unsure += [name for name, value in table.items() if value is UNKNOWN]
                 values |= {name: value for name, value in known(table) if value is not None}
