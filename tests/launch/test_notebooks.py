@@ -146,6 +146,8 @@ def test_the_bucket_of_a_session_is_its_accounts(place):
     assert Session(boto_session=Boto()).default_bucket() == "sagemaker-us-west-2-123"
     assert Session(Boto()).boto_region_name == "us-west-2"
     assert Session(default_bucket="mine").default_bucket() == "mine"
+    assert Session(default_bucket="mine", default_bucket_prefix="runs").default_bucket_prefix == "runs"
+    assert Session(boto_session=Boto()).default_bucket_prefix is None
     with pytest.raises(InputError, match=r"default_bucket is of an account of AWS.*give folders as inputs"):
         Session().default_bucket()
 

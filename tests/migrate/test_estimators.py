@@ -16,6 +16,8 @@ RUNS = [
     "PyTorch('t.py', instance_type='local', wait=False, training_plan=None, environment={'A': 1}, max_run=2.5)",
     "TrainingInput('s3://a/b', distribution='FullyReplicated', s3_data_type='S3Prefix', input_mode='FastFile')",
     "sagemaker.Session(1, boto_session=2)\nsagemaker.get_execution_role()",
+    "s = sagemaker.Session(default_bucket_prefix='a')\nf'{s.boto_region_name} {s.default_bucket_prefix} {s.boto_session}'",
+    "prefix = sagemaker.Session().default_bucket_prefix\nif prefix:\n    prefix = '/' + prefix",
     "e = PyTorch('t.py', instance_type='local')\ne.set_hyperparameters(a=1)\ne.hyperparameters(), e.model_data",
 ]
 FAILS = [

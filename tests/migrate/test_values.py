@@ -5,6 +5,7 @@ import re
 import tomllib
 
 import pytest
+from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, MixtralConfig
 
 from octavo import launch
 from octavo.compat import finder
@@ -15,6 +16,7 @@ from octavo.migrate.known import UNKNOWN
 from octavo.migrate.report import lines
 from octavo.migrate.run_file import run_file
 from octavo.migrate.script import read
+from octavo.models.sources import load_config
 
 RANKS = {"torch_distributed": {"enabled": True}}
 HEAD = "from sagemaker.pytorch import PyTorch\n"
@@ -163,6 +165,71 @@ def test_degrees_that_do_not_fit_are_refused_by_the_keys_of_the_script(tmp_path,
         run_file([read(tmp_path / "s.py")], world_size=4)
 
 
+SHAPES = {
+    "llama_v2": {"rotary_emb_base": 20000, "llama_intermediate_size": 704, "num_key_value_heads": 4},
+    "llama_v3": {"rotary_emb_base": 500000, "llama_intermediate_size": 704},
+    "llama_v3 scaled": {"rotary_emb_base": 500000, "llama_intermediate_size": 704, "rope_scaling_type": "llama3"},
+    "llama_v3 by four": {
+        "rope_scaling_type": "llama3", "rope_scaling_factor": 4.0, "rope_scaling_low_freq_factor": 2.0,
+        "rope_scaling_high_freq_factor": 8.0, "rope_scaling_original_max_position_embeddings": 1024,
+    },
+    "mistral": {"intermediate_size": 704},
+    "mistral narrow": {"intermediate_size": 704, "sliding_window": 128},
+    "mixtral": {"intermediate_size": 704, "num_local_experts": 4},
+    "gpt_neox": {"rotary_emb_base": 20000, "rotary_pct": 0.5},
+}  # fmt: skip
+
+
+def _of_the_example(kind, given):
+    """The config that SMP's example builds of its arguments, in the parts that decide what the model computes."""
+    inner = given.get("llama_intermediate_size", 11008) if kind.startswith("llama") else given.get("intermediate_size", 14336)
+    theta = float(given.get("rotary_emb_base", 10000))
+    found = {"num_key_value_heads": given.get("num_key_value_heads", 8), "intermediate_size": inner, "rms_norm_eps": 1e-5}
+    plain = {"rope_type": "default", "rope_theta": theta}
+    if kind == "gpt_neox":
+        rope = plain | {"partial_rotary_factor": given["rotary_pct"]}
+        return GPTNeoXConfig(intermediate_size=4 * 512, rope_parameters=rope, hidden_act="gelu")
+    if kind.startswith("llama"):
+        scaled = {
+            "rope_type": "llama3", "rope_theta": theta, "factor": given.get("rope_scaling_factor", 8.0),
+            "low_freq_factor": given.get("rope_scaling_low_freq_factor", 1.0),
+            "high_freq_factor": given.get("rope_scaling_high_freq_factor", 4.0),
+            "original_max_position_embeddings": given.get("rope_scaling_original_max_position_embeddings", 8192),
+        }  # fmt: skip
+        return LlamaConfig(**found, rope_parameters=scaled if "rope_scaling_type" in given else plain)
+    if kind == "mistral":
+        return MistralConfig(**(found | {"rms_norm_eps": 1e-6}), sliding_window=given.get("sliding_window"))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralConfig(**found, **experts, sliding_window=None, rope_parameters=plain | {"rope_theta": 1e6})
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_model_of_a_run_file_is_the_one_that_the_example_builds(tmp_path, case):
+    kind, given = case.partition(" ")[0], SHAPES[case]
+    values = given | {"max_context_width": 256, "hidden_width": 512, "num_heads": 8, "num_layers": 2, "model_type": kind}
+    call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', distribution={RANKS})"
+    (tmp_path / "s.py").write_text(f"{HEAD}{call}\n")
+    text = run_file([read(tmp_path / "s.py")])
+    assert "no key for" not in text
+    model = RunConfig.from_dict(tomllib.loads(text)).model
+    built, wanted = load_config(model.source, model.config), _of_the_example(kind, given)
+    keys = ["intermediate_size", "rope_parameters", "hidden_act"]
+    keys += ["layer_norm_eps", "use_parallel_residual"] if kind == "gpt_neox" else ["rms_norm_eps", "num_key_value_heads"]
+    for key in keys:
+        assert getattr(built, key) == getattr(wanted, key), key
+    window = getattr(wanted, "sliding_window", None)
+    seen = getattr(built, "sliding_window", None)
+    assert seen == window or (window is None and seen >= values["max_context_width"])  # no window, or one of all positions
+
+
+def test_a_rotary_scaling_that_the_example_does_not_have_is_refused(tmp_path):
+    values = {"max_context_width": 64, "model_type": "llama_v3", "rope_scaling_type": "yarn"}
+    call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', distribution={RANKS})"
+    (tmp_path / "s.py").write_text(f"{HEAD}{call}\n")
+    with pytest.raises(InputError, match="rope_scaling_type = 'yarn' is not in SMP's example: 'llama3' is"):
+        run_file([read(tmp_path / "s.py")])
+
+
 CELLS = [
     "%pip install sagemaker\nimport os\nfrom sagemaker.pytorch import PyTorch\nmodel_type = 'llama_v2'\nfsx = False",
     "%store -r place\nmock = place",
@@ -226,6 +293,32 @@ def test_values_before_a_command_are_known_after_it_if_it_leaves_them(tmp_path, 
     found = _notebook(tmp_path / "n.ipynb", ["h = {'a': 1}", cell, last]).estimators[-1].get("hyperparameters", UNKNOWN)
     assert (found == {"a": 1}) == known
     assert known or found is UNKNOWN or found["a"] is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        (
+            "if kind == 'llama_v3.1':\n    sizes = {'num_layers': 2}",
+            "In line 3:1: sizes has no value, since the test in line 2:1",
+        ),
+        ("if kind == 'llama_v3.1':\n    sizes = {}\n%store -r sizes", None),
+        ("if kind == 'llama_v3.1':\n    sizes = {}\nelse:\n    sizes = unknown()", None),
+        ("if kind == other():\n    sizes = {}", None),
+    ],
+)
+def test_a_name_without_a_value_is_named_where_values_are_unknown_by_it(tmp_path, cell, told):
+    """A published notebook compares its kind of model with another spelling than it has set."""
+    call = f"PyTorch('t.py', hyperparameters=h, instance_type='ml.p5.48xlarge', distribution={RANKS})"
+    cells = [
+        f"{HEAD}kind = 'llama_v3'\nh = {{'max_context_width': 64}}",
+        cell,
+        "for k, v in sizes.items():\n    h[k] = v",
+        call,
+    ]
+    with pytest.raises(InputError, match="the hyperparameters are made at run time") as error:
+        run_file([_notebook(tmp_path / "n.ipynb", cells)])
+    assert told in str(error.value) if told else "has no value" not in str(error.value)
 
 
 def test_commands_of_a_notebook_hide_nothing_behind_them(tmp_path):

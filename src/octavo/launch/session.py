@@ -13,14 +13,23 @@ class Session:
 
     Attributes:
         boto_region_name: that of `boto_session`, for scripts that look an image up by it; "local" without one.
+        default_bucket_prefix: as given; scripts put it into addresses.
     """
 
-    def __init__(self, *others: Any, boto_session: Any = None, default_bucket: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *others: Any,
+        boto_session: Any = None,
+        default_bucket: str | None = None,
+        default_bucket_prefix: str | None = None,
+        **options: Any,
+    ) -> None:
         """boto_session: of boto3, the first argument too. Other arguments mean nothing here."""
         given = boto_session if boto_session is not None or not others else others[0]
         self.boto_session = SimpleNamespace(region_name="local") if given is None else given
         self.boto_region_name: str = getattr(self.boto_session, "region_name", None) or "local"
         self._bucket = default_bucket
+        self.default_bucket_prefix = default_bucket_prefix
 
     def default_bucket(self) -> str:
         """The name that the SDK gives the bucket of an account, `sagemaker-REGION-ACCOUNT`; no bucket is made.

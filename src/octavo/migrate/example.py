@@ -14,15 +14,18 @@ DEFAULTS: dict[str, Any] = {
     "intermediate_size": 14336, "initializer_range": 0.02, "sharding_strategy": "hybrid_shard", "validation_batches": 10,
     "data_num_workers": 0, "use_smp_implementation": 0, "moe": 0, "moe_load_balancing": "sinkhorn", "moe_aux_loss_coeff": 0.001,
     "moe_z_loss_coeff": 0.001, "num_local_experts": 8, "num_experts_per_tok": 2, "dataset_type": "gpt_jsonl", "zipped_data": 1,
-    "use_synthetic_data": 0,
+    "use_synthetic_data": 0, "rope_scaling_factor": 8.0, "rope_scaling_low_freq_factor": 1.0,
+    "rope_scaling_high_freq_factor": 4.0, "rope_scaling_original_max_position_embeddings": 8192,
 }  # fmt: skip
-"""Arguments of SMP's example script with keys in a run file, and the example's defaults."""
+"""Arguments of SMP's example script with keys in a run file, and the example's defaults; of the scaling, Llama 3.1's."""
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Keys of a config's rotary scaling, arguments behind `rope_scaling_`."""
 
 OPTIONAL = (
     "hf_pretrained_model_name_or_dir", "validation_freq", "num_key_value_heads", "sliding_window", "training_dir", "test_dir",
     "tensorboard_dir", "checkpoint_dir", "resume_from_checkpoint", "hybrid_shard_degree", "context_parallel_degree",
     "tensor_parallel_degree", "expert_parallel_degree", "sm_activation_offloading", "activation_loading_horizon", "random_seed",
-    "model_dir",
+    "model_dir", "rope_scaling_type",
 )  # fmt: skip
 """Further arguments with keys, without defaults."""
 NUMBERS = (

@@ -384,6 +384,8 @@ _WHOLE = (
 """Modules and objects whose row holds for each of their names."""
 
 
+_OF_SESSIONS = ("boto_region_name", "boto_session", "default_bucket_prefix")
+"""Values that a session of the SDK has here, beside the name of its bucket."""
 STATE = (
     "activation_loading_horizon", "cfg", "context_parallel_degree", "cp_process_group", "cp_rank", "cp_size", "device",
     "dp_process_group", "dp_rank", "dp_size", "ep_process_group", "ep_rank", "ep_size", "expert_parallel_degree",
@@ -422,6 +424,10 @@ def find(dotted: str) -> Name | None:
         )
     if dotted == "sagemaker.Session.default_bucket":
         return Name(dotted, "differs", "asks the boto3 session for its account; makes no bucket", "a folder")
+    if dotted.startswith("sagemaker.Session.boto_session."):
+        return Name(dotted, "differs", "of the boto3 session that it is given; without one there is none", "boto3's session")
+    if dotted.startswith("sagemaker.Session.") and dotted.split(".")[2] in _OF_SESSIONS:
+        return Name(dotted, "accepted", "as it is given", "leave it out")
     if dotted.startswith("sagemaker.Session."):
         return Name(dotted, "absent", "of an account of AWS: refused", "a folder for inputs and output_path, and no session")
     shim = next((shim for root, shim in _ROOTS.items() if dotted == root or dotted.startswith(f"{root}.")), None)

@@ -22,7 +22,7 @@ from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import find_instance
 from octavo.launch.inputs import local_path
-from octavo.migrate.example import DEFAULTS, NO_KEY, NUMBERS, OPTIONAL, SHAPES
+from octavo.migrate.example import DEFAULTS, NO_KEY, NUMBERS, OPTIONAL, ROPE_SCALING, SHAPES
 from octavo.migrate.known import REST, UNKNOWN, entries
 from octavo.migrate.script import Script, known
 from octavo.storage import write_atomic
@@ -118,7 +118,8 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
             estimator = call
             for what, table in _tables(call).items():
                 if REST in table:
-                    raise InputError(f"{script.path}: {what} made at run time. Write them as a dictionary of constants.")
+                    stops = "".join(f" In {sentence}: the script ends there." for sentence in script.unbound[:1])
+                    raise InputError(f"{script.path}: {what} made at run time.{stops} Write them as a dictionary of constants.")
                 unsure = [name for name in unsure if name not in table]
                 unsure += [name for name, value in table.items() if value is UNKNOWN]
                 values |= {name: value for name, value in known(table) if value is not None}
@@ -221,13 +222,34 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "gpt_neox":
         rope = {"rope_theta": float(given["rotary_emb_base"]), "partial_rotary_factor": given["rotary_pct"]}
         return found | {"intermediate_size": 4 * hidden, "rope_parameters": {"rope_type": "default"} | rope}
-    inner = given["llama_intermediate_size" if kind == "llama_v2" else "intermediate_size"]
+    llama = kind.startswith("llama")
+    inner = given["llama_intermediate_size" if llama else "intermediate_size"]
     found |= {"intermediate_size": inner, "num_key_value_heads": given["num_key_value_heads"] or heads}
+    if llama:
+        return found | {"rope_parameters": _llama_rope(kind, given)}
     if kind == "mixtral":
         found |= {key: given[key] for key in ("num_local_experts", "num_experts_per_tok")}
-    if kind in ("mistral", "mixtral") and given["sliding_window"] is not None:
+    if kind == "mistral":
+        # TOML has no None for "no window": one of all positions is the same, where the shape has 4,096
+        found |= {"rms_norm_eps": 1e-6, "sliding_window": given["max_context_width"]}
+    if given["sliding_window"] is not None:
         found["sliding_window"] = given["sliding_window"]
     return found
+
+
+def _llama_rope(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of the example's Llama: scaled as Llama 3.1's if the arguments of "llama_v3" ask for it.
+
+    Raises:
+        InputError: a scaling that the example does not have.
+    """
+    theta, scaling = float(given["rotary_emb_base"]), given["rope_scaling_type"]
+    if kind != "llama_v3" or scaling in (None, "None"):
+        return {"rope_type": "default", "rope_theta": theta}
+    if scaling != "llama3":
+        raise InputError(f"rope_scaling_type = {scaling!r} is not in SMP's example: 'llama3' is, or leave it out.")
+    numbers = {key: given[f"rope_scaling_{key}"] for key in ROPE_SCALING}
+    return {"rope_type": "llama3", "rope_theta": theta} | numbers
 
 
 def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:

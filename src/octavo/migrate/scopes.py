@@ -80,23 +80,26 @@ def _evaluated_outside(node: Scope) -> list[ast.AST]:
 
 def bound(parts: Iterable[ast.AST]) -> set[str]:
     """The names that code binds in its own scope, or unbinds."""
-    found: set[str] = set()
-    for node in own_nodes(parts):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
-        elif isinstance(node, ast.NamedExpr):
-            found.add(node.target.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            found.add(node.name)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            found.add(node.rest)
-        elif type(node).__name__ == "TypeAlias":
-            found.add(node.name.id)  # type: ignore[attr-defined]
-    return found
+    return {name for node in own_nodes(parts) for name in binds(node)}
+
+
+def binds(node: ast.AST) -> set[str]:
+    """The names that a node itself binds or unbinds, without those of the nodes inside of it."""
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return {node.id}
+    if isinstance(node, ast.NamedExpr):
+        return {node.target.id}
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        return {node.name}
+    if isinstance(node, ast.MatchMapping) and node.rest:
+        return {node.rest}
+    if type(node).__name__ == "TypeAlias":
+        return {node.name.id}  # type: ignore[attr-defined]
+    return set()
 
 
 def declared(parts: Iterable[ast.AST], kind: type[ast.Global] | type[ast.Nonlocal]) -> set[str]:

@@ -7,7 +7,9 @@ script builds at run time (`getattr`, `importlib`) is not seen.
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,9 +35,11 @@ from octavo.migrate.names import (
     unchecked,
 )
 from octavo.migrate.notebook import content, no_python, notebook
+from octavo.migrate.scopes import binds, own_nodes
 from octavo.migrate.values import Values
 
 _CUDA = "torch.cuda."
+_WORDS = re.compile(r"[^\W\d]\w*")
 WITHOUT_GPU = (
     "Event", "amp", "device_count", "empty_cache", "get_arch_list", "get_rng_state_all", "is_available", "is_bf16_supported",
     "is_initialized", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
@@ -92,6 +96,7 @@ class Script:
         notes: what was not read.
         cells: of a notebook, the first line of each code cell.
         is_module: it defines names and calls nothing.
+        unbound: sentences on names that the module uses, and binds only behind tests that are known to fail.
     """
 
     path: Path
@@ -102,6 +107,7 @@ class Script:
     notes: list[str] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
     is_module: bool = False
+    unbound: list[str] = field(default_factory=list)
 
     def place(self, line: int) -> str:
         """A line number as text; in a notebook the code cell and its line, "cell:line"."""
@@ -141,7 +147,7 @@ def read(path: Path, others: Sequence[Path] = ()) -> Script:
 class _Reader:
     """One pass over a tree, with the meaning of its names."""
 
-    def __init__(self, path: Path, tree: ast.AST, others: Sequence[Path], cells: list[int]) -> None:
+    def __init__(self, path: Path, tree: ast.Module, others: Sequence[Path], cells: list[int]) -> None:
         self.script = Script(path, cells=cells, is_module=not cells and _is_module(tree))
         self._others = {other.resolve() for other in others}
         self._modules: set[str] = set()
@@ -172,6 +178,7 @@ class _Reader:
         )
         self._unreached = self._values.unreached
         self.script.estimators = self._values.jobs
+        self.script.unbound = list(self._unbound(tree))
         for statement, dotted in imported:
             self._use(statement, dotted)
         for node in nodes:
@@ -187,6 +194,32 @@ class _Reader:
             self._note(stray, f"{layer} is {way}: its calls there are not seen")
         self.script.uses = _of_a_plain_script(sorted(self.script.uses, key=lambda use: use.line))
         self.script.uses = _without_transform(self.script.uses)
+
+    def _unbound(self, tree: ast.Module) -> Iterator[str]:
+        """A sentence for each name that the module uses, and binds only in statements that a known test leaves out.
+
+        Python ends such a script there, so that no value behind it is known.
+        """
+        left_out: dict[str, int] = {}
+        elsewhere = set(dir(builtins))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):  # a command of a notebook, or exec
+                elsewhere |= set(_WORDS.findall(node.value))
+            for name in binds(node):
+                if id(node) in self._unreached:
+                    left_out.setdefault(name, self._unreached[id(node)])
+                else:
+                    elsewhere.add(name)
+        if "*" in elsewhere:
+            return
+        uses = (node for node in own_nodes(tree.body) if isinstance(node, ast.Name) and id(node) not in self._unreached)
+        first: dict[str, int] = {}
+        for node in sorted(uses, key=lambda node: node.lineno):
+            if node.id in left_out and node.id not in elsewhere:
+                first.setdefault(node.id, node.lineno)
+        for name, line in first.items():
+            place, test = self.script.place(line), self.script.place(left_out[name])
+            yield f"line {place}: {name} has no value, since the test in line {test} leaves out what binds it"
 
     def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> Iterator[str]:
         """The dotted names that are imported. spared: the script's own `except` goes on without them."""
