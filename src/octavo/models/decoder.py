@@ -37,7 +37,7 @@ from octavo.models.huggingface import (
     refuse_other_balancing,
 )
 from octavo.models.spec import ModelSpec
-from octavo.models.tensor_parallel import part_of_rank, refuse_other_parameters, rows_of_words, share_parameters
+from octavo.models.tensor_parallel import part_of_rank, refuse_other_parameters, rows_of_words, share_parameters, words_of
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.embedding import Embedding, SharedWeight
 from octavo.nn.head import OutputHead, linear_cross_entropy
@@ -460,7 +460,7 @@ class Decoder(PretrainedInterface):
                 objective=self.objective if self.training else None,
                 fp8=self._fp8_head(hidden, first),
                 fp8_logits=self.fp8_head is True,
-                words=self.embedding.words,
+                words=None if self.tensor is None else words_of(self.spec.vocabulary, self.tensor),
             )
             made.append(loss)
             return loss

@@ -39,8 +39,8 @@ def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = No
     for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
         if rate := getattr(spec, name):
             raise InputError(
-                f"{name} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set {name} = 0.0 in the model's config, "
-                f"or {KEY} = 1."
+                f"{name} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set {name} = 0.0 in the model's "
+                f"config, or {KEY} = 1."
             )
     if dtype == torch.float16:
         raise InputError(f"dtype = torch.float16 with {KEY} = {degree}: give dtype = torch.bfloat16, or {KEY} = 1.")
@@ -66,8 +66,8 @@ def _faults(spec: ModelSpec, degree: int) -> list[str]:
 def own_code_message(name: str, degree: int) -> str:
     """The message for a model whose code Octavo cannot split."""
     return (
-        f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {name} keeps its own code. Set {KEY} = 1: the ranks then "
-        "shard it."
+        f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {name} keeps its own code. Set {KEY} = 1: the ranks "
+        "then shard it."
     )
 
 
@@ -92,7 +92,7 @@ def words_of(vocabulary: int, tensor: TensorGroup, rank: int | None = None) -> W
 def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
     """The tensor group of a decoder: with the ranks that share its key-value heads. Collective, of all ranks of the world."""
     ranks = dist.get_world_size(group)
-    sharing = None
+    sharing: Any = None  # annotated otherwise from version to version
     if spec.kv_heads < ranks:
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, dist.get_process_group_ranks(group))
@@ -188,6 +188,6 @@ def refuse_other_parameters(model: nn.Module, parameters: Sequence[tuple[str, ob
     for name, block in parameters:
         if block is None:
             raise InputError(
-                f"{name} was added to {type(model).__name__} after octavo.transform, and with {KEY} = {degree} its part of a rank "
-                f"is not known. Leave it out, or set {KEY} = 1."
+                f"{name} was added to {type(model).__name__} after octavo.transform, and with {KEY} = {degree} a rank's part of "
+                f"it is not known. Leave it out, or set {KEY} = 1."
             )

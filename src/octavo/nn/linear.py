@@ -309,8 +309,8 @@ def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
     """Raise an InputError where a caller asks for the input of a product of which ranks hold parts."""
     if tensor is not None and asked:
         raise InputError(
-            f"return_input, return_inputs with tensor_parallel_degree = {tensor.size}: the inputs of products are parts on each "
-            "rank. Leave it out, or set tensor_parallel_degree = 1."
+            f"return_input, return_inputs with tensor_parallel_degree = {tensor.size}: inputs of products are parts on each rank. "
+            "Leave it out, or set tensor_parallel_degree = 1."
         )
 
 
@@ -365,13 +365,14 @@ class NormedLayer(ResidualLayer):
                 f"{type(self).__name__} does not return inputs of products (return_input, return_inputs) beside the residual "
                 "stream (return_residual): leave one out. In place of the stream, add the delta to the input by hand."
             )
-        weight, shift = self.layer_norm_weight, self.layer_norm_bias
+        weight: Any = self.layer_norm_weight
+        shift: Any = self.layer_norm_bias
         check_input(self, x, delta, size=weight.shape[0])
         refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
         if self.tensor is not None:
             refuse_inputs(self.tensor, return_input or options.get("inputs"))
-            weight, shift = map(self.tensor.replicated, (weight, shift))  # type: ignore[assignment]
+            weight, shift = map(self.tensor.replicated, (weight, shift))
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
