@@ -184,7 +184,7 @@ def scaled(degrees, cells):
             for _ in range(3):
                 model.zero_grad()
                 with octavo.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
-                    hidden = model.last_hidden_state(ids).last_hidden_state
+                    hidden = model(ids, output_hidden_states=True).hidden_states[-1]
                 hidden.backward(gradient * (1 if degrees is None else world.state.dp_size))  # is divided by the ranks
         scales = {}
         for layer, state in states_of(model):

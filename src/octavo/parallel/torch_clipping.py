@@ -33,11 +33,16 @@ def refuse_torch_clipping(model: nn.Module) -> None:
             setattr(torch.nn.utils, name, checked)
 
 
+def is_of_tensor_rank(parameter: Tensor) -> bool:
+    """True for a parameter of a model of `refuse_torch_clipping`."""
+    return hasattr(parameter, _MARK)
+
+
 def _checked(clip: Any) -> Any:
     @functools.wraps(clip)
     def checked(parameters: Tensor | Iterable[Tensor], *arguments: Any, **keywords: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(hasattr(parameter, _MARK) for parameter in given):
+        if any(map(is_of_tensor_rank, given)):
             raise InputError(
                 "torch.nn.utils.clip_grad_norm_ of a tensor-parallel model: each rank would clip by the norm of its own parts. "
                 "Call octavo.clip_grad_norm_(model, max_norm), which counts every element once."
