@@ -28,6 +28,7 @@ from transformers import __version__ as transformers_version
 
 from octavo import versions
 from octavo.collectives.context import STRATEGIES
+from octavo.collectives.tensor import TensorGroup
 from octavo.config.moe import MoeConfig
 from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
@@ -35,6 +36,7 @@ from octavo.errors import InputError, unknown
 from octavo.fp8.columnwise import keep_columnwise
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.fp8.scaling import states_of, use_own_buffers
+from octavo.fp8.tensor_parallel import check_recipe
 from octavo.kernels.cross_entropy import Objective
 from octavo.matrix_parts import watch
 from octavo.models.decoder import Decoder
@@ -67,6 +69,8 @@ from octavo.models.replace import (
     restore_attributes,
 )
 from octavo.models.spec import ModelSpec
+from octavo.models.tensor_parallel import check_tensor, group_of, part_of_rank
+from octavo.models.tensor_parallel import own_code_message as no_tensor_message
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import DEQUANTISE, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
@@ -82,6 +86,7 @@ from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
+from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.world import state
 from octavo.storage import local_path
 
@@ -290,11 +295,15 @@ def build_model(
     model: nn.Module
     if spec is not None:
         dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": options.buffer_dtype}
-        model = Decoder(config, spec, **dtypes, device="meta", fp8_head=options.fp8_head, objective=options.objective)
+        tensor = _tensor_group(spec, sharding, dtype)
+        loss: dict[str, Any] = {"fp8_head": options.fp8_head, "objective": options.objective}
+        model = Decoder(config, spec, **dtypes, device="meta", **loss, tensor=tensor)
         keep_frozen(model, trains)
         carry_attributes(model, attributes)
     else:
         model = _from_config(config, params_dtype or dtype) if original is None else original
+        if sharding is not None and sharding.tensor_group is not None:
+            raise InputError(no_tensor_message(type(model).__name__, sharding.tensor_group.size()))
         refuse_head_settings(model, options.fp8_head, options.objective)
         if vision:
             replace_blocks(model, params_dtype or dtype)
@@ -333,6 +342,8 @@ def place(
     # 5. and 6. Materialise, load.
     materialise(model, device, values())
     restore_attributes(model, attributes)
+    if isinstance(model, Decoder) and model.tensor is not None:
+        refuse_torch_clipping(model)
     # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)
@@ -354,6 +365,15 @@ def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, 
         shard(model, parts, sharding, summed=not averaged)
 
 
+def _tensor_group(spec: ModelSpec, sharding: Sharding | None, dtype: torch.dtype) -> TensorGroup | None:
+    """The ranks that share each matrix of a decoder."""
+    if sharding is None or sharding.tensor_group is None:
+        return None
+    check_recipe(sharding.recipe, sharding.tensor_group.size())
+    check_tensor(spec, sharding.tensor_group.size(), dtype=dtype)
+    return group_of(spec, sharding.tensor_group)
+
+
 def _refuse_hooks(model: nn.Module, *, all_new: bool, vision: bool) -> None:
     """Refuse hooks of parameters that are replaced: all of them, those of a vision transformer's blocks, or those on meta."""
     refuse_hooks(model, meta=not all_new)
@@ -368,7 +388,7 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
         model.data_group, model.token_group = sharding.data_group, sharding.token_group or sharding.data_group
         model.sharded = sharding.mesh.size(-1) > 1
         if context is not None:
-            spec = model.spec
+            spec = model.spec if model.tensor is None else part_of_rank(model.spec, model.tensor.size)
             check_context(
                 context.size, context.strategy, spec.heads, spec.kv_heads, windows=spec.windows, dropout=spec.attention_dropout
             )
@@ -377,9 +397,10 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
                 layer.self_attention.core_attention.context = model.context  # type: ignore[union-attr]
     elif context is not None and context.strategy != "own":
         raise InputError(own_code_message(type(model).__name__, context.size))
-    if context is not None:
-        for _, layer_state in states_of(model):
-            layer_state.context_group = context.group
+    tensor = sharding.tensor_group
+    for _, layer_state in states_of(model):
+        layer_state.context_group = None if context is None else context.group
+        layer_state.tensor_group = layer_state.buffers.tensor_group = tensor
 
 
 def _keep_own_code(model: nn.Module, reason: str, options: BuildOptions) -> None:

@@ -107,19 +107,24 @@ class ContextGroup:
 
         Tensors on the host cost a GPU no wait.
         """
-        device = next(x.device for x in tensors if x is not None)
-        digest = torch.zeros((), dtype=torch.int64, device=device)
-        for x in tensors:
-            digest = digest * 1_000_003 + (0 if x is None else _digest(x).to(device))
-        if self._group is None:
-            return torch.ones_like(digest, dtype=torch.bool)
-        both = torch.stack((digest, -digest))
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-        return both[0] == -both[1]
+        return same_numbers(self._group, *tensors)
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
         return part if self._group is None else summed(part, self._group)
+
+
+def same_numbers(group: dist.ProcessGroup | None, *tensors: Tensor | None) -> Tensor:
+    """`ContextGroup.same` of the ranks of a group; True without one."""
+    device = next(x.device for x in tensors if x is not None)
+    digest = torch.zeros((), dtype=torch.int64, device=device)
+    for x in tensors:
+        digest = digest * 1_000_003 + (0 if x is None else _digest(x).to(device))
+    if group is None:
+        return torch.ones_like(digest, dtype=torch.bool)
+    both = torch.stack((digest, -digest))
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0] == -both[1]
 
 
 def splits_heads(heads: int, groups: int, ranks: int) -> bool:

@@ -233,6 +233,8 @@ class ScaleBuffer:
         `joint`: the ranks over which the amaxes have been joined.
         """
         self._share_experts(joint)
+        if self.owner.tensor_group is not None and not joint.covers(self.owner.tensor_group):
+            _join(self.history[0], self.owner.tensor_group)
         self._kept = None  # the kernel's writes count no version
         by_one = [waiting.entries for waiting in self.waiting.values() if not waiting.native]
         over = [self.scale[entries].isnan() & (self.history[0, entries] > self.fp8_max[entries]) for entries in by_one]
@@ -361,6 +363,8 @@ class BufferSet:
         self.backward_of: _Thread | None = None  # which has recorded amaxes here and not ended
         self.expert_group: dist.ProcessGroup | None = None
         """Ranks with different experts of the model's mixtures, whose slots have entries for all."""
+        self.tensor_group: dist.ProcessGroup | None = None
+        """Ranks with parts of each operand, which all cast by one scale."""
         self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()

@@ -41,6 +41,10 @@ class LinearGemms(LinearQuantizer):
     Arguments are those of `LinearQuantizer`; without a recipe products are in `out_dtype`.
     """
 
+    def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
+        """The dimensions of the output's rows, from those of the input's."""
+        return tuple(leading)
+
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
         """y [M, N] in `out_dtype`."""
         if self.recipe is None:
@@ -71,9 +75,15 @@ class LinearGemms(LinearQuantizer):
         x, w = operands(saved)
         dy = self.grad_output(producer, slot_index=slot_index)
         db = producer.column_sum() if self.wants_bias and isinstance(producer, DenseOperand) else None
-        dw = self.grad_weight(dy, x) if self.wants_weight else None
-        dx = self.grad_input(dy, w) if self.wants_x else None
+        dx, dw = self.both_gradients(dy, x, w)
         return dx, dw, db
+
+    def both_gradients(
+        self, dy: QuantizedTensor, x: QuantizedTensor, w: QuantizedTensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dx [M, K] and dw [N, K], None where not wanted; x, w: as saved."""
+        dw = self.grad_weight(dy, x) if self.wants_weight else None
+        return self.grad_input(dy, w) if self.wants_x else None, dw
 
     def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
         """dx [M, K] in `out_dtype`. w: as saved, or restored already."""

@@ -45,6 +45,7 @@ class ModuleState:
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
         self.context_group: dist.ProcessGroup | None = None  # shares each sequence, whose tokens have one current scale
+        self.tensor_group: dist.ProcessGroup | None = None  # holds parts of each operand, which have one scale
         self.observed: dict[Operand, Tensor] = {}
         self.buffers = buffers.default
         self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation
@@ -147,7 +148,17 @@ class ModuleState:
         return Slot(buffer, self.indices[operand], recipe.casts[operand].format.max, self.experts)
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = ("_module", "slots", "indices", "observed", "weight_cache", "gathered", "context_group", "pickled")
+        passing = (
+            "_module",
+            "slots",
+            "indices",
+            "observed",
+            "weight_cache",
+            "gathered",
+            "context_group",
+            "tensor_group",
+            "pickled",
+        )
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         self.pickled = {
             operand: (slot.buffer.policy, slot.fp8_max, torch.cat((slot.present()[0][None], slot.history)))
@@ -157,7 +168,9 @@ class ModuleState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         values, module = state.pop("values"), state.pop("module")
-        vars(self).update(state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None)
+        vars(self).update(
+            state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None, tensor_group=None
+        )
         self.pickled = {}
         self._module = weakref.ref(module)
         for operand, (policy, fp8_max, numbers) in values.items():
@@ -178,6 +191,7 @@ class ModuleState:
         key = id(BufferSet)  # of one set for all that is copied at once
         twin.buffers = memo[key] = memo.get(key) or BufferSet()
         twin.buffers.trained = twin.buffers.trained or self.trained
+        twin.buffers.tensor_group = self.buffers.tensor_group
         for operand, slot in self.records.items():
             twin.indices[operand] = twin.buffers.new_index(twin, operand, self.experts or 1)
             buffer = twin.buffers.buffer(operand, slot.buffer.device, slot.buffer.policy)

@@ -6,6 +6,7 @@ whole logits. Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,9 @@ from transformers import LlamaConfig
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from octavo.collectives.context import ContextGroup, averaged, summed
+from octavo.collectives.blocks import parameters_of
+from octavo.collectives.context import ContextGroup, averaged, same_numbers, summed
+from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError
 from octavo.fp8 import checkpoints
 from octavo.fp8.linear import LinearGemms
@@ -34,6 +37,7 @@ from octavo.models.huggingface import (
     refuse_other_balancing,
 )
 from octavo.models.spec import ModelSpec
+from octavo.models.tensor_parallel import part_of_rank, refuse_other_parameters, rows_of_words, share_parameters, words_of
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.embedding import Embedding, SharedWeight
 from octavo.nn.head import OutputHead, linear_cross_entropy
@@ -83,7 +87,8 @@ class Decoder(PretrainedInterface):
 
     Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
     products for a loss are FP8, with "backward" those of its gradients alone. None is "backward" under Octavo's own recipes and
-    False under Transformer Engine's. Another value is an InputError.
+    False under Transformer Engine's. Another value is an InputError. tensor: the ranks that share each matrix; parameters are
+    then this rank's parts.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Decoder(PretrainedInterface):
         buffer_dtype: torch.dtype = torch.float32,
         fp8_head: bool | Literal["backward"] | None = None,
         objective: Objective | None = None,
+        tensor: TensorGroup | None = None,
     ) -> None:
         super().__init__()
         if fp8_head not in (None, False, True, "backward"):
@@ -108,17 +114,22 @@ class Decoder(PretrainedInterface):
         self.fp8_head_asked = fp8_head is not None
         self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        self.embedding = Embedding(spec.vocabulary, spec.hidden_size, padding=spec.padding, dtype=dtype, **make)
+        self.tensor = tensor
+        own = spec if tensor is None else part_of_rank(spec, tensor.size)
+        rows = spec.vocabulary if tensor is None else rows_of_words(spec.vocabulary, tensor.size)
+        self.embedding = Embedding(rows, spec.hidden_size, padding=spec.padding, dtype=dtype, **make)
         self.layers = nn.ModuleList(
-            _block(spec, i, window, make) for i, window in enumerate(spec.windows or (None,) * spec.layers)
+            _block(own, i, window, make) for i, window in enumerate(spec.windows or (None,) * spec.layers)
         )
         self.norm = NORM_LAYERS[spec.normalization](spec.hidden_size, spec.norm_eps, **make)
-        self.head = OutputHead(spec.hidden_size, spec.vocabulary, bias=False, dtype=params_dtype, device=device)
+        self.head = OutputHead(spec.hidden_size, rows, bias=False, dtype=params_dtype, device=device)
         if spec.tied:
             self.head.weight = self.embedding.weight
         if self.fp8_head:
             # The gradient of the logits has a scale that is always the same.
             vars(self.head)["fp8_state"] = ModuleState(self.head, operands=(Operand.INPUT, Operand.WEIGHT))
+        if tensor is not None:
+            share_parameters(self, tensor)
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
@@ -258,7 +269,7 @@ class Decoder(PretrainedInterface):
         shared: by which a tied embedding shares its weight with the loss.
         """
         tokens = input_ids.shape[1]
-        padded = tokens if self.context is None else -(-tokens // self.context.multiple) * self.context.multiple
+        padded = -(-tokens // self._multiple) * self._multiple
         pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
         if position_ids is None:
             position_ids = torch.arange(tokens, device=input_ids.device)[None]
@@ -287,28 +298,39 @@ class Decoder(PretrainedInterface):
         Raises:
             InputError: they were not.
         """
-        if self.context is None or torch.compiler.is_compiling():
+        if (self.context is None and self.tensor is None) or torch.compiler.is_compiling():
             return None
-        same = self.context.same(*(x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs))
-        if same.is_cuda and self._compared and torch.is_grad_enabled():
-            return same
+        given = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs]
+        of_context = None if self.context is None else self.context.same(*given)
+        of_tensor = None if self.tensor is None else same_numbers(self.tensor.group, *given)
+        both = [same for same in (of_context, of_tensor) if same is not None]
+        if both[0].is_cuda and self._compared and torch.is_grad_enabled():
+            return both[0] if len(both) == 1 else both[0] & both[1]
+        if not self._compared and self.tensor is not None:
+            blocks = parameters_of(self)
+            refuse_other_parameters(self, [(name, blocks[p]) for name, p in self.named_parameters()], self.tensor.size)
         self._compared = True
-        if not same:
-            raise InputError(
-                f"the {self.context.size} ranks that share each sequence (context_parallel_degree) were given different ones: "
-                "give all of them the samples of octavo.state.dp_rank, of octavo.state.dp_size."
-            )
+        for same, group, key in ((of_context, self.context, "context"), (of_tensor, self.tensor, "tensor")):
+            if same is not None and group is not None and not same:
+                raise InputError(
+                    f"the {group.size} ranks that share each sequence ({key}_parallel_degree) were given different ones: "
+                    "give all of them the samples of octavo.state.dp_rank, of octavo.state.dp_size."
+                )
         return None
+
+    @property
+    def _multiple(self) -> int:
+        """Tokens of a sequence are padded to a multiple of this: each rank has as many."""
+        tensor = 1 if self.tensor is None else self.tensor.size
+        return tensor if self.context is None else self.context.size * math.lcm(2, tensor)
 
     def _own(self, x: Tensor, padded: int) -> Tensor:
         """This rank's tokens of [B, T], which is padded to `padded` tokens by its first.
 
         Each of these is a document of its own, as the first sees itself alone: rows that are there already have no other amax.
         """
-        if self.context is None:
-            return x
         x = torch.cat((x, x[:, :1].expand(-1, padded - x.shape[1])), 1) if padded > x.shape[1] else x
-        return self.context.split(x)
+        return x if self.context is None else self.context.split(x)
 
     def _counted(self, attention_mask: Tensor | None, input_ids: Tensor, padded: int) -> Tensor | None:
         """This rank's real tokens, bool [B, T]; None for all of them."""
@@ -369,17 +391,26 @@ class Decoder(PretrainedInterface):
 
     def _whole(self, x: Tensor, tokens: int) -> Tensor:
         """All ranks' tokens, without padding."""
-        return x if self.context is None else self.context.gather(x)[:, :tokens]
+        return self._of_context(x if self.tensor is None else self.tensor.whole(x), tokens)
+
+    def _of_context(self, x: Tensor, tokens: int) -> Tensor:
+        """The tokens of the ranks of `context`, without padding."""
+        x = x if self.context is None else self.context.gather(x)
+        return x if x.shape[1] == tokens else x[:, :tokens]
 
     def _logits(self, hidden: Tensor, tokens: int, logits_to_keep: int | Tensor) -> Tensor:
+        tensor = self.tensor
+        hidden = hidden if tensor is None else tensor.gathered(hidden)
+
         def run(hidden: Tensor) -> Tensor:
-            return high_precision(hidden, self.head.weight.to(self.dtype))
+            logits = high_precision(hidden, self.head.weight.to(self.dtype))
+            return logits if tensor is None else tensor.words(logits, self.spec.vocabulary)
 
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if self.context is not None and torch.is_grad_enabled():
             # Each rank multiplies its own tokens: the head's gradients are summed over the ranks.
-            return self._whole(self._own_head()(hidden, run), tokens)[:, kept]
-        logits: Tensor = self._own_head()(self._whole(hidden, tokens)[:, kept], run)
+            return self._of_context(self._own_head()(hidden, run), tokens)[:, kept]
+        logits: Tensor = self._own_head()(self._of_context(hidden, tokens)[:, kept], run)
         return logits
 
     def _own_head(self) -> OutputHead:
@@ -412,9 +443,11 @@ class Decoder(PretrainedInterface):
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # without a target the loss is 0, and no gradient NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
-        if self.context is not None:
-            padded = hidden.shape[1] * self.context.size
-            target = self.context.split(functional.pad(target, (0, padded - target.shape[1]), value=IGNORED))
+        hidden = hidden if self.tensor is None else self.tensor.gathered(hidden)
+        padded = hidden.shape[1] * (1 if self.context is None else self.context.size)
+        if padded > target.shape[1]:
+            target = functional.pad(target, (0, padded - target.shape[1]), value=IGNORED)
+        target = target if self.context is None else self.context.split(target)
 
         made: list[Tensor] = []
 
@@ -427,6 +460,7 @@ class Decoder(PretrainedInterface):
                 objective=self.objective if self.training else None,
                 fp8=self._fp8_head(hidden, first),
                 fp8_logits=self.fp8_head is True,
+                words=None if self.tensor is None else words_of(self.spec.vocabulary, self.tensor),
             )
             made.append(loss)
             return loss

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.collectives.attention import gather_ahead
 from octavo.collectives.context import ContextGroup
+from octavo.collectives.tensor import TensorGroup, widened
 from octavo.errors import InputError, unknown
 from octavo.fp8.quantizer import WeightUse
 from octavo.fp8.recipe import Recipe
@@ -251,6 +252,9 @@ class MultiheadAttention(ResidualLayer):
     after the rotation or with `qk_norm_before_rope` before it.
     """
 
+    tensor: TensorGroup | None = None
+    """The ranks that have other heads: inputs and results are this rank's tokens."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -352,7 +356,9 @@ class MultiheadAttention(ResidualLayer):
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
         taken = isinstance(attention_mask, Attending)
-        angles = None if taken else cos_and_sin(rotary_pos_emb, x.shape[:2], self.head_dim)
+        # Attention is that of the tokens of all ranks.
+        tokens = x.shape[:2] if self.tensor is None else widened(x.shape[:2], self.tensor.size)
+        angles = None if taken else cos_and_sin(rotary_pos_emb, tokens, self.head_dim)
         if isinstance(attention_mask, Attending):
             h, context = attention_mask.context(self, x, delta, rotary_pos_emb, is_first_microbatch)
         elif angles is None and attention_mask is None and self._is_short(x, attn_mask_type):

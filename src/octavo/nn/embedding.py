@@ -12,9 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.collectives.tensor import TensorGroup
+from octavo.errors import InputError
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.embedding.backward import embedding_backward
 from octavo.kernels.embedding.forward import embedding
+
+ELSEWHERE, UNKNOWN = -1, -2
+"""Local ids of words of other ranks, and of none."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a vocabulary of which this rank of a tensor group holds the rows.
+
+    Attributes:
+        tensor: the ranks.
+        first, number: the words from `first` on; further rows are padding.
+        vocabulary: of all ranks.
+    """
+
+    tensor: TensorGroup
+    first: int
+    number: int
+    vocabulary: int
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Ids counted from this rank's first: `ELSEWHERE` of other ranks' words, `UNKNOWN` outside of the vocabulary."""
+        own = (ids >= self.first) & (ids < self.first + self.number)
+        known = (ids >= 0) & (ids < self.vocabulary)
+        return torch.where(own, ids - self.first, torch.where(known, ELSEWHERE, UNKNOWN))
 
 
 @dataclass(eq=False)
@@ -53,6 +80,8 @@ class Embedding(nn.Embedding):
         self.padding_idx = padding + words if padding is not None and padding < 0 else padding
         self.dtype = dtype
         """Of the result."""
+        self.words: Words | None = None
+        """The rows that this rank holds of a vocabulary that a tensor group shares: the result is then of its own tokens."""
 
     def forward(self, input: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """The rows of the ids `input` [...]: [..., K]. shared: is filled, for a head with the same weight.
@@ -61,13 +90,19 @@ class Embedding(nn.Embedding):
             IndexError: an id is outside of the vocabulary, on a CPU; a GPU gives a row of NaN.
         """
         if torch.compiler.is_compiling() or self.sparse or self.scale_grad_by_freq or self.max_norm is not None:
+            if self.words is not None:
+                raise InputError(
+                    "torch.compile, sparse, scale_grad_by_freq and max_norm are not for a tensor group's embedding."
+                )
             return super().forward(input).to(self.dtype)
         refuse_transforms("embeddings of Octavo's decoder")
-        weight = self.weight
-        embedded, value = _EmbeddingFunction.apply(input, weight, self.padding_idx, self.dtype, shared is not None)
+        weight, words = self.weight, self.words
+        input = input if words is None else words.local(input)
+        how = words is not None, shared is not None
+        embedded, value = _EmbeddingFunction.apply(input, weight, self.padding_idx, self.dtype, *how)
         if shared is not None and value.requires_grad:  # not of a forward without gradients inside one with them
             shared.parameter, shared.value = weight, value
-        return embedded
+        return embedded if words is None else words.tensor.scattered(embedded)
 
 
 def saved_by_embedding(tokens: int) -> int:
@@ -78,12 +113,16 @@ def saved_by_embedding(tokens: int) -> int:
 class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype, share: bool
+        ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype, partly: bool, share: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(ids)
         ctx.words, ctx.padding, ctx.dtype = weight.shape[0], padding, weight.dtype
-        return embedding(ids, weight, dtype), weight.detach() if share else None
+        if not partly:
+            return embedding(ids, weight, dtype), weight.detach() if share else None
+        here = ids >= 0
+        found = embedding(ids.clamp(min=0), weight, dtype).masked_fill_(~here[..., None], 0.0)
+        return found.masked_fill_((ids == UNKNOWN)[..., None], torch.nan), weight.detach() if share else None
 
     @staticmethod
     def backward(ctx: Any, d_embedded: Tensor | None, d_weight: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -92,4 +131,4 @@ class _EmbeddingFunction(torch.autograd.Function):
         if d_embedded is not None:
             rows = d_embedded.reshape(-1, d_embedded.shape[-1])
             d_weight = embedding_backward(rows, ids.flatten(), ctx.words, ctx.padding, ctx.dtype, d_weight)
-        return None, d_weight, None, None, None
+        return None, d_weight, None, None, None, None

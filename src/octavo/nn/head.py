@@ -24,7 +24,9 @@ from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
+from octavo.nn.embedding import Words
 from octavo.nn.linear import compute_dtype
+from octavo.nn.word_slices import cross_entropy_of_slices_
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
@@ -53,15 +55,18 @@ def linear_cross_entropy(
     objective: Objective | None = None,
     fp8: LinearGemms | None = None,
     fp8_logits: bool = True,
+    words: Words | None = None,
 ) -> Tensor:
     """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
     hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
-    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them.
+    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them. words: those of which `weight` is
+    this rank's rows; the gradient of `hidden`, the same on all ranks of the group, is then this rank's part of a sum.
     """
     hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):  # it would round sums that are kept in float32
-        return _LinearCrossEntropy.apply(hidden, weight, target, num_items, objective or Objective(), fp8, fp8_logits, grads)
+        how = objective or Objective(), fp8, fp8_logits, grads, words
+        return _LinearCrossEntropy.apply(hidden, weight, target, num_items, *how)
 
 
 class _Head:
@@ -245,7 +250,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, num_items: Tensor, objective: Objective,
-        fp8: LinearGemms | None, fp8_logits: bool, grads: bool,
+        fp8: LinearGemms | None, fp8_logits: bool, grads: bool, words: Words | None,
     ) -> Tensor:  # fmt: skip
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -257,9 +262,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head: _Head = _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
         else:
             head = _Head(hidden, weight.to(hidden.dtype), want_hidden, want_weight)
-        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES)):
+        # The loss of a rank's words computes in float32 beside the logits.
+        share = head.chunk_share * (1 if words is None else 0.25)
+        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(share * CHUNK_BYTES)):
             room = None if grad_scale is None else head.room(part)
-            chunk_loss, grad = cross_entropy_(head.logits(part), target[part], grad_scale, objective, room)
+            what = head.logits(part), target[part], grad_scale, objective, room
+            chunk_loss, grad = cross_entropy_(*what) if words is None else cross_entropy_of_slices_(*what, words)
+            del what
             loss += chunk_loss
             if grad is not None:
                 head.add(grad, part)
@@ -286,7 +295,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             by = factor * grad_loss
             scaled = [None if d is None else (d.float() * by).to(t) for d, t in zip(gradients, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None
 
 
 def _chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[slice]:

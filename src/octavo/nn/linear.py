@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError, unknown
 from octavo.fp8 import autocast, calibration
 from octavo.fp8.linear import LinearGemms, saved_input_bytes
 from octavo.fp8.quantizer import DenseOperand, Producer, WeightUse, active_recipe, saved_weight_bytes
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
+from octavo.fp8.tensor_parallel import column_gemms, row_gemms
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
@@ -81,21 +83,21 @@ class _WideLinear(torch.autograd.Function):
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None,
-    *, unread: bool = False,
+    *, unread: bool = False, tensor: TensorGroup | None = None,
 ) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N].
 
-    unread: as `Linear.unread`.
+    unread: as `Linear.unread`. tensor: as `Linear.tensor`.
     """
     recipe = active_recipe(state, x.device)
-    if recipe is None:
+    if recipe is None and tensor is None:
         bias, x = None if bias is None else bias.to(out_dtype), x.to(out_dtype)
         calibration.observe(state, Operand.INPUT, x)
         calibration.observe(state, Operand.WEIGHT, weight)
         return high_precision(x, weight.to(out_dtype), bias)
-    if x.dtype == torch.float64:
+    if x.dtype == torch.float64 and recipe is not None:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
-    gemms = LinearGemms(state, weight, recipe, out_dtype, first)
+    gemms = row_gemms(tensor, state, weight, recipe, out_dtype, first)
     gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():
@@ -144,7 +146,7 @@ class _LinearFunction(torch.autograd.Function):
         w_q = whole(w_row, w_row_scale, w_column, w_column_scale)
         ctx.save_for_backward(*gemms.saved(x_q, w_q, weight), slot)
         ctx.gemms, ctx.shape = gemms, x.shape
-        shape = *x.shape[:-1], weight.shape[0]
+        shape = *gemms.output_shape(x.shape[:-1]), weight.shape[0]
         return x.new_empty(shape, dtype=gemms.out_dtype) if unread else unflat(gemms.output(x_q, w_q, bias), shape)
 
     @staticmethod
@@ -169,7 +171,7 @@ class _NormLinearFunction(torch.autograd.Function):
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
         normed = producer.beside(gemms.out_dtype) if return_input else None
         x, w = gemms.input(normed or producer), gemms.weight(weight)
-        y = unflat(gemms.output(x, w, bias), (*residual.shape[:-1], weight.shape[0]))
+        y = unflat(gemms.output(x, w, bias), (*gemms.output_shape(residual.shape[:-1]), weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
         tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
@@ -246,6 +248,8 @@ class Linear(nn.Linear):
 
     unread = False
     """Set in a recomputation that leaves the result unread: its product in FP8 does not run, and it has no values."""
+    tensor: TensorGroup | None = None
+    """The ranks that hold other columns of the weight: inputs are all tokens' columns of this rank, outputs its own tokens."""
     return_bias = False  # defaults of the class serve `from_linear`
     init_method: Init | None = None
     draws = Draws()
@@ -292,10 +296,22 @@ class Linear(nn.Linear):
         return_input: the input that the product reads before its cast to FP8 is returned last. Here it is `input` itself.
         """
         check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
-        bias = None if self.return_bias else self.bias
+        bias: Tensor | None = None if self.return_bias else self.bias
+        if self.tensor is not None:
+            refuse_inputs(self.tensor, return_input)
+            bias = self.tensor.replicated(bias)
         how = (compute_dtype(input), is_first_microbatch)
-        y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread)
+        y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread, tensor=self.tensor)
         return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
+
+
+def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
+    """Raise an InputError where a caller asks for the input of a product of which ranks hold parts."""
+    if tensor is not None and asked:
+        raise InputError(
+            f"return_input, return_inputs with tensor_parallel_degree = {tensor.size}: inputs of products are parts on each "
+            "rank. Leave it out, or set tensor_parallel_degree = 1."
+        )
 
 
 class NormedLayer(ResidualLayer):
@@ -312,6 +328,8 @@ class NormedLayer(ResidualLayer):
     return_layernorm_output: bool
     draws: Draws
     zero_centered_gamma = False
+    tensor: TensorGroup | None = None
+    """The ranks that hold other rows of the first weight: inputs are this rank's tokens."""
     streams_norm = False
     """The residual stream that `forward_residual` hands on is the norm's output, in the compute dtype, instead of its input."""
 
@@ -347,10 +365,14 @@ class NormedLayer(ResidualLayer):
                 f"{type(self).__name__} does not return inputs of products (return_input, return_inputs) beside the residual "
                 "stream (return_residual): leave one out. In place of the stream, add the delta to the input by hand."
             )
-        weight, shift = self.layer_norm_weight, self.layer_norm_bias
+        weight: Any = self.layer_norm_weight
+        shift: Any = self.layer_norm_bias
         check_input(self, x, delta, size=weight.shape[0])
         refuse_transforms("layers that begin with a norm")
         added = None if self.return_bias else bias
+        if self.tensor is not None:
+            refuse_inputs(self.tensor, return_input or options.get("inputs"))
+            weight, shift = map(self.tensor.replicated, (weight, shift))
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
@@ -375,6 +397,9 @@ class LayerNormLinear(NormedLayer):
     `return_bias` no bias is added but returned behind y, and with `return_layernorm_output` so is norm(x), which is then
     rounded to the compute dtype and cast from there, in the kernel that computes it.
     """
+
+    shared_rows = 0
+    """Rows of the weight, the last, that other ranks of a tensor group hold too."""
 
     def __init__(
         self,
@@ -456,7 +481,8 @@ class LayerNormLinear(NormedLayer):
         rotation: Rotation | None,
         return_input: bool = False,
     ) -> tuple[Tensor, ...]:
-        gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, residual.device), dtype, first)
+        recipe = active_recipe(self.fp8_state, residual.device)
+        gemms = column_gemms(self.tensor, self.fp8_state, self.weight, recipe, dtype, first, shared=self.shared_rows)
         return _NormLinearFunction.apply(
             residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
         )

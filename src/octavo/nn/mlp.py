@@ -28,6 +28,7 @@ from octavo.fp8.quantizer import (
 )
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
+from octavo.fp8.tensor_parallel import column_gemms, row_gemms
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
@@ -166,10 +167,10 @@ class _NormMlpFunction(torch.autograd.Function):
             activated = activation(curve, hidden, block, recompute) if second is None else DenseOperand(second)(recompute)
         if fc2.wants_weight:
             d_w2 = fc2.grad_weight(dy_q, activated)
-        if fc1.wants_weight:
-            d_w1 = fc1.grad_weight(d_hidden, x)
-        if fc1.wants_x:
-            d_normed = fc1.grad_input(d_hidden, w1)
+        d_normed = None
+        if fc1.wants_weight or fc1.wants_x:
+            d_normed, d_w1 = fc1.both_gradients(d_hidden, x, w1)
+        if d_normed is not None:
             if d_first is not None:
                 d_normed += flat(d_first)
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
@@ -383,8 +384,9 @@ class LayerNormMLP(NormedLayer):
     ) -> tuple[Tensor, ...]:
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
         weight1, weight2 = self.fc1_weight, self.fc2_weight
-        fc1 = LinearGemms(first_state, weight1, active_recipe(first_state, device), dtype, first)
-        fc2 = LinearGemms(second_state, weight2, active_recipe(second_state, device), dtype, first)
+        fc1 = column_gemms(self.tensor, first_state, weight1, active_recipe(first_state, device), dtype, first)
+        fc2 = row_gemms(self.tensor, second_state, weight2, active_recipe(second_state, device), dtype, first)
+        bias = bias if self.tensor is None else self.tensor.replicated(bias)
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, weight1, self.fc1_bias, weight2, bias,
             norm.form, fc1, fc2, self.activation, self.gate_rows,

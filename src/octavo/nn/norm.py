@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError
 from octavo.fp8.quantizer import Beside
 from octavo.kernels import reference
@@ -239,6 +240,8 @@ class _Norm(nn.Module):
 
     normalization: ClassVar[str]
     bias: nn.Parameter | None
+    tensor: TensorGroup | None = None
+    """The ranks that norm other tokens or heads by the same parameters."""
 
     def __init__(
         self,
@@ -274,11 +277,14 @@ class _Norm(nn.Module):
         """input [..., hidden_size] → the same shape and dtype; with `delta` the norm of the sum."""
         check_input(self, input, delta, size=self.weight.shape[0])
         refuse_transforms("norms of octavo.nn")
-        of = NormParameters(self.normalization, self.weight, self.bias, self.eps, self.zero_centered_gamma)
+        weight, bias = parameters = self.weight, self.bias
+        if self.tensor is not None:
+            weight, bias = map(self.tensor.replicated, parameters)  # type: ignore[assignment]
+        of = NormParameters(self.normalization, weight, bias, self.eps, self.zero_centered_gamma)
         if torch.compiler.is_compiling():
             h = input if delta is None else input + delta
             return normalize(of, h).to(h.dtype)
-        return _NormFunction.apply(promoted(input, delta), delta, self.weight, self.bias, of.form)
+        return _NormFunction.apply(promoted(input, delta), delta, weight, bias, of.form)
 
 
 class RMSNorm(_Norm):

@@ -29,6 +29,7 @@ class Sharding:
         data_group: the ranks that see different samples.
         token_group: those and the ranks that share their sequences; None for those alone.
         context: the ranks that share each sequence; None for one.
+        tensor_group: the ranks that hold parts of each matrix; None for one.
         recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
             autocast of any such recipe, and in their own dtype outside of it.
         param_dtype: of parameters gathered in high precision; None: their own.
@@ -45,6 +46,7 @@ class Sharding:
     data_group: dist.ProcessGroup | None = None
     token_group: dist.ProcessGroup | None = None
     context: ContextGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
     recipe: Recipe | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
@@ -68,7 +70,6 @@ def sharding_of(
     """
     if ranks.shard_mesh is None or ranks.world_size == 1:
         return None
-    check_supported(ranks.degrees)
     group = ranks.cp_process_group
     return Sharding(
         mesh=ranks.shard_mesh,
@@ -76,6 +77,7 @@ def sharding_of(
         data_group=ranks.dp_process_group,
         token_group=ranks.token_process_group,
         context=None if group is None or ranks.cp_size == 1 else ContextGroup(group, strategy or ranks.config.cp_comm_type),
+        tensor_group=None if ranks.tp_size == 1 else ranks.tp_process_group,
         recipe=recipe,
         param_dtype=gather_dtype(ranks.config, dtype, params_dtype),
         reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
@@ -109,9 +111,9 @@ def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
 
 
 def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor parallelism beyond 1, which this version does not run."""
+    """Raise an InputError for a degree of tensor parallelism beyond 1, which runs and SMP's scripts do not have."""
     if degrees.tensor > 1:
         raise InputError(
-            f"parallel.tensor_parallel_degree = {degrees.tensor}: this version has data, context and expert parallelism. "
-            "Set parallel.tensor_parallel_degree = 1."
+            f"parallel.tensor_parallel_degree = {degrees.tensor}: this version splits matrices over ranks in loops of your own "
+            "alone, by octavo.init and octavo.transform. Set parallel.tensor_parallel_degree = 1."
         )

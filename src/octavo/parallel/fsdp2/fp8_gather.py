@@ -114,6 +114,8 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
         largest = torch.cat([part.flatten() for part in parts])
         if group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        if own[0].state.tensor_group is not None:  # of all layers of a model, or of none
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=own[0].state.tensor_group)
         for weight, part, found in zip(own, parts, largest.split([part.numel() for part in parts]), strict=True):
             weight.largest = found.view(part.shape)
 
@@ -307,6 +309,8 @@ class _SharedWeight:
             found = self.amax()
             if mesh.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
+            if self.state.tensor_group is not None:  # the rank's shard is a part of its part
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.state.tensor_group)
             return found
 
         scale, amax = shard_scale(self.state, recipe, own.device, record=self.forward.grads, largest=largest)

@@ -1,0 +1,196 @@
+"""Tensor parallelism: ranks hold parts of the same matrices, and between products each has its part of the tokens.
+
+Tokens are split by rows: of the flattened tokens [B · T] rank r has the r-th of n equal runs, seen as [B, T / n]. So what is
+gathered from all ranks, one after the other, is [B, T] again without a copy, whatever the samples are.
+
+What every rank computes from the same whole has the same gradient on each: `whole` and `words` give a rank its part of it.
+What each computes from its part of a matrix is a part of a sum: `gathered` adds the parts up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.collectives.work import Pending, reduce_scatter, start_gather
+
+
+class TensorGroup:
+    """The ranks of a tensor group and their collectives, on rows [m, …] of a rank and [n · m, …] of all.
+
+    Args:
+        group: the ranks; None for parts that are not exchanged, as in a plan.
+        sharing: those of them that hold the same rows of keys and values, where these heads are fewer than the ranks.
+        size, rank: without a group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        sharing: dist.ProcessGroup | None = None,
+        *,
+        size: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self._group, self.sharing = group, sharing
+        self.size = dist.get_world_size(group) if size is None else size
+        self.rank = dist.get_rank(group) if rank is None else rank
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks' process group."""
+        assert self._group is not None  # a plan calls no collective
+        return self._group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
+        return self  # ranks belong to the process, not to a layer
+
+    def start_gather(self, rows: Tensor) -> Pending[Tensor]:
+        """Begin to gather rows [m, C] of any dtype, FP8 too, from all ranks: [n · m, C]."""
+        rows = rows.contiguous()
+        dtype = rows.dtype
+        one_byte = dtype.itemsize == 1  # backends do not know FP8
+        pending = start_gather(rows.view(torch.uint8) if one_byte else rows, self.group)
+        return Pending([], lambda: pending.wait().flatten(0, 1).view(dtype), [rows])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, [n · m, C]."""
+        return self.start_gather(rows).wait()
+
+    def start_scatter(self, parts: Tensor) -> Pending[Tensor]:
+        """Begin to add up parts [n · m, C], of which this rank receives its rows [m, C]; the sum is in their dtype."""
+        parts = parts.contiguous()
+        out = parts.new_empty(parts.shape[0] // self.size, *parts.shape[1:])
+        work = reduce_scatter(out.view(-1), parts.view(-1), group=self.group, async_op=True)
+        return Pending([work], lambda: out, [parts])
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """This rank's rows [m, C] of the sum of all ranks' parts [n · m, C]."""
+        return self.start_scatter(parts).wait()
+
+    def sum_(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, in place."""
+        dist.all_reduce(part, group=self.group)
+        return part
+
+    def sum_shared_(self, rows: Tensor) -> Tensor:
+        """The sum over the ranks that share these rows, in place."""
+        assert self.sharing is not None
+        dist.all_reduce(rows, group=self.sharing)
+        return rows
+
+    def largest_(self, amaxes: Tensor) -> Tensor:
+        """The largest of all ranks' amaxes, in place."""
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
+        return amaxes
+
+    # Differentiable, on hidden states.
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of x [B, T, …], the same on all ranks: [B, T / n, …]."""
+        return _flat(x).chunk(self.size)[self.rank].unflatten(0, (x.shape[0], -1))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x [B, T / n, C] of all ranks, [B, T, C], for products of parts of a matrix: their gradients are added up."""
+        made: Tensor = _Gathered.apply(x, self)
+        return made
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """This rank's rows [B, T / n, C] of the sum of all ranks' x [B, T, C]."""
+        made: Tensor = _Scattered.apply(x, self)
+        return made
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x [B, T / n, C] of all ranks, [B, T, C], from which all compute the same."""
+        made: Tensor = _Whole.apply(x, self)
+        return made
+
+    def words(self, x: Tensor, number: int) -> Tensor:
+        """The first `number` columns of x [B, T, C] of all ranks side by side, from which all compute the same."""
+        made: Tensor = _Words.apply(x, self, number)
+        return made
+
+    def replicated(self, parameter: Tensor | None) -> Tensor | None:
+        """A parameter that every rank holds and reads for its own tokens or heads: its gradient is the sum of all ranks'."""
+        return None if parameter is None else _Replicated.apply(parameter, self)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+def _as(rows: Tensor, samples: int) -> Tensor:
+    """Rows [B · T, C] as [B, T, C], and not as a view, into which autograd allows no writes."""
+    return torch.ops.aten._unsafe_view.default(rows, (samples, rows.shape[0] // samples, *rows.shape[1:]))
+
+
+def widened(leading: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """The leading dimensions [B, T / n] of a rank's rows as those of all ranks' rows, [B, T]."""
+    return *leading[:-1], leading[-1] * ranks
+
+
+def narrowed(leading: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """The inverse of `widened`."""
+    return *leading[:-1], leading[-1] // ranks
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _as(tensor.gather(_flat(x)), x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _as(ctx.tensor.scatter(_flat(grad)), grad.shape[0]), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _as(tensor.scatter(_flat(x)), x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _as(ctx.tensor.gather(_flat(grad)), grad.shape[0]), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _as(tensor.gather(_flat(x)), x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.tensor.own(grad), None
+
+
+class _Words(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup, number: int) -> Tensor:
+        ctx.tensor, ctx.columns = tensor, x.shape[-1]
+        of_ranks = start_gather(x.contiguous(), tensor.group).wait()
+        return of_ranks.movedim(0, -2).flatten(-2)[..., :number].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        start, columns = ctx.tensor.rank * ctx.columns, ctx.columns
+        own = grad[..., start : start + columns]
+        return torch.nn.functional.pad(own, (0, columns - own.shape[-1])), None, None
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.tensor.sum_(grad.contiguous().clone()), None

@@ -1,0 +1,193 @@
+"""How a decoder's parameters are shared out over a tensor group, and which decoders can be.
+
+A rank has H / n query heads with their key-value heads, F / n rows of gate and of up, and an equal part of the vocabulary, to
+which rows of zeros are added. Checkpoints have the whole parameters (`octavo.collectives.blocks`).
+
+    qkv, fc1 and their biases     rows: whole groups of heads, or some query heads and their group's key and value
+    proj, fc2                     columns
+    embedding, head               rows
+    norms, biases of proj, fc2    all of it, on every rank
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from octavo.collectives.blocks import Block, Indices, declare, indices, share_out
+from octavo.collectives.tensor import TensorGroup
+from octavo.errors import InputError
+from octavo.kernels import gemm
+from octavo.models.spec import ModelSpec
+from octavo.nn.embedding import Words
+from octavo.nn.mlp import gate_up_block
+
+KEY = "tensor_parallel_degree"
+
+
+def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = None) -> None:
+    """Raise an InputError for a decoder that `degree` tensor-parallel ranks cannot share. dtype: of activations."""
+    if degree == 1:
+        return
+    if spec.mixtures:
+        raise InputError(f"{KEY} = {degree}: the experts of {spec.family} are not split over tensor ranks. Set {KEY} = 1.")
+    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
+        if rate := getattr(spec, name):
+            raise InputError(
+                f"{name} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set {name} = 0.0 in the model's "
+                f"config, or {KEY} = 1."
+            )
+    if dtype == torch.float16:
+        raise InputError(f"dtype = torch.float16 with {KEY} = {degree}: give dtype = torch.bfloat16, or {KEY} = 1.")
+    if faults := _faults(spec, degree):
+        legal = [n for n in range(1, spec.heads + 1) if not _faults(spec, n)]
+        below, above = [n for n in legal if n < degree][-1:], [n for n in legal if n > degree][:1]
+        near = " or ".join(str(n) for n in (*below, *above))
+        raise InputError(f"{KEY} = {degree}: {'; '.join(faults)}. Set {KEY} to {near}, which fits {spec.family}.")
+
+
+def _faults(spec: ModelSpec, degree: int) -> list[str]:
+    """The sizes of a decoder that so many ranks do not divide."""
+    faults = []
+    if spec.heads % degree:
+        faults.append(f"{spec.heads} query heads are not divided")
+    elif spec.kv_heads % degree and degree % spec.kv_heads:
+        faults.append(f"{spec.kv_heads} key-value heads are neither divided nor shared by equal numbers of ranks")
+    if spec.ffn_size % degree:
+        faults.append(f"an intermediate size of {spec.ffn_size} is not divided")
+    return faults
+
+
+def own_code_message(name: str, degree: int) -> str:
+    """The message for a model whose code Octavo cannot split."""
+    return (
+        f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {name} keeps its own code. Set {KEY} = 1: the ranks "
+        "then shard it."
+    )
+
+
+def part_of_rank(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """The spec of one rank's blocks."""
+    groups = max(1, spec.kv_heads // ranks)
+    return dataclasses.replace(spec, heads=spec.heads // ranks, kv_heads=groups, ffn_size=spec.ffn_size // ranks)
+
+
+def rows_of_words(vocabulary: int, ranks: int) -> int:
+    """Rows of a rank's part of a vocabulary: a multiple of what FP8 products need."""
+    return -(-vocabulary // (ranks * gemm.ALIGNMENT)) * gemm.ALIGNMENT
+
+
+def words_of(vocabulary: int, tensor: TensorGroup, rank: int | None = None) -> Words:
+    """The words of this rank, or of another one."""
+    rows = rows_of_words(vocabulary, tensor.size)
+    first = min((tensor.rank if rank is None else rank) * rows, vocabulary)
+    return Words(tensor, first, min(rows, vocabulary - first), vocabulary)
+
+
+def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
+    """The tensor group of a decoder: with the ranks that share its key-value heads. Collective, of all ranks of the world."""
+    ranks = dist.get_world_size(group)
+    sharing: Any = None  # annotated otherwise from version to version
+    if spec.kv_heads < ranks:
+        others: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(others, dist.get_process_group_ranks(group))
+        each = ranks // spec.kv_heads
+        lists = sorted({tuple(own[first : first + each]) for own in others for first in range(0, ranks, each)})
+        sharing, _ = dist.new_subgroups_by_enumeration([list(own) for own in lists])
+    return TensorGroup(group, sharing)
+
+
+def share_parameters(model: Any, tensor: TensorGroup) -> None:
+    """Declare which part of each parameter of a decoder, made of a rank's parts, this rank has; give its layers the group."""
+    spec: ModelSpec = model.spec
+    n = tensor.size
+    qkv = [_qkv_rows(spec, rank, n) for rank in range(n)]
+    fc1 = [_fc1_rows(spec, rank, n) for rank in range(n)]
+    attended = [indices(_run(spec.heads * spec.head_dim, rank, n)) for rank in range(n)]
+    activated = [indices(_run(spec.ffn_size, rank, n)) for rank in range(n)]
+    words = [words_of(spec.vocabulary, tensor, rank) for rank in range(n)]
+    rows = rows_of_words(spec.vocabulary, n)
+    vocabulary = [indices((each.first, each.first + each.number), padding=rows - each.number) for each in words]
+    whole_rows = {
+        "qkv": (spec.heads + 2 * spec.kv_heads) * spec.head_dim, "fc1": (1 + spec.gated) * spec.ffn_size,
+        "embedding": spec.vocabulary, "head": spec.vocabulary,
+    }  # fmt: skip
+    by_rows = {"qkv": qkv, "fc1": fc1, "embedding": vocabulary, "head": vocabulary}
+    by_columns = {"proj": attended, "fc2": activated}
+    whole_columns = {"proj": spec.heads * spec.head_dim, "fc2": spec.ffn_size}
+    blocks: dict[nn.Parameter, Block] = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        for own, parameter in module.named_parameters(recurse=False):
+            shape = list(parameter.shape)
+            held: list[list[Indices]] = [[indices((0, size)) for size in shape] for _ in range(n)]
+            if name in by_rows:
+                shape[0] = whole_rows[name]
+                held = [[part, *each[1:]] for part, each in zip(by_rows[name], held, strict=True)]
+            elif name in by_columns and own == "weight":
+                shape[1] = whole_columns[name]
+                held = [[each[0], part] for part, each in zip(by_columns[name], held, strict=True)]
+            if parameter not in blocks:  # a tied one has the same block in both modules
+                blocks[parameter] = share_out(shape, held, tensor._group, tensor.rank)
+            declare(module, own, blocks[parameter])
+    for layer in model.layers:
+        attention = layer.self_attention
+        attention.tensor = attention.qkv.tensor = attention.proj.tensor = layer.ffn.tensor = tensor
+        for norm in (attention.q_norm, attention.k_norm):
+            if norm is not None:
+                norm.tensor = tensor
+        if spec.kv_heads < n:
+            attention.qkv.shared_rows = 2 * spec.head_dim
+    model.norm.tensor = tensor
+    model.embedding.words = words[tensor.rank]
+    padding = spec.padding
+    if padding is not None:
+        padding = (padding + spec.vocabulary if padding < 0 else padding) - words[tensor.rank].first
+        padding = padding if 0 <= padding < words[tensor.rank].number else None
+    model.embedding.padding_idx = padding
+
+
+def _run(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The indices of a rank's equal part."""
+    return rank * size // ranks, (rank + 1) * size // ranks
+
+
+def _qkv_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
+    """Rows of the joint matrix, which are grouped by key-value head."""
+    per_group, size = spec.heads // spec.kv_heads, spec.head_dim
+    rows = (per_group + 2) * size  # of a group
+    if spec.kv_heads % ranks == 0:
+        return indices(_run(spec.kv_heads * rows, rank, ranks))
+    each = ranks // spec.kv_heads
+    group, part = divmod(rank, each)
+    start, keys = group * rows, group * rows + per_group * size
+    first, last = _run(per_group * size, part, each)
+    return indices((start + first, start + last), (keys, keys + 2 * size))
+
+
+def _fc1_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
+    """Rows of the MLP's first matrix: of gate and up, in blocks of the rank's own size, out of those of the whole."""
+    first, last = _run(spec.ffn_size, rank, ranks)
+    if not spec.gated:
+        return indices((first, last))
+    whole, own = gate_up_block(spec.ffn_size), gate_up_block(spec.ffn_size // ranks)
+    found: list[tuple[int, int]] = []
+    for start in range(first, last, own):
+        gate = 2 * whole * (start // whole) + start % whole
+        found += [(gate, gate + own), (gate + whole, gate + whole + own)]
+    return indices(*found)
+
+
+def refuse_other_parameters(model: nn.Module, parameters: Sequence[tuple[str, object]], degree: int) -> None:
+    """Raise an InputError for parameters of a decoder that no rank's part is known of, as an adapter's."""
+    for name, block in parameters:
+        if block is None:
+            raise InputError(
+                f"{name} was added to {type(model).__name__} after octavo.transform, and with {KEY} = {degree} a rank's part "
+                f"of it is not known. Leave it out, or set {KEY} = 1."
+            )
