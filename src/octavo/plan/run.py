@@ -43,10 +43,11 @@ from octavo.models.weight_loader import folder_weights
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
-from octavo.parallel.sharding import check_experts, check_supported, gather_dtype
+from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
+from octavo.plan.tensor import check_recipes, check_tensor
 from octavo.run.trackers import check_trackers
 
 
@@ -80,6 +81,12 @@ class RunPlan:
         """The exchange of context parallelism in words; empty without it."""
         degree = self.degrees.context
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
+
+    @property
+    def shared_matrices(self) -> str:
+        """Tensor parallelism in words; empty without it."""
+        degree = self.degrees.tensor
+        return f"{degree} ranks hold parts of each matrix, and between products parts of the tokens" if degree > 1 else ""
 
     @property
     def build_options(self) -> BuildOptions:
@@ -203,7 +210,6 @@ def check(
     planned = target or Target()
     world = planned.world_size or _world()
     degrees = fit_degrees(**config.parallel.model_dump(include=set(DEGREES)), world_size=world)
-    check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
     _check_settings(config)
     check_trackers(config.log.trackers)
@@ -224,6 +230,7 @@ def check(
     # For names and shapes; building also checks the patterns of layers.
     model = build_model(hf_config, build_options(config, blocks=blocks), device="meta")
     _check_context(config, degrees, model)
+    check_tensor(config, degrees, model)
     if world > 1 and not isinstance(model, Decoder):
         refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
     experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
@@ -238,6 +245,8 @@ def check(
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
+    if use:
+        check_recipes(config, degrees.tensor, recipe)
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
