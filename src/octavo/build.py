@@ -85,6 +85,7 @@ from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
+from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.world import state
 from octavo.storage import local_path
 
@@ -338,6 +339,8 @@ def place(
     # 5. and 6. Materialise, load.
     materialise(model, device, values())
     restore_attributes(model, attributes)
+    if isinstance(model, Decoder) and model.tensor is not None:
+        refuse_torch_clipping(model)
     # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)

@@ -1,23 +1,47 @@
 """What the tests of tensor parallelism run on every rank: a decoder whose matrices are split beside one that is whole."""
 
+import contextlib
+import dataclasses
+from unittest import mock
+
 import torch
+import torch.distributed as dist
 from llamas import SHAPES, VOCABULARY, llama
 
 import octavo
-from octavo.collectives.whole import whole_tensor
 from octavo.collectives.blocks import parameters_of, with_block
+from octavo.collectives.tensor import TensorGroup
+from octavo.collectives.whole import whole_tensor
+from octavo.collectives.work import Pending
+from octavo.errors import InputError
+from octavo.fp8.linear import LinearGemms
+from octavo.fp8.recipe import RECIPES
+from octavo.fp8.scaling import states_of
+from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
+from octavo.kernels import gemm
+from octavo.kernels.cross_entropy import Objective, cross_entropy_
+from octavo.models.tensor_parallel import rows_of_words, words_of
+from octavo.nn.word_slices import cross_entropy_of_slices_
 from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate
 
 SAMPLES = 4
+ALIGNED = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+"""Sizes whose parts FP8 products take."""
 
 
-def batch(tokens=12, documents=False, seed=5):
+def batch(tokens=12, *, documents=False, padding=False, seed=5):
     """Arguments of the forward for all samples: ids, labels, some of them without a target."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCABULARY, (SAMPLES, tokens), generator=draw)
-    given = {"input_ids": ids, "labels": ids.where(torch.rand(ids.shape, generator=draw) < 0.9, -100)}
+    labels = ids.where(torch.rand(ids.shape, generator=draw) < 0.9, -100)
+    given = {"input_ids": ids, "labels": labels}
     if documents:
         given["position_ids"] = torch.arange(tokens).remainder(tokens // 2 + 1)[None].expand(SAMPLES, -1)
+    if padding:
+        mask = torch.ones_like(ids)
+        mask[0, 7:] = mask[2, :3] = 0
+        given |= {"attention_mask": mask, "labels": labels.where(mask.bool(), -100)}
     return given
 
 
@@ -29,48 +53,261 @@ def own_samples(given):
 
 def whole(model, values):
     """`values(parameter)` of each parameter by name, whole."""
-    blocks = parameters_of(model)
-    found = {}
+    blocks, found = parameters_of(model), {}
     for name, parameter in model.named_parameters():
         value = values(parameter)
-        found[name] = None if value is None else whole_tensor(with_block(value, blocks[parameter])).detach().clone()
+        if value is not None:
+            found[name] = whole_tensor(with_block(value, blocks[parameter])).detach().clone()
     return found
 
 
-def trained(shape, given, *, degrees=None, steps=3, dtype=torch.float32, micro_batches=1, recipe=None, **options):
-    """Loss and gradients of the first step, norms, and the parameters after some steps, whole."""
-    octavo.shutdown() if degrees is None else octavo.init(degrees)
+def started(shape, degrees, recipe=None, dtype=torch.float32, **options):
+    """A model of random weights, over the ranks or (degrees None) on one."""
+    if degrees is not None:
+        octavo.init(degrees)
     changes = SHAPES[shape] if isinstance(shape, str) else shape
-    model = octavo.transform(llama(**changes), recipe, dtype=dtype, **options)
-    optimizer = torch.optim.AdamW(
-        octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3
-    )  # a gradient that is 0 but for rounding moves nothing
-    found = {"losses": [], "norms": []}
-    for step in range(steps):
-        count = (given["labels"][:, 1:] != -100).sum().item()
-        mine = own_samples(given) if degrees is not None else given
-        parts = [
-            dict(zip(mine, row, strict=True)) for row in zip(*(x.chunk(micro_batches) for x in mine.values()), strict=True)
-        ]
-        for part in parts:
-            with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-                loss = model(**part, num_items_in_batch=count).loss if micro_batches > 1 else model(**part).loss
-            loss.backward()
-        found["losses"].append(loss.item())
-        if step == 0:
-            found["gradients"] = whole(model, lambda p: p.grad)
-        found["norms"].append(float(octavo.clip_grad_norm_(model, 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-    found["parameters"] = whole(model, lambda p: p)
-    return found
+    return octavo.transform(llama(**changes), recipe, dtype=dtype, **options)
 
 
-def both(shape, degrees, tokens=12, **how):
-    """`trained` over the ranks."""
-    return trained(shape, batch(tokens), degrees=degrees, **how)
+def optimizer_of(model):
+    # A gradient that is 0 but for rounding moves nothing.
+    return torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3)
+
+
+def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1):
+    """Loss, norm and whole gradients of a step."""
+    mine = given if degrees is None else own_samples(given)
+    count = (given["labels"][:, 1:] != -100).sum().item()
+    parts = [dict(zip(mine, row, strict=True)) for row in zip(*(x.chunk(micro_batches) for x in mine.values()), strict=True)]
+    loss = torch.zeros(())
+    for number, part in enumerate(parts):
+        accumulate(model, last=number == micro_batches - 1)
+        with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            found = model(**part, num_items_in_batch=count).loss
+        found.backward()
+        loss += found.detach()
+    if degrees is not None and world.state.dp_size > 1:
+        dist.all_reduce(loss, group=world.state.dp_process_group)
+    gradients = whole(model, lambda parameter: parameter.grad)
+    norm = octavo.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), norm.item(), gradients
+
+
+def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1, frozen=(), **options):
+    """Losses, norms and gradients of some steps, and the parameters behind them, whole."""
+    recipe = None if recipe is None else RECIPES[recipe]()
+    model = started(shape, degrees, recipe, **options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(tuple(frozen)) if frozen else True)
+    optimizer, given = optimizer_of(model), batch(**given or {})
+    found = [step(model, optimizer, given, degrees=degrees, recipe=recipe, micro_batches=micro_batches) for _ in range(steps)]
+    losses, norms, gradients = zip(*found, strict=True)
+    return {"losses": losses, "norms": norms, "gradients": gradients[0], "parameters": whole(model, lambda p: p)}
 
 
 def cells(degrees, cells):
-    """`trained` of each (shape, options) over the ranks."""
-    return [trained(shape, batch(), degrees=degrees, **options) for shape, options in cells]
+    """`trained` of each (shape, options) over the ranks; of rank 0 alone, as the others' is the same."""
+    found = [trained(shape, degrees, **options) for shape, options in cells]
+    same = [torch.tensor(each["losses"] + each["norms"]) for each in found]
+    for each in same:
+        first = each.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, each)
+    return found if world.state.rank == 0 else None
+
+
+def errors(found, wanted):
+    """Largest relative error of losses, norms, gradients and parameters, with the name of the tensor."""
+    assert found["gradients"].keys() == wanted["gradients"].keys()
+    result = {kind: max(abs(a / b - 1) for a, b in zip(found[kind], wanted[kind], strict=True)) for kind in ("losses", "norms")}
+    for kind in ("gradients", "parameters"):
+        apart = {n: ((found[kind][n] - w).norm() / (w.norm() + 1e-6)).item() for n, w in wanted[kind].items()}
+        name = max(apart, key=apart.__getitem__)
+        result[f"{kind} ({name})"] = apart[name]
+    return result
+
+
+@contextlib.contextmanager
+def exact_products():
+    """FP8 products in float64, rounded once: those of a rank's part behind the sum over the ranks."""
+    inside = []
+
+    def multiplied(a, a_scale_inv, b, b_scale_inv, *, out_dtype, bias=None, **_):
+        y = (a.double() * a_scale_inv.double()) @ (b.double() * b_scale_inv.double()).t()
+        y = y if bias is None else y + bias.double()
+        return y if inside else y.to(out_dtype)
+
+    def part(method):
+        def called(self, *arguments):
+            inside.append(self)
+            try:
+                return method(self, *arguments)
+            finally:
+                inside.clear()
+
+        return called
+
+    def grad_input(self, *arguments):
+        return (part(of_column) if isinstance(self, ColumnParallelGemms) else of_column)(self, *arguments)
+
+    def start_scatter(self, parts):
+        pending = scatter(self, parts)
+        return Pending([], lambda: pending.wait().to(torch.float32)) if parts.dtype == torch.float64 else pending
+
+    of_column, scatter = LinearGemms.grad_input, TensorGroup.start_scatter
+    with (
+        mock.patch.object(gemm, "scaled_mm", multiplied),
+        mock.patch.object(RowParallelGemms, "output", part(RowParallelGemms.output)),
+        mock.patch.object(LinearGemms, "grad_input", grad_input),
+        mock.patch.object(TensorGroup, "start_scatter", start_scatter),
+    ):
+        yield
+
+
+def scaled(degrees, cells):
+    """Of each (recipe, ranks that join amaxes): sums of the last states, and every scale and history, in passes over the same
+    weights with exact products."""
+    found = []
+    for name, joins in cells:
+        recipe = RECIPES[name]()
+        if joins == "none":
+            recipe = dataclasses.replace(recipe, reduce_amax=False)
+        model, given = started(ALIGNED, degrees, recipe), batch()
+        gradient = torch.randn(SAMPLES, 12, 64, generator=torch.Generator().manual_seed(4))
+        ids = given["input_ids"]
+        if degrees is not None:
+            ids, gradient = (each.chunk(world.state.dp_size)[world.state.dp_rank] for each in (ids, gradient))
+        group = None if degrees is None or joins != "samples" else world.state.dp_process_group
+        with exact_products():
+            for _ in range(3):
+                model.zero_grad()
+                with octavo.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
+                    hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+                hidden.backward(gradient * (1 if degrees is None else world.state.dp_size))  # is divided by the ranks
+        scales = {}
+        for layer, state in states_of(model):
+            for operand, scale in state.observed.items():
+                scales[f"{layer}.{operand.value}"] = scale.clone()
+            for operand, slot in state.slots.items() if not layer.endswith("head") else ():
+                scales[f"{layer}.{operand.value}"] = torch.cat((slot.scale[None], slot.history))
+        found.append((hidden.detach().clone(), scales))
+    return found
+
+
+def logits_and_states(degrees, shape="all-biases", tokens=13):
+    """Logits, hidden states, and gradients of a loss that is made of them; logits of some positions without gradients."""
+    model, given = started(shape, degrees), batch(tokens)
+    mine = given if degrees is None else own_samples(given)
+    output = model(input_ids=mine["input_ids"], output_hidden_states=True)
+    weights = torch.linspace(-1, 1, output.logits.numel() // len(mine["input_ids"])).view(output.logits.shape[1:])
+    states = sum(state.square().sum() for state in output.hidden_states)
+    (((output.logits * weights).sum() + states) / len(mine["input_ids"])).backward()
+    with torch.no_grad():
+        model.eval()
+        last = model(input_ids=given["input_ids"], logits_to_keep=3).logits
+        loss = model(**given).loss
+    gradients = whole(model, lambda parameter: parameter.grad)
+    return output.logits.detach(), [state.detach() for state in output.hidden_states], gradients, last, loss.item()
+
+
+def refused(call):
+    """What an InputError of a call says; empty without one."""
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def refusals(degree, shapes):
+    """The messages of models that cannot be split, and of calls that would be wrong."""
+    degrees = {"tensor_parallel_degree": degree}
+    said = {
+        name: refused(lambda options=options: started(*options[:1], degrees, **options[1])) for name, options in shapes.items()
+    }
+    model = started("plain", degrees)
+    given = batch()
+    rolled = {name: value.roll(world.state.rank, 0) for name, value in given.items()}
+    said["samples"] = refused(lambda: model(**rolled))
+    model(**given).loss.backward()
+    before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    said["clip"] = refused(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    same = (torch.equal(a, p.grad.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    assert all(same)
+    far = given["input_ids"].clone()
+    far[1, 2] = VOCABULARY
+    said["id"] = refused(lambda: model(input_ids=far))
+    far = given["labels"].clone()
+    far[1, 2] = VOCABULARY + 3
+    said["label"] = refused(lambda: model(given["input_ids"], labels=far))
+    said["own code"] = refused(lambda: octavo.transform(torch.nn.Sequential(torch.nn.Linear(4, 4)), dtype=torch.float32))
+    model.layers[0].ffn.register_parameter("lora", torch.nn.Parameter(torch.zeros(3)))
+    model._compared = False
+    said["adapter"] = refused(lambda: model(**given))
+    return said, str(octavo.describe(model))
+
+
+def loss_of_slices(vocabulary, objective, fp8_dtype):
+    """(loss, gradient) of this rank's columns beside all, and how many numbers the collectives have moved."""
+    tensor = TensorGroup(dist.group.WORLD)
+    words, rows = words_of(vocabulary, tensor), rows_of_words(vocabulary, tensor.size)
+    draw = torch.Generator().manual_seed(11)
+    logits = torch.randn(9, vocabulary, generator=draw) * 6
+    target = torch.randint(vocabulary, (9,), generator=draw)
+    target[3], target[5] = -100, vocabulary - 1
+    own = torch.full((9, rows), 77.0)  # what padding has counts nothing
+    own[:, : words.number] = logits[:, words.first : words.first + words.number]
+    scale = torch.tensor(0.25)
+    room = None if fp8_dtype is None else torch.empty(9, rows, dtype=fp8_dtype)
+    loss, gradient = cross_entropy_of_slices_(own, target, scale, Objective(*objective), room, words)
+    all_room = None if fp8_dtype is None else torch.empty(9, vocabulary, dtype=fp8_dtype)
+    wanted, theirs = cross_entropy_(logits.clone(), target, scale, Objective(*objective), all_room)
+    found, expected = ((g.high_precision if g.fp8 is None else g.fp8.float() * g.scale_inv) for g in (gradient, theirs))
+    assert (found[:, words.number :] == 0).all()
+    apart = found[:, : words.number] - expected[:, words.first : words.first + words.number]
+    bad = target.clone()
+    bad[0] = vocabulary
+    of_bad = cross_entropy_of_slices_(own, bad, None, Objective(*objective), None, words)[0]
+    return (
+        (loss - wanted).abs().item() / wanted.item(),
+        apart.abs().max().item() if apart.numel() else 0.0,
+        of_bad.isnan().item(),
+    )
+
+
+def saved(path, degrees):
+    """A checkpoint behind two steps; returns the parameters."""
+    model = started("all-biases", degrees)
+    optimizer = optimizer_of(model)
+    for _ in range(2):
+        step(model, optimizer, batch(), degrees=degrees)
+    octavo.save(path, model, optimizer)
+    return whole(model, lambda parameter: parameter)
+
+
+def continued(path, degrees, wanted):
+    """Names of parameters that differ from `wanted` behind a load, and the result of a further step."""
+    model = started({**SHAPES["all-biases"]}, degrees)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            getattr(parameter, "_local_tensor", parameter).fill_(torch.nan)
+    optimizer = optimizer_of(model)
+    octavo.load(path, model, optimizer)
+    found = whole(model, lambda parameter: parameter)
+    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return wrong, step(model, optimizer, batch(), degrees=degrees), whole(model, lambda parameter: parameter)
+
+
+def exported(path, degrees):
+    """Names of tensors of an exported model that differ from the model it was made of."""
+    source = llama(**SHAPES["one-group"] | {"tie_word_embeddings": True})
+    wanted = {name: value.clone() for name, value in source.state_dict().items()}
+    octavo.init(degrees)
+    model = octavo.transform(source, dtype=torch.float32)
+    octavo.export(model, path)
+    loaded = started({**SHAPES["one-group"], "tie_word_embeddings": True}, degrees, load_from=path)
+    ours, theirs = whole(loaded, lambda parameter: parameter), whole(model, lambda parameter: parameter)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    return wanted

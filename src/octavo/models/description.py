@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from octavo.collectives.blocks import parameters_of, shape_of
+from octavo.collectives.tensor import TensorGroup
 from octavo.fp8.recipe import Granularity, Operand
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
@@ -40,6 +42,8 @@ class Description:
     products: str
     own_code: str = ""
     """The reason why a model of a known kind keeps its own code; else empty."""
+    split: str = ""
+    """The ranks that hold parts of each matrix, whose shapes are those of the whole; else empty."""
     gathered: str = ""
     """How long blocks stay gathered, with the reason, if `reshard_after_forward = "auto"` chose it; else empty."""
 
@@ -59,8 +63,9 @@ class Description:
         head = f"{self.fp8_layers} of {len(self.layers)} matrices run in FP8 under fp8_autocast"
         own = [f"own code: {self.own_code}"] if self.own_code else []
         gathered = [f"gathered: {self.gathered}"] if self.gathered else []
+        split = [f"split: {self.split}"] if self.split else []
         kernels = [f"products: {self.products}", f"attention: {self.attention}"]
-        return "\n".join([head, *own, *kernels, *gathered, "", *rows])
+        return "\n".join([head, *own, *kernels, *split, *gathered, "", *rows])
 
 
 def describe(model: nn.Module) -> Description:
@@ -69,6 +74,7 @@ def describe(model: nn.Module) -> Description:
     find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, whose names for it differ
     head = find_head() if callable(find_head) else None
     layers: list[LayerReport] = []
+    blocks = parameters_of(model)
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2:
@@ -76,7 +82,7 @@ def describe(model: nn.Module) -> Description:
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
             joined = vars(module).get("fp8_state")  # of a weight that several parameters make
             state = joined if isinstance(joined, ModuleState) and key in joined.parts else states.get(label)
-            kind, shape = module.kind if isinstance(module, Product) else type(module).__name__, tuple(parameter.shape)
+            kind, shape = module.kind if isinstance(module, Product) else type(module).__name__, shape_of(parameter, blocks)
             frozen = "" if parameter.requires_grad else "not trained"
             if state is None or state.skipped:
                 reason = _reason(module, _is_head(module, name) or module is head) if state is None else state.skipped
@@ -90,7 +96,11 @@ def describe(model: nn.Module) -> Description:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kernels = kernels_on(device.type, capability, model, native=gemm.is_native(device))
-    return Description(tuple(layers), *kernels, gathered=getattr(model, "octavo_gathered", ""))
+    tensor = getattr(model, "tensor", None)
+    split = ""
+    if isinstance(tensor, TensorGroup):
+        split = f"{tensor.size} ranks hold parts of each matrix, and between products parts of the tokens"
+    return Description(tuple(layers), *kernels, split=split, gathered=getattr(model, "octavo_gathered", ""))
 
 
 def kernels_on(

@@ -48,7 +48,7 @@ def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = No
         legal = [n for n in range(1, spec.heads + 1) if not _faults(spec, n)]
         below, above = [n for n in legal if n < degree][-1:], [n for n in legal if n > degree][:1]
         near = " or ".join(str(n) for n in (*below, *above))
-        raise InputError(f"{KEY} = {degree}: {'; '.join(faults)}. Set {KEY} to {near}, the nearest that divide {spec.family}.")
+        raise InputError(f"{KEY} = {degree}: {'; '.join(faults)}. Set {KEY} to {near}, which fits {spec.family}.")
 
 
 def _faults(spec: ModelSpec, degree: int) -> list[str]:
@@ -188,6 +188,6 @@ def refuse_other_parameters(model: nn.Module, parameters: Sequence[tuple[str, ob
     for name, block in parameters:
         if block is None:
             raise InputError(
-                f"{name} was added to {type(model).__name__} after octavo.transform, and with {KEY} = {degree} a rank's part of "
-                f"it is not known. Leave it out, or set {KEY} = 1."
+                f"{name} was added to {type(model).__name__} after octavo.transform, and with {KEY} = {degree} a rank's part "
+                f"of it is not known. Leave it out, or set {KEY} = 1."
             )

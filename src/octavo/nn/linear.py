@@ -296,7 +296,7 @@ class Linear(nn.Linear):
         return_input: the input that the product reads before its cast to FP8 is returned last. Here it is `input` itself.
         """
         check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
-        bias = None if self.return_bias else self.bias
+        bias: Tensor | None = None if self.return_bias else self.bias
         if self.tensor is not None:
             refuse_inputs(self.tensor, return_input)
             bias = self.tensor.replicated(bias)
@@ -309,8 +309,8 @@ def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
     """Raise an InputError where a caller asks for the input of a product of which ranks hold parts."""
     if tensor is not None and asked:
         raise InputError(
-            f"return_input, return_inputs with tensor_parallel_degree = {tensor.size}: inputs of products are parts on each rank. "
-            "Leave it out, or set tensor_parallel_degree = 1."
+            f"return_input, return_inputs with tensor_parallel_degree = {tensor.size}: inputs of products are parts on each "
+            "rank. Leave it out, or set tensor_parallel_degree = 1."
         )
 
 

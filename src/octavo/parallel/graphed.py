@@ -25,6 +25,7 @@ from octavo.errors import InputError, warn
 from octavo.fp8.buffers import ScaleBuffer, updates_together
 from octavo.kernels.algorithms import without_collectives
 from octavo.parallel.averaging import Average
+from octavo.parallel.torch_clipping import is_of_tensor_rank
 
 WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
@@ -307,6 +308,11 @@ def graphed(
         raise InputError(
             f"octavo.graphed: group = {group!r} is not a process group that this rank has joined: give "
             "torch.distributed.group.WORLD after torch.distributed.init_process_group."
+        )
+    if any(map(is_of_tensor_rank, parameters)):
+        raise InputError(
+            "octavo.graphed: these parameters are parts of a tensor-parallel model's, whose collectives no graph records. Call "
+            "the loss itself, or set tensor_parallel_degree = 1."
         )
     if group is not None and any(map(_is_shard, parameters)):
         raise InputError(

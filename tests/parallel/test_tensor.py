@@ -1,0 +1,186 @@
+"""Tensor parallelism: losses, gradients, steps, casts and checkpoints of several ranks are those of one."""
+
+import pytest
+import tensor_ranks
+import torch
+from transformers import AutoModelForCausalLM
+
+import ranks
+
+pytestmark = ranks.alone
+
+FAMILIES = (
+    *(
+        "plain",
+        "pad-token-tied",
+        "one-group",
+        "all-biases",
+        "wide-heads",
+        "mistral-window",
+        "qwen2-tied",
+        "qwen2-mixed-windows",
+    ),
+    *("qwen3-biases", "phi3-partial", "neox", "neox-serial", "neox-tanh-tied"),
+)
+"""Of `llamas.SHAPES`. At 4 ranks most have fewer key-value heads, and no whole block of gate and up."""
+TENSOR = {"tensor_parallel_degree": 2}
+LAYOUTS = {
+    "shard": TENSOR,
+    "replicate": TENSOR | {"hybrid_shard_degree": 1},
+    "gathered": TENSOR | {"context_parallel_degree": 2},
+    "ring": TENSOR | {"context_parallel_degree": 2, "cp_comm_type": "p2p"},
+    "heads": TENSOR | {"context_parallel_degree": 2, "cp_comm_type": "a2a"},
+}
+OPTIONS = {
+    "odd lengths": ("plain", {"given": {"tokens": 13}}),
+    "documents": ("qwen3", {"given": {"documents": True}}),
+    "padding": ("neox", {"given": {"padding": True}}),
+    "accumulation": ("all-biases", {"micro_batches": 2}),
+    "frozen": ("all-biases", {"frozen": ("norm.weight", "fc1.weight", "embedding.weight")}),
+    "recompute": ("neox", {"recompute": True}),
+    "selective": ("qwen3-biases", {"recompute": "selective"}),
+    "mlp": ("all-biases", {"recompute": "mlp"}),
+    "chunks": ("plain", {"recompute": "mlp", "mlp_chunks": 2}),
+    "offload": ("plain", {"offload": True}),
+}
+ONE_RANK: dict = {}
+
+
+def of_one_rank(shape, options):
+    """`tensor_ranks.trained` on one rank, once."""
+    key = shape, repr(options)
+    if key not in ONE_RANK:
+        ONE_RANK[key] = tensor_ranks.trained(shape, None, **options)
+    return ONE_RANK[key]
+
+
+def check(world, degrees, cells, limit=1e-5):
+    found, *_ = ranks.run(world, tensor_ranks.cells, degrees, cells, timeout=600)
+    wrong = {}
+    for (shape, options), each in zip(cells, found, strict=True):
+        errors = tensor_ranks.errors(each, of_one_rank(shape, options))
+        if not max(errors.values()) < limit:
+            wrong[shape, repr(options)] = errors
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_family_trains_as_on_one_rank(world):
+    check(world, {"tensor_parallel_degree": world}, [(family, {}) for family in FAMILIES], limit=3e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_beside_other_degrees(layout):
+    cells = [("all-biases", {}), ("multi-head", {"given": {"tokens": 11}}), ("neox", {"given": {"documents": True}})]
+    if layout == "heads":  # two of a rank's, on two ranks
+        cells = [({"num_attention_heads": 8, "num_key_value_heads": 4}, {})]
+    check(4, LAYOUTS[layout], cells, limit=3e-5)
+
+
+def test_with_other_options():
+    check(2, TENSOR, list(OPTIONS.values()), limit=3e-5)
+
+
+@pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (4, TENSOR), (4, {"tensor_parallel_degree": 4})], ids=str)
+def test_casts_and_scales_are_those_of_one_rank_to_the_bit(world, degrees):
+    cells = [("delayed", "all"), ("delayed", "samples"), ("delayed", "none"), ("current", "all")]
+    if world != degrees["tensor_parallel_degree"]:
+        cells = cells[:2]  # without a join, or by its own amax, each replica has scales of its own
+    samples = world // degrees["tensor_parallel_degree"]
+    wanted = [tensor_ranks.scaled(None, cells)] if samples == 1 else ranks.run(samples, tensor_ranks.scaled, {}, cells)
+    for rank, found in enumerate(ranks.run(world, tensor_ranks.scaled, degrees, cells)):
+        of_samples = wanted[rank // degrees["tensor_parallel_degree"]]
+        for (hidden, scales), (their_hidden, theirs) in zip(found, of_samples, strict=True):
+            assert torch.equal(hidden, their_hidden)
+            assert len(theirs) == 24
+            assert [name for name, scale in theirs.items() if not torch.equal(scales[name], scale)] == []
+
+
+def test_steps_in_fp8():
+    for recipe in ("delayed", "current"):
+        check(2, TENSOR, [(tensor_ranks.ALIGNED, {"recipe": recipe, "steps": 1})], limit=1e-4)
+
+
+def test_bf16():
+    cells = [("plain", {"dtype": torch.bfloat16, "steps": 2})]
+    check(2, TENSOR, cells, limit=0.05)
+
+
+@pytest.mark.parametrize("degrees", [TENSOR, TENSOR | {"context_parallel_degree": 2}, {"tensor_parallel_degree": 4}], ids=str)
+def test_logits_and_hidden_states_are_whole(degrees):
+    world = 4 if len(degrees) > 1 else degrees["tensor_parallel_degree"]
+    logits, states, gradients, last, loss = tensor_ranks.logits_and_states(None)
+    for found in ranks.run(world, tensor_ranks.logits_and_states, degrees):
+        torch.testing.assert_close(found[0], logits, rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(found[1], states, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        for name, gradient in gradients.items():
+            assert (found[2][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        torch.testing.assert_close(found[3], last, rtol=1e-4, atol=1e-4)
+        assert found[4] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("fp8_dtype", [None, torch.float8_e5m2], ids=str)
+def test_the_loss_of_slices_is_that_of_all_words(world, fp8_dtype):
+    for objective in ((-100, 0.0, 0.0), (-100, 0.1, 0.0), (-100, 0.1, 0.02)):
+        for vocabulary in (97, 128, 20):  # padded, even, and ranks without a word
+            for loss, gradient, raised in ranks.run(world, tensor_ranks.loss_of_slices, vocabulary, objective, fp8_dtype):
+                assert loss < 1e-6
+                assert gradient < (1e-6 if fp8_dtype is None else 0.02)
+                assert raised
+
+
+def test_what_cannot_be_split_is_refused():
+    shapes = {
+        "heads": ({"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48}, {}),
+        "size": ({"intermediate_size": 45}, {}),
+        "experts": ("mixtral", {}),
+        "dropout": ({"attention_dropout": 0.1}, {}),
+        "float16": ("plain", {"dtype": torch.float16}),
+    }
+    words = {
+        "heads": "3 query heads are not divided.*to 1 or 3",
+        "size": "an intermediate size of 45 is not divided.*to 1,",
+        "experts": "the experts of mixtral are not split",
+        "dropout": "attention_dropout = 0.1 with tensor_parallel_degree = 2",
+        "float16": "float16 with tensor_parallel_degree = 2: give dtype",
+        "samples": r"the 2 ranks that share each sequence \(tensor_parallel_degree\) were given different ones",
+        "clip": r"octavo\.clip_grad_norm_\(model, max_norm\)",
+        "id": "97",
+        "label": "100",
+        "own code": "Sequential keeps its own code",
+        "adapter": "layers.0.ffn.lora was added",
+    }
+    for said, described in ranks.run(2, tensor_ranks.refusals, 2, shapes):
+        assert said.keys() == words.keys()
+        for name, text in words.items():
+            with pytest.raises(ValueError, match=text):
+                raise ValueError(said[name])
+        assert "split: 2 ranks hold parts of each matrix" in described
+        assert "96x48" in described  # of the whole
+
+
+@pytest.mark.parametrize("of", [1, 2, 4])
+def test_a_checkpoint_continues_at_any_degree(tmp_path, of):
+    def degrees(tensor):
+        return None if tensor == 1 else {"tensor_parallel_degree": tensor}
+
+    path, wanted = tmp_path / "checkpoint", ranks.run(of, tensor_ranks.saved, tmp_path / "checkpoint", degrees(of))[0]
+    results = []
+    for to in (1, 2, 4):
+        for wrong, (loss, norm, _), after in ranks.run(to, tensor_ranks.continued, path, degrees(to), wanted):
+            assert wrong == []
+            results.append((loss, norm, after))
+    for loss, norm, after in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5)
+        assert norm == pytest.approx(results[0][1], rel=1e-5)
+        assert all((after[name] - value).norm() <= 1e-5 * value.norm() + 1e-9 for name, value in results[0][2].items())
+
+
+@pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 4), (4, 2)])
+def test_exported_weights_are_whole(tmp_path, world, tensor):
+    wanted = ranks.run(world, tensor_ranks.exported, tmp_path / "model", {"tensor_parallel_degree": tensor})[0]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
