@@ -217,19 +217,21 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
 
 def peak_bytes(
     tokens: int, hidden_size: int, words: int, element: int, weight_element: int,
-    *, fp8: bool | Literal["backward"], cached: bool, late: bool,
+    *, fp8: bool | Literal["backward"], cached: bool, late: bool, sliced: bool = False,
 ) -> int:  # fmt: skip
     """Bytes of `linear_cross_entropy` with both gradients at their peak, its result included, without hidden states and weight.
 
     element, weight_element: bytes of an element of the hidden states and of the weight. fp8: its products in FP8, with
-    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16.
+    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16. sliced: `words` are those
+    of one rank, whose cross entropy takes three further float32 tensors of a chunk.
     """
     n, whole, row_bytes = tokens, words * hidden_size, words * element
     d_hidden = n * hidden_size * element
     copy = whole * element if weight_element != element else 0  # of the weight, for logits in high precision
     converted = 0 if late or weight_element == 4 else whole * weight_element
+    wide = 3 * 4 * words if sliced else 0
     if not fp8:
-        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * CHUNK_BYTES)) * row_bytes
+        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * CHUNK_BYTES)) * (row_bytes + wide)
         return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
     rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * CHUNK_BYTES)), _aligned(words)
     part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
@@ -238,7 +240,7 @@ def peak_bytes(
     w_columnwise = 0 if cached else whole
     x, w = (2 * n * hidden_size, w_columnwise) if fp8 is True else (0, 0)  # of FP8 logits
     sums = total if several else 0
-    before = kept + rows * row_bytes + (0 if fp8 is True else copy) + x + w + sums
+    before = kept + rows * (row_bytes + wide) + (0 if fp8 is True else copy) + x + w + sums
     x_rowwise = n * hidden_size if fp8 is True else 0
     weight = kept + w_columnwise + x_rowwise + sums
     turned = 2 * TRANSPOSED_BYTES  # the next piece is there before the last one goes

@@ -141,6 +141,7 @@ def setup_of(plan: RunPlan) -> Setup:
         history=history,
         memory=whole_gib(plan.hardware.memory_gib) if plan.hardware.kind == "cuda" else None,
         context=plan.degrees.context,
+        tensor=plan.degrees.tensor,
         expert=plan.degrees.expert,
         row_tile=TILE if plan.hardware.kind == "cuda" else 1,
     )

@@ -19,6 +19,7 @@ import torch
 from octavo.build import BuildOptions, build_model, parts_of
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
+from octavo.collectives.tensor import TensorGroup
 from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
@@ -36,6 +37,7 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import FP8_HEAD, Decoder
 from octavo.models.families import decoder_spec, spec_of
 from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
+from octavo.models.replace import choose_recipes
 from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.spec import ModelSpec
@@ -104,12 +106,30 @@ class RunPlan:
         return build_model(self.hf_config, self.build_options, device="meta")
 
     @functools.cached_property
+    def part_on_meta(self) -> torch.nn.Module:
+        """The part of `model_on_meta` that a tensor-parallel rank builds; itself without such ranks. For reading alone."""
+        whole, options = self.model_on_meta, self.build_options
+        if self.degrees.tensor == 1 or not isinstance(whole, Decoder):
+            return whole
+        part = Decoder(
+            self.hf_config,
+            whole.spec,
+            dtype=self.dtype,
+            params_dtype=self.params_dtype,
+            device="meta",
+            fp8_head=options.fp8_head,
+            tensor=TensorGroup(None, size=self.degrees.tensor, rank=0),
+        )
+        choose_recipes(part, layers=options.layers, skip=options.skip, excluded=options.excluded)
+        return part
+
+    @functools.cached_property
     def gathering(self) -> Choice:
         """`parallel.reshard_after_forward` as the run uses it on this device, by the run's own rule."""
         asked, hardware = self.config.parallel.reshard_after_forward, self.hardware
         if asked != "auto" or hardware.kind == "cpu":
             return choose(0, None) if asked == "auto" else Choice(asked)
-        _, blocks = parts_of(self.model_on_meta)
+        _, blocks = parts_of(self.part_on_meta)
         dtype = gather_dtype(self.config.parallel, self.dtype, self.params_dtype)
         gathered = gathered_bytes(blocks, self.recipe, dtype, experts_over=self.degrees.expert)
         return choose(gathered, whole_gib(hardware.memory_gib))

@@ -76,8 +76,8 @@ def check_recipes(config: RunConfig, degree: int, recipe: Recipe) -> None:
     for key, each in asked.items():
         if not _joins(each):
             raise InputError(
-                f'{key} = "{each.name}" with {KEY} = {degree}: the ranks join scales of whole tensors alone. Set {key} to {able}, '
-                f"or {KEY} = 1."
+                f'{key} = "{each.name}" with {KEY} = {degree}: the ranks join scales of whole tensors alone. Set {key} to '
+                f"{able}, or {KEY} = 1."
             )
 
 
