@@ -230,6 +230,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         normalization=spec.normalization, qk_norm=spec.qk_norm, joined=setup.documents and setup.context == 1,
     )  # fmt: skip
     _keep_own_tokens(setup, attention, spec, recipes.qkv)
+    if setup.tensor > 1 and recipes.proj is None and use_of(setup).parameter_bytes != setup.compute_bytes:
+        attention.weight_copies.pop()  # backward converts the weight again
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile)
