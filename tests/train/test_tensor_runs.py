@@ -58,6 +58,38 @@ def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
+def test_what_a_run_combines_with_tensor_parallelism(tiny_run):
+    """Pretrained weights that get more words, a frozen part, chunks of the MLP, recomputation, offloading, sums in each
+    micro-batch, another loss: beside one rank."""
+    first = tiny_run("first", steps=1)
+    ranks.run(1, run, first.file, [*EXACT, "model.config.vocab_size=290"])
+    exported(first)
+    settings = [
+        *EXACT[:2], "optimizer.schedule=constant", "train.micro_batch=1", f"model.source={first.folder / 'exported'}",
+        "model.load=true", "model.resize=true", 'train.freeze=["layers.0.*"]', "train.mlp_chunks=2", "train.recompute=selective",
+        "train.offload=true", "parallel.sync_each_micro_batch=true", "train.label_smoothing=0.1", "train.z_loss=1e-3",
+    ]  # fmt: skip
+    found = []
+    for count, more in ((1, []), (4, [degree(2)])):
+        tiny = tiny_run(f"{count}", steps=3)
+        text = tiny.file.read_text()
+        start, end = text.index("[model.config]"), text.index("[data]")
+        tiny.file.write_text(text[:start] + text[end:])
+        given = settings if count > 1 else [each for each in settings if "sync_each" not in each]
+        ranks.run(count, run, tiny.file, [*given, *more])
+        found.append(records(tiny.output))
+    for a, b in zip(*found, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_comparison_with_bf16_trains_both_over_tensor_ranks(tiny_run):
+    tiny = tiny_run(steps=4)
+    said = ranks.run(2, run, tiny.file, [*FP8, "train.compare_bf16=true", degree(2)])
+    assert said[0] == said[1]
+    assert losses(tiny.output / "bf16")[-1] == pytest.approx(losses(tiny.output)[-1], rel=0.05)
+
+
 def killed(file, overrides, step):
     """A run whose ranks die behind a step."""
     import os

@@ -30,6 +30,8 @@ from octavo.nn.word_slices import cross_entropy_of_slices_
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
+SLICED_SHARE = 0.25
+"""Of `CHUNK_BYTES`, for the words of one rank, whose loss computes in float32 beside the logits."""
 KEPT_BYTES = 4 << 30
 """FP8 gradients of logits kept for one pair of products."""
 TRANSPOSED_BYTES = 1 << 25
@@ -229,11 +231,11 @@ def peak_bytes(
     d_hidden = n * hidden_size * element
     copy = whole * element if weight_element != element else 0  # of the weight, for logits in high precision
     converted = 0 if late or weight_element == 4 else whole * weight_element
-    wide = 3 * 4 * words if sliced else 0
+    wide, chunk = (3 * 4 * words, SLICED_SHARE * CHUNK_BYTES) if sliced else (0, CHUNK_BYTES)
     if not fp8:
-        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * CHUNK_BYTES)) * (row_bytes + wide)
+        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * chunk)) * (row_bytes + wide)
         return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
-    rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * CHUNK_BYTES)), _aligned(words)
+    rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * chunk)), _aligned(words)
     part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
     kept, several = _aligned(part) * width, part < n
     total = whole * (4 if several or late else weight_element)
@@ -265,7 +267,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             head = _Head(hidden, weight.to(hidden.dtype), want_hidden, want_weight)
         # The loss of a rank's words computes in float32 beside the logits.
-        share = head.chunk_share * (1 if words is None else 0.25)
+        share = head.chunk_share * (1 if words is None else SLICED_SHARE)
         for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(share * CHUNK_BYTES)):
             room = None if grad_scale is None else head.room(part)
             what = head.logits(part), target[part], grad_scale, objective, room
