@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ranks
 from octavo import errors
@@ -58,16 +59,19 @@ def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
-def test_what_a_run_combines_with_tensor_parallelism(tiny_run):
+def test_what_a_run_combines_with_tensor_parallelism(tiny_run, tmp_path):
     """Pretrained weights that get more words, a frozen part, chunks of the MLP, recomputation, offloading, sums in each
     micro-batch, another loss: beside one rank."""
-    first = tiny_run("first", steps=1)
-    ranks.run(1, run, first.file, [*EXACT, "model.config.vocab_size=290"])
-    exported(first)
+    config = LlamaConfig(
+        vocab_size=290, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "pretrained")
     settings = [
-        *EXACT[:2], "optimizer.schedule=constant", "train.micro_batch=1", f"model.source={first.folder / 'exported'}",
-        "model.load=true", "model.resize=true", 'train.freeze=["layers.0.*"]', "train.mlp_chunks=2", "train.recompute=selective",
-        "train.offload=true", "parallel.sync_each_micro_batch=true", "train.label_smoothing=0.1", "train.z_loss=1e-3",
+        *EXACT[:2], "optimizer.schedule=constant", "train.micro_batch=1", f"model.source={tmp_path / 'pretrained'}",
+        "model.load=true", "model.resize=true", 'train.freeze=["layers.0.*"]', "train.mlp_chunks=2",
+        "train.recompute=selective", "train.offload=true", "parallel.sync_each_micro_batch=true",
+        "train.label_smoothing=0.1", "train.z_loss=1e-3",
     ]  # fmt: skip
     found = []
     for count, more in ((1, []), (4, [degree(2)])):
