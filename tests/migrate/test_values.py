@@ -130,14 +130,14 @@ def test_a_validation_of_no_batch_and_a_model_that_is_not_known_leave_their_plac
     assert "is known only at run time: give its name or folder" in text
 
 
-def test_tensor_parallelism_takes_smps_model_and_stays_for_train_to_refuse(tmp_path):
+def test_tensor_parallelism_takes_smps_model_and_divides_the_samples(tmp_path):
     smp = RANKS | {"smdistributed": {"modelparallel": {"enabled": True, "parameters": {"tensor_parallel_degree": 2}}}}
     values = {"max_context_width": 64, "train_batch_size": 4}
     call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', distribution={smp})"
     (tmp_path / "s.py").write_text(f"{HEAD}{call}\n")
     text = run_file([read(tmp_path / "s.py")])
     config = RunConfig.from_dict(tomllib.loads(text))
-    assert "set it to 1, and train.micro_batch to 2 for that global batch" in text
+    assert "4 data-parallel ranks" in text
     assert (config.parallel.tensor_parallel_degree, config.train.global_batch, config.fp8.enabled) == (2, 16, True)
 
 

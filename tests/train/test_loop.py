@@ -440,13 +440,6 @@ def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
     assert not run.output.exists()
 
 
-def test_degrees_of_a_later_version_are_refused(tiny_run, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config = RunConfig.from_file(tiny_run().file, ["parallel.tensor_parallel_degree=2"])
-    with pytest.raises(InputError, match=r"parallel\.tensor_parallel_degree = 2: this version"):
-        Trainer(config, console=Console(quiet=True)).train()
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

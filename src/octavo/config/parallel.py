@@ -16,7 +16,9 @@ class ParallelConfig(Section):
     hybrid_shard_degree: int = Field(
         0, ge=0, description="Ranks over which parameters are sharded; 0: all ranks that the other degrees leave."
     )
-    tensor_parallel_degree: int = Field(1, ge=1, description="Ranks over which each matrix is split.")
+    tensor_parallel_degree: int = Field(
+        1, ge=1, description="Ranks over which each matrix is split, and between products the tokens; divides heads and MLP."
+    )
     context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split; divides the shard degree.")
     expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread; divides the shard degree.")
     expert_dispatch_fp8: bool = Field(

@@ -402,12 +402,6 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
     origin = f"{of('train_batch_size')} x {samples} data-parallel ranks"
     draft.put("train.global_batch", micro * accumulation * samples, origin + (f" x {accumulation}" if accumulation > 1 else ""))
     draft.put("train.micro_batch", micro, of("train_batch_size"))
-    tensor = given["tensor_parallel_degree"] or 1
-    if tensor > 1:
-        same = f"{micro // tensor} for" if micro % tensor == 0 else "one that divides"
-        draft.notes.append(
-            f"tensor_parallel_degree = {tensor} is not there: set it to 1, and train.micro_batch to {same} that global batch"
-        )
     draft.put("train.recompute", bool(given["activation_checkpointing"]), of("activation_checkpointing"))
     draft.put("train.seed", given["seed"], of("seed"))
     if given["use_synthetic_data"]:

@@ -232,18 +232,25 @@ def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool) -> SavedB
     return SavedBytes(activations, of.saved_weights(recompute=recompute))
 
 
-def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bool) -> int:
-    """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them."""
+def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bool, tensor: int = 1) -> int:
+    """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them.
+
+    tensor: ranks that share the matrices, each with so many tokens of the stream; products are of the tokens of all.
+    """
     width, element = of.hidden_size, of.use.compute_bytes
     n = min(tokens, math.ceil(tokens / chunks / CHUNK_ROWS) * CHUNK_ROWS)
-    several = n < tokens
-    dy = n * width * (element if of.second is None else element + 2)  # of the stream, and its FP8 in both layouts
+    several, every = n < tokens, n * tensor
+    dy = n * width * element + (every * width * 2 if of.second is not None else 0)  # of the stream, its FP8 in both layouts
     if several:  # the whole gradient of the stream, with that of each part
         dy += (2 * tokens - n) * width * element
-    hidden = n * of.fc1_rows * element if recompute else 0
+    hidden = every * of.fc1_rows * element if recompute else 0
     d_weights = (2 if several else 1) * sum(of.sizes) * of.use.parameter_bytes
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use, recast=recompute)
-    return dy + hidden + of.backward_bytes(n, d_weights + w1 + 2 * n * width * element, recompute=recompute)
+    d_normed = 2 * n * width * element
+    if tensor > 1:  # the parts of a sum, and the gathered input; of dy the bytes that were gathered, or all of it
+        d_normed += every * width * (element + (element if of.first is None else 2))
+        dy += n * width if of.second is not None else every * width * element
+    return dy + hidden + of.backward_bytes(every, d_weights + w1 + d_normed, recompute=recompute)
 
 
 CHUNK_ROWS = 128

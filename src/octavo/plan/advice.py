@@ -35,6 +35,8 @@ from octavo.parallel.world import rank_variable
 from octavo.plan.memory import PARTS, RANKS_OF_A_HOST, USABLE, Estimate, estimate
 from octavo.plan.run import RunPlan
 from octavo.plan.saved import BlockRecipes, Setup
+from octavo.plan.tensor import KEY as TENSOR
+from octavo.plan.tensor import check_recipes, check_tensor
 from octavo.run.resume import CHANGEABLE
 
 MOST_RANKS = 1 << 12
@@ -46,6 +48,7 @@ _MLP, _EXPERTS = ("ffn.fc1", "ffn.fc2"), ("moe.experts.fc1", "moe.experts.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
 _GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
 _CONTEXT, _SYNC = "parallel.context_parallel_degree", "parallel.sync_each_micro_batch"
+_SHARD = "parallel.hybrid_shard_degree"
 COSTS: Mapping[Any, float] = {
     False: 0.0,
     "mlp": 0.05,
@@ -59,13 +62,14 @@ COSTS: Mapping[Any, float] = {
     "shard": 0.03,
     "hosts": 0.05,
     "context": 0.04,
+    "tensor": 0.05,
     "expert": 0.02,  # doubled
 }
 """Time that a setting adds to a step, as a share of it; those of several ranks or micro-batches for each doubling.
 
 They order settings, and are not printed. Measured with eight layers of Llama-3.1-8B at 32,768 tokens: recomputation, chunks
 (`benchmarks/memory.json`, `memory-h100.json`) and gathering (`docs/results.md`). Degrees and micro-batches: the traffic that
-they add, in proportion to gathering; twice where it leaves a host.
+they add, in proportion to gathering; twice where it leaves a host. Tensor ranks are a guess: above the same of context ranks.
 """
 _OFFLOADS: Mapping[Any, float] = {False: 0.3, "mlp": 0.2, "selective": 0.01, True: 0.01}
 """The same of `train.offload`, by `train.recompute`: the fewer bytes wait in host memory, the more of their way is hidden."""
@@ -141,6 +145,7 @@ def setup_of(plan: RunPlan) -> Setup:
         history=history,
         memory=whole_gib(plan.hardware.memory_gib) if plan.hardware.kind == "cuda" else None,
         context=plan.degrees.context,
+        tensor=plan.degrees.tensor,
         expert=plan.degrees.expert,
         row_tile=TILE if plan.hardware.kind == "cuda" else 1,
     )
@@ -196,7 +201,11 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
     def fits(found: Estimate) -> bool:
         return _fits(found, room) is not False
 
-    options = [*_first(plan, _on_these_ranks(plan, setup), fits), *_first(plan, _in_more_parts(plan, setup), fits)]
+    options = [
+        found
+        for tried in (_on_these_ranks(plan, setup), _in_more_parts(plan, setup), _over_tensor_ranks(plan, setup))
+        for found in _first(plan, tried, fits)
+    ]
     if options and not any(_SYNC in option.changes for option in options):  # the least change of a run that accumulates
         options += _first(plan, _synced(setup), fits)
     if _on_gpu(plan):  # more ranks would share the memory of a CPU
@@ -256,7 +265,7 @@ def _on_gpu(plan: RunPlan) -> bool:
 
 def _on_these_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
     """All settings of the same ranks, each sequence on as many of them as before."""
-    samples = setup.world // setup.context
+    samples = setup.world // (setup.context * setup.tensor)
     return [one for found in _layouts(plan, setup) for one in _settings(plan, *found, samples)]
 
 
@@ -264,8 +273,9 @@ def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
     """All settings of the same ranks, more of which share each sequence."""
     spec, parallel = setup.spec, plan.config.parallel
     tried: list[_Tried] = []
-    for degree in divisors(setup.world) if spec is not None else ():
-        samples = setup.world // degree
+    world = setup.world // setup.tensor
+    for degree in divisors(world) if spec is not None else ():
+        samples = world // degree
         if degree <= setup.context or plan.config.train.global_batch % samples:
             continue
         assert spec is not None
@@ -281,18 +291,42 @@ def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
     return tried
 
 
+def _over_tensor_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
+    """All settings of the same ranks, more of which, within a host, share each matrix; none where these cannot."""
+    tried: list[_Tried] = []
+    for degree in divisors(math.gcd(setup.world, RANKS_OF_A_HOST)) if setup.spec is not None else ():
+        rest = setup.world // degree
+        samples = rest // setup.context
+        if degree <= setup.tensor or rest % setup.context or plan.config.train.global_batch % samples:
+            continue
+        degrees = dataclasses.replace(plan.degrees, tensor=degree, hybrid_shard=rest)
+        try:
+            check_tensor(plan.config, degrees, plan.model_on_meta)
+            if plan.recipe is not None:
+                check_recipes(plan.config, degree, plan.recipe)
+        except InputError:
+            continue
+        split = dataclasses.replace(plan, degrees=degrees)
+        vars(split)["model_on_meta"] = plan.model_on_meta
+        changes: dict[str, Any] = {TENSOR: degree} | ({_SHARD: 0} if plan.config.parallel.hybrid_shard_degree else {})
+        cost = COSTS["tensor"] * math.log2(degree / setup.tensor)
+        other = dataclasses.replace(setup, tensor=degree, shard=rest, reshard=split.gathering.reshard)
+        tried += _settings(plan, other, changes, cost, samples)
+    return tried
+
+
 def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
     """All settings on 2, 4, … times as many ranks, sharded over all of them."""
     config, world = plan.config, 2 * plan.degrees.world
     while world <= MOST_RANKS:
         changes: dict[str, Any] = {"ranks": world}
         if config.parallel.hybrid_shard_degree:
-            changes["parallel.hybrid_shard_degree"] = 0
-        samples = world // setup.context
+            changes[_SHARD] = 0
+        samples = world // (setup.context * setup.tensor)
         share = -(-config.train.global_batch // samples)
         if share * samples != config.train.global_batch:
             changes["train.global_batch"] = share * samples
-        yield _settings(plan, dataclasses.replace(setup, world=world, shard=world), changes, 0.0, samples)
+        yield _settings(plan, dataclasses.replace(setup, world=world, shard=world // setup.tensor), changes, 0.0, samples)
         world *= 2
 
 
@@ -308,7 +342,8 @@ def _shorter(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
 def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any], float]]:
     """Layouts of shards and experts, as before and over more ranks: each with its changes and their cost."""
     experts = setup.spec.experts if setup.spec is not None and setup.spec.mixtures else 1
-    for shard in divisors(setup.world):
+    most = setup.world // setup.tensor
+    for shard in divisors(most):
         if shard < setup.shard or shard % setup.context:
             continue
         for expert in divisors(math.gcd(shard, experts)):
@@ -317,7 +352,7 @@ def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any
             changes: dict[str, Any] = {}
             cost, other = 0.0, dataclasses.replace(setup, shard=shard, expert=expert)
             if shard != setup.shard:
-                changes["parallel.hybrid_shard_degree"] = 0 if shard == setup.world else shard
+                changes[_SHARD] = 0 if shard == most else shard
                 cost += COSTS["hosts" if shard > RANKS_OF_A_HOST else "shard"] * math.log2(shard / setup.shard)
             if expert != setup.expert:
                 changes["parallel.expert_parallel_degree"] = expert

@@ -95,6 +95,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         f"parameters  {parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else "") + _frozen(plan),
         *([f"vocabulary  {_grown(plan)}"] if plan.tokens_added else []),
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
+        *([f"matrices    {plan.shared_matrices}"] if plan.shared_matrices else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length})"

@@ -25,6 +25,7 @@ from octavo.dtypes import short_name
 from octavo.errors import InputError
 from octavo.fp8.quantizer import quantize
 from octavo.fp8.recipe import Cast, Operand, Recipe
+from octavo.fp8.scaling import states_of
 from octavo.hardware import supports_fp8
 from octavo.kernels import gemm
 from octavo.kernels.quantize.cast import cast
@@ -109,10 +110,14 @@ def timer_on(plan: RunPlan) -> Timer | None:
 
 
 def slower_layers(plan: RunPlan, timer: Timer) -> dict[str, str]:
-    """The layers that are not faster in FP8, each with both timings."""
+    """The layers that are not faster in FP8, each with both timings; of tensor-parallel ranks the products of one."""
     tokens = plan.micro_batch * plan.config.data.sequence_length
+    shapes = {name: layer.shape for name, layer in plan.layers.items()}
+    if plan.degrees.tensor > 1:
+        weights = ((name, state.weight) for name, state in states_of(plan.part_on_meta))
+        shapes |= {name: (weight.shape[0], weight.shape[1]) for name, weight in weights if weight is not None}
     pairs = {
-        name: (LinearShape(tokens, *layer.shape), layer.recipe)
+        name: (LinearShape(tokens, *shapes[name]), layer.recipe)
         for name, layer in plan.layers.items()
         if layer.recipe is not None
     }

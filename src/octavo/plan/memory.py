@@ -36,6 +36,7 @@ from octavo.plan.saved import (
     is_offloaded,
     kept_weights,
     mlp_of,
+    of_tensor_rank,
     own_block_parameters,
     own_experts,
     recipe_of,
@@ -95,6 +96,7 @@ def exact_bytes(parameters: int, params_bytes: int, shard: int = 1, *, frozen: i
 
 def estimate(setup: Setup) -> Estimate:
     """The peak of one rank in a step, by part."""
+    setup = of_tensor_rank(setup)
     exact = exact_bytes(setup.parameters, setup.params_bytes, setup.shard, frozen=setup.frozen)
     if setup.spec is None:
         share, trained = _shares(setup)
@@ -122,7 +124,9 @@ def _offloaded(setup: Setup) -> int:
 def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int]]]:
     """Each moment that can be the peak, with its bytes by part."""
     share, trained = _shares(setup)
-    stream = setup.tokens * spec.hidden_size * setup.compute_bytes
+    stream = setup.own_tokens * spec.hidden_size * setup.compute_bytes
+    # The stream of all tokens in front of the head, and the gradient of the embedding's result.
+    gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
     buffers = WORKSPACE + _buffers(setup, spec)
     always = {"parameters": share, "optimizer states": STATES * trained, "buffers": buffers}
     before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
@@ -145,7 +149,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         {"gradients": before, "gathered weights": held, "weight copies": copies + shards}
         # On their way to the host, for which the next block would wait: as many as a block has.
         | {"activations": activations + away[setup.recipes[-1]]}
-        | {"temporaries": _head(setup, spec) + results}
+        | {"temporaries": _head(setup, spec) + results + gathered}
         | always,
     )
     trained_of_block = block_parameters(spec) - setup.frozen_of_block
@@ -190,7 +194,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
             "weight copies": kept,
             "activations": saved_by_embedding(setup.tokens),
         }
-        | {"temporaries": of_root + stream}
+        | {"temporaries": of_root + stream + gathered}
         | always,
     )
 
@@ -200,14 +204,14 @@ def _travelling(setup: Setup) -> int:
 
     On one host it is as autograd wrote it (`octavo.parallel.fsdp2.direct_reduce`); else FSDP2 has a copy in the dtype of sums.
     """
-    as_written = setup.shard == setup.world <= RANKS_OF_A_HOST and not setup.keeps_whole_gradients
+    as_written = not setup.replicated and setup.world <= RANKS_OF_A_HOST and not setup.keeps_whole_gradients
     return root_bytes(setup) if as_written else setup.reduce_bytes
 
 
 def _head(setup: Setup, spec: ModelSpec) -> int:
     """Temporaries of the output head at their peak, its result included."""
     sizes = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, root_bytes(setup)
-    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late)
+    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late, sliced=setup.tensor > 1)
 
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
@@ -216,7 +220,9 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     if spec.experts:
         exchanged = setup.tokens * spec.visited if setup.expert > 1 else 0
         return backward_bytes_of_experts(rows_of_experts(setup, spec), setup.tokens, exchanged, of)
-    return backward_bytes_of_mlp(setup.tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp)
+    return backward_bytes_of_mlp(
+        setup.own_tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp, tensor=setup.tensor
+    )
 
 
 def _exchanged(setup: Setup, spec: ModelSpec) -> int:
@@ -249,7 +255,7 @@ def _buffers(setup: Setup, spec: ModelSpec) -> int:
 def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
     """Gradients of micro-batches before the last, which every rank keeps whole, or the shard of their sum."""
     if setup.accumulates and not setup.keeps_whole_gradients:
-        width = setup.params_bytes if setup.shard == setup.world else max(setup.params_bytes, setup.reduce_bytes)
+        width = max(setup.params_bytes, setup.reduce_bytes) if setup.replicated else setup.params_bytes
         return math.ceil((setup.parameters - setup.frozen) / setup.shard) * width
     width = setup.reduce_bytes if setup.sharded else setup.params_bytes
     here = setup.parameters - setup.frozen - spec.mixtures * _elsewhere(setup, spec)
@@ -259,7 +265,7 @@ def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
 def _not_summed(setup: Setup, spec: ModelSpec) -> int:
     """Trained parameters of a block whose gradients need no buffer for a sum: of experts elsewhere, and of a rank's alone."""
     others = _elsewhere(setup, spec)
-    if not setup.expert == setup.shard == setup.world or not others:
+    if setup.expert < setup.shard or setup.replicated or not others:
         return others
     return others * spec.experts // (spec.experts - own_experts(setup, spec))
 

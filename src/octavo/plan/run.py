@@ -19,6 +19,7 @@ import torch
 from octavo.build import BuildOptions, build_model, parts_of
 from octavo.checkpoint.shard_io import Layout, layout_of
 from octavo.checkpoint.writer import weights
+from octavo.collectives.tensor import TensorGroup
 from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
@@ -36,6 +37,7 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import FP8_HEAD, Decoder
 from octavo.models.families import decoder_spec, spec_of
 from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
+from octavo.models.replace import choose_recipes
 from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.spec import ModelSpec
@@ -43,10 +45,11 @@ from octavo.models.weight_loader import folder_weights
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
-from octavo.parallel.sharding import check_experts, check_supported, gather_dtype
+from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
+from octavo.plan.tensor import check_recipes, check_tensor
 from octavo.run.trackers import check_trackers
 
 
@@ -82,6 +85,12 @@ class RunPlan:
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
 
     @property
+    def shared_matrices(self) -> str:
+        """Tensor parallelism in words; empty without it."""
+        degree = self.degrees.tensor
+        return f"{degree} ranks hold parts of each matrix, and between products parts of the tokens" if degree > 1 else ""
+
+    @property
     def build_options(self) -> BuildOptions:
         """How the run's model is built."""
         return replace(build_options(self.config, blocks=self.blocks), excluded=self.excluded)
@@ -97,12 +106,30 @@ class RunPlan:
         return build_model(self.hf_config, self.build_options, device="meta")
 
     @functools.cached_property
+    def part_on_meta(self) -> torch.nn.Module:
+        """The part of `model_on_meta` that a tensor-parallel rank builds; itself without such ranks. For reading alone."""
+        whole, options = self.model_on_meta, self.build_options
+        if self.degrees.tensor == 1 or not isinstance(whole, Decoder):
+            return whole
+        part = Decoder(
+            self.hf_config,
+            whole.spec,
+            dtype=self.dtype,
+            params_dtype=self.params_dtype,
+            device="meta",
+            fp8_head=options.fp8_head,
+            tensor=TensorGroup(None, size=self.degrees.tensor, rank=0),
+        )
+        choose_recipes(part, layers=options.layers, skip=options.skip, excluded=options.excluded)
+        return part
+
+    @functools.cached_property
     def gathering(self) -> Choice:
         """`parallel.reshard_after_forward` as the run uses it on this device, by the run's own rule."""
         asked, hardware = self.config.parallel.reshard_after_forward, self.hardware
         if asked != "auto" or hardware.kind == "cpu":
             return choose(0, None) if asked == "auto" else Choice(asked)
-        _, blocks = parts_of(self.model_on_meta)
+        _, blocks = parts_of(self.part_on_meta)
         dtype = gather_dtype(self.config.parallel, self.dtype, self.params_dtype)
         gathered = gathered_bytes(blocks, self.recipe, dtype, experts_over=self.degrees.expert)
         return choose(gathered, whole_gib(hardware.memory_gib))
@@ -203,7 +230,6 @@ def check(
     planned = target or Target()
     world = planned.world_size or _world()
     degrees = fit_degrees(**config.parallel.model_dump(include=set(DEGREES)), world_size=world)
-    check_supported(degrees)
     micro_batch, accumulation = fit_batch(config.train.global_batch, config.train.micro_batch, degrees.data)
     _check_settings(config)
     check_trackers(config.log.trackers)
@@ -224,6 +250,7 @@ def check(
     # For names and shapes; building also checks the patterns of layers.
     model = build_model(hf_config, build_options(config, blocks=blocks), device="meta")
     _check_context(config, degrees, model)
+    check_tensor(config, degrees, model)
     if world > 1 and not isinstance(model, Decoder):
         refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
     experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
@@ -238,6 +265,8 @@ def check(
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
+    if use:
+        check_recipes(config, degrees.tensor, recipe)
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from octavo.config.recompute import Recompute, recomputes_block
 from octavo.fp8 import quantizer
+from octavo.fp8.linear import saved_input_bytes
 from octavo.fp8.quantizer import WeightUse, cached_weight_bytes, has_one_scale
 from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.hardware import is_affordable
 from octavo.kernels.autograd import SavedBytes
 from octavo.kernels.experts.routes import most_rows
 from octavo.models.spec import ModelSpec
+from octavo.models.tensor_parallel import part_of_rank, rows_of_words
 from octavo.nn.attend import result_bytes
 from octavo.nn.attention import saved_by_attention_layer
 from octavo.nn.embedding import saved_by_embedding
@@ -59,6 +61,7 @@ class Setup:
         accumulates: several micro-batches make a step. syncs: gradients are summed over the shards in each.
         documents: attention stays within documents.
         context: ranks that share each sequence.
+        tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one's part of the model.
         expert: ranks over which experts are spread; each is assumed to get an equal share of the tokens' copies.
         frozen: parameters that are not trained; frozen_of_block: of the block with the fewest of them.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
@@ -93,6 +96,7 @@ class Setup:
     history: int = 0
     memory: int | None = None
     context: int = 1
+    tensor: int = 1
     expert: int = 1
     row_tile: int = 128
     frozen: int = 0
@@ -106,14 +110,24 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a forward of one rank."""
+        """Tokens in a forward of one rank, those of its products."""
         return self.micro_batch * self.own_length
+
+    @property
+    def own_tokens(self) -> int:
+        """Those of them that one rank has between products, in norms and in the residual stream."""
+        return self.tokens // self.tensor
 
     @property
     def own_length(self) -> int:
         """Tokens of a sequence on one rank, padding included."""
-        chunks = 2 * self.context
-        return self.sequence_length if self.context == 1 else 2 * math.ceil(self.sequence_length / chunks)
+        multiple = self.tensor if self.context == 1 else self.context * math.lcm(2, self.tensor)
+        return math.ceil(self.sequence_length / multiple) * multiple // self.context
+
+    @property
+    def replicated(self) -> bool:
+        """Several ranks hold the same shards."""
+        return self.shard * self.tensor < self.world
 
     @property
     def sharded(self) -> bool:
@@ -130,6 +144,28 @@ class Setup:
         """Recipes of each block."""
         layers = 0 if self.spec is None else self.spec.layers
         return self.blocks or (NO_FP8,) * layers
+
+
+def of_tensor_rank(setup: Setup) -> Setup:
+    """The setup with a tensor-parallel rank's part of the model, padding of its vocabulary included, in place of the whole.
+
+    Of frozen parameters each rank is assumed to have the same share as of all.
+    """
+    if setup.spec is None or setup.tensor == 1:
+        return setup
+    spec, whole = _part(setup.spec, setup.tensor), max(1, setup.parameters)
+    own, block = parameters(spec), block_parameters(setup.spec)
+    return replace(
+        setup,
+        spec=spec,
+        parameters=own,
+        frozen=setup.frozen * own // whole,
+        frozen_of_block=setup.frozen_of_block * block_parameters(spec) // block,
+    )
+
+
+def _part(spec: ModelSpec, ranks: int) -> ModelSpec:
+    return replace(part_of_rank(spec, ranks), vocabulary=rows_of_words(spec.vocabulary, ranks))
 
 
 class Saved(NamedTuple):
@@ -182,7 +218,7 @@ def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
     """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
     columns = 2 * math.ceil(int(spec.head_dim * spec.rotary_fraction) / 2)  # that rotate
     tables = table_bytes(setup.micro_batch if setup.documents else 1, setup.own_length, columns)
-    norm = saved_by_norm(setup.tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
+    norm = saved_by_norm(setup.own_tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     return saved_by_embedding(setup.tokens) + tables + sum(norm)
 
 
@@ -193,14 +229,30 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         (recipe_of(recipes.qkv), recipe_of(recipes.proj)), use_of(setup),
         normalization=spec.normalization, qk_norm=spec.qk_norm, joined=setup.documents and setup.context == 1,
     )  # fmt: skip
+    _keep_own_tokens(setup, attention, spec, recipes.qkv)
+    if setup.tensor > 1 and recipes.proj is None and use_of(setup).parameter_bytes != setup.compute_bytes:
+        attention.weight_copies.pop()  # backward converts the weight again
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile)
     else:
         mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp)
+        _keep_own_tokens(setup, mlp, spec, recipes.fc1)
     if spec.parallel:
         mlp.activations.pop(0)  # the stream, which attention saves too
     return [*_tensors(attention), *_tensors(mlp)]
+
+
+def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None) -> None:
+    """Replace what a layer saves of all tokens in front of its first product by that of a rank's, in place."""
+    first = saved_by_norm(setup.tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
+    of_rank = saved_by_norm(setup.own_tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
+    how = spec.hidden_size, recipe_of(recipe), setup.compute_bytes
+    first += saved_input_bytes(setup.tokens, *how)
+    of_rank += saved_input_bytes(setup.own_tokens, *how)
+    if setup.tensor > 1:
+        assert saved.activations[: len(first)] == first
+        saved.activations[: len(first)] = of_rank
 
 
 def _tensors(saved: SavedBytes) -> list[Saved]:
@@ -216,7 +268,7 @@ def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves in forward."""
     if recomputes_block(setup.recompute):
-        kept = [setup.tokens * spec.hidden_size * setup.compute_bytes]
+        kept = [setup.own_tokens * spec.hidden_size * setup.compute_bytes]
         kept += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
         return [Saved(size, "activations") for size in kept]
     return saved_by_block(setup, spec, recipes)

@@ -128,9 +128,10 @@ def check_sizes(
     # Patterns have no names to match yet: of a run that freezes any parameter only the parameters themselves count.
     frozen = count if config.train.freeze else 0
     each = exact_bytes(1, params_bytes, frozen=min(1, frozen))
-    exact = exact_bytes(count, params_bytes, degrees.hybrid_shard, frozen=frozen)
+    shards = degrees.hybrid_shard * degrees.tensor  # norms are whole on each tensor-parallel rank
+    exact = exact_bytes(count, params_bytes, shards, frozen=frozen)
     if exact > of_device:
-        most = int(of_device * degrees.hybrid_shard / each)
+        most = int(of_device * shards / each)
         what = (
             f"{exact / GIB:,.0f} GiB of {'weights' if frozen else 'weights, gradients and optimizer states'} for "
             f"{'one rank' if degrees.world == 1 else f'each of {degrees.world} ranks'} "
@@ -147,7 +148,8 @@ def check_sizes(
             options.append("plan it on GPUs with --dry-run --gpu h200")
         raise _too_many(config, spec, count, most, what, options)
     hidden = getattr(hf_config, "hidden_size", 1)
-    token, length = hidden * torch_dtype(config.model.dtype).itemsize, math.ceil(config.data.sequence_length / degrees.context)
+    token = hidden * torch_dtype(config.model.dtype).itemsize
+    length = math.ceil(config.data.sequence_length / (degrees.context * degrees.tensor))
     if micro_batch * length * token > of_device:
         most = int(of_device // (length * token))
         advice = (

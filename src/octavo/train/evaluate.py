@@ -98,8 +98,8 @@ def _router_losses(context: TrainContext) -> float:
     if found is None or not isinstance(model, Decoder):
         return 0.0
     routing = found[0].double()
-    if context.token_group is not None:
-        dist.all_reduce(routing, group=context.token_group)
+    if context.world_group is not None:
+        dist.all_reduce(routing, group=context.world_group)
     losses = model.weighted_router_losses(routing)
     return 0.0 if losses is None else losses.item()
 

@@ -131,8 +131,8 @@ def _announce(console: Console, label: str, plan: RunPlan, prepared: PreparedDat
         if state.rank == 0 and (unused := unused_sources(data, samples)):
             warn(unused)
     say(console, f"{label}: {where}. {plan.fp8_note}.")
-    if plan.shared_sequences:
-        say(console, f"{label}: {plan.shared_sequences}")
+    for shared in filter(None, (plan.shared_sequences, plan.shared_matrices)):
+        say(console, f"{label}: {shared}")
 
 
 @contextlib.contextmanager

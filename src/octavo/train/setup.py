@@ -92,7 +92,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         loader,
         loss_scale=LossScale(config.train.loss_scale) if plan.dtype == torch.float16 else None,
         group=state.dp_process_group if state.world_size > 1 else None,
-        token_group=state.token_process_group if state.world_size > 1 else None,
+        world_group=state.world_process_group if state.world_size > 1 else None,
         watch=watch or Watchdog(),
     )
     return context, validation
@@ -140,5 +140,6 @@ def run_layout(plan: RunPlan) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": plan.degrees.world,
         "hybrid_shard_degree": plan.degrees.hybrid_shard,
+        "tensor_parallel_degree": plan.degrees.tensor,
         "expert_parallel_degree": plan.degrees.expert,
     }

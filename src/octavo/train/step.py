@@ -44,7 +44,7 @@ class TrainContext:
     loader: Prefetcher
     loss_scale: LossScale | None  # None outside float16
     group: dist.ProcessGroup | None  # of data parallelism; None for one rank
-    token_group: dist.ProcessGroup | None  # those and the ranks that share their sequences
+    world_group: dist.ProcessGroup | None  # of all ranks
     watch: Watchdog
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,12 +102,12 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     norm = clip_grad_norm_(context.model, config.optimizer.clip, loss_scale=scale, optimizer=context.optimizer)
     overflow = overflow_in_fp8(context.model) if loss_scale is not None else None
     flags = [0.0, 0.0] if stop is None else [float(stop.received is not None), float(stop.ending)]
-    if state.cp_rank:
-        total = torch.zeros_like(total)  # ranks that share a sequence have the same loss: it counts once
+    if state.cp_rank or state.tp_rank:
+        total = torch.zeros_like(total)  # ranks that share a sequence or matrices have the same loss: it counts once
     routing = _take_routing(context.model)
     joined = torch.cat([total[None], total.new_tensor(flags), *([] if routing is None else [routing])])
-    if context.token_group is not None:
-        dist.all_reduce(joined, group=context.token_group)
+    if context.world_group is not None:
+        dist.all_reduce(joined, group=context.world_group)
     loss_value, stopping, ending, *routed, norm_value = torch.cat(
         [joined, (norm if overflow is None else norm + overflow)[None]]
     ).tolist()

@@ -1,0 +1,90 @@
+"""The runs whose matrices tensor-parallel ranks can share: asked before data, a model or a GPU, by the keys of a run file."""
+
+from __future__ import annotations
+
+import json
+
+from torch import nn
+
+from octavo.config.degrees import Degrees, divisors
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.fp8 import tensor_parallel as products
+from octavo.fp8.recipe import RECIPES, Recipe
+from octavo.models import tensor_parallel as parts
+from octavo.models.decoder import Decoder
+from octavo.models.families import FAMILIES
+from octavo.models.spec import ModelSpec
+
+KEY = "parallel.tensor_parallel_degree"
+
+
+def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
+    """Refuse a run whose matrices the ranks of a tensor group cannot share.
+
+    Raises:
+        InputError: what cannot be shared, and the key to change, with the nearest degrees that fit model and ranks.
+    """
+    degree = degrees.tensor
+    if degree == 1:
+        return
+    if not isinstance(model, Decoder):
+        other = ', or model.blocks = "auto"' if config.model.blocks == "own" else ""
+        raise InputError(
+            f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {type(model).__name__} keeps its own code. Set "
+            f"{KEY} = 1{other}: with 1 the ranks shard it."
+        )
+    if config.model.dtype == "float16":
+        raise InputError(
+            f'model.dtype = "float16" with {KEY} = {degree}: the ranks do not join their loss scale. Set model.dtype = '
+            f'"bfloat16", or {KEY} = 1.'
+        )
+    spec, keys = model.spec, FAMILIES[model.spec.family].keys
+    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
+        if rate := getattr(spec, name):
+            raise InputError(
+                f"model.config.{keys[name]} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set "
+                f"model.config.{keys[name]} = 0.0 (of pretrained weights in config.json), or {KEY} = 1."
+            )
+    if fault := tensor_fault(spec, degree):
+        legal = [ranks for ranks in divisors(degrees.world) if not tensor_fault(spec, ranks)]
+        near = [*[ranks for ranks in legal if ranks < degree][-1:], *[ranks for ranks in legal if ranks > degree][:1]]
+        raise InputError(f"{KEY} = {degree}: {fault}. Set {KEY} = {' or '.join(map(str, near))}.")
+
+
+def tensor_fault(spec: ModelSpec, degree: int) -> str:
+    """The reason why so many tensor-parallel ranks cannot share a decoder; empty if they can."""
+    try:
+        parts.check_tensor(spec, degree)
+    except InputError as error:
+        return str(error).partition(". Set ")[0].removeprefix(f"{parts.KEY} = {degree}: ")
+    return ""
+
+
+def check_recipes(config: RunConfig, degree: int, recipe: Recipe) -> None:
+    """Refuse recipes whose scales the ranks of a tensor group cannot join: the run's, or that of a pattern of layers.
+
+    Raises:
+        InputError: names the key, and recipes that can.
+    """
+    if degree == 1:
+        return
+    able = " or ".join(json.dumps(name) for name, make in RECIPES.items() if _joins(make()))
+    asked = {"fp8.recipe": recipe} | {
+        f"fp8.layers.{json.dumps(pattern)}": RECIPES[name]() for pattern, name in config.fp8.layers.items() if name != "bf16"
+    }
+    for key, each in asked.items():
+        if not _joins(each):
+            raise InputError(
+                f'{key} = "{each.name}" with {KEY} = {degree}: the ranks join scales of whole tensors alone. Set {key} to '
+                f"{able}, or {KEY} = 1."
+            )
+
+
+def _joins(recipe: Recipe) -> bool:
+    """True if tensor-parallel ranks cast by one scale under this recipe."""
+    try:
+        products.check_recipe(recipe, 2)
+    except InputError:
+        return False
+    return True

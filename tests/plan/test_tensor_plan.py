@@ -1,0 +1,190 @@
+"""The plan of memory of tensor-parallel ranks, against what a model on two of them holds and saves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from planned import CONFIG, FAMILIES, saved_bytes, setup_of
+from transformers import LlamaConfig
+
+import octavo
+import ranks
+from building import built_model
+from octavo import build
+from octavo.bench.cases import CASES
+from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.fp8.columnwise import keep_columnwise
+from octavo.hardware import GIB, lookup
+from octavo.models.families import spec_of
+from octavo.nn import mlp
+from octavo.parallel.sharding import sharding_of
+from octavo.parallel.world import state
+from octavo.plan import fp8_auto, saved
+from octavo.plan.advice import lines, memory_of
+from octavo.plan.advice import setup_of as setup_of_plan
+from octavo.plan.memory import estimate
+from octavo.plan.run import Target, check
+
+pytestmark = ranks.alone
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+def on_a_rank(cells):
+    """For each (config, setup, recipe): parameters of this rank's part, and bytes that a forward saves, and that are cached.
+
+    The parts are not sharded any further, as over a shard group of one rank: a plan of shards has tests of its own.
+    """
+    octavo.init({"tensor_parallel_degree": 2})
+    found = []
+    for config, setup, recipe in cells:
+        dtype, params_dtype = DTYPES[setup.compute_bytes], DTYPES[setup.params_bytes]
+        unsharded = {
+            "shard": mock.DEFAULT,
+            "save_whole": mock.DEFAULT,
+            "gather_weights_in_fp8": mock.Mock(side_effect=lambda model, parts, _: keep_columnwise(parts, None)),
+        }
+        with mock.patch.multiple(build, **unsharded), mock.patch.object(mlp, "CHUNK_ROWS", 16):
+            model = built_model(
+                config, dtype=dtype, params_dtype=params_dtype, device="cpu", seed=0, recompute=setup.recompute,
+                mlp_chunks=setup.mlp_chunks, fp8_head=setup.head,
+                sharding=sharding_of(state, None, dtype=dtype, params_dtype=params_dtype),
+            )  # fmt: skip
+            counts = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
+        found.append((sum(parameter.numel() for parameter in model.parameters()), *counts))
+    return found
+
+
+WIDE = LlamaConfig(
+    hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=32,
+    vocab_size=97, max_position_embeddings=64,
+)  # fmt: skip
+"""Shared rows of keys and values, and a vocabulary that is padded."""
+CELLS = [
+    (CONFIG, None, {}),
+    (CONFIG, "delayed", {}),
+    (CONFIG, "current", {"recompute": "mlp", "params_bytes": 2}),
+    (CONFIG, "delayed", {"recompute": "selective"}),
+    (CONFIG, "delayed", {"recompute": True}),
+    (CONFIG, "delayed", {"accumulates": True, "head": "backward"}),
+    (CONFIG, "delayed", {"mlp_chunks": 3, "documents": True}),
+    (CONFIG, None, {"compute_bytes": 4, "documents": True}),
+    (WIDE, "delayed", {"head": True}),
+    (FAMILIES["neox"], "delayed", {}),
+    (FAMILIES["qwen3"], None, {}),
+]
+
+
+def test_what_two_ranks_hold_and_save_is_in_the_plan():
+    """Every byte that autograd saves, and every cached FP8 weight, as of one rank (tests/plan/test_memory.py)."""
+    setups = [setup_of(spec_of(config), 2, 48, recipe, tensor=2, **setting) for config, recipe, setting in CELLS]
+    cells = [(config, setup, recipe) for (config, recipe, _), setup in zip(CELLS, setups, strict=True)]
+    both = ranks.run(2, on_a_rank, cells)
+    assert both[0] == both[1]
+    for (_, recipe, _), whole, (parameters, kept, cached) in zip(CELLS, setups, both[0], strict=True):
+        setup = saved.of_tensor_rank(whole)
+        spec = setup.spec
+        assert setup.parameters == parameters
+        blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, spec, recipes))
+        # The gradients of the head's input, of all tokens, and of its weight.
+        head = spec.hidden_size * (setup.tokens * setup.compute_bytes + spec.vocabulary * saved.root_bytes(setup))
+        ends = saved.saved_by_ends(setup, spec) + head
+        if setup.recompute in (True, "selective"):  # the tables are alive as arguments of the recomputation
+            ends -= 2 * 48 * int(spec.head_dim * spec.rotary_fraction) * 4
+        assert kept == pytest.approx(blocks + ends, abs=64), whole  # a few scales of one number
+        assert cached == pytest.approx(saved.kept_weights(setup, spec) if recipe else 0, abs=256), whole
+
+
+def test_matrices_are_divided_and_norms_are_not():
+    case = CASES["llama-8b-8k"]
+    one, two = (estimate(setup_of(case.spec, 2, 8192, "delayed", world=n, shard=1, tensor=n)) for n in (1, 2))
+    norms = (2 * case.spec.layers + 1) * case.spec.hidden_size
+    assert two.exact == one.exact // 2 + 16 * norms // 2
+    assert 0.5 < two.parts["activations"] / one.parts["activations"] < 0.52
+    assert 0.5 < two.total / one.total < 0.62
+    shards = estimate(setup_of(case.spec, 1, 8192, "delayed", world=2, shard=2))
+    assert two.exact == pytest.approx(shards.exact, rel=1e-3)
+
+
+def test_a_sequence_that_the_ranks_do_not_divide_is_padded():
+    spec = CASES["llama-1b"].spec
+    assert setup_of(spec, 3, 31, tensor=4, world=4).tokens == 3 * 32
+    assert setup_of(spec, 3, 31, tensor=4, world=4).own_tokens == 3 * 8
+    assert setup_of(spec, 3, 31, tensor=3, context=2, world=6).own_length == 18  # 31 of 36, in chunks that three ranks divide
+    assert not replace(setup_of(spec, 3, 31), world=4, shard=2, tensor=2).replicated
+    assert replace(setup_of(spec, 3, 31), world=4, shard=1, tensor=2).replicated
+
+
+DEGREE = "parallel.tensor_parallel_degree"
+LARGE = ["model.source=llama-8b", "model.config={}", "data.sequence_length=16384", "train.global_batch=64"]
+
+
+def planned(file, *overrides, ranks=8, gpu="h100 sxm"):
+    return check(RunConfig.from_file(file, overrides), target=Target(ranks, lookup(gpu)))
+
+
+def test_a_dry_run_says_who_shares_matrices_and_counts_their_samples(tiny_run, capsys):
+    run = tiny_run()
+    given = ["train", str(run.file), "--dry-run", "--world-size", "8", "--gpu", "h200", *LARGE, f"{DEGREE}=4"]
+    assert main([*given, "train.micro_batch=1"]) == 0
+    text = capsys.readouterr().out
+    assert "matrices    4 ranks hold parts of each matrix, and between products parts of the tokens" in text
+    assert "batch       64 sequences = 2 data-parallel x 1 micro-batch x 32 accumulation" in text
+    assert main([*given, "train.micro_batch=1", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    norms, parameters = (2 * 32 + 1) * 4096, 8_030_261_248
+    assert memory["parts_gib"]["parameters"] * GIB == pytest.approx(4 * ((parameters - norms) / 8 + norms / 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_tensor_degree_that_fits_is_advised_and_really_fits(tiny_run, before):
+    """Of 8B in micro-batches of 4 x 16,384 tokens."""
+    run, given = tiny_run(), [*LARGE, "train.micro_batch=4", f"{DEGREE}={before}"]
+    plan = planned(run.file, *given)
+    found = memory_of(plan)
+    assert found.fits is False
+    assert any(DEGREE in option.changes for option in found.options)
+    for option in found.options:
+        changes = [f"{key}={json.dumps(value)}" for key, value in option.changes.items() if key != "ranks"]
+        again = memory_of(planned(run.file, *given, *changes, ranks=option.changes.get("ranks", 8)))
+        assert again.fits
+        assert again.estimate == option.estimate
+        assert option.changes.get(DEGREE, before + 1) > before
+
+
+def test_ranks_that_cannot_share_matrices_are_not_advised(tiny_run):
+    run, given = tiny_run(), [*LARGE, "train.micro_batch=4"]
+    for refused in ("model.config={attention_dropout = 0.1}", "fp8.recipe=block"):
+        found = memory_of(planned(run.file, *given, refused))
+        assert found.fits is False
+        assert not any(DEGREE in option.changes for option in found.options)
+
+
+def test_the_choice_of_gathering_and_timings_are_of_a_rank_s_part(tiny_run):
+    """Blocks of eight layers of 8B take 3.3 GiB (tests/plan/test_advice.py), a half of each 1.6 GiB."""
+    sizes = ["model.source=llama-8b", 'model.config={"num_hidden_layers" = 8}', "train.micro_batch=1"]
+    file = tiny_run().file
+    plan = planned(file, *sizes, f"{DEGREE}=2", ranks=4, gpu="h200")
+    assert plan.gathering.why.startswith("blocks stay gathered from forward to backward: 1.6 GiB, at most")
+    assert f"gathered    {plan.gathering.why}" in lines(plan, memory_of(plan))
+    given = planned(file, *sizes, f"{DEGREE}=2", "parallel.reshard_after_forward=false", ranks=4, gpu="h200")
+    freed = planned(file, *sizes, f"{DEGREE}=2", "parallel.reshard_after_forward=true", ranks=4, gpu="h200")
+    gathered = [estimate(setup_of_plan(each)).parts["gathered weights"] for each in (plan, given, freed)]
+    assert gathered[0] == gathered[1] > gathered[2]
+    timed = []
+
+    def timer(shape, recipe):
+        timed.append(tuple(shape))
+        return fp8_auto.Timing(2.0, 1.0)
+
+    with mock.patch.object(fp8_auto, "cached_timings", lambda pairs, setting, timer: {p: timer(*p) for p in set(pairs)}):
+        assert fp8_auto.slower_layers(plan, timer) == {}
+    rows = plan.config.data.sequence_length
+    assert sorted(timed) == sorted(
+        [(rows, 3072, 4096), (rows, 4096, 2048), (rows, 14336, 4096), (rows, 4096, 7168)]
+    )  # of 6144, 4096, 28672 and 14336

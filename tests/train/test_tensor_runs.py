@@ -1,0 +1,241 @@
+"""`octavo train` with tensor parallelism is the run of one rank: samples, losses, norms, validation, checkpoints, exports."""
+
+import json
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ranks
+from octavo import errors
+from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.run.metrics import read_metrics
+from octavo.train.trainer import Trainer
+
+pytestmark = ranks.alone
+
+EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
+FP8 = ["fp8.enabled=true", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
+
+
+def degree(tensor):
+    return f"parallel.tensor_parallel_degree={tensor}"
+
+
+def run(file, overrides):
+    """`octavo train` in this process, which is one rank of those that the pool has joined."""
+    result = Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train()
+    return result.summary.loss, result.summary.validation_loss
+
+
+def records(output):
+    return read_metrics(output / "metrics.jsonl")
+
+
+def losses(output):
+    return [record["loss"] for record in records(output)]
+
+
+@pytest.mark.parametrize("packing", ["join", "documents"])
+def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
+    """Sequences of 31 tokens, which two ranks do not divide."""
+    given = [*EXACT, f"data.packing={packing}", "data.sequence_length=31", "train.validate_every=3", "train.micro_batch=1"]
+    one = tiny_run("one", steps=6, every=3)
+    ranks.run(1, run, one.file, given)
+    wanted = records(one.output)
+    for count, more in ((2, ["train.recompute=mlp"]), (4, []), (4, ["parallel.context_parallel_degree=2"])):
+        several = tiny_run(f"{count}-{len(more)}", steps=6, every=3)
+        said = ranks.run(count, run, several.file, [*given, degree(2), *more])
+        assert len(set(said)) == 1  # every rank says the same
+        found = records(several.output)
+        assert [r["tokens"] for r in found] == [r["tokens"] for r in wanted]
+        for a, b in zip(found, wanted, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+            assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
+
+
+def test_what_a_run_combines_with_tensor_parallelism(tiny_run, tmp_path):
+    """Pretrained weights that get more words, a frozen part, chunks of the MLP, recomputation, offloading, sums in each
+    micro-batch, another loss: beside one rank."""
+    config = LlamaConfig(
+        vocab_size=290, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "pretrained")
+    settings = [
+        *EXACT[:2], "optimizer.schedule=constant", "train.micro_batch=1", f"model.source={tmp_path / 'pretrained'}",
+        "model.load=true", "model.resize=true", 'train.freeze=["layers.0.*"]', "train.mlp_chunks=2",
+        "train.recompute=selective", "train.offload=true", "parallel.sync_each_micro_batch=true",
+        "train.label_smoothing=0.1", "train.z_loss=1e-3",
+    ]  # fmt: skip
+    found = []
+    for count, more in ((1, []), (4, [degree(2)])):
+        tiny = tiny_run(f"{count}", steps=3)
+        text = tiny.file.read_text()
+        start, end = text.index("[model.config]"), text.index("[data]")
+        tiny.file.write_text(text[:start] + text[end:])
+        given = settings if count > 1 else [each for each in settings if "sync_each" not in each]
+        ranks.run(count, run, tiny.file, [*given, *more])
+        found.append(records(tiny.output))
+    for a, b in zip(*found, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_comparison_with_bf16_trains_both_over_tensor_ranks(tiny_run):
+    tiny = tiny_run(steps=4)
+    said = ranks.run(2, run, tiny.file, [*FP8, "train.compare_bf16=true", degree(2)])
+    assert said[0] == said[1]
+    assert losses(tiny.output / "bf16")[-1] == pytest.approx(losses(tiny.output)[-1], rel=0.05)
+
+
+def killed(file, overrides, step):
+    """A run whose ranks die behind a step."""
+    import os
+    import signal
+
+    import octavo
+
+    class Killed(octavo.Callback):
+        def on_step(self, trainer, record):
+            if record["step"] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer(RunConfig.from_file(file, overrides), callbacks=[Killed()], console=Console(quiet=True)).train()
+
+
+def test_a_killed_run_continues_to_the_same_bits_and_at_other_degrees(tiny_run):
+    """In FP8 by delayed scaling, with a head in FP8."""
+    given = [*FP8, "fp8.head=true", "train.micro_batch=1", degree(2)]
+    whole, tiny = (tiny_run(name, steps=6, every=2) for name in ("whole", "killed"))
+    ranks.run(2, run, whole.file, given)
+    assert ranks.exit_codes(2, killed, tiny.file, given, 3) == [-9, -9]
+    assert [path.name for path in sorted((tiny.output / "checkpoints").iterdir())] == ["step-2"]
+    ranks.run(2, run, tiny.file, given)
+    assert losses(tiny.output) == losses(whole.output)
+    found, wanted = (load_file(exported(each)) for each in (tiny, whole))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    # The same run over shards, over one rank and over both; sums have other orders there.
+    moving = tiny_run("moving", steps=6, every=2)
+    for count, tensor, steps in ((2, 2, 2), (1, 1, 3), (4, 2, 4), (2, 1, 5), (2, 2, 6)):
+        ranks.run(count, run, moving.file, [*given[:-1], degree(tensor), f"train.steps={steps}"])
+    assert losses(moving.output) == pytest.approx(losses(whole.output), rel=2e-3)
+    starts = json.loads((moving.output / "environment.json").read_text())["starts"]
+    assert len(starts) == 5
+
+
+def exported(tiny):
+    """The weights of `octavo export`."""
+    folder = tiny.folder / "exported"
+    assert main(["export", str(tiny.output), "--to", str(folder)]) == 0
+    return folder / "model.safetensors"
+
+
+def test_an_export_has_the_weights_of_one_rank_and_no_padding(tiny_run, capsys):
+    """A vocabulary of 305 words is padded to 320 on two ranks."""
+    given = [*EXACT, "model.config.vocab_size=305", "train.micro_batch=1"]
+    one, two = tiny_run("one", steps=2), tiny_run("two", steps=2)
+    ranks.run(1, run, one.file, given)
+    ranks.run(2, run, two.file, [*given, degree(2)])
+    wanted, found = load_file(exported(one)), load_file(exported(two))
+    assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in wanted.items()}
+    for name, value in wanted.items():
+        assert torch.allclose(found[name].float(), value.float(), atol=2e-4), name
+    texts = []
+    for tiny in (one, two):
+        capsys.readouterr()
+        assert main(["sample", str(tiny.output), "--prompt", "a scale", "--tokens", "5", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def signalled(file, overrides, rank):
+    """The command, of whose ranks one gets a signal behind the second step."""
+    import os
+    import signal
+    import sys
+
+    import octavo.train.loop as loop
+    from octavo.parallel.world import state
+
+    train_step = loop.train_step
+
+    def stopped(context, step, stop):
+        if step == 2 and state.rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(context, step, stop)
+
+    loop.train_step = stopped
+    sys.exit(main(["train", str(file), *overrides]))
+
+
+def test_a_signal_to_one_tensor_rank_stops_all(tiny_run):
+    tiny = tiny_run(steps=5)
+    given = [*EXACT, "train.micro_batch=1", degree(2)]
+    assert ranks.exit_codes(2, signalled, tiny.file, given, 1, timeout=200) == [75, 75]
+    assert len(losses(tiny.output)) == 2
+    assert [path.name for path in (tiny.output / "checkpoints").iterdir()] == ["step-2"]
+
+
+def sampling(file, overrides):
+    """The sample of a run, of its live model."""
+    return Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train().sample
+
+
+def test_a_live_sample_is_that_of_one_rank(tiny_run):
+    given = [*EXACT, "train.sample_tokens=5", 'train.sample_prompt="a scale"', "train.micro_batch=1"]
+    one, two = tiny_run("one", steps=2), tiny_run("two", steps=2)
+    (wanted,) = ranks.run(1, sampling, one.file, given)
+    assert wanted.startswith("a scale")
+    assert ranks.run(2, sampling, two.file, [*given, degree(2)]) == [wanted, wanted]
+
+
+REFUSED = {
+    "own code": (["model.blocks=own"], [r'LlamaForCausalLM keeps its own code.*degree = 1, or model\.blocks = "auto"']),
+    "experts": (
+        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4"],
+        [r"experts of mixtral are not split over tensor ranks\. Set parallel\.tensor_parallel_degree = 1\."],
+    ),
+    "dropout": (
+        ["model.config.attention_dropout=0.1"],
+        [r"model\.config\.attention_dropout = 0\.1 with parallel.*Set model\.config\.attention_dropout = 0\.0"],
+    ),
+    "float16": (["model.dtype=float16", "fp8.enabled=false"], [r'model\.dtype = "float16" .*Set model\.dtype = "bfloat16"']),
+    "rowwise": (["fp8.recipe=rowwise"], [r'fp8\.recipe = "rowwise" .*Set fp8\.recipe to "delayed" or "current"']),
+    "a pattern": (
+        ['fp8.layers={"layers.0.*" = "block"}'],
+        [r'fp8\.layers\."layers\.0\.\*" = "block" .*to "delayed" or "current", or parallel\.tensor_parallel_degree = 1'],
+    ),
+    "heads": (
+        ["model.config.num_attention_heads=6", "model.config.hidden_size=96", degree(4)],
+        [r"degree = 4: 6 query heads are not divided\. Set parallel\.tensor_parallel_degree = 2\.$"],
+    ),
+    "intermediate size": (
+        ["model.config.intermediate_size=33"],
+        [r"degree = 2: an intermediate size of 33 is not divided\. Set parallel\.tensor_parallel_degree = 1\.$"],
+    ),
+    "ranks": ([degree(3)], ["tensor 3 does not divide the world of 4.*tensor_parallel_degree to"]),
+    "compiled": (["train.compile=true"], [r"train\.compile = true: blocks are not compiled"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_tensor_parallel_ranks_cannot_share_is_refused_before_anything_is_written(
+    tiny_run, monkeypatch, capsys, overrides, said
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    tiny = tiny_run()
+    before = sorted(tiny.folder.rglob("*"))
+    given = [*FP8, "train.micro_batch=1", degree(2), *overrides]
+    assert main(["train", str(tiny.file), *given]) == errors.EXIT_INPUT
+    message = " ".join(capsys.readouterr().err.split())
+    for words in said:
+        assert re.search(words, message), message
+    assert sorted(tiny.folder.rglob("*")) == before
