@@ -1,0 +1,240 @@
+"""Run by two and four ranks: a Llama whose matrices tensor ranks share, by SMP's names, beside one rank, and its checkpoints."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fsdp_ranks import TINY, batch, empty, names
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import octavo
+from octavo.compat.smp.state_dicts import Settings, model_state
+
+STEPS = 3
+SHAPE = TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
+
+
+def adam(model):
+    """A gradient that is 0 but for rounding moves nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def on_one_rank(**shape):
+    """Losses, norms and whole weights of the steps, of Octavo itself."""
+    octavo.shutdown()
+    with octavo.delayed_init():
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | shape))
+    model = octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32, device="cpu")
+    optimizer, found = adam(model), []
+    for number in range(STEPS):
+        ids = batch(number, slice(0, 4))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.item(), octavo.clip_grad_norm_(model, 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: value.clone() for name, value in model_state(model, Settings()).items()}
+
+
+def made(tsm, degrees, **options):
+    """A model in FSDP and an optimizer under these degrees; options: "shape", others are FSDP's."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    octavo.shutdown()
+    tsm.init(degrees)
+    model = tsm.transform(empty(**SHAPE | options.pop("shape", {})))
+    initer = DelayedParamIniter(model)
+    with initer.validate_params_and_buffers_inited():
+        model = FullyShardedDataParallel(model, param_init_fn=initer.get_param_init_fn(), **options)
+    return model, adam(model)
+
+
+def own(number):
+    """This rank's samples of the step's four."""
+    size = 4 // octavo.state.dp_size
+    return batch(number, slice(size * octavo.state.dp_rank, size * (octavo.state.dp_rank + 1)))
+
+
+def step(model, optimizer, number, fp8=False):
+    """(loss, norm), after a step."""
+    from transformer_engine.pytorch import fp8_autocast
+
+    ids = own(number)
+    with fp8_autocast(enabled=fp8):
+        loss = model(input_ids=ids, labels=ids)["loss"]
+    loss.backward()
+    norm = model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), float(norm)
+
+
+def full(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def everything(model, optimizer):
+    """Whole weights and moments by name."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        moments = FSDP.optim_state_dict(model, optimizer)["state"]
+    return full(model) | {f"{name}.{key}": value for name, entries in moments.items() for key, value in entries.items()}
+
+
+def largest_difference(found, wanted):
+    assert found.keys() == wanted.keys()
+    return max((found[name].float() - wanted[name].float()).abs().max().item() for name in wanted)
+
+
+def trained(degrees, strategies=("FULL_SHARD",)):
+    """[(losses and norms, difference of whole weights from one rank's)] by strategy, and what describes the ranks."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    tsm = names()
+    wanted, weights = on_one_rank()
+    found = {"one rank": wanted}
+    for name in strategies:
+        model, optimizer = made(tsm, degrees, sharding_strategy=ShardingStrategy[name])
+        rows = [step(model, optimizer, number) for number in range(STEPS)]
+        found[name] = rows, largest_difference(full(model), weights)
+        group = dist.get_process_group_ranks(model.process_group)
+        found[f"{name} ranks"] = group, dist.get_process_group_ranks(tsm.state.rep_rank_process_group)
+        ranker = tsm.state.ranker
+        found[f"{name} replicas"] = ranker.get_rep_rank(dist.get_rank()), ranker.get_rep_groups()
+    state = tsm.state
+    found["state"] = (state.tp_rank, state.tp_size, dist.get_process_group_ranks(state.tp_process_group))
+    return found
+
+
+def saved_by_the_script(model, optimizer, folder, kind, extra):
+    """As the example's `_save_sharded`: over `model.process_group`, to a folder for each tensor rank."""
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    tsm = names()
+    with FSDP.state_dict_type(model, kind):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)} | extra
+    checkpoint.save_state_dict(
+        state_dict=state,
+        storage_writer=checkpoint.FileSystemWriter(str(folder / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}")),
+        planner=checkpoint.DefaultSavePlanner(),
+        process_group=model.process_group,
+        coordinator_rank=min(dist.get_process_group_ranks(model.process_group)),
+    )
+
+
+def loaded_by_the_script(model, optimizer, folder, kind, extra):
+    """As the example's `_load_sharded`; returns the values beside the model."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    tsm = names()
+    size = tsm.state.tp_size
+    at = str(folder / f"tp{size}-{tsm.state.tp_rank}" if size > 1 else folder)
+    with FSDP.state_dict_type(model, kind):
+        state = {"model": model.state_dict()} | extra
+        checkpoint.load_state_dict(
+            state_dict=state,
+            storage_reader=checkpoint.FileSystemReader(at),
+            process_group=model.process_group,
+            coordinator_rank=min(dist.get_process_group_ranks(model.process_group)),
+            planner=checkpoint.DefaultLoadPlanner(),
+        )
+        model.load_state_dict(state["model"])
+        read = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"],
+            optimizer_key="optimizer",
+            storage_reader=checkpoint.FileSystemReader(at),
+            process_group=model.process_group,
+        )["optimizer"]
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=read))
+    return {name: state[name] for name in extra}
+
+
+def checkpoints(folder, degrees, others):
+    """Two steps in FP8, saved by the example's ways and read at these degrees and others: same values, and the next loss."""
+    from torch.distributed.fsdp import StateDictType
+
+    tsm, folder = names(), Path(folder)
+    model, optimizer = made(tsm, degrees)
+    for number in range(2):
+        step(model, optimizer, number, fp8=True)
+    tracker = tsm.state.get_rng_state_tracker()
+    states = tracker.get_states()
+    kinds = {"sharded": StateDictType.SHARDED_STATE_DICT, "local": StateDictType.LOCAL_STATE_DICT}
+    for name, kind in kinds.items():
+        saved_by_the_script(model, optimizer, folder / name, kind, {"total_steps": 2, "rng": states})
+    whole, found = full(model), {}
+    together(model, optimizer, folder, found)
+    found["files"] = sorted(str(path.relative_to(folder)) for path in (folder / "sharded").rglob("*") if path.is_file())
+    wanted, rank = everything(model, optimizer), tsm.state.tp_rank
+    following = step(model, optimizer, 2, fp8=True)
+    for given in others:
+        for name, kind in (*kinds.items(), ("full", None)):
+            other, fresh = made(tsm, given)
+            if kind is None:
+                other.load_state_dict(whole)
+                found[name, str(given)] = largest_difference(full(other), whole)
+                continue
+            blank = {"total_steps": 0, "rng": {key: torch.zeros_like(value) for key, value in states.items()}}
+            read = loaded_by_the_script(other, fresh, folder / name, kind, blank)
+            rng = {key: torch.equal(value, states[key]) for key, value in read["rng"].items()}
+            same = tsm.state.tp_rank == rank
+            difference = largest_difference(everything(other, fresh), wanted)
+            loss = step(other, fresh, 2, fp8=True)
+            found[name, str(given)] = (difference, read["total_steps"], not same or all(rng.values()), loss, following)
+    return found
+
+
+def together(model, optimizer, folder, found):
+    """SMP's own functions over `model.process_group`, to one folder for all tensor ranks; what would lose something."""
+    from torch.distributed.fsdp import StateDictType
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls, save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+    from torch.sagemaker.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
+
+    tsm, group = names(), model.process_group
+    wanted, moments = full(model), everything(model, optimizer)
+    tracker = tsm.state.get_rng_state_tracker().get_states()
+    found["refused"] = []
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": model.state_dict(), "total_steps": 2}
+        async_save(state, checkpoint_id=str(folder / "one"), process_group=group)
+        maybe_finalize_async_calls(blocking=True)
+        place = f"{folder}/tp{tsm.state.tp_size}-{tsm.state.tp_rank}"
+        save(state | {"optimizer": optimizer.state_dict()}, checkpoint_id=place, process_group=group)
+        for extra in ({"rng": tracker}, {"optimizer": optimizer.state_dict()}):
+            for over in (group, None):
+                try:
+                    save(state | extra, checkpoint_id=str(folder / "lost"), process_group=over)
+                    found["refused"].append("none")
+                except octavo.errors.InputError as error:
+                    found["refused"].append(str(error))
+    save_model_checkpoint(model, StateDictType.SHARDED_STATE_DICT, str(folder / "util"), optimizer=optimizer)
+    degrees = {"tensor_parallel_degree": tsm.state.tp_size}
+    other, fresh = made(tsm, degrees)
+    with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": other.state_dict(), "total_steps": 0}
+        load(state, checkpoint_id=str(folder / "one"), process_group=other.process_group)
+    found["one"] = largest_difference(full(other), wanted), state["total_steps"]
+    other, fresh = made(tsm, degrees)
+    load_model_checkpoint(other, StateDictType.SHARDED_STATE_DICT, str(folder / "util"), optimizer=fresh)
+    found["util"] = largest_difference(everything(other, fresh), moments)
+    other, fresh = made(tsm, degrees)
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import init_optim_state
+
+    with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
+        init_optim_state(fresh)
+        state = {"model": other.state_dict(), "optimizer": fresh.state_dict()}
+        load(state, checkpoint_id=place, process_group=other.process_group)
+        fresh.load_state_dict(state["optimizer"])
+    found["raw"] = largest_difference(everything(other, fresh), moments)

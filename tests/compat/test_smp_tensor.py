@@ -1,0 +1,69 @@
+"""`tensor_parallel_degree` by SMP's names: the numbers of one rank, and checkpoints that load at every degree."""
+
+import pytest
+import smp_tensor_ranks
+
+import octavo
+import ranks
+
+pytestmark = ranks.alone
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    yield
+    octavo.shutdown()
+
+
+def test_two_tensor_ranks_train_as_one_rank_does():
+    for found in ranks.run(2, smp_tensor_ranks.trained, {"tensor_parallel_degree": 2}):
+        rows, difference = found["FULL_SHARD"]
+        for one, wanted in zip(rows, found["one rank"], strict=True):
+            assert one == pytest.approx(wanted, abs=1e-5)
+        assert difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategies"),
+    [
+        ({"tensor_parallel_degree": 2}, ("FULL_SHARD", "NO_SHARD")),
+        ({"tensor_parallel_degree": 4}, ("FULL_SHARD",)),
+        ({"tensor_parallel_degree": 2, "context_parallel_degree": 2}, ("HYBRID_SHARD",)),
+    ],
+)
+def test_four_ranks_train_as_one_rank_does(degrees, strategies):
+    tensor = degrees["tensor_parallel_degree"]
+    for rank, found in enumerate(ranks.run(4, smp_tensor_ranks.trained, degrees, strategies)):
+        assert found["state"] == (rank % tensor, tensor, list(range(rank - rank % tensor, rank - rank % tensor + tensor)))
+        for name in strategies:
+            rows, difference = found[name]
+            for one, wanted in zip(rows, found["one rank"], strict=True):
+                assert one == pytest.approx(wanted, abs=1e-5), name
+            assert difference < 1e-5, name
+            alone = name == "NO_SHARD"
+            assert found[f"{name} ranks"] == (
+                [rank] if alone else list(range(rank % tensor, 4, tensor)),
+                [rank - rank % tensor, rank - rank % tensor + 1] if alone else [0, 1, 2, 3],
+            )
+            own = (rank // 2, [[0, 2], [1, 3]]) if alone else (0, [[0], [1], [2], [3]])
+            assert found[f"{name} replicas"] == own
+
+
+@pytest.mark.parametrize(
+    ("number", "others"),
+    [(2, [{"tensor_parallel_degree": 2}, {}]), (4, [{"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}, {}])],
+)
+def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, others):
+    for found in ranks.run(number, smp_tensor_ranks.checkpoints, str(tmp_path), {"tensor_parallel_degree": 2}, others):
+        assert {path.split("/")[1] for path in found["files"]} == {"tp2-0", "tp2-1"}
+        assert found["one"] == (0, 2)
+        assert found["util"] == found["raw"] == 0
+        rng, raw = found["refused"][:2], found["refused"][2:]
+        assert all("rng.model-parallel-rng is not the same on the 2 tensor ranks" in text for text in rng), rng
+        assert all("FSDP.optim_state_dict(model, optimizer)" in text and "tp2-{tp_rank}" in text for text in raw), raw
+        for given in map(str, others):
+            assert found["full", given] == 0
+            for kind in ("sharded", "local"):
+                difference, total_steps, same_generators, loss, following = found[kind, given]
+                assert (difference, total_steps, same_generators) == (0, 2, True), (kind, given)
+                assert loss == pytest.approx(following, rel=1e-3), (kind, given)
