@@ -1,4 +1,4 @@
-"""Run by two and four ranks: a Llama whose matrices tensor ranks share, by SMP's names, beside one rank, and its checkpoints."""
+"""Run by two and four ranks: a Llama whose matrices tensor ranks share, by SMP's names, beside one rank; its checkpoints."""
 
 from pathlib import Path
 

@@ -188,7 +188,8 @@ def load(
         if checkpoint_id is None:
             raise InputError("load: give checkpoint_id, the folder of the checkpoint, or storage_reader.")
         reader = DistributedFileSystemReader(checkpoint_id)
-    path = tensor_folders.settle(reader) or getattr(reader, "path", checkpoint_id)
+    tensor_folders.settle(reader)
+    path = getattr(reader, "path", checkpoint_id)
     remote = isinstance(reader, FsspecReader) or "://" in str(path)
     if not remote and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
         raise InputError(f"load: there is no checkpoint in {str(path)!r}: give the folder that save or async_save wrote.")

@@ -15,6 +15,7 @@ from octavo.compat.missing import MissingName, way_of
 from octavo.compat.smp.configs import SmpConfig
 from octavo.compat.smp.keys import users_names
 from octavo.compat.smp.shim import WAYS
+from octavo.config.degrees import check_composed
 from octavo.errors import InputError
 from octavo.parallel import world
 from octavo.process import process
@@ -163,6 +164,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     degrees = {key: getattr(chosen, key) for key in keys}
     horizon = chosen.activation_loading_horizon
     with users_names(where):
+        check_composed(chosen.tensor_parallel_degree, chosen.expert_parallel_degree)
         world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
     _Given.config, _Given.where = chosen, where
     if world.state.tp_size > 1:

@@ -129,7 +129,7 @@ def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 def _check_one_folder(own: Mapping[Any, Any], group: dist.ProcessGroup | None, place: str | None) -> None:
     """Refuse one folder for tensors that are other ones on each tensor rank. Collective."""
-    tensors = {name: value for name, value in flatten_state_dict(own)[0].items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in flatten_state_dict(dict(own))[0].items() if isinstance(value, Tensor)}
     sharded = [name for name, value in tensors.items() if isinstance(value, DTensor)]
     digests = {name: _digest(value) for name, value in tensors.items() if name not in sharded}
     given: list[Any] = [None] * dist.get_world_size(group)
@@ -139,8 +139,8 @@ def _check_one_folder(own: Mapping[Any, Any], group: dist.ProcessGroup | None, p
         n = world.state.tp_size
         way = "FSDP.optim_state_dict(model, optimizer) has an optimizer's states as parts of the whole." if sharded else ""
         raise InputError(
-            f"save: {(sharded or others)[0]} is not the same on the {n} tensor ranks, which give one folder, {place!r}: give one "
-            f"for each, tp{n}-{{tp_rank}}, or leave it out. {way}".rstrip()
+            f"save: {(sharded or others)[0]} is not the same on the {n} tensor ranks, which give one folder, {place!r}: give "
+            f"one for each, tp{n}-{{tp_rank}}, or leave it out. {way}".rstrip()
         )
 
 
@@ -202,20 +202,24 @@ def patched_reader() -> dict[str, Callable[..., Any]]:
     return {"read_metadata": read_metadata}
 
 
-def settle(reader: Any) -> str | None:
-    """Have a reader of a folder without a checkpoint read that of a tensor rank; returns its path, None if there is none."""
+def settle(reader: Any) -> None:
+    """Have a reader of a folder without a checkpoint read that of a tensor rank, if there is one.
+
+    Raises:
+        InputError: there are folders of several tensor degrees.
+    """
     if type(getattr(reader, "fs", None)) is not FileSystem:
-        return None
+        return
     path = Path(str(reader.path))
     if (path / ".metadata").is_file():
-        return None
+        return
     root = path.parent if _FOLDER.fullmatch(path.name) else path
     found: dict[int, dict[int, Path]] = {}
     for folder in root.glob("tp*-*"):
         if (match := _FOLDER.fullmatch(folder.name)) and (folder / ".metadata").is_file():
             found.setdefault(int(match[1]), {})[int(match[2])] = folder
     if not found:
-        return None
+        return
     if len(found) > 1:
         degrees = ", ".join(f"tp{degree}-{min(each)}" for degree, each in sorted(found.items()))
         raise InputError(
@@ -224,4 +228,3 @@ def settle(reader: Any) -> str | None:
     (degree, folders), wanted = next(iter(found.items())), world.state.tp_rank
     chosen = folders.get(wanted % degree, folders[min(folders)])
     reader.path = reader.fs.init_path(str(chosen))
-    return str(chosen)
