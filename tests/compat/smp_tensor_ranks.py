@@ -1,5 +1,6 @@
 """Run by two and four ranks: a Llama whose matrices tensor ranks share, by SMP's names, beside one rank; its checkpoints."""
 
+import functools
 from pathlib import Path
 
 import torch
@@ -238,3 +239,109 @@ def together(model, optimizer, folder, found):
         load(state, checkpoint_id=place, process_group=other.process_group)
         fresh.load_state_dict(state["optimizer"])
     found["raw"] = largest_difference(everything(other, fresh), moments)
+
+
+def wrapped(folder):
+    """Recomputation by Transformer Engine's function and offloading change no loss; weights of rank 0, also whole for all."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
+    from transformer_engine.pytorch import checkpoint
+
+    tsm, found = names(), {}
+    degrees = {"tensor_parallel_degree": 2}
+    model, optimizer = made(tsm, degrees)
+    plain = [step(model, optimizer, number, fp8=True) for number in range(STEPS)]
+    model, optimizer = made(tsm, degrees)
+    tracker, group = tsm.state.get_rng_state_tracker, tsm.state.tp_process_group
+    recomputed = functools.partial(
+        checkpoint, get_rng_state_tracker=tracker, tp_group=group, distribute_saved_activations=False
+    )
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_fn=recomputed),
+        check_fn=lambda module: isinstance(module, TransformerLayer),
+    )
+    model = offload_wrapper(model)
+    found["same"] = [step(model, optimizer, number, fp8=True) for number in range(STEPS)] == plain
+    torch.manual_seed(7)
+    source = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    wanted = {name: value.clone() for name, value in source.state_dict().items()}
+    for name in ("rank 0", "all"):
+        alone = name == "rank 0"
+        octavo.shutdown()
+        tsm.init(degrees)
+        has = dist.get_rank() == 0 or not alone
+        tuned = tsm.transform(source if has else empty(**SHAPE), load_state_dict_from_rank0=alone)
+        init = None if has else DelayedParamIniter(tuned).get_param_init_fn()
+        tuned = FullyShardedDataParallel(tuned, sync_module_states=alone, param_init_fn=init)
+        found[name] = largest_difference(full(tuned), wanted)
+        torch.manual_seed(7)
+        source = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    return found
+
+
+def refusals(folder):
+    """The message of each call that tensor ranks refuse, by what asks for it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from transformers import GPT2Config, MixtralConfig
+
+    tsm = names()
+    from accelerate import init_empty_weights
+
+    def model(config):
+        with init_empty_weights():
+            return AutoModelForCausalLM.from_config(config)
+
+    def around(new, **options):
+        return FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn(), **options)
+
+    def blockwise():
+        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
+        with octavo.fp8_autocast(fp8_recipe=octavo.recipe.BlockScaling()):
+            sharded(input_ids=own(0), labels=own(0))
+
+    def clipped():
+        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
+        sharded(input_ids=own(0), labels=own(0))["loss"].backward()
+        sharded.clip_grad_norm_(1.0, float("inf"))
+
+    def other_samples():
+        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
+        ids = batch(0, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
+        sharded(input_ids=ids, labels=ids)
+
+    def drawn():
+        torch.manual_seed(dist.get_rank())
+        FullyShardedDataParallel(tsm.transform(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))))
+
+    octavo.shutdown()
+    tsm.init({"tensor_parallel_degree": 2})
+    llama, found = functools.partial(LlamaConfig, **SHAPE), {}
+    for name, call in (
+        ("experts", lambda: tsm.transform(model(MixtralConfig(**TINY | {"num_local_experts": 4, "sliding_window": None})))),
+        ("dropout", lambda: tsm.transform(model(llama(attention_dropout=0.1)))),
+        ("heads", lambda: tsm.transform(model(llama(num_attention_heads=1, num_key_value_heads=1)))),
+        ("own code", lambda: tsm.transform(model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))),
+        ("float16", lambda: tsm.transform(empty(**SHAPE), dtype=torch.float16)),
+        ("policy", lambda: around(tsm.transform(empty(**SHAPE)), mixed_precision=MixedPrecision(torch.float16))),
+        ("unwrapped", lambda: tsm.transform(AutoModelForCausalLM.from_config(llama()))(own(0))),
+        ("weights", drawn),
+        ("recipe", blockwise),
+        ("norm", clipped),
+        ("samples", other_samples),
+        ("degrees", lambda: (octavo.shutdown(), tsm.init({"tensor_parallel_degree": 3}))),
+        ("both", lambda: tsm.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 2})),
+    ):
+        try:
+            call()
+            found[name] = "none"
+        except octavo.errors.InputError as error:
+            found[name] = str(error)
+    return found
