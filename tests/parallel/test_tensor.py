@@ -48,7 +48,7 @@ ONE_RANK: dict = {}
 
 def of_one_rank(shape, options):
     """`tensor_ranks.trained` on one rank, once."""
-    key = shape, repr(options)
+    key = repr((shape, options))
     if key not in ONE_RANK:
         ONE_RANK[key] = tensor_ranks.trained(shape, None, **options)
     return ONE_RANK[key]
@@ -60,7 +60,7 @@ def check(world, degrees, cells, limit=1e-5):
     for (shape, options), each in zip(cells, found, strict=True):
         errors = tensor_ranks.errors(each, of_one_rank(shape, options))
         if not max(errors.values()) < limit:
-            wrong[shape, repr(options)] = errors
+            wrong[repr((shape, options))] = errors
     assert wrong == {}
 
 

@@ -262,7 +262,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head: _Head = _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
         else:
             head = _Head(hidden, weight.to(hidden.dtype), want_hidden, want_weight)
-        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES)):
+        # The loss of a rank's words computes in float32 beside the logits.
+        share = head.chunk_share * (1 if words is None else 0.25)
+        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(share * CHUNK_BYTES)):
             room = None if grad_scale is None else head.room(part)
             what = head.logits(part), target[part], grad_scale, objective, room
             chunk_loss, grad = cross_entropy_(*what) if words is None else cross_entropy_of_slices_(*what, words)
