@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import octavo
 from octavo.compat.smp.state_dicts import Settings, model_state
+from octavo.fp8.scaling import state_records
 
 STEPS = 3
 SHAPE = TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
@@ -177,6 +178,7 @@ def checkpoints(folder, degrees, others):
     together(model, optimizer, folder, found)
     found["files"] = sorted(str(path.relative_to(folder)) for path in (folder / "sharded").rglob("*") if path.is_file())
     wanted, rank = everything(model, optimizer), tsm.state.tp_rank
+    records = {name: value.clone() for name, value in state_records(model).items()}
     following = step(model, optimizer, 2, fp8=True)
     for given in others:
         for name, kind in (*kinds.items(), ("full", None)):
@@ -190,8 +192,9 @@ def checkpoints(folder, degrees, others):
             rng = {key: torch.equal(value, states[key]) for key, value in read["rng"].items()}
             same = tsm.state.tp_rank == rank
             difference = largest_difference(everything(other, fresh), wanted)
+            scales = largest_difference(state_records(other), records)
             loss = step(other, fresh, 2, fp8=True)
-            found[name, str(given)] = (difference, read["total_steps"], not same or all(rng.values()), loss, following)
+            found[name, str(given)] = (difference, scales, read["total_steps"], not same or all(rng.values()), loss, following)
     return found
 
 
@@ -243,6 +246,7 @@ def together(model, optimizer, folder, found):
 
 def wrapped(folder):
     """Recomputation by Transformer Engine's function and offloading change no loss; weights of rank 0, also whole for all."""
+    tsm, found = names(), {}
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
         checkpoint_wrapper,
@@ -253,7 +257,6 @@ def wrapped(folder):
     from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
     from transformer_engine.pytorch import checkpoint
 
-    tsm, found = names(), {}
     degrees = {"tensor_parallel_degree": 2}
     model, optimizer = made(tsm, degrees)
     plain = [step(model, optimizer, number, fp8=True) for number in range(STEPS)]
@@ -288,12 +291,11 @@ def wrapped(folder):
 
 def refusals(folder):
     """The message of each call that tensor ranks refuse, by what asks for it."""
+    tsm = names()
+    from accelerate import init_empty_weights
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.sagemaker.delayed_param import DelayedParamIniter
     from transformers import GPT2Config, MixtralConfig
-
-    tsm = names()
-    from accelerate import init_empty_weights
 
     def model(config):
         with init_empty_weights():

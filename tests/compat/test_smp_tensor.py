@@ -64,9 +64,12 @@ def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, othe
         for given in map(str, others):
             assert found["full", given] == 0
             for kind in ("sharded", "local"):
-                difference, total_steps, same_generators, loss, following = found[kind, given]
-                assert (difference, total_steps, same_generators) == (0, 2, True), (kind, given)
-                assert loss == pytest.approx(following, rel=1e-3), (kind, given)
+                *restored, loss, following = found[kind, given]
+                assert restored == [0, 0, 2, True], (kind, given)  # weights and moments, FP8 state, a value, generators
+                if given == str(others[0]):
+                    assert loss == following
+                # Ranks that share key-value heads cast their parts of these heads' gradient.
+                assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
 
 
 def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():
