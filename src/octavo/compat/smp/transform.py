@@ -21,7 +21,9 @@ from octavo.models.weight_files import Weights
 from octavo.models.weight_loader import WeightLoader, own_weights
 from octavo.nn.moe import LayerNormMoE
 from octavo.nn.norm import FLOATS
+from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import Load
+from octavo.parallel.fsdp import check_same_weights
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import state
 
@@ -115,7 +117,9 @@ def transform(
         seed = state.config.random_seed
         options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)
         # Ranks share no model before FSDP, which shards it: which layouts of weights stay is decided there.
-        # But of a tensor rank's matrices each has its part from here on.
+        # But of a tensor rank's matrices each has its part from here on, which no rank could compare later.
+        if tensor and not load_state_dict_from_rank0:
+            check_same_weights(model, all_ranks())
         how: Any = {"dtype": params_dtype, "params_dtype": params_dtype, "strategy": cp_comm_type}
         sharding = sharding_of(state, DelayedScaling(), **how) if tensor else None
         placed = state.world_size == 1
