@@ -176,6 +176,8 @@ def checkpoints(folder, degrees, others):
         saved_by_the_script(model, optimizer, folder / name, kind, {"total_steps": 2, "rng": states})
     whole, found = full(model), {}
     together(model, optimizer, folder, found)
+    if model.world_size > 1:
+        rank_by_rank(model, folder, found)
     found["files"] = sorted(str(path.relative_to(folder)) for path in (folder / "sharded").rglob("*") if path.is_file())
     wanted, rank = everything(model, optimizer), tsm.state.tp_rank
     records = {name: value.clone() for name, value in state_records(model).items()}
@@ -196,6 +198,28 @@ def checkpoints(folder, degrees, others):
             loss = step(other, fresh, 2, fp8=True)
             found[name, str(given)] = (difference, scales, read["total_steps"], not same or all(rng.values()), loss, following)
     return found
+
+
+def rank_by_rank(model, folder, found):
+    """Rows of each rank in its own folder, and the message for a folder that two tensor ranks give for theirs."""
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+    tsm, wanted = names(), full(model)
+    alone = {members[0]: dist.new_group(members) for members in tsm.state.ranker.get_rep_groups()}[dist.get_rank()]
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": model.state_dict()}
+        save(state, checkpoint_id=str(folder / f"rank{dist.get_rank()}"), process_group=alone)
+        try:
+            save(state, checkpoint_id=str(folder / f"fsdp{model.rank}"), process_group=alone)
+            found["apart"] = "none"
+        except octavo.errors.InputError as error:
+            found["apart"] = str(error)
+    other, _ = made(tsm, {"tensor_parallel_degree": 2})
+    with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
+        load({"model": other.state_dict()}, checkpoint_id=str(folder / f"rank{dist.get_rank()}"), process_group=alone)
+    found["rows"] = largest_difference(full(other), wanted)
 
 
 def together(model, optimizer, folder, found):

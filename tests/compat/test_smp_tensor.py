@@ -61,6 +61,10 @@ def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, othe
         rng, raw = found["refused"][:2], found["refused"][2:]
         assert all("rng.model-parallel-rng is not the same on the 2 tensor ranks" in text for text in rng), rng
         assert all("FSDP.optim_state_dict(model, optimizer)" in text and "tp2-{tp_rank}" in text for text in raw), raw
+        if number == 4:
+            assert found["rows"] == 0
+            assert "several tensor ranks give the folder" in found["apart"]
+            assert "have tp_rank in its name" in found["apart"]
         for given in map(str, others):
             assert found["full", given] == 0
             for kind in ("sharded", "local"):

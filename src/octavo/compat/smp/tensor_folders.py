@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.tensor import DTensor
 
@@ -129,7 +128,7 @@ def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 def _check_one_folder(own: Mapping[Any, Any], group: dist.ProcessGroup | None, place: str | None) -> None:
     """Refuse one folder for tensors that are other ones on each tensor rank. Collective."""
-    tensors = {name: value for name, value in flatten_state_dict(dict(own))[0].items() if isinstance(value, Tensor)}
+    tensors = dict(_tensors_in(own))
     sharded = [name for name, value in tensors.items() if isinstance(value, DTensor)]
     digests = {name: _digest(value) for name, value in tensors.items() if name not in sharded}
     given: list[Any] = [None] * dist.get_world_size(group)
@@ -142,6 +141,15 @@ def _check_one_folder(own: Mapping[Any, Any], group: dist.ProcessGroup | None, p
             f"save: {(sharded or others)[0]} is not the same on the {n} tensor ranks, which give one folder, {place!r}: give "
             f"one for each, tp{n}-{{tp_rank}}, or leave it out. {way}".rstrip()
         )
+
+
+def _tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state, by their names in a checkpoint."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _tensors_in(value, f"{name}.{key}" if name else str(key))
 
 
 def _digest(tensor: Tensor) -> str:
