@@ -384,8 +384,8 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
     if tensor > 1:
         same = f"{micro // tensor} for" if micro % tensor == 0 else "one that divides"
         draft.notes.append(
-            f"tensor_parallel_degree = {tensor} is not in run files yet: set it to 1, and train.micro_batch to {same} that global "
-            "batch"
+            f"run files have no tensor_parallel_degree = {tensor} yet: set it to 1, and train.micro_batch to {same} that "
+            "global batch"
         )
     draft.put("train.recompute", bool(given["activation_checkpointing"]), of("activation_checkpointing"))
     draft.put("train.seed", given["seed"], of("seed"))
