@@ -30,12 +30,22 @@ NAMES = (
     Name("torch._foreach_copy_", ("fp8/buffers.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_mul_", ("train/adamw.py", "train/optimizer.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_norm", ("parallel/shards.py",), _FOREACH),
-    Name("torch.ops.aten._unsafe_view", ("nn/norm.py", "nn/mlp.py"), "a result that is no view of what autograd saved"),
+    Name(
+        "torch.ops.aten._unsafe_view",
+        ("nn/norm.py", "nn/mlp.py", "collectives/tensor.py"),
+        "a result that is no view of what autograd saved",
+    ),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", ("kernels/gemm.py",), "whether this CPU has products in bf16"),
     Name("torch.Tensor._make_subclass", ("parallel/deferred_init.py",), "a parameter of a subclass, with its class"),
     Name("torch.Tensor._version", ("fp8/buffers.py",), "whether somebody wrote a tensor since"),
     Name("torch.nn.modules.module._has_any_global_hook", ("kernels/autograd.py",), _HOOKS, ()),
     Name("torch.nn.modules.module._IncompatibleKeys", ("compat/smp/state_dicts.py",), "what `load_state_dict` returns"),
+    Name(
+        "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+        ("parallel/torch_clipping.py",),
+        "clipping of a tensor rank's parts is refused, however `clip_grad_norm_` was imported",
+        ("parameters",),
+    ),
     Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),
     Name("torch.optim.optimizer._use_grad_for_differentiable", ("train/adamw.py",), "the decorator of `Optimizer.step`"),
     Name(
