@@ -33,13 +33,15 @@ def test_two_tensor_ranks_train_as_one_rank_does():
 )
 def test_four_ranks_train_as_one_rank_does(degrees, strategies):
     tensor = degrees["tensor_parallel_degree"]
-    for rank, found in enumerate(ranks.run(4, smp_tensor_ranks.trained, degrees, strategies)):
+    results = ranks.run(4, smp_tensor_ranks.trained, degrees, strategies)
+    for rank, found in enumerate(results):
         assert found["state"] == (rank % tensor, tensor, list(range(rank - rank % tensor, rank - rank % tensor + tensor)))
         for name in strategies:
             rows, difference = found[name]
             for one, wanted in zip(rows, found["one rank"], strict=True):
                 assert one == pytest.approx(wanted, abs=1e-5), name
             assert difference < 1e-5, name
+            assert rows == results[0][name][0], name
             alone = name == "NO_SHARD"
             assert found[f"{name} ranks"] == (
                 [rank] if alone else list(range(rank % tensor, 4, tensor)),

@@ -131,8 +131,9 @@ class SmpState:
     def rep_rank_process_group(self) -> dist.ProcessGroup | None:
         """The ranks of this rank's replica of the model; None without ranks."""
         ranks, last = world.state, _last_mesh()
-        if ranks.tp_size > 1 and (last is None or last[0] % ranks.tp_size == 0):
-            return replica_group((ranks.world_size // ranks.degrees.replicate if last is None else last[0]) // ranks.tp_size)
+        inside = ranks.world_size // ranks.degrees.replicate if last is None else last[0]
+        if ranks.tp_size > 1 and ("replica", inside // ranks.tp_size) in process.shard_meshes:  # not of PyTorch's own FSDP
+            return replica_group(inside // ranks.tp_size)
         if last is not None:
             return ranks.world_process_group if last[0] == ranks.world_size else last[1].get_group("hybrid_shard")
         if ranks.mesh is None or ranks.degrees.replicate == 1:
