@@ -105,10 +105,11 @@ def test_spawned_ranks_and_the_workers_of_their_loaders_find_the_names():
     assert 1.0 < losses[1] < losses[0] < 2.0
 
 
-def test_an_smp_training_resumes_to_the_same_numbers(tmp_path):
+@pytest.mark.parametrize(("degree", "samples"), [("hybrid_shard_degree", 8), ("tensor_parallel_degree", 4)])
+def test_an_smp_training_resumes_to_the_same_numbers(tmp_path, degree, samples):
     script, folder = SCRIPTS / "smp_train.py", tmp_path / "checkpoints"
     common = ("--checkpoint_dir", folder, "--num_kept_checkpoints", 2)
-    parameters = json.dumps({"hybrid_shard_degree": 2, "delayed_parameter_initialization": True})  # as an estimator hands over
+    parameters = json.dumps({degree: 2, "delayed_parameter_initialization": True})  # as an estimator hands over
     environment = {"OMP_NUM_THREADS": "1", "SM_HP_MP_PARAMETERS": parameters}
     run_forked(
         *(tmp_path / "one", script, *common, "--metrics", tmp_path / "all.json", "--model_dir", tmp_path / "model"),
@@ -125,14 +126,14 @@ def test_an_smp_training_resumes_to_the_same_numbers(tmp_path):
     # The model folder is Hugging Face's.
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert hf.config.num_hidden_layers == 2
-    ids = torch.stack([(torch.arange(32) * (index % 3 + 1) + 7 * index) % 128 for index in range(8)])
+    ids = torch.stack([(torch.arange(32) * (index % 3 + 1) + 7 * index) % 128 for index in range(samples)])
     with torch.no_grad():
         assert hf(input_ids=ids, labels=ids).loss.item() == pytest.approx(rows[-1]["val_loss"], rel=2e-3)
-    # The first step is that of Octavo itself on one rank, with the batches of both.
+    # The first step is that of Octavo itself on one rank, with the batches of both, or with the one of tensor ranks.
     with octavo.delayed_init():
         model = AutoModelForCausalLM.from_config(hf.config)
     model = octavo.transform(model, params_dtype=torch.float32, device="cpu")
-    first = ids[[0, 2, 1, 3]]
+    first = ids[: samples // 2]
     with octavo.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
         loss = model(input_ids=first, labels=first).loss
     assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-3)

@@ -138,7 +138,12 @@ def test_what_a_script_without_ranks_lacks_is_said(gpus):
         (("local", 1, smp(partitions=2), {}), ["'partitions' = 2", "SMP v1"]),
         (("local", 1, smp(context_paralel_degree=2), {}), ["Did you mean 'context_parallel_degree'?"]),
         (("local", 1, smp(context_parallel_degree="2"), {}), ["context_parallel_degree", "'2'"]),
-        (("local", 2, smp(tensor_parallel_degree=2), {}), ["tensor_parallel_degree = 2", "no tensor parallelism"]),
+        (
+            ("local", 4, smp(tensor_parallel_degree=2, expert_parallel_degree=2), {}),
+            ["tensor_parallel_degree = 2", "expert_parallel_degree = 2", "experts are not split"],
+        ),
+        (("local", 4, smp(tensor_parallel_degree=2, hybrid_shard_degree=4), {}), ["hybrid_shard 4 x tensor 2 = 8"]),
+        (("local", 3, smp(tensor_parallel_degree=2), {}), ["tensor 2 does not divide the world of 3"]),
         (("local", 2, smp(expert_parallel_degree=4), {}), ["expert 4 does not divide hybrid_shard 2"]),
         (("local", 1, smp(delayed_parameter_initialization="yes"), {}), ["delayed_parameter_initialization = 'yes'"]),
         (("local", 1, {"torch_distributed": {"enable": True}}, {}), ["'enable'", "Did you mean 'enabled'?"]),

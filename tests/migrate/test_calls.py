@@ -143,7 +143,7 @@ REFUSED = [
     ("te.Linear(8, 8, ub_overlap_ag=True)", "Linear(ub_overlap_ag=True)"),
     ("te.LayerNormMLP(8, 8, activation='nothing')", "LayerNormMLP(activation='nothing')"),
     ("te.TransformerLayer(16, 16, 2, tp_size=2)", "TransformerLayer(tp_size=2)"),
-    ("tsm.init({'tensor_parallel_degree': 2})", "tensor_parallel_degree=2)"),
+    ("tsm.init({'tensor_parallel_degree': 2, 'expert_parallel_degree': 2})", "expert_parallel_degree=2)"),
     ("tsm.init({'tensor_paralel_degree': 1})", "init(config='tensor_paralel_degree')"),
     ("te.Linear.nothing(1)", "nothing"),
     ("from torch.sagemaker import transform\ntransform(m, cp_comm_type='a2a')", "transform(cp_comm_type='a2a')"),
@@ -198,7 +198,8 @@ def test_a_call_that_is_not_seen_whole_is_listed(tmp_path, text, note):
         "from transformer_engine.common.recipe import DelayedScaling, Format\nr = DelayedScaling(fp8_format=Format.HYBRID)\n"
         "with te.fp8_autocast(enabled=True, fp8_recipe=r):\n pass",
         "L = functools.partial(te.Linear, bias=False)\nL(8, 8)",
-        "tsm.init({'tensor_parallel_degree': 1, 'hybrid_shard_degree': 8})",
+        "tsm.init({'tensor_parallel_degree': 2, 'hybrid_shard_degree': 8})",
+        "tsm.init({'tensor_parallel_degree': degree(), 'hybrid_shard_degree': 8})",
         "ok = False\nif ok:\n te.nothing(1)\nte.Linear(8, 8)",
         "l = te.Linear(8, 8)\nassert isinstance(l, te.Linear)\nprint(l)",
     ],

@@ -84,6 +84,15 @@ def fit_degrees(
     )
 
 
+def check_composed(tensor: int, expert: int) -> None:
+    """Raise an InputError for degrees that this version does not compose, whatever the ranks are."""
+    if tensor > 1 and expert > 1:
+        raise InputError(
+            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: experts are not split over tensor "
+            "ranks. Set one of them to 1."
+        )
+
+
 def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple[int, int]:
     """Micro-batch and accumulation steps: global_batch = micro_batch × accumulation × dp_size.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from octavo.config.degrees import DEGREES, fit_degrees
+from octavo.config.degrees import DEGREES, check_composed, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError, nearest
 from octavo.hardware import Instance, find_instance, installed_gpus, lookup, system_memory_gib
@@ -29,10 +29,6 @@ _SMP_1 = (
     "sharded_data_parallel_degree", "shard_optimizer_state", "skip_tracing",
 )  # fmt: skip
 """Keys of SMP v1, another library."""
-_ABSENT = {
-    "tensor_parallel_degree": "hybrid_shard_degree shards the same matrices",
-}
-"""Degrees that are 1 in this version of Octavo, with the way that there is."""
 _KEYS = {
     "torch_distributed": ("enabled",),
     "pytorchddp": ("enabled", "custom_mpi_options", "communication_options"),
@@ -284,7 +280,7 @@ def check_parameters(parameters: Mapping[str, Any], where: str = ESTIMATOR.smp) 
     """SMP's parameters, checked key by key; where: their place in the call.
 
     Raises:
-        InputError: an unknown key, one of SMP v1, a value of the wrong type, or a degree that Octavo does not have.
+        InputError: an unknown key, one of SMP v1, a value of the wrong type, or degrees that Octavo does not compose.
     """
     if not isinstance(parameters, Mapping):
         raise InputError(f"{where} is {parameters!r}: write a dictionary, such as {{'context_parallel_degree': 8}}.")
@@ -301,12 +297,10 @@ def check_parameters(parameters: Mapping[str, Any], where: str = ESTIMATOR.smp) 
     for name in _SWITCHES:
         if not isinstance(parameters.get(name, False), bool):
             raise InputError(f"{where}: {name} = {parameters[name]!r}: give True or False.")
-    for name, way in _ABSENT.items():
-        if parameters.get(name, 1) > 1:
-            raise InputError(
-                f"{where}: {name} = {parameters[name]}, and this version of Octavo has no {name.split('_')[0]} parallelism: "
-                f"set it to 1; {way}."
-            )
+    try:
+        check_composed(*(parameters.get(name, 1) for name in ("tensor_parallel_degree", "expert_parallel_degree")))
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     return dict(parameters)
 
 

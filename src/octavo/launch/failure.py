@@ -58,7 +58,8 @@ def memory_advice(job: Mapping[str, Any]) -> str:
     found = []
     if parameters is not None and job["ranks"]:
         context = parameters.get("context_parallel_degree", 1)
-        shard = parameters.get("hybrid_shard_degree", 0) or job["ranks"] // parameters.get("tensor_parallel_degree", 1)
+        most = job["ranks"] // parameters.get("tensor_parallel_degree", 1)
+        shard = parameters.get("hybrid_shard_degree", 0) or most
         larger = [degree for degree in divisors(shard) if degree > context]
         length = hyperparameters.get("max_context_width")
         if larger:
@@ -70,8 +71,9 @@ def memory_advice(job: Mapping[str, Any]) -> str:
                 if context == 1
                 else f"context_parallel_degree is {context}: {degrees} {divide} activations further"
             )
-        if shard < job["ranks"]:
-            found.append(f"hybrid_shard_degree = {shard}: {job['ranks']} shards parameters and states over all ranks")
+        if shard < most:
+            ranks = "all ranks" if most == job["ranks"] else f"all {most} ranks with the same part of a matrix"
+            found.append(f"hybrid_shard_degree = {shard}: {most} shards parameters and states over {ranks}")
     if hyperparameters.get("activation_checkpointing") in (0, "0", False):
         found.append("activation_checkpointing = 1 keeps less for backward")
     if isinstance(size := hyperparameters.get("train_batch_size"), int) and size > 1:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from octavo.compat.smp.configs import MoEConfig, SmpConfig
 from octavo.compat.te import limits as te
 from octavo.compat.te import recipes
-from octavo.config.degrees import DEGREES, fit_degrees
+from octavo.config.degrees import DEGREES, check_composed, fit_degrees
 from octavo.errors import InputError
 from octavo.launch.inputs import TrainingInput
 from octavo.migrate.known import OPTIONAL, REST, UNKNOWN, Made, is_known
@@ -349,9 +349,8 @@ def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield there[0], "it has to fit the mask type, the format and the tokens."
     if dotted == "torch.sagemaker.init":
         config = given.get("config")
-        open_ended = isinstance(config, dict) and (REST in config or not is_known(config.get("tensor_parallel_degree", 1)))
-        if open_ended or config is UNKNOWN:
-            yield "config", "tensor_parallel_degree is at most 1, and keys are SMP's."
+        if config is UNKNOWN or (isinstance(config, dict) and REST in config):
+            yield "config", "keys are SMP's, and degrees fit the ranks."
 
 
 _OF_STATE = {
@@ -416,24 +415,17 @@ def _refused_keys(config: Any) -> Iterator[tuple[str, Any, str]]:
     for key, value in known.items():
         if key not in fields:
             yield "config", key, f"no key of it: {', '.join(fields)}."
-        elif key == "tensor_parallel_degree" and value != 1:
-            yield (
-                f"config.{key}",
-                value,
-                "there is no tensor parallelism: set it to 1; hybrid_shard_degree shards the matrices.",
-            )
         elif (fault := _fault(lambda: SmpConfig.from_dict({key: value}, where="config"))) is not None:  # noqa: B023
             yield f"config.{key}", value, fault
     degrees = {key: known.get(key, fields[key].default) for key in DEGREES}
     numbers = all(type(value) is int and value >= 0 for value in degrees.values())
     if REST not in config and numbers and not any(key in config and key not in known for key in DEGREES):
-        hybrid, _, context, expert = degrees.values()
-        world = hybrid or math.lcm(max(1, context), max(1, expert))
-        if (
-            _fault(lambda: fit_degrees(**degrees | {"tensor_parallel_degree": 1}, world_size=world)) is not None
-            and context * expert
-        ):
+        hybrid, tensor, context, expert = degrees.values()
+        world = max(1, tensor) * (hybrid or math.lcm(max(1, context), max(1, expert)))
+        if _fault(lambda: fit_degrees(**degrees, world_size=world)) is not None and tensor * context * expert:
             yield "config.hybrid_shard_degree", hybrid, "context_parallel_degree and expert_parallel_degree divide it."
+        if (fault := _fault(lambda: check_composed(tensor, expert))) is not None:
+            yield "config.expert_parallel_degree", expert, fault
 
 
 _SIZES = (

@@ -111,9 +111,9 @@ def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
 
 
 def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor parallelism beyond 1, which runs and SMP's scripts do not have."""
+    """Raise an InputError for a degree of tensor parallelism beyond 1, which run files do not have."""
     if degrees.tensor > 1:
         raise InputError(
             f"parallel.tensor_parallel_degree = {degrees.tensor}: this version splits matrices over ranks in loops of your own "
-            "alone, by octavo.init and octavo.transform. Set parallel.tensor_parallel_degree = 1."
+            "and in SMP's scripts alone. Set parallel.tensor_parallel_degree = 1."
         )

@@ -1,6 +1,7 @@
 """SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`.
 
 A DTensor of more ranks than the process group has is saved as this rank's rows (SMP's local checkpoints: a folder a rank).
+Parts of matrices, of tensor ranks, are saved by the shard groups of all of them together: `octavo.compat.smp.tensor_folders`.
 Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself does: read only folders that you trust.
 """
 
@@ -10,7 +11,8 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from octavo.collectives.blocks import has_part, local_of
+from octavo.collectives.blocks import as_held, has_part, local_of
+from octavo.compat.smp import tensor_folders
 from octavo.compat.smp.asynchronous import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
-from octavo.compat.smp.state_dicts import Fp8State, with_shards
+from octavo.compat.smp.state_dicts import Fp8State, states_in, with_shards
 from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
 from octavo.parallel.calls import together
@@ -68,6 +71,8 @@ def _check_writable(path: Any) -> None:
         raise InputError(f"save: checkpoint_id = {str(path)!r} cannot be used: {fault}")
 
 
+_PREPARED = ContextVar("octavo_prepared", default=False)
+"""Within a save of this module, whose state PyTorch's own functions write as it is."""
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+://|[A-Za-z][\w+.-]+::")
 
 
@@ -121,8 +126,9 @@ def save(
     if storage_writer is None:
         _check_writable(checkpoint_id)
     with _together("save", process_group):
+        state, group = _prepared(state_dict, process_group, _place_of(checkpoint_id, storage_writer), _of_group)
         _check_folder(checkpoint_id, storage_writer, process_group)
-    _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
+    _write(state, checkpoint_id, storage_writer, planner, group)
 
 
 def async_save(
@@ -147,12 +153,13 @@ def async_save(
     if storage_writer is None:
         _check_writable(checkpoint_id)
     with _together("async_save", process_group):
+        state, over = _prepared(state_dict, process_group, _place_of(checkpoint_id, storage_writer), _of_group)
         _check_folder(checkpoint_id, storage_writer, process_group)
-    there, group = _background_group(process_group)
+    there, group = _background_group(over)
     if not there:
-        _write(_of_group(state_dict, process_group), checkpoint_id, storage_writer, planner, process_group)
+        _write(state, checkpoint_id, storage_writer, planner, over)
         return
-    copied = tree_map(_copied, _of_group(state_dict, process_group))
+    copied = tree_map(_copied, state)
     alone = group is None  # this rank has no others to agree with
     (queue or DEFAULT_ASYNC_REQUEST_QUEUE).schedule(
         lambda: _write(copied, checkpoint_id, storage_writer, planner, group, alone=alone)
@@ -181,6 +188,7 @@ def load(
         if checkpoint_id is None:
             raise InputError("load: give checkpoint_id, the folder of the checkpoint, or storage_reader.")
         reader = DistributedFileSystemReader(checkpoint_id)
+    tensor_folders.settle(reader)
     path = getattr(reader, "path", checkpoint_id)
     remote = isinstance(reader, FsspecReader) or "://" in str(path)
     if not remote and not os.path.isfile(os.path.join(str(path), ".metadata")):  # noqa: PTH113, PTH118
@@ -236,9 +244,13 @@ def _write(
         if checkpoint_id is None:
             raise InputError("save: give checkpoint_id, the folder of the checkpoint, or storage_writer.")
         writer = DistributedFileSystemWriter(checkpoint_id)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
-        state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    token = _PREPARED.set(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
+            state_dict_saver.save(state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+    finally:
+        _PREPARED.reset(token)
 
 
 def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
@@ -246,13 +258,17 @@ def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.Abstract
     return together(f"torch.sagemaker's {call}") if group is None else contextlib.nullcontext()
 
 
+def _place_of(checkpoint_id: Any, writer: Any) -> str | None:
+    path = getattr(writer, "path", checkpoint_id)
+    return None if path is None else str(path)
+
+
 def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | None) -> None:
     """Refuse several folders for what the ranks of a group write as one checkpoint. Collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     given: list[Any] = [None] * dist.get_world_size(group)
-    path = getattr(writer, "path", checkpoint_id)
-    dist.all_gather_object(given, None if path is None else str(path), group=group)
+    dist.all_gather_object(given, _place_of(checkpoint_id, writer), group=group)
     if len(set(given)) > 1:
         folders = ", ".join(map(repr, sorted(set(given), key=str)))
         raise InputError(
@@ -312,20 +328,34 @@ def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
 
 
 def _covers(members: set[int], value: Tensor) -> bool:
-    """True if the ranks hold all rows between them: those of one replica at least."""
-    return any(members.issuperset(replica) for replica in replicas_of(value))
+    """True if the ranks hold all rows between them, of a tensor rank's part: those of one replica at least."""
+    return any(members.issuperset(replica) for replica in replicas_of(as_held(value)))
 
 
 def _shards_of(members: set[int], value: Tensor) -> set[int]:
     """The shards of a tensor that the ranks hold, by number."""
-    return {shard for replica in replicas_of(value) for shard, rank in enumerate(replica) if rank in members}
+    return {shard for replica in replicas_of(as_held(value)) for shard, rank in enumerate(replica) if rank in members}
 
 
 def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:
     """A state for PyTorch's own `save` and `load`: `_of_group` of one with a model's state in it, and any other as it is."""
-    nested = state.values() if isinstance(state, Mapping) else ()
-    found = any(isinstance(value, Fp8State) for one in (state, *nested) if isinstance(one, Mapping) for value in one.values())
-    return _of_group(state, group) if found else state
+    return _of_group(state, group) if next(states_in(state), None) is not None else state
+
+
+def to_save(state: Any, group: dist.ProcessGroup | None, writer: Any) -> tuple[Any, dist.ProcessGroup | None]:
+    """(a state for PyTorch's own `save`, the ranks that save it together). Collective over the tensor ranks of a group."""
+    if _PREPARED.get():
+        return state, group
+    return _prepared(state, group, _place_of(None, writer), of_models)
+
+
+def _prepared(
+    state: Any, group: dist.ProcessGroup | None, place: str | None, rows: Callable[[Any, Any], Any]
+) -> tuple[Any, dist.ProcessGroup | None]:
+    """(the rows of a state that ranks save together, these ranks)."""
+    among = tensor_folders.among(state, group, place)
+    found = rows(state, among.group)
+    return tensor_folders.separated(found, among, place), among.group
 
 
 def read_back(state: dict[str, Any], rows: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """One checkpoint over several folders: ranks of one save that give PyTorch's writer different ones.
 
-SMP's example scripts write a folder for each `ep_rank`, over `model.process_group`, each of a whole model. Here parameters are
-sharded over the ranks of all folders. So each folder gets the metadata of the whole checkpoint, with paths relative to it:
-`../ep2-1/__1_0.distcp`. PyTorch's reader needs nothing else, at any degrees, while the folders stay beside each other.
-Addresses have no relative paths: several of them are refused.
+SMP's example scripts write a folder for each `ep_rank`, over `model.process_group`, each of a whole model, and one for each
+`tp_rank`. Here parameters are those of the ranks of all folders. So each folder gets the metadata of the whole checkpoint,
+with paths relative to it: `../ep2-1/__1_0.distcp`. PyTorch's reader needs nothing else, at any degrees, while the folders stay
+beside each other. What is a tensor rank's own (`octavo.compat.smp.tensor_folders`) is in its folder's metadata alone. Addresses
+have no relative paths: several of them are refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 
+from octavo.compat.smp.tensor_folders import own_of_folder
 from octavo.errors import InputError
 
 _METHODS = ("prepare_local_plan", "prepare_global_plan", "finish")
@@ -54,14 +56,16 @@ def patched() -> dict[str, Callable[..., Any]]:
             # The coordinator's own folder last: with it the checkpoint is complete.
             for home in sorted(set(folders), key=lambda folder: folder == str(own)):
                 self.path = self.fs.init_path(home)
-                finish(self, metadata, [_seen_from(home, *pair) for pair in zip(folders, results, strict=True)])
+                seen = [_seen_from(home, *pair) for pair in zip(folders, results, strict=True)]
+                here = [results[rank] for rank, folder in enumerate(folders) if folder == home]
+                finish(self, *own_of_folder(metadata, seen, here))
         finally:
             self.path = own
 
     return dict(zip(_METHODS, (prepare_local_plan, prepare_global_plan, finish_all), strict=True))
 
 
-def patched_reader() -> Callable[..., None]:
+def patched_reader() -> dict[str, Callable[..., None]]:
     """`FileSystemReader.set_up_storage_reader`, which names a folder of the checkpoint that is not beside the others."""
     own = FileSystemReader.set_up_storage_reader
 
@@ -70,7 +74,7 @@ def patched_reader() -> Callable[..., None]:
             _check_beside(str(self.path), metadata)
         own(self, metadata, is_coordinator, *args, **kwargs)
 
-    return set_up_storage_reader
+    return {"set_up_storage_reader": set_up_storage_reader}
 
 
 def _check_beside(home: str, metadata: Any) -> None:
@@ -81,7 +85,7 @@ def _check_beside(home: str, metadata: Any) -> None:
         names = ", ".join(map(repr, lost))
         raise InputError(
             f"load: the checkpoint in {home!r} has shards in {names}, where no folder is. The folders of one checkpoint, of "
-            "each ep_rank, stay beside each other: put them back, or load another checkpoint."
+            "each ep_rank or tp_rank, stay beside each other: put them back, or load another checkpoint."
         )
 
 

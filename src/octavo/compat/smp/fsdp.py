@@ -29,14 +29,15 @@ from octavo.compat.notices import say_once
 from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
-from octavo.compat.smp.init import given_names
+from octavo.compat.smp.init import given_names, made, replica_group
 from octavo.compat.smp.init import state as smp_state
-from octavo.compat.smp.transform import Transformed, transformed
+from octavo.compat.smp.transform import Transformed, transformed, whole_weights
 from octavo.compat.smp.utils import clip_by_pytorch
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
 from octavo.models.own_code import compute_in, refuse_float32_parameters
+from octavo.models.tensor_parallel import check_tensor
 from octavo.models.vision import Blocks
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Values
@@ -46,7 +47,6 @@ from octavo.parallel.offload import offloaded
 from octavo.parallel.sharding import Sharding, sharding_of
 from octavo.parallel.world import expert_mesh, rank_variable
 from octavo.parallel.world import state as ranks
-from octavo.process import process
 from octavo.train.optimizer import clip_grad_norm_
 
 _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -67,7 +67,7 @@ class ShardedModel(FullyShardedDataParallel):
         given = arguments.given(args, kwargs)
         noted = transformed(module)
         assert noted is not None
-        degree, strategy = resolved(smp_state.hybrid_shard_degree, given.sharding_strategy)
+        degree, strategy = resolved(smp_state.hybrid_shard_degree, given.sharding_strategy, ranks.tp_size)
         training = module.training
         with given_names():
             sharding = _sharding(module, noted, given.mixed_precision, degree, strategy)
@@ -84,8 +84,11 @@ class ShardedModel(FullyShardedDataParallel):
         self.world_size = 1 if self.process_group is None else dist.get_world_size(self.process_group)
         self.state_settings = state_dicts.Settings()
         if sharding is not None:
-            shards = sharding.mesh.mesh.reshape(-1, sharding.mesh.size(-1))
-            make_background_groups([list(range(ranks.world_size)), *shards.tolist(), *shards.t().tolist()])
+            # [replicas, shards, tensor ranks]
+            layout = torch.arange(ranks.world_size).view(-1, sharding.mesh.size(-1), ranks.tp_size)
+            groups = [layout.flatten(1), layout.transpose(1, 2).flatten(0, 1), layout.permute(1, 2, 0).flatten(0, 1)]
+            make_background_groups([list(range(ranks.world_size)), *(group for each in groups for group in each.tolist())])
+            replica_group(sharding.mesh.size(-1))
         self._offloads = False
         self.register_load_state_dict_pre_hook(_load_inside)
 
@@ -179,8 +182,11 @@ def _load_inside(
     state |= {name: tensor.detach() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
-def resolved(degree: int, given: ShardingStrategy | None) -> tuple[int, ShardingStrategy]:
-    """(ranks that a parameter is sharded over, 0 for all; the strategy that holds), by the table of this module."""
+def resolved(degree: int, given: ShardingStrategy | None, tensor: int = 1) -> tuple[int, ShardingStrategy]:
+    """(ranks that a parameter is sharded over, 0 for all; the strategy that holds), by the table of this module.
+
+    tensor: ranks that hold parts of each matrix, which are neighbours.
+    """
     strategy = given or ShardingStrategy.FULL_SHARD
     if degree == 1:
         return 1, _overridden(degree, given, ShardingStrategy.NO_SHARD)
@@ -191,7 +197,7 @@ def resolved(degree: int, given: ShardingStrategy | None) -> tuple[int, Sharding
         return 1, strategy
     if strategy in IN_HOST:
         local = rank_variable("LOCAL_WORLD_SIZE", min(ranks.world_size, max(1, torch.cuda.device_count() or ranks.world_size)))
-        return min(local, ranks.world_size), strategy
+        return max(1, min(local, ranks.world_size) // tensor), strategy
     return 0, strategy
 
 
@@ -224,6 +230,7 @@ def _sharding(
     compute = precision.param_dtype or own
     if isinstance(model, Decoder):
         model.dtype = compute
+        check_tensor(model.spec, ranks.tp_size, dtype=compute)
     else:
         compute_in(model, compute, ranks.device)
     base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=own, strategy=noted.cp_comm_type)
@@ -241,30 +248,23 @@ def _sharding(
     )
 
 
-def made(kind: str, degree: int, make: Callable[[], Any]) -> Any:
-    """The mesh of a kind and a degree, made once; the newest that is asked for comes last."""
-    found = process.shard_meshes.pop((kind, degree), None)
-    if found is None or found[0] is not ranks.mesh:
-        found = ranks.mesh, make()
-    process.shard_meshes[kind, degree] = found
-    return found[1]
-
-
 def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
     """[replicate, shard] with `degree` ranks a shard group, or [shard]."""
     if degree in (0, usual.size(-1)):
         return cast("DeviceMesh", made("dense", usual.size(-1), lambda: usual))
-    if ranks.world_size % degree or degree % ranks.cp_size:
+    tensor, each = ranks.tp_size, ranks.world_size // ranks.tp_size
+    if each % degree or degree % ranks.cp_size:
+        several = f", of tensor_parallel_degree {tensor}" if tensor > 1 else ""
         raise InputError(
-            f"a shard group of {degree} ranks does not fit {ranks.world_size} ranks with context_parallel_degree "
-            f"{ranks.cp_size}: it divides the ranks and is a multiple of that degree. Set hybrid_shard_degree in "
-            "torch.sagemaker.init."
+            f"a shard group of {degree} ranks does not fit {ranks.world_size} ranks{several} with context_parallel_degree "
+            f"{ranks.cp_size}: it divides the {'ranks' if tensor == 1 else f'{each} ranks with the same part of a matrix'} and "
+            "is a multiple of that degree. Set hybrid_shard_degree in torch.sagemaker.init."
         )
 
     def make() -> DeviceMesh:
-        names = ("replicate", "hybrid_shard")
-        mesh = init_device_mesh(ranks.device.type, (ranks.world_size // degree, degree), mesh_dim_names=names)
-        return mesh["hybrid_shard"] if degree == ranks.world_size else mesh
+        names = ("replicate", "hybrid_shard", "tensor")
+        mesh = init_device_mesh(ranks.device.type, (each // degree, degree, tensor), mesh_dim_names=names)
+        return mesh["hybrid_shard"] if degree == each else mesh["replicate", "hybrid_shard"]
 
     return cast("DeviceMesh", made("dense", degree, make))
 
@@ -299,7 +299,13 @@ def _values(model: nn.Module, noted: Transformed, init: Any, *, sync: bool) -> C
     """
     on_meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     several = ranks.world_size > 1
-    if sync and several:
+    if noted.from_rank0 and sync and ranks.tp_size > 1:
+        load = whole_weights(model) if ranks.rank == 0 else None
+        return lambda: FromRank0(load, all_ranks())
+    if sync and ranks.tp_size > 1:
+        # Rank 0 has its own parts alone: parts that are there already stay.
+        check_same_weights(model, all_ranks())
+    elif sync and several:
         load = _Own(model) if ranks.rank == 0 else None
         return lambda: FromRank0(load, all_ranks())
     if noted.from_rank0 and several:

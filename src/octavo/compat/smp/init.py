@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from octavo.compat.missing import MissingName, way_of
 from octavo.compat.smp.configs import SmpConfig
 from octavo.compat.smp.keys import users_names
 from octavo.compat.smp.shim import WAYS
-from octavo.config.degrees import Degrees
+from octavo.config.degrees import check_composed
 from octavo.errors import InputError
 from octavo.parallel import world
-from octavo.parallel.sharding import check_supported
 from octavo.process import process
 from octavo.storage import local_path
 
@@ -39,11 +39,40 @@ def given_names() -> contextlib.AbstractContextManager[None]:
 
 def _last_mesh() -> tuple[int, Any] | None:
     """(ranks of a replica, its mesh, None where all ranks are one) of the newest model in FSDP."""
-    made = [(key[1], mesh) for key, (of, mesh) in process.shard_meshes.items() if of is world.state.mesh and key[0] != "expert"]
+    made = [
+        (key, mesh)
+        for key, (of, mesh) in process.shard_meshes.items()
+        if of is world.state.mesh and key[0] in ("dense", "plain")
+    ]
     if not made:
         return None
-    degree, mesh = made[-1]
-    return (degree, mesh) if mesh is not None else (world.state.world_size, None)
+    (kind, degree), mesh = made[-1]
+    inside = degree * world.state.tp_size if kind == "dense" else degree
+    return (inside, mesh) if mesh is not None else (world.state.world_size, None)
+
+
+def made(kind: str, degree: int, make: Callable[[], Any]) -> Any:
+    """The mesh or group of a kind and a degree, made once; the newest that is asked for comes last."""
+    found = process.shard_meshes.pop((kind, degree), None)
+    if found is None or found[0] is not world.state.mesh:
+        found = world.state.mesh, make()
+    process.shard_meshes[kind, degree] = found
+    return found[1]
+
+
+def replica_group(degree: int) -> dist.ProcessGroup:
+    """The ranks of this rank's replica, of `degree` shards of each tensor rank's parts. Collective at first."""
+    ranks = world.state
+    inside = degree * ranks.tp_size
+    if inside == ranks.world_size:
+        assert ranks.world_process_group is not None
+        return ranks.world_process_group
+
+    def make() -> Any:
+        return dist.new_subgroups_by_enumeration(torch.arange(ranks.world_size).view(-1, inside).tolist())[0]
+
+    found: dist.ProcessGroup = made("replica", degree, make)
+    return found
 
 
 class Ranker:
@@ -102,6 +131,9 @@ class SmpState:
     def rep_rank_process_group(self) -> dist.ProcessGroup | None:
         """The ranks of this rank's replica of the model; None without ranks."""
         ranks, last = world.state, _last_mesh()
+        inside = ranks.world_size // ranks.degrees.replicate if last is None else last[0]
+        if ranks.tp_size > 1 and ("replica", inside // ranks.tp_size) in process.shard_meshes:  # not of PyTorch's own FSDP
+            return replica_group(inside // ranks.tp_size)
         if last is not None:
             return ranks.world_process_group if last[0] == ranks.world_size else last[1].get_group("hybrid_shard")
         if ranks.mesh is None or ranks.degrees.replicate == 1:
@@ -125,19 +157,19 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
         config: SMP's configuration; or the path of a JSON file with it; None: what the estimator handed over, else defaults.
 
     Raises:
-        InputError: an unknown key, text that is no JSON, a degree that does not fit or that Octavo does not have yet.
+        InputError: an unknown key, text that is no JSON, or a degree that does not fit.
     """
     given, where = _read(config)
     chosen = SmpConfig.from_dict(given, where=where)
     keys = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree")
     degrees = {key: getattr(chosen, key) for key in keys}
-    tensor = chosen.tensor_parallel_degree
     horizon = chosen.activation_loading_horizon
     with users_names(where):
-        # Before anything is started.
-        check_supported(Degrees(world=tensor, hybrid_shard=1, tensor=tensor, context=1, expert=1))
+        check_composed(chosen.tensor_parallel_degree, chosen.expert_parallel_degree)
         world.init({**degrees, "random_seed": chosen.random_seed, "activation_loading_horizon": horizon})
     _Given.config, _Given.where = chosen, where
+    if world.state.tp_size > 1:
+        replica_group(world.state.degrees.hybrid_shard)  # here, where all ranks are
 
 
 def is_initialized() -> bool:

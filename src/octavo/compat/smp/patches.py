@@ -7,7 +7,7 @@
   ahead of backward; `apply_activation_checkpointing` finds the blocks (`octavo.compat.smp.recompute`).
 * PyTorch's own `save` and `load` take a local state of a `ShardedModel` as its shards.
 * `FileSystemWriter` writes one checkpoint to several folders, and `FileSystemReader` names one that is not there
-  (`octavo.compat.smp.folders`).
+  (`octavo.compat.smp.folders`), and finds those of another tensor degree (`octavo.compat.smp.tensor_folders`).
 * `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
   checkpoints take `coordinator_rank` as a global rank.
 * Other packages' names and files of scripts: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.compat.changes import Changes, copy_of
 from octavo.compat.smp import checkpoint as checkpoints
-from octavo.compat.smp import folders, optim, plain, recompute, substitutes
+from octavo.compat.smp import folders, optim, plain, recompute, substitutes, tensor_folders
 from octavo.compat.smp.asynchronous import maybe_finalize_async_calls
 from octavo.compat.smp.fsdp import ShardedModel
 from octavo.compat.smp.safe_globals import admit_config, admit_data
@@ -297,8 +297,11 @@ def _checkpoints(changes: Changes) -> None:
         **kwargs: Any,
     ) -> Any:
         """A local state's rows are saved as shards: ranks would write over each other's by the same names."""
-        state = state_dict if no_dist else checkpoints.of_models(state_dict, process_group)
-        return save(state, storage_writer, process_group, coordinator_rank, no_dist, *args, **kwargs)
+        state, group = (
+            (state_dict, process_group) if no_dist else checkpoints.to_save(state_dict, process_group, storage_writer)
+        )
+        coordinator_rank = coordinator_rank if group is process_group else 0  # one rank of all tensor ranks
+        return save(state, storage_writer, group, coordinator_rank, no_dist, *args, **kwargs)
 
     @functools.wraps(load)
     def load_shards(
@@ -320,6 +323,7 @@ def _checkpoints(changes: Changes) -> None:
     changes.set(_DistWrapper, "__init__", coordinated)
     for name, method in folders.patched().items():
         changes.set(FileSystemWriter, name, method)
-    changes.set(FileSystemReader, "set_up_storage_reader", folders.patched_reader())
+    for name, reading in (*folders.patched_reader().items(), *tensor_folders.patched_reader().items()):
+        changes.set(FileSystemReader, name, reading)
     changes.redirect(dcp_optimizer.load_sharded_optimizer_state_dict, load_optimizer)
     changes.redirect(dist.destroy_process_group, destroy_process_group)

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
-from octavo.compat.smp.fsdp import IN_HOST, made, resolved
-from octavo.compat.smp.init import is_initialized
+from octavo.compat.smp.fsdp import IN_HOST, resolved
+from octavo.compat.smp.init import is_initialized, made
 from octavo.compat.smp.init import state as smp_state
 from octavo.errors import InputError
 from octavo.parallel.world import state as ranks

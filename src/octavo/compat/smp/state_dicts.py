@@ -101,6 +101,14 @@ class Fp8State(bytes):
         return Fp8State(data, model)
 
 
+def states_in(state: Any) -> Iterator[Fp8State]:
+    """The models' entries of a state dict, or of those in it."""
+    nested = state.values() if isinstance(state, Mapping) else ()
+    for one in (state, *nested):
+        if isinstance(one, Mapping):
+            yield from (value for value in one.values() if isinstance(value, Fp8State))
+
+
 def with_shards(state: Mapping[Any, Any], among: Callable[[Tensor], bool]) -> dict[Any, Any]:
     """A state dict with parts of tensors in place of this rank's rows of models, if `among` one save are the other rows.
 

@@ -14,10 +14,17 @@ from octavo.compat.smp.init import given_names
 from octavo.compat.smp.moe import moe_of
 from octavo.compat.smp.safe_globals import admit_config
 from octavo.errors import InputError, unknown
+from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
 from octavo.models.own_code import params_dtype_of
+from octavo.models.weight_files import Weights
+from octavo.models.weight_loader import WeightLoader, own_weights
 from octavo.nn.moe import LayerNormMoE
 from octavo.nn.norm import FLOATS
+from octavo.parallel.coordination import all_ranks
+from octavo.parallel.deferred_init import Load
+from octavo.parallel.fsdp import check_same_weights
+from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import state
 
 STRATEGIES = ("p2p", "all_gather")
@@ -32,11 +39,19 @@ class Transformed:
         cp_comm_type: exchange of keys and values.
         from_rank0: rank 0 has the weights.
         layers: classes of the decoder layers that SMP would have left in place, those with experts.
+        weights: those of rank 0, whole, where a rank's model has parts of them alone.
     """
 
     cp_comm_type: str
     from_rank0: bool
     layers: tuple[type[nn.Module], ...] = ()
+    weights: Weights | None = None
+
+
+def whole_weights(model: nn.Module) -> Load | None:
+    """Those of rank 0 for a transformed model of tensor ranks; None for any other."""
+    noted = transformed(model)
+    return None if noted is None or noted.weights is None else WeightLoader(model, noted.weights)
 
 
 def transformed(model: nn.Module) -> Transformed | None:
@@ -95,16 +110,25 @@ def transform(
         raise InputError("load_state_dict_from_rank0: the model of rank 0 is on the meta device. Build it with weights there.")
     home: Any = "meta" if on_meta else device or next(parameter.device for parameter in model.parameters())
     training = model.training
+    tensor, weights = state.tp_size > 1, None
+    if tensor and load_state_dict_from_rank0 and not on_meta:
+        home, weights = "meta", own_weights(model, received=True)
     with given_names():
         seed = state.config.random_seed
         options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)
         # Ranks share no model before FSDP, which shards it: which layouts of weights stay is decided there.
-        new = build_model(model, options, device=home, placed=state.world_size == 1).train(training)
+        # But of a tensor rank's matrices each has its part from here on, which no rank could compare later.
+        if tensor and not load_state_dict_from_rank0:
+            check_same_weights(model, all_ranks())
+        how: Any = {"dtype": params_dtype, "params_dtype": params_dtype, "strategy": cp_comm_type}
+        sharding = sharding_of(state, DelayedScaling(), **how) if tensor else None
+        placed = state.world_size == 1
+        new = build_model(model, options, device=home, sharding=sharding, placed=placed).train(training)
     if isinstance(new, Decoder):
         new.generation_config = getattr(model, "generation_config", None)
         new.register_forward_hook(_as_output)
-    vars(new)[_MARK] = Transformed(cp_comm_type, load_state_dict_from_rank0, _layers_with_experts(model, new))
-    if state.cp_size > 1:
+    vars(new)[_MARK] = Transformed(cp_comm_type, load_state_dict_from_rank0, _layers_with_experts(model, new), weights)
+    if state.cp_size > 1 or tensor:
         new.register_forward_pre_hook(_refuse_unwrapped)
     return new
 
@@ -121,8 +145,13 @@ def _as_output(model: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _refuse_unwrapped(model: nn.Module, inputs: Any) -> None:
-    if getattr(model, "context", None) is None:
+    if state.cp_size > 1 and getattr(model, "context", None) is None:
         raise InputError(
             f"context_parallel_degree = {state.cp_size}: wrap the transformed model in FullyShardedDataParallel before its "
             "first forward, which joins the ranks of a sequence."
+        )
+    if state.tp_size > 1 and getattr(model, "token_group", None) is None:
+        raise InputError(
+            f"tensor_parallel_degree = {state.tp_size}: wrap the transformed model in FullyShardedDataParallel before its "
+            "first forward, which shards each rank's parts of the matrices."
         )

@@ -113,8 +113,8 @@ class Stateful(Named):
         """
         if tp_group is not None and dist.get_world_size(tp_group) > 1:
             raise InputError(
-                f"set_tensor_parallel_group with a group of {dist.get_world_size(tp_group)} ranks: there is no tensor "
-                "parallelism here. Leave it out, and shard the model over these ranks."
+                f"set_tensor_parallel_group with a group of {dist.get_world_size(tp_group)} ranks: a layer by itself is not "
+                "split here. Leave it out; octavo.init's tensor_parallel_degree splits a whole decoder."
             )
 
     def __init__(self, **arguments: Any) -> None:

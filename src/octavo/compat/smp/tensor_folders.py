@@ -1,0 +1,238 @@
+"""Checkpoints of tensor ranks: their shard groups save together, to a folder `tp{n}-{r}` for each of them or to one for all.
+
+SMP's example scripts save over `model.process_group`, the ranks with one tensor rank's parts, to `tp{n}-{r}`. Here the groups
+of all tensor ranks make one checkpoint, whose tensors are whole, and which loads at any degree. With a folder for each of them,
+what is no part of a matrix stays each tensor rank's own, such as the states of its random generators: it is in the checkpoint
+under a name with the rank, which the metadata of its folder leaves out.
+
+A reader of a folder without a checkpoint takes those of `tp{n}-{r}` in it, or beside it where it is itself called so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.tensor import DTensor
+
+from octavo.collectives.blocks import BlockTensor, as_held, parameters_of
+from octavo.compat.smp.init import replica_group
+from octavo.compat.smp.state_dicts import states_in
+from octavo.errors import InputError
+from octavo.parallel import world
+from octavo.parallel.shards import replicas_of
+
+_OWN = "octavo_tp"
+"""The names of what is a tensor rank's own begin so, with the rank behind it."""
+_FOLDER = re.compile(r"tp(\d+)-(\d+)")
+
+
+class Among(NamedTuple):
+    """The ranks that save a state together.
+
+    Attributes:
+        group: the ranks; None for all.
+        folders: "one" or "each" for parts of tensor ranks, which are all the group's; None where there are none.
+    """
+
+    group: dist.ProcessGroup | None
+    folders: str | None = None
+
+
+def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Among:
+    """The ranks that save a state which a script saves over a group: those of all tensor ranks, for parts of theirs.
+
+    place: the folder. Collective over these ranks.
+
+    Raises:
+        InputError: the folders of the ranks are neither one nor one for each tensor rank, or one for the rows of several.
+    """
+    ranks = world.state
+    if ranks.tp_size == 1 or (part := next(_parts_in(state), None)) is None:
+        return Among(group)
+    members = set(range(ranks.world_size)) if group is None else set(dist.get_process_group_ranks(group))
+    if members.issuperset(dist.get_process_group_ranks(ranks.tp_process_group)):
+        return Among(group, "one")
+    held = as_held(part)
+    assert isinstance(held, DTensor)  # FSDP shards every parameter
+    replicas = replicas_of(held)
+    if not any(members.issuperset(replica) for replica in replicas):
+        _check_apart(place)
+        return Among(group)
+    together = replica_group(len(replicas[0]))
+    given: list[Any] = [None] * dist.get_world_size(together)
+    dist.all_gather_object(given, (ranks.tp_rank, place), group=together)
+    by_rank = [{str(folder) for rank, folder in given if rank == each} for each in range(ranks.tp_size)]
+    distinct = set().union(*by_rank)
+    if len(distinct) == 1:
+        return Among(together, "one")
+    if any(len(each) > 1 for each in by_rank) or len(distinct) < ranks.tp_size:
+        raise InputError(
+            f"save: ranks write one checkpoint and give the folders {', '.join(map(repr, sorted(distinct)))}: give one, or a "
+            f"folder for each of the {ranks.tp_size} tensor ranks, tp{ranks.tp_size}-{{tp_rank}}."
+        )
+    return Among(together, "each")
+
+
+def separated(state: Any, of: Among, place: str | None) -> Any:
+    """A state as the ranks save it together: with a folder for each tensor rank, what is its own under a name of its own.
+
+    Raises:
+        InputError: one folder, for tensors that are others on each tensor rank and no parts.
+    """
+    if of.folders is None:
+        return state
+    shared, own = _split(state)
+    if of.folders == "each":
+        return {**shared, f"{_OWN}{world.state.tp_rank}": own}
+    _check_one_folder(own, of.group, place)
+    return state
+
+
+def _parts_in(state: Any) -> Iterator[BlockTensor]:
+    """Parts of matrices in a state, and those of the models whose rows are in it."""
+    if isinstance(state, BlockTensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _parts_in(value)
+        for entry in states_in(state):
+            model = entry.model()
+            blocks = {} if model is None else parameters_of(model)
+            yield from (BlockTensor(p.detach(), block) for p, block in blocks.items() if block is not None)
+
+
+def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """(parts of matrices, which are of all tensor ranks; this tensor rank's own), each in their places."""
+    shared: dict[Any, Any] = {}
+    own: dict[Any, Any] = {}
+    for key, entry in state.items():
+        if isinstance(entry, Mapping) and entry:
+            parts, others = _split(entry)
+            shared |= {key: parts} if parts else {}
+            own |= {key: others} if others else {}
+        elif isinstance(entry, BlockTensor):
+            shared[key] = entry
+        else:
+            own[key] = entry
+    return shared, own
+
+
+def _check_one_folder(own: Mapping[Any, Any], group: dist.ProcessGroup | None, place: str | None) -> None:
+    """Refuse one folder for tensors that are other ones on each tensor rank. Collective."""
+    tensors = dict(_tensors_in(own))
+    sharded = [name for name, value in tensors.items() if isinstance(value, DTensor)]
+    digests = {name: _digest(value) for name, value in tensors.items() if name not in sharded}
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, digests, group=group)
+    others = [name for name, digest in digests.items() if any(each.get(name) != digest for each in given)]
+    if sharded or others:
+        n = world.state.tp_size
+        way = "FSDP.optim_state_dict(model, optimizer) has an optimizer's states as parts of the whole." if sharded else ""
+        raise InputError(
+            f"save: {(sharded or others)[0]} is not the same on the {n} tensor ranks, which give one folder, {place!r}: give "
+            f"one for each, tp{n}-{{tp_rank}}, or leave it out. {way}".rstrip()
+        )
+
+
+def _tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state, by their names in a checkpoint."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _tensors_in(value, f"{name}.{key}" if name else str(key))
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _check_apart(place: str | None) -> None:
+    """Refuse one folder for the rows of several tensor ranks, which would write over each other's. Collective over them."""
+    given: list[Any] = [None] * world.state.tp_size
+    dist.all_gather_object(given, place, group=world.state.tp_process_group)
+    if place is not None and len(set(given)) < len(given):
+        raise InputError(
+            f"save: several tensor ranks give the folder {place!r} for rows of their own: have tp_rank in its name, or give "
+            "process_group=model.process_group, whose ranks have all rows."
+        )
+
+
+def own_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tuple[Any, list[Any]]:
+    """(metadata, results) of a folder, in which what is its tensor rank's own has its name, and that of others is left out.
+
+    here: the results of the folder's own ranks.
+    """
+    owners = {found[0] for each in here for result in each if (found := _owner(result.index.fqn)) is not None}
+    assert len(owners) <= 1, owners
+
+    def renamed(name: str) -> str | None:
+        found = _owner(name)
+        return name if found is None else found[1] if found[0] in owners else None
+
+    def entries(table: Mapping[str, Any] | None) -> dict[str, Any]:
+        named = [(renamed(name), value) for name, value in (table or {}).items()]
+        return {name: value for name, value in named if name is not None}
+
+    paths = {name: path[1:] if _owner(name) else path for name, path in (metadata.planner_data or {}).items()}
+    told = replace(metadata, state_dict_metadata=entries(metadata.state_dict_metadata), planner_data=entries(paths))
+    kept = [
+        [replace(one, index=replace(one.index, fqn=name)) for one in each if (name := renamed(one.index.fqn)) is not None]
+        for each in results
+    ]
+    return told, kept
+
+
+def _owner(name: str) -> tuple[str, str] | None:
+    """(the tensor rank, the name without it) of an entry that is one's own."""
+    first, _, rest = name.partition(".")
+    return (first, rest) if re.fullmatch(rf"{_OWN}\d+", first) else None
+
+
+def patched_reader() -> dict[str, Callable[..., Any]]:
+    """`FileSystemReader.read_metadata`, which finds the folders of tensor ranks."""
+    own = FileSystemReader.read_metadata
+
+    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settle(self)
+        return own(self, *args, **kwargs)
+
+    return {"read_metadata": read_metadata}
+
+
+def settle(reader: Any) -> None:
+    """Have a reader of a folder without a checkpoint read that of a tensor rank, if there is one.
+
+    Raises:
+        InputError: there are folders of several tensor degrees.
+    """
+    if type(getattr(reader, "fs", None)) is not FileSystem:
+        return
+    path = Path(str(reader.path))
+    if (path / ".metadata").is_file():
+        return
+    root = path.parent if _FOLDER.fullmatch(path.name) else path
+    found: dict[int, dict[int, Path]] = {}
+    for folder in root.glob("tp*-*"):
+        if (match := _FOLDER.fullmatch(folder.name)) and (folder / ".metadata").is_file():
+            found.setdefault(int(match[1]), {})[int(match[2])] = folder
+    if not found:
+        return
+    if len(found) > 1:
+        degrees = ", ".join(f"tp{degree}-{min(each)}" for degree, each in sorted(found.items()))
+        raise InputError(
+            f"load: {str(root)!r} has checkpoints of several tensor degrees, {degrees}: give one of these folders."
+        )
+    (degree, folders), wanted = next(iter(found.items())), world.state.tp_rank
+    chosen = folders.get(wanted % degree, folders[min(folders)])
+    reader.path = reader.fs.init_path(str(chosen))

@@ -1,0 +1,373 @@
+"""Run by two and four ranks: a Llama whose matrices tensor ranks share, by SMP's names, beside one rank; its checkpoints."""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fsdp_ranks import TINY, batch, empty, names
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import octavo
+from octavo.compat.smp.state_dicts import Settings, model_state
+from octavo.fp8.scaling import state_records
+
+STEPS = 3
+SHAPE = TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
+
+
+def adam(model):
+    """A gradient that is 0 but for rounding moves nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def on_one_rank(**shape):
+    """Losses, norms and whole weights of the steps, of Octavo itself."""
+    octavo.shutdown()
+    with octavo.delayed_init():
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | shape))
+    model = octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32, device="cpu")
+    optimizer, found = adam(model), []
+    for number in range(STEPS):
+        ids = batch(number, slice(0, 4))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.item(), octavo.clip_grad_norm_(model, 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: value.clone() for name, value in model_state(model, Settings()).items()}
+
+
+def made(tsm, degrees, **options):
+    """A model in FSDP and an optimizer under these degrees; options: "shape", others are FSDP's."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    octavo.shutdown()
+    tsm.init(degrees)
+    model = tsm.transform(empty(**SHAPE | options.pop("shape", {})))
+    initer = DelayedParamIniter(model)
+    with initer.validate_params_and_buffers_inited():
+        model = FullyShardedDataParallel(model, param_init_fn=initer.get_param_init_fn(), **options)
+    return model, adam(model)
+
+
+def own(number):
+    """This rank's samples of the step's four."""
+    size = 4 // octavo.state.dp_size
+    return batch(number, slice(size * octavo.state.dp_rank, size * (octavo.state.dp_rank + 1)))
+
+
+def step(model, optimizer, number, fp8=False):
+    """(loss, norm), after a step."""
+    from transformer_engine.pytorch import fp8_autocast
+
+    ids = own(number)
+    with fp8_autocast(enabled=fp8):
+        loss = model(input_ids=ids, labels=ids)["loss"]
+    loss.backward()
+    norm = model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), float(norm)
+
+
+def full(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def everything(model, optimizer):
+    """Whole weights and moments by name."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        moments = FSDP.optim_state_dict(model, optimizer)["state"]
+    return full(model) | {f"{name}.{key}": value for name, entries in moments.items() for key, value in entries.items()}
+
+
+def largest_difference(found, wanted):
+    assert found.keys() == wanted.keys()
+    return max((found[name].float() - wanted[name].float()).abs().max().item() for name in wanted)
+
+
+def trained(degrees, strategies=("FULL_SHARD",)):
+    """[(losses and norms, difference of whole weights from one rank's)] by strategy, and what describes the ranks."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    tsm = names()
+    wanted, weights = on_one_rank()
+    found = {"one rank": wanted}
+    for name in strategies:
+        model, optimizer = made(tsm, degrees, sharding_strategy=ShardingStrategy[name])
+        rows = [step(model, optimizer, number) for number in range(STEPS)]
+        found[name] = rows, largest_difference(full(model), weights)
+        group = dist.get_process_group_ranks(model.process_group)
+        found[f"{name} ranks"] = group, dist.get_process_group_ranks(tsm.state.rep_rank_process_group)
+        ranker = tsm.state.ranker
+        found[f"{name} replicas"] = ranker.get_rep_rank(dist.get_rank()), ranker.get_rep_groups()
+    state = tsm.state
+    found["state"] = (state.tp_rank, state.tp_size, dist.get_process_group_ranks(state.tp_process_group))
+    return found
+
+
+def saved_by_the_script(model, optimizer, folder, kind, extra):
+    """As the example's `_save_sharded`: over `model.process_group`, to a folder for each tensor rank."""
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    tsm = names()
+    with FSDP.state_dict_type(model, kind):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)} | extra
+    checkpoint.save_state_dict(
+        state_dict=state,
+        storage_writer=checkpoint.FileSystemWriter(str(folder / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}")),
+        planner=checkpoint.DefaultSavePlanner(),
+        process_group=model.process_group,
+        coordinator_rank=min(dist.get_process_group_ranks(model.process_group)),
+    )
+
+
+def loaded_by_the_script(model, optimizer, folder, kind, extra):
+    """As the example's `_load_sharded`; returns the values beside the model."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    tsm = names()
+    size = tsm.state.tp_size
+    at = str(folder / f"tp{size}-{tsm.state.tp_rank}" if size > 1 else folder)
+    with FSDP.state_dict_type(model, kind):
+        state = {"model": model.state_dict()} | extra
+        checkpoint.load_state_dict(
+            state_dict=state,
+            storage_reader=checkpoint.FileSystemReader(at),
+            process_group=model.process_group,
+            coordinator_rank=min(dist.get_process_group_ranks(model.process_group)),
+            planner=checkpoint.DefaultLoadPlanner(),
+        )
+        model.load_state_dict(state["model"])
+        read = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"],
+            optimizer_key="optimizer",
+            storage_reader=checkpoint.FileSystemReader(at),
+            process_group=model.process_group,
+        )["optimizer"]
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=read))
+    return {name: state[name] for name in extra}
+
+
+def checkpoints(folder, degrees, others):
+    """Two steps in FP8, saved by the example's ways and read at these degrees and others: same values, and the next loss."""
+    from torch.distributed.fsdp import StateDictType
+
+    tsm, folder = names(), Path(folder)
+    model, optimizer = made(tsm, degrees)
+    for number in range(2):
+        step(model, optimizer, number, fp8=True)
+    tracker = tsm.state.get_rng_state_tracker()
+    states = tracker.get_states()
+    kinds = {"sharded": StateDictType.SHARDED_STATE_DICT, "local": StateDictType.LOCAL_STATE_DICT}
+    for name, kind in kinds.items():
+        saved_by_the_script(model, optimizer, folder / name, kind, {"total_steps": 2, "rng": states})
+    whole, found = full(model), {}
+    together(model, optimizer, folder, found)
+    if model.world_size > 1:
+        rank_by_rank(model, folder, found)
+    found["files"] = sorted(str(path.relative_to(folder)) for path in (folder / "sharded").rglob("*") if path.is_file())
+    wanted, rank = everything(model, optimizer), tsm.state.tp_rank
+    records = {name: value.clone() for name, value in state_records(model).items()}
+    following = step(model, optimizer, 2, fp8=True)
+    for given in others:
+        for name, kind in (*kinds.items(), ("full", None)):
+            other, fresh = made(tsm, given)
+            if kind is None:
+                other.load_state_dict(whole)
+                found[name, str(given)] = largest_difference(full(other), whole)
+                continue
+            blank = {"total_steps": 0, "rng": {key: torch.zeros_like(value) for key, value in states.items()}}
+            read = loaded_by_the_script(other, fresh, folder / name, kind, blank)
+            rng = {key: torch.equal(value, states[key]) for key, value in read["rng"].items()}
+            same = tsm.state.tp_rank == rank
+            difference = largest_difference(everything(other, fresh), wanted)
+            scales = largest_difference(state_records(other), records)
+            loss = step(other, fresh, 2, fp8=True)
+            found[name, str(given)] = (difference, scales, read["total_steps"], not same or all(rng.values()), loss, following)
+    return found
+
+
+def rank_by_rank(model, folder, found):
+    """Rows of each rank in its own folder, and the message for a folder that two tensor ranks give for theirs."""
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+    tsm, wanted = names(), full(model)
+    alone = {members[0]: dist.new_group(members) for members in tsm.state.ranker.get_rep_groups()}[dist.get_rank()]
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": model.state_dict()}
+        save(state, checkpoint_id=str(folder / f"rank{dist.get_rank()}"), process_group=alone)
+        try:
+            save(state, checkpoint_id=str(folder / f"fsdp{model.rank}"), process_group=alone)
+            found["apart"] = "none"
+        except octavo.errors.InputError as error:
+            found["apart"] = str(error)
+    other, _ = made(tsm, {"tensor_parallel_degree": 2})
+    with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
+        load({"model": other.state_dict()}, checkpoint_id=str(folder / f"rank{dist.get_rank()}"), process_group=alone)
+    found["rows"] = largest_difference(full(other), wanted)
+
+
+def together(model, optimizer, folder, found):
+    """SMP's own functions over `model.process_group`, to one folder for all tensor ranks; what would lose something."""
+    from torch.distributed.fsdp import StateDictType
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+    from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls, save
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+    from torch.sagemaker.distributed.fsdp.checkpoint import load_model_checkpoint, save_model_checkpoint
+
+    tsm, group = names(), model.process_group
+    wanted, moments = full(model), everything(model, optimizer)
+    tracker = tsm.state.get_rng_state_tracker().get_states()
+    found["refused"] = []
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": model.state_dict(), "total_steps": 2}
+        async_save(state, checkpoint_id=str(folder / "one"), process_group=group)
+        maybe_finalize_async_calls(blocking=True)
+        place = f"{folder}/tp{tsm.state.tp_size}-{tsm.state.tp_rank}"
+        save(state | {"optimizer": optimizer.state_dict()}, checkpoint_id=place, process_group=group)
+        for extra in ({"rng": tracker}, {"optimizer": optimizer.state_dict()}):
+            for over in (group, None):
+                try:
+                    save(state | extra, checkpoint_id=str(folder / "lost"), process_group=over)
+                    found["refused"].append("none")
+                except octavo.errors.InputError as error:
+                    found["refused"].append(str(error))
+    save_model_checkpoint(model, StateDictType.SHARDED_STATE_DICT, str(folder / "util"), optimizer=optimizer)
+    degrees = {"tensor_parallel_degree": tsm.state.tp_size}
+    other, fresh = made(tsm, degrees)
+    with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = {"model": other.state_dict(), "total_steps": 0}
+        load(state, checkpoint_id=str(folder / "one"), process_group=other.process_group)
+    found["one"] = largest_difference(full(other), wanted), state["total_steps"]
+    other, fresh = made(tsm, degrees)
+    load_model_checkpoint(other, StateDictType.SHARDED_STATE_DICT, str(folder / "util"), optimizer=fresh)
+    found["util"] = largest_difference(everything(other, fresh), moments)
+    other, fresh = made(tsm, degrees)
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import init_optim_state
+
+    with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
+        init_optim_state(fresh)
+        state = {"model": other.state_dict(), "optimizer": fresh.state_dict()}
+        load(state, checkpoint_id=place, process_group=other.process_group)
+        fresh.load_state_dict(state["optimizer"])
+    found["raw"] = largest_difference(everything(other, fresh), moments)
+
+
+def wrapped(folder):
+    """Recomputation by Transformer Engine's function and offloading change no loss; weights of rank 0, also whole for all."""
+    tsm, found = names(), {}
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+        offload_wrapper,
+    )
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
+    from transformer_engine.pytorch import checkpoint
+
+    degrees = {"tensor_parallel_degree": 2}
+    model, optimizer = made(tsm, degrees)
+    plain = [step(model, optimizer, number, fp8=True) for number in range(STEPS)]
+    model, optimizer = made(tsm, degrees)
+    tracker, group = tsm.state.get_rng_state_tracker, tsm.state.tp_process_group
+    recomputed = functools.partial(
+        checkpoint, get_rng_state_tracker=tracker, tp_group=group, distribute_saved_activations=False
+    )
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_fn=recomputed),
+        check_fn=lambda module: isinstance(module, TransformerLayer),
+    )
+    model = offload_wrapper(model)
+    found["same"] = [step(model, optimizer, number, fp8=True) for number in range(STEPS)] == plain
+    torch.manual_seed(7)
+    source = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    wanted = {name: value.clone() for name, value in source.state_dict().items()}
+    for name in ("rank 0", "all"):
+        alone = name == "rank 0"
+        octavo.shutdown()
+        tsm.init(degrees)
+        has = dist.get_rank() == 0 or not alone
+        tuned = tsm.transform(source if has else empty(**SHAPE), load_state_dict_from_rank0=alone)
+        init = None if has else DelayedParamIniter(tuned).get_param_init_fn()
+        tuned = FullyShardedDataParallel(tuned, sync_module_states=alone, param_init_fn=init)
+        found[name] = largest_difference(full(tuned), wanted)
+        torch.manual_seed(7)
+        source = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
+    return found
+
+
+def refusals(folder):
+    """The message of each call that tensor ranks refuse, by what asks for it."""
+    tsm = names()
+    from accelerate import init_empty_weights
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from transformers import GPT2Config, MixtralConfig
+
+    def model(config):
+        with init_empty_weights():
+            return AutoModelForCausalLM.from_config(config)
+
+    def around(new, **options):
+        return FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn(), **options)
+
+    def blockwise():
+        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
+        with octavo.fp8_autocast(fp8_recipe=octavo.recipe.BlockScaling()):
+            sharded(input_ids=own(0), labels=own(0))
+
+    def clipped():
+        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
+        sharded(input_ids=own(0), labels=own(0))["loss"].backward()
+        sharded.clip_grad_norm_(1.0, float("inf"))
+
+    def other_samples():
+        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
+        ids = batch(0, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
+        sharded(input_ids=ids, labels=ids)
+
+    def drawn():
+        torch.manual_seed(dist.get_rank())
+        FullyShardedDataParallel(tsm.transform(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))))
+
+    octavo.shutdown()
+    tsm.init({"tensor_parallel_degree": 2})
+    llama, found = functools.partial(LlamaConfig, **SHAPE), {}
+    for name, call in (
+        ("experts", lambda: tsm.transform(model(MixtralConfig(**TINY | {"num_local_experts": 4, "sliding_window": None})))),
+        ("dropout", lambda: tsm.transform(model(llama(attention_dropout=0.1)))),
+        ("heads", lambda: tsm.transform(model(llama(num_attention_heads=1, num_key_value_heads=1)))),
+        ("own code", lambda: tsm.transform(model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))),
+        ("float16", lambda: tsm.transform(empty(**SHAPE), dtype=torch.float16)),
+        ("policy", lambda: around(tsm.transform(empty(**SHAPE)), mixed_precision=MixedPrecision(torch.float16))),
+        ("unwrapped", lambda: tsm.transform(AutoModelForCausalLM.from_config(llama()))(own(0))),
+        ("weights", drawn),
+        ("recipe", blockwise),
+        ("norm", clipped),
+        ("samples", other_samples),
+        ("degrees", lambda: (octavo.shutdown(), tsm.init({"tensor_parallel_degree": 3}))),
+        ("both", lambda: tsm.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 2})),
+    ):
+        try:
+            call()
+            found[name] = "none"
+        except octavo.errors.InputError as error:
+            found[name] = str(error)
+    return found

@@ -1,0 +1,105 @@
+"""`tensor_parallel_degree` by SMP's names: the numbers of one rank, and checkpoints that load at every degree."""
+
+import pytest
+import smp_tensor_ranks
+
+import octavo
+import ranks
+
+pytestmark = ranks.alone
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    yield
+    octavo.shutdown()
+
+
+def test_two_tensor_ranks_train_as_one_rank_does():
+    for found in ranks.run(2, smp_tensor_ranks.trained, {"tensor_parallel_degree": 2}):
+        rows, difference = found["FULL_SHARD"]
+        for one, wanted in zip(rows, found["one rank"], strict=True):
+            assert one == pytest.approx(wanted, abs=1e-5)
+        assert difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategies"),
+    [
+        ({"tensor_parallel_degree": 2}, ("FULL_SHARD", "NO_SHARD")),
+        ({"tensor_parallel_degree": 4}, ("FULL_SHARD",)),
+        ({"tensor_parallel_degree": 2, "context_parallel_degree": 2}, ("HYBRID_SHARD",)),
+    ],
+)
+def test_four_ranks_train_as_one_rank_does(degrees, strategies):
+    tensor = degrees["tensor_parallel_degree"]
+    results = ranks.run(4, smp_tensor_ranks.trained, degrees, strategies)
+    for rank, found in enumerate(results):
+        assert found["state"] == (rank % tensor, tensor, list(range(rank - rank % tensor, rank - rank % tensor + tensor)))
+        for name in strategies:
+            rows, difference = found[name]
+            for one, wanted in zip(rows, found["one rank"], strict=True):
+                assert one == pytest.approx(wanted, abs=1e-5), name
+            assert difference < 1e-5, name
+            assert rows == results[0][name][0], name
+            alone = name == "NO_SHARD"
+            assert found[f"{name} ranks"] == (
+                [rank] if alone else list(range(rank % tensor, 4, tensor)),
+                [rank - rank % tensor, rank - rank % tensor + 1] if alone else [0, 1, 2, 3],
+            )
+            own = (rank // 2, [[0, 2], [1, 3]]) if alone else (0, [[0], [1], [2], [3]])
+            assert found[f"{name} replicas"] == own
+
+
+@pytest.mark.parametrize(
+    ("number", "others"),
+    [(2, [{"tensor_parallel_degree": 2}, {}]), (4, [{"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}, {}])],
+)
+def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, others):
+    for found in ranks.run(number, smp_tensor_ranks.checkpoints, str(tmp_path), {"tensor_parallel_degree": 2}, others):
+        assert {path.split("/")[1] for path in found["files"]} == {"tp2-0", "tp2-1"}
+        assert found["one"] == (0, 2)
+        assert found["util"] == found["raw"] == 0
+        rng, raw = found["refused"][:2], found["refused"][2:]
+        assert all("rng.model-parallel-rng is not the same on the 2 tensor ranks" in text for text in rng), rng
+        assert all("FSDP.optim_state_dict(model, optimizer)" in text and "tp2-{tp_rank}" in text for text in raw), raw
+        if number == 4:
+            assert found["rows"] == 0
+            assert "several tensor ranks give the folder" in found["apart"]
+            assert "have tp_rank in its name" in found["apart"]
+        for given in map(str, others):
+            assert found["full", given] == 0
+            for kind in ("sharded", "local"):
+                *restored, loss, following = found[kind, given]
+                assert restored == [0, 0, 2, True], (kind, given)  # weights and moments, FP8 state, a value, generators
+                if given == str(others[0]):
+                    assert loss == following
+                # Ranks that share key-value heads cast their parts of these heads' gradient.
+                assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
+
+
+def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():
+    for found in ranks.run(2, smp_tensor_ranks.wrapped, ""):
+        assert found == {"same": True, "rank 0": 0, "all": 0}
+
+
+def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
+    for found in ranks.run(2, smp_tensor_ranks.refusals, ""):
+        for name, part in {
+            "experts": "the experts of mixtral are not split over tensor ranks. Set tensor_parallel_degree = 1",
+            "dropout": "attention_dropout = 0.1 with tensor_parallel_degree = 2",
+            "heads": "tensor_parallel_degree = 2: 1 query heads are not divided. Set tensor_parallel_degree to 1",
+            "own code": "Set tensor_parallel_degree = 1",
+            "float16": "torch.float16 with tensor_parallel_degree = 2",
+            "policy": "torch.float16 with tensor_parallel_degree = 2",
+            "unwrapped": "tensor_parallel_degree = 2: wrap the transformed model in FullyShardedDataParallel",
+            "weights": "hold different weights",
+            "recipe": "tensor_parallel_degree = 2",
+            "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
+            "samples": "share each sequence (tensor_parallel_degree) were given different ones",
+            "degrees": "tensor 3 does not divide the world of 2",
+            "both": "experts are not split over tensor ranks",
+        }.items():
+            assert part in found[name], (name, found[name])
+            assert "parallel." not in found[name], found[name]
+            assert "octavo.init" not in found[name], found[name]
