@@ -147,6 +147,23 @@ def test_experts_spread_over_two_ranks(tmp_path, forked_workers):
         )  # fmt: skip
 
 
+def test_matrices_split_over_two_ranks(tmp_path, forked_workers):
+    """The loss of one rank that holds all matrices, over the samples that both share; peers have no such entry."""
+    said = []
+    results = run_suite(
+        "sharded", cases=["tiny-tp2"], entries=["octavo-bf16", "te-bf16"], steps=2, warmup=1,
+        output=tmp_path, device="cpu", gpus=2, command="octavo bench sharded", say=said.append,
+    )  # fmt: skip
+    assert "tiny-tp2: without te-bf16" in said
+    (own,) = results["rows"]
+    case, whole = CASES["tiny-tp2"], CASES["tiny"]
+    assert (case.tensor, whole.tensor, case.sizes, case.units) == (2, 1, whole.sizes, whole.units // 2)
+    trainer, batches = SHARDED["octavo-bf16"].build(whole, CPU, False), labelled_batches(case, CPU)
+    losses = [trainer.step(*batches[i % 4]).item() for i in range(3)]
+    assert own["loss"] == pytest.approx(losses[-1], rel=1e-3)
+    assert own["tokens_per_second"] == pytest.approx(2 * 32 / 2 / (own["step_ms"] / 1e3))
+
+
 def test_a_step_of_four_micro_batches_is_that_of_the_whole_batch(tmp_path, forked_workers):
     kept, summed = "octavo-delayed-fast-input-fp8-head-backward", "octavo-delayed-fast-input-fp8-head-backward-sync-each"
     results = run_suite(

@@ -26,10 +26,12 @@ class Case:
     Attributes:
         name: in the results.
         sizes: keys of the Hugging Face config, such as an entry of `octavo.models.shapes.SHAPES`.
-        batch, sequence_length: sequences of one GPU, or of `context` GPUs that share them, in a forward, and their tokens.
+        batch, sequence_length: sequences of one GPU, or of `context` × `tensor` GPUs that share them, in a forward, and their
+            tokens.
         micro_batches: forwards and backwards of a step.
         context: GPUs that share each sequence.
         expert: GPUs that the experts of a block are spread over, by Octavo alone.
+        tensor: GPUs that hold parts of the same matrices, by Octavo alone.
         recompute, offload: as `train.recompute` and `train.offload`, of Octavo's entries. Peers keep each layer's input where
             any is set.
 
@@ -46,6 +48,7 @@ class Case:
     micro_batches: int = 1
     context: int = 1
     expert: int = 1
+    tensor: int = 1
     recompute: Recompute = False
     offload: bool = False
 
@@ -74,7 +77,7 @@ class Case:
     @property
     def units(self) -> int:
         """Tokens of one GPU in a step: the unit of `rate`."""
-        return self.batch * self.sequence_length * self.micro_batches // self.context
+        return self.batch * self.sequence_length * self.micro_batches // (self.context * self.tensor)
 
     @property
     def parameters(self) -> int:
@@ -164,6 +167,9 @@ CASES: dict[str, Case] = {
         Case("llama-8b-8layers", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192),
         # A step so short that the ranks' exchange shows.
         Case("llama-8b-8layers-b1", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192),
+        # The same tokens a GPU, with each matrix split over two GPUs or four instead of sharded.
+        Case("llama-8b-8layers-tp2", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192, tensor=2),
+        Case("llama-8b-8layers-tp4", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 4, 8192, tensor=4),
         # Gradients are kept whole between micro-batches, or summed over the ranks in each.
         Case("llama-8b-8layers-b1-4-micro-batches", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192, micro_batches=4),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
@@ -184,6 +190,7 @@ CASES: dict[str, Case] = {
         Case("tiny-mistral", _TINY | {"model_type": "mistral", "sliding_window": 8}, 2, 32),
         Case("tiny-neox", _TINY_NEOX, 2, 32),
         Case("tiny-4-micro-batches", _TINY, 2, 32, micro_batches=4),
+        Case("tiny-tp2", _TINY, 2, 32, tensor=2),
         Case("tiny-mixtral", _TINY_MIXTRAL, 2, 32),
         Case("tiny-mixtral-ep2", _TINY_MIXTRAL, 2, 32, expert=2),
     )

@@ -103,7 +103,8 @@ class Entry:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
-        if not self.text or (self.exchanges and case.context == 1) or (case.expert > 1 and self.group is not None):
+        alone = case.expert > 1 or case.tensor > 1
+        if not self.text or (self.exchanges and case.context == 1) or (alone and self.group is not None):
             return False
         return not self.families or case.spec.family in self.families
 

@@ -253,7 +253,7 @@ def _what(row: Row) -> str:
     if row["gpus"] == 1:
         return f"{title}, {size}"
     case = ALL_CASES.get(workload)
-    shared = case.context if isinstance(case, Case) else 1
+    shared = case.context * case.tensor if isinstance(case, Case) else 1
     return f"{row['gpus']} GPUs: {title}, " + (f"{size} of {shared} GPUs together" if shared > 1 else f"{size} of each")
 
 

@@ -332,7 +332,9 @@ def _installed(cases: list[Any], compared: list[Entry], *, named: bool, say: Say
 
 def _groups(case: Any) -> list[tuple[int, str]]:
     """(GPUs of a group, what they do together) of a case."""
-    return [(case.context, "share each sequence"), (case.expert, "hold the experts")] if isinstance(case, Case) else []
+    if not isinstance(case, Case):
+        return []
+    return [(case.context, "share each sequence"), (case.expert, "hold the experts"), (case.tensor, "hold each matrix")]
 
 
 def _target(suite: Suite, asked: str | None, gpus: int | None) -> Target:

@@ -46,7 +46,7 @@ class Suite:
 
 _OWN_SHARDED = {name: entry for name, entry in SHARDED.items() if name.startswith("octavo-")}
 
-_ALONE = {name: case for name, case in CASES.items() if case.expert == 1}
+_ALONE = {name: case for name, case in CASES.items() if case.expert == case.tensor == 1}
 
 _SPLIT = ("llama-8b-16k", "llama-8b-16k-cp2", "llama-8b-32k", "llama-8b-32k-cp2", "llama-8b-128k-cp2", "llama-8b-256k-cp2")
 _VITS = ("vit-huge-patch16", "vit-huge-patch16-b64", "vit-huge")

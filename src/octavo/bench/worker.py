@@ -148,7 +148,11 @@ class Worker:
             )
             if not self.replicated:
                 assert isinstance(self.case, Case)
-                degrees = {"context_parallel_degree": self.case.context, "expert_parallel_degree": self.case.expert}
+                degrees = {
+                    "context_parallel_degree": self.case.context,
+                    "expert_parallel_degree": self.case.expert,
+                    "tensor_parallel_degree": self.case.tensor,
+                }
                 world.init(degrees)
 
     def _wait(self) -> None:
