@@ -5,6 +5,7 @@ import sharded
 import split_attention
 import split_sequences
 import spread_experts
+import tensor_ranks
 import torch
 
 import ranks
@@ -77,3 +78,15 @@ def test_sequences_over_two_ranks_train_as_on_one(recipe, strategy):
     for (loss, norm), (wanted, wanted_norm) in zip(many[0][0], one, strict=True):
         assert loss == pytest.approx(wanted, rel=5e-3)
         assert norm == pytest.approx(wanted_norm, rel=5e-2)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+def test_matrices_over_two_ranks_train_as_whole_ones(recipe):
+    setting = {"recipe": recipe, "dtype": torch.bfloat16, "params_dtype": torch.float32, "steps": 1}
+    shape = tensor_ranks.ALIGNED | {"num_key_value_heads": 2, "num_hidden_layers": 3}
+    found, _ = ranks.run(2, tensor_ranks.cells, {"tensor_parallel_degree": 2}, [(shape, setting)], timeout=300)
+    errors = tensor_ranks.errors(found[0], ranks.run(1, tensor_ranks.trained, shape, None, timeout=300, **setting)[0])
+    losses, norms, *others = errors.values()
+    assert losses < 1e-2
+    assert norms < 0.05
+    assert max(others) < (0.1 if recipe is None else 0.5), errors

@@ -57,7 +57,7 @@ def whole(model, values):
     for name, parameter in model.named_parameters():
         value = values(parameter)
         if value is not None:
-            found[name] = whole_tensor(with_block(value, blocks[parameter])).detach().clone()
+            found[name] = whole_tensor(with_block(value, blocks[parameter])).detach().to("cpu", copy=True)
     return found
 
 
@@ -76,10 +76,12 @@ def optimizer_of(model):
 
 def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1):
     """Loss, norm and whole gradients of a step."""
+    device = next(model.parameters()).device
+    given = {name: value.to(device) for name, value in given.items()}
     mine = given if degrees is None else own_samples(given)
     count = (given["labels"][:, 1:] != -100).sum().item()
     parts = [dict(zip(mine, row, strict=True)) for row in zip(*(x.chunk(micro_batches) for x in mine.values()), strict=True)]
-    loss = torch.zeros(())
+    loss = torch.zeros((), device=device)
     for number, part in enumerate(parts):
         accumulate(model, last=number == micro_batches - 1)
         with octavo.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
@@ -110,7 +112,7 @@ def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1
 def cells(degrees, cells):
     """`trained` of each (shape, options) over the ranks; of rank 0 alone, as the others' is the same."""
     found = [trained(shape, degrees, **options) for shape, options in cells]
-    same = [torch.tensor(each["losses"] + each["norms"]) for each in found]
+    same = [torch.tensor(each["losses"] + each["norms"], device=world.state.device) for each in found]
     for each in same:
         first = each.clone()
         dist.broadcast(first, 0)
@@ -311,3 +313,26 @@ def exported(path, degrees):
     ours, theirs = whole(loaded, lambda parameter: parameter), whole(model, lambda parameter: parameter)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     return wanted
+
+
+def steps_of_whole_matrices(degrees, shape):
+    """What steps of optimizers say that measure whole parameters, of parameters of each kind; and which ones have changed."""
+    model = started(shape, degrees)
+    given = own_samples(batch())
+    model(**given).loss.backward()
+    before = whole(model, lambda parameter: parameter)
+    named = dict(model.named_parameters())
+    attention = [p for n, p in named.items() if n.endswith("proj.weight")]
+    said = {
+        "Muon": refused(torch.optim.Muon(attention, lr=0.02).step),
+        "fc2": refused(torch.optim.Muon([named["layers.1.ffn.fc2.weight"]], lr=0.02).step),
+        "Adafactor": refused(torch.optim.Adafactor([named["embedding.weight"]], lr=0.02).step),
+        "bias": refused(torch.optim.Adafactor([named["layers.0.ffn.fc1.bias"]], lr=0.02).step),
+        "LBFGS": refused(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)),
+        "Lamb": refused(type("Lamb", (torch.optim.SGD,), {})(attention, lr=0.02).step),
+    }
+    after = whole(model, lambda parameter: parameter)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    said["norms"] = refused(type("Lamb", (torch.optim.SGD,), {})([named["norm.weight"]], lr=0.02).step)
+    said["SGD"] = refused(torch.optim.SGD(model.parameters(), lr=0.02).step)
+    return said, changed
