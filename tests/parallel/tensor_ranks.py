@@ -311,3 +311,26 @@ def exported(path, degrees):
     ours, theirs = whole(loaded, lambda parameter: parameter), whole(model, lambda parameter: parameter)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     return wanted
+
+
+def steps_of_whole_matrices(degrees, shape):
+    """What steps of optimizers say that measure whole parameters, of parameters of each kind; and which ones have changed."""
+    model = started(shape, degrees)
+    given = own_samples(batch())
+    model(**given).loss.backward()
+    before = whole(model, lambda parameter: parameter)
+    named = dict(model.named_parameters())
+    attention = [p for n, p in named.items() if n.endswith("proj.weight")]
+    said = {
+        "Muon": refused(torch.optim.Muon(attention, lr=0.02).step),
+        "fc2": refused(torch.optim.Muon([named["layers.1.ffn.fc2.weight"]], lr=0.02).step),
+        "Adafactor": refused(torch.optim.Adafactor([named["embedding.weight"]], lr=0.02).step),
+        "bias": refused(torch.optim.Adafactor([named["layers.0.ffn.fc1.bias"]], lr=0.02).step),
+        "LBFGS": refused(lambda: torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)),
+        "Lamb": refused(type("Lamb", (torch.optim.SGD,), {})(attention, lr=0.02).step),
+    }
+    after = whole(model, lambda parameter: parameter)
+    changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    said["norms"] = refused(type("Lamb", (torch.optim.SGD,), {})([named["norm.weight"]], lr=0.02).step)
+    said["SGD"] = refused(torch.optim.SGD(model.parameters(), lr=0.02).step)
+    return said, changed
