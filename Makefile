@@ -19,7 +19,7 @@ demo: .venv/ready  ## install, then train a small Llama in FP8 on real text, on 
 	$(BIN)/octavo train presets/demo.toml
 
 test: .venv/ready  ## the tests that need no GPU, but for further cases of some
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not long"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not long and not gpu"
 
 test-long: .venv/ready  ## those further cases
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long

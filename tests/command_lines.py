@@ -40,6 +40,11 @@ def torchrun(arguments, starts):
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 
 
+def compat(arguments):
+    """A script in the interpreter that `python -m octavo.compat` becomes."""
+    _rank(["-m", "octavo.compat", *arguments])
+
+
 def python(arguments):
     """`python -m module …` or `python -c code …`, with the folders of PYTHONPATH before all others."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)

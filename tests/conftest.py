@@ -23,6 +23,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports octavo.kernels
     # Tensors this small only wait for each other's threads: ten times slower where the cores are shared.
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes would import torch for a file or two
+    # For devices that are not there `torch.manual_seed` only stores a stack trace each: 1 ms, thousands of times.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
     with contextlib.suppress(ModuleNotFoundError):  # Triton is of Linux alone
         import quick_interpreter  # noqa: F401
 
@@ -50,6 +53,26 @@ def pytest_collection_modifyitems(items):
             if not condition(*(item.callspec.params[name] for name in inspect.signature(condition).parameters)):
                 item.own_markers.remove(mark)
                 item.keywords._markers.pop("long", None)
+
+
+@pytest.hookimpl(optionalhook=True)  # tests on a GPU need no pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Forgetful(LoadGroupScheduling):
+        """Without the tests that have ended, which xdist counts anew with each test: 2 ms beside ten thousand."""
+
+        def mark_test_complete(self, node, item_index, duration=0):
+            nodeid = self.registered_collections[node][item_index]
+            work, scope = self.assigned_work[node], self._split_scope(nodeid)
+            del work[scope][nodeid]
+            if not work[scope]:
+                del work[scope]
+            self._reschedule(node)
+
+    return Forgetful(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

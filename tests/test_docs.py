@@ -310,13 +310,16 @@ def test_figures_of_two_gpus_and_long_sequences_are_in_benchmarks():
         figures = f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['tflops']:.0f} | {row['peak_gib']:.1f}"
         assert f".json)) | {figures} |" in results
     assert f"Of the {own['step_ms']:,.0f} ms {own['exposed_communication_ms']:.1f} are communication" in results
-    rows, several = rows_of("sharded-te-flash-llama-8b-8layers"), results.partition("## Several GPUs")[2]
-    best = max((row for row in rows if row["entry"].startswith("te-")), key=lambda row: row["tokens_per_second"])
-    for row in rows:
-        (line,) = [line for line in several.splitlines() if line.startswith(f"| `{row['entry']}` | ")]
-        assert f"{row['tokens_per_second']:,.0f}" in line
-        assert f" | {row['step_ms']:,.0f} | {row['peak_gib']:.1f} | " in line
-        assert line.endswith(f" | {ratio_of(row, best)} |")
+    one, several = results.partition("## Several GPUs")[::2]
+    for name, part in (("sharded-te-flash-llama-8b-8layers", several), ("one-gpu-te-flash-neox-20b-10layers-h200", one)):
+        rows = rows_of(name)
+        best = max((row for row in rows if row["entry"].startswith("te-")), key=lambda row: row["tokens_per_second"])
+        below = part.partition(f"{name}.json")[2]
+        for row in rows:
+            line = next(line for line in below.splitlines() if line.startswith(f"| `{row['entry']}` | "))
+            assert f"{row['tokens_per_second']:,.0f}" in line
+            assert f" | {row['step_ms']:,.0f} | {row['peak_gib']:.1f} | " in line
+            assert line.endswith(f" | {ratio_of(row, best)} |")
     for row, degree in ((own, 1), (shared, 2)):
         (line,) = [line for line in page.splitlines() if line.startswith(f"| `context_parallel_degree = {degree}`, ")]
         figures = f"{row['tokens_per_second']:,.0f} | {row['step_ms']:,.0f} | {row['exposed_communication_ms']:.1f}"

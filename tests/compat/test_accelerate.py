@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import command_lines
 import octavo
 from octavo.errors import InputError
 from octavo.migrate.script import read
@@ -167,11 +168,23 @@ def test_a_refused_argument_is_one_message_with_the_key_of_the_script(tmp_path, 
     )
     script = read(tmp_path / "train.py")
     assert [use.name for use in script.uses if use.row.status == "absent"][-1].startswith("accelerate.utils.TERecipeKwargs(")
+    code, out, err = (started if argument == "margin=99" else forked)(tmp_path)
+    assert (code, out) == (2, "")
+    assert f"accelerate.utils.{told}" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def started(folder):
+    """Exit code, stdout and stderr of `python -m octavo.compat train.py`."""
     command = [sys.executable, "-W", "ignore", "-m", "octavo.compat", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"accelerate.utils.{told}" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def forked(folder):
+    """The same of a process with everything imported: a start takes seven seconds."""
+    process = command_lines.CommandLine(command_lines.compat, folder / "process", [str(folder / "train.py")])
+    return process.wait(timeout=300), process.stdout, process.stderr
 
 
 def test_the_global_state_is_that_of_the_innermost_autocast(te):

@@ -110,6 +110,8 @@ RULES = {("octavo", "te"): "current", ("none", "octavo"): "current", ("te", "te"
 """Recipe and autocast → the recipe whose numbers a first step has: scale 1 by Transformer Engine's names alone."""
 
 
+# Neither a recipe nor the autocast of a case that is long is new to its way, and both together are not new.
+@pytest.mark.long(lambda way, given: given == ("none", "te") and way != "shard")
 @pytest.mark.parametrize(("given", "equal"), RULES.items(), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_step_by_these_names_has_the_rule_of_its_recipe(way, given, equal):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -136,8 +137,9 @@ class Turns:
             self.changed.notify_all()
 
 
+@functools.cache
 def alone(*given, steps=3, evaluates=False, **options):
-    """The log of a training that has the process for itself."""
+    """The log of a training that has the process for itself; computed once, since many trainings are compared with it."""
     training = Training(*given, **options)
     for _ in range(steps):
         training.step()

@@ -302,6 +302,12 @@ def steps(forward, run, evaluated=False, later=False):
     return results, states
 
 
+@functools.cache
+def plain_steps(forward, **options):
+    """The same without a checkpoint."""
+    return steps(forward, lambda function, x: function(x), **options)
+
+
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("state", ["", "evaluated", "later"])
 @pytest.mark.parametrize(
@@ -319,7 +325,7 @@ def steps(forward, run, evaluated=False, later=False):
 )
 def test_contexts_and_uses_within_a_checkpoint(forward, state, way):
     options = {state: True} if state else {}
-    results, states = steps(forward, lambda function, x: function(x), **options)
+    results, states = plain_steps(forward, **options)
     again, states_again = steps(forward, CHECKPOINTS[way], **options)
     assert states_again == states
     assert all(itertools.starmap(same_bits, zip(again, results, strict=True)))

@@ -165,6 +165,12 @@ def _reference(model: str) -> Step:
     return _step(MODELS[model](), *_samples(model))
 
 
+@functools.cache
+def _transformed_step(model: str, delayed: bool) -> Step:
+    """On one rank, without recomputation and offloading; under delayed scaling or without FP8."""
+    return _step(_transformed(model), *_samples(model), RECIPES["delayed"]() if delayed else None)
+
+
 def _by_recipe(model: str, name: str) -> str:
     ours = _transformed(model)
     _step(ours, *_samples(model)).check(_reference(model), **EXACT)
@@ -207,6 +213,7 @@ def _steps_by(model: str, degrees: dict[str, int]) -> list[Step] | str:
     return found
 
 
+@functools.cache
 def _records_of_one_rank(model: str) -> dict[str, Tensor]:
     """FP8 records of a whole model behind a pass over all samples."""
     ours, recipe = _transformed(model), RECIPES["delayed"]()
@@ -228,9 +235,9 @@ def _over_ranks(model: str, degrees: dict[str, int]) -> str:
     first, second = (found[DEGREES.index(degrees)] for found in _on_two_ranks(model))
     if isinstance(first, str):
         raise InputError(first)
-    for recipe, one, other, tolerance in zip((None, RECIPES["delayed"]()), first, second, (EXACT, SUMS), strict=True):
+    for delayed, one, other, tolerance in zip((False, True), first, second, (EXACT, SUMS), strict=True):
         one.check_bits(other)
-        one.check(_step(_transformed(model), *_samples(model), recipe), **tolerance)
+        one.check(_transformed_step(model, delayed), **tolerance)
     return "yes"
 
 
@@ -250,22 +257,20 @@ def _kept_bytes(model: nn.Module, samples: tuple[Tensor, Tensor]) -> int:
 
 def _recomputed(model: str, recompute: Any) -> str:
     plain, ours = _transformed(model), _transformed(model, recompute=recompute)
-    recipe = RECIPES["delayed"]()
-    _step(ours, *_samples(model), recipe).check_bits(_step(plain, *_samples(model), recipe))
+    _step(ours, *_samples(model), RECIPES["delayed"]()).check_bits(_transformed_step(model, True))
     assert _kept_bytes(ours, _samples(model)) < _kept_bytes(plain, _samples(model))
     return "yes"
 
 
 def _offloaded(model: str) -> str:
-    plain, ours = _transformed(model), _transformed(model, offload=True)
-    recipe = RECIPES["delayed"]()
+    ours = _transformed(model, offload=True)
     with (
         mock.patch.object(offload, "SMALLEST_BYTES", 0),
         mock.patch.object(offload, "_Saved", wraps=offload._Saved) as saved,
     ):
-        found = _step(ours, *_samples(model), recipe)
+        found = _step(ours, *_samples(model), RECIPES["delayed"]())
     assert saved.called
-    found.check_bits(_step(plain, *_samples(model), recipe))
+    found.check_bits(_transformed_step(model, True))
     return "yes"
 
 

@@ -288,6 +288,7 @@ def train(model, steps, recipe, start=0, rate=0.3):
 ALL_RECIPES = {**RECIPES, "rowwise": octavo.recipe.RowwiseScaling(), "block": octavo.recipe.BlockScaling()}
 
 
+@pytest.mark.long(lambda recipe, tied, fp8_head: (list(ALL_RECIPES).index(recipe) + tied) % 2 == (fp8_head is True))
 @pytest.mark.parametrize("fp8_head", [True, "backward"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
