@@ -44,6 +44,10 @@ OF_MATRICES = frozenset(
     }
 )
 """Classes of optimizers that treat a parameter as one matrix, by name, of PyTorch, transformers and other libraries."""
+_OF_ALL = frozenset(
+    {"LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptSGD", "DAdaptLion", "DAdaptAdan", "DAdaptAdamIP", "SAM", "GSAM"}
+)
+"""Those whose step has sums over all parameters: of a rank's parts they are others on each rank of a tensor group."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,10 @@ def _check_model(model: nn.Module) -> None:
 
 
 def watch(model: nn.Module) -> None:
-    """Refuse optimizers of `OF_MATRICES` at their first step, if they hold a parameter of `model` with several matrices."""
+    """Refuse optimizers of `OF_MATRICES` at their first step, if they hold a parameter of `model` with several matrices.
+
+    Those that hold a tensor rank's part are refused too, and then also optimizers with sums over all parameters.
+    """
     if conversion_of(model) is None:
         return
     _register()
@@ -326,13 +333,18 @@ def refuse_unattached(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise an InputError for an optimizer that takes a parameter of several matrices of `model` for one."""
-    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in OF_MATRICES), None)
+    """Raise an InputError for an optimizer that takes a parameter of several matrices of `model`, or a part of one, for one."""
+    kinds = [each.__name__ for each in type(optimizer).__mro__]
+    kind = next((name for name in kinds if name in OF_MATRICES), None)
     way = conversion_of(model)
-    if kind is None or way is None:
+    if way is None:
         return
     groups = [group["params"] for group in optimizer.param_groups if group.get("use_muon") is not False]
     held = {id(parameter) for group in groups for parameter in group}
+    if of_all := kind or next((name for name in kinds if name in _OF_ALL), None):
+        _refuse_parts(model, of_all, held, has_remedy=kind is not None)
+    if kind is None:
+        return
     for name, parameter in model.named_parameters():
         if id(parameter) in held:
             shape = torch.empty(parameter.shape, device="meta")
@@ -346,3 +358,25 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"{some(names)}. Give {kind} octavo.matrices(model, …).values() and attach it (docs/models.md), or "
                     'keep the model\'s code by octavo.transform(model, blocks="own").'
                 )
+
+
+def _refuse_parts(model: nn.Module, kind: str, held: set[int], *, has_remedy: bool) -> None:
+    """Raise an InputError for a parameter of `held` of which each rank of a tensor group has a part.
+
+    has_remedy: `octavo.matrices` joins the parts of a matrix.
+    """
+    blocks = parameters_of(model)
+    for name, parameter in model.named_parameters():
+        block = blocks[parameter]
+        if id(parameter) not in held or block is None or block.is_whole:
+            continue
+        ways = ["set tensor_parallel_degree = 1"]
+        if has_remedy and len(block.shape) > 1:
+            ways.insert(0, f"give {kind} octavo.matrices(model, …).values() and attach it (docs/models.md)")
+        elif has_remedy:
+            ways.insert(0, "leave it to another optimizer, such as AdamW")
+        remedy = ", or ".join(ways)
+        raise InputError(
+            f"{kind} measures a whole parameter, and of {name} {list(block.shape)} each of {len(block.parts)} tensor ranks "
+            f"holds a part, {list(block.own.local_shape)} here: {remedy[0].upper()}{remedy[1:]}."
+        )

@@ -1,5 +1,7 @@
 """Tensor parallelism: losses, gradients, steps, casts and checkpoints of several ranks are those of one."""
 
+import re
+
 import pytest
 import tensor_ranks
 import torch
@@ -159,6 +161,22 @@ def test_what_cannot_be_split_is_refused():
                 raise ValueError(said[name])
         assert "split: 2 ranks hold parts of each matrix" in described
         assert "96x48" in described  # of the whole
+
+
+def test_optimizers_that_measure_whole_parameters_are_refused():
+    words = {
+        "Muon": r"Muon .*layers\.0\.self_attention\.proj\.weight \[.*each of 2 tensor ranks.* Give Muon octavo\.matrices",
+        "fc2": r"layers\.1\.ffn\.fc2\.weight",
+        "Adafactor": r"embedding\.weight \[97, 48\].* octavo\.matrices\(.*tensor_parallel_degree = 1",
+        "bias": "Adafactor .* Leave it to another optimizer",
+        "LBFGS": r"LBFGS .*: Set tensor_parallel_degree = 1\.",
+        "Lamb": r"Lamb .* octavo\.matrices",
+        "norms": "^$",
+        "SGD": "^$",
+    }
+    for said, changed in ranks.run(2, tensor_ranks.steps_of_whole_matrices, TENSOR, "neox"):
+        assert changed == []
+        assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])

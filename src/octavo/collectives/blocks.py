@@ -251,6 +251,11 @@ class Block:
         """Of the whole."""
         return self.own.shape
 
+    @property
+    def is_whole(self) -> bool:
+        """True if every rank holds all elements, as of a norm."""
+        return all(part.indices == Part.of_all(part.shape).indices for part in self.parts)
+
     def joined_by(self) -> dist.ProcessGroup:
         """The group; an InputError for parts that are not exchanged."""
         if self.group is None:
