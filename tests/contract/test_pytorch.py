@@ -46,6 +46,11 @@ NAMES = (
         "clipping of a tensor rank's parts is refused, however `clip_grad_norm_` was imported",
         ("parameters",),
     ),
+    Name(
+        "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
+        ("parallel/torch_clipping.py",),
+        "norms of a tensor rank's parts are refused, however `get_total_norm` was imported",
+    ),
     Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),
     Name("torch.optim.optimizer._use_grad_for_differentiable", ("train/adamw.py",), "the decorator of `Optimizer.step`"),
     Name(

@@ -477,6 +477,13 @@ class BlockTensor(Tensor):
 
     storage = __reduce_ex__  # safetensors asks for it
 
+    def full_tensor(self) -> NoReturn:
+        """Refused: a DTensor's whole is that of a mesh, which these parts have none of."""
+        raise InputError(
+            f"full_tensor() of a tensor of {list(self.shape)} in ranges: octavo.to_huggingface(model) has whole weights, and "
+            "octavo.export(model, folder) writes them, each called on every rank."
+        )
+
     # The protocol of PyTorch's planners for tensors of several chunks.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -543,6 +550,8 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
         if isinstance(value, BlockTensor) and value.block.own == block.own:
             state[key] = value.held
             continue
+        if isinstance(value, DTensor) and tuple(value.shape) == block.shape:
+            value = value.full_tensor()  # as `set_model_state_dict(full_state_dict=True)` spreads it
         if has_part(value) or tuple(value.shape) != block.shape:
             raise InputError(
                 f"load_state_dict: {key} is {list(value.shape)}, and a rank takes its ranges of {list(block.shape)}: give "

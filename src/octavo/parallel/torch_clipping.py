@@ -1,53 +1,107 @@
-"""PyTorch's clipping of gradients, for parameters of which its norm would be that of one tensor rank's parts.
+"""PyTorch's norms and whole tensors, of parameters of which each would have one tensor rank's part alone.
 
-`torch.nn.utils.clip_grad_norm_` takes the norm over the ranks that shard a tensor. Of a tensor group each rank would find
-another norm, scale by it, and the ranks' copies of a norm's weight would part, in silence.
+`torch.nn.utils.clip_grad_norm_` and `get_total_norm` take the norm over the ranks that shard a tensor. Of a tensor group each
+rank would find another norm, scale by it, and the ranks' copies of a norm's weight would part, in silence. `full_tensor()` and
+`norm()` of a parameter and of its gradient are refused likewise; those of a tensor that is computed of them are not known.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from octavo.collectives.blocks import parameters_of
 from octavo.errors import InputError
 
 _MARK = "octavo_part_of_a_tensor_rank"
 
 
 def refuse_torch_clipping(model: nn.Module) -> None:
-    """Have PyTorch's clipping by a norm raise an InputError for the parameters of this model."""
-    for parameter in model.parameters():
-        vars(parameter)[_MARK] = True
-    for name in ("_clip_grads_with_norm_", "clip_grads_with_norm_"):
-        known: Any = getattr(clip_grad, name, None)
-        if known is None or hasattr(known, _MARK):
-            continue
-        checked = _checked(known)
-        setattr(clip_grad, name, checked)
-        if getattr(torch.nn.utils, name, None) is known:
-            setattr(torch.nn.utils, name, checked)
+    """Have PyTorch's norms and whole tensors raise an InputError for the parameters and gradients of this model."""
+    for parameter, block in parameters_of(model).items():
+        of_part = block is not None and not block.is_whole
+        _mark(parameter, of_part)
+        trained = parameter.requires_grad
+        parameter.requires_grad_()  # one that is frozen takes no hook, and may be trained later
+        parameter.register_post_accumulate_grad_hook(functools.partial(_mark_gradient, of_part=of_part))
+        parameter.requires_grad_(trained)
+    _check(clip_grad, "_clip_grads_with_norm_", _checked)
+    _check(clip_grad, "_group_tensors_by_device_and_dtype", _checked_groups)
+
+
+def _mark(tensor: Tensor, of_part: bool) -> None:
+    vars(tensor)[_MARK] = True
+    if of_part:
+        vars(tensor).update(full_tensor=_refuse_whole, norm=_refuse_norm)
+
+
+def _mark_gradient(parameter: Tensor, of_part: bool) -> None:
+    if parameter.grad is not None:
+        _mark(parameter.grad, of_part)
+
+
+def _refuse_whole() -> NoReturn:
+    raise InputError(
+        "full_tensor() of a tensor-parallel model's parameter or gradient: it would be this rank's part. "
+        "octavo.to_huggingface(model) has whole weights, and octavo.export writes them."
+    )
+
+
+def _refuse_norm(*_: Any, **__: Any) -> NoReturn:
+    raise InputError(
+        "norm() of a tensor-parallel model's parameter or gradient: it would be that of this rank's part. "
+        "octavo.clip_grad_norm_(model, 0.0) returns the norm of all gradients and leaves them as they are."
+    )
+
+
+def _check(module: Any, name: str, checked: Any) -> None:
+    """Put a function of PyTorch's behind a check, once; a version without it has nothing to check."""
+    known: Any = getattr(module, name, None)
+    if known is not None and not hasattr(known, _MARK):
+        own = checked(known)
+        setattr(own, _MARK, True)
+        setattr(module, name, own)
 
 
 def is_of_tensor_rank(parameter: Tensor) -> bool:
-    """True for a parameter of a model of `refuse_torch_clipping`."""
+    """True for a parameter of a model of `refuse_torch_clipping`, and for its gradient."""
     return hasattr(parameter, _MARK)
 
 
 def _checked(clip: Any) -> Any:
+    """Clipping by a norm that is known, which has the parameters: their gradients may have been replaced."""
+
     @functools.wraps(clip)
     def checked(parameters: Tensor | Iterable[Tensor], *arguments: Any, **keywords: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(map(is_of_tensor_rank, given)):
-            raise InputError(
-                "torch.nn.utils.clip_grad_norm_ of a tensor-parallel model: each rank would clip by the norm of its own parts. "
-                "Call octavo.clip_grad_norm_(model, max_norm), which counts every element once."
-            )
+        _refuse(given)
         return clip(given, *arguments, **keywords)
 
-    setattr(checked, _MARK, True)
     return checked
+
+
+def _checked_groups(group: Any) -> Any:
+    """What every function of the module calls first, however and whenever it was imported."""
+
+    @functools.wraps(group)
+    def checked(lists: list[list[Tensor]], *arguments: Any, **keywords: Any) -> Any:
+        if sys._getframe(1).f_code.co_name != torch.nn.utils.clip_grad_value_.__name__:  # which is one of elements
+            _refuse(tensor for each in lists for tensor in each)
+        return group(lists, *arguments, **keywords)
+
+    return checked
+
+
+def _refuse(tensors: Iterable[Tensor]) -> None:
+    if any(map(is_of_tensor_rank, tensors)):
+        raise InputError(
+            "a norm of torch.nn.utils (clip_grad_norm_, get_total_norm) of a tensor-parallel model would be that of each "
+            "rank's own parts. Call octavo.clip_grad_norm_(model, max_norm), which counts every element once; with 0.0 it only "
+            "returns the norm."
+        )
