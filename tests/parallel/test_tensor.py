@@ -179,6 +179,35 @@ def test_optimizers_that_measure_whole_parameters_are_refused():
         assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
 
 
+def test_norms_and_whole_tensors_of_parts_are_refused():
+    words = dict.fromkeys(("total", "foreach", "weights", "clip", "known", "norm"), r"octavo\.clip_grad_norm_\(model")
+    words |= dict.fromkeys(("whole", "gradient", "state"), r"octavo\.to_huggingface\(model\) has whole weights")
+    for said, wrong in ranks.run(2, tensor_ranks.norms_and_whole_tensors, TENSOR):
+        assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
+        assert wrong == []
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pytorch_loads_a_whole_state_dict(world):
+    assert ranks.run(world, tensor_ranks.loaded_whole, TENSOR) == [[]] * world
+
+
+@pytest.mark.parametrize("shape", ["all-biases", "qwen2-tied"])
+@pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (2, {}), (4, TENSOR), (4, LAYOUTS["gathered"])], ids=str)
+def test_states_without_a_head(world, degrees, shape):
+    wanted = tensor_ranks.base_states(None, shape)
+    samples = world // degrees.get("tensor_parallel_degree", 1) // degrees.get("context_parallel_degree", 1)
+    for rank, found in enumerate(ranks.run(world, tensor_ranks.base_states, degrees, shape)):
+        number = rank * samples // world
+        for (states, last, gradients, loss, norm), theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(states, theirs[0].chunk(samples)[number], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(last, theirs[1], rtol=1e-4, atol=1e-4)
+            assert gradients.keys() == theirs[2].keys()
+            for name, gradient in theirs[2].items():
+                assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+            assert (loss, norm) == pytest.approx(theirs[3:], rel=1e-5)
+
+
 @pytest.mark.parametrize("of", [1, 2, 4])
 def test_a_checkpoint_continues_at_any_degree(tmp_path, of):
     def degrees(tensor):
