@@ -231,7 +231,11 @@ def refusals(degree, shapes):
     model = started("plain", degrees)
     given = batch()
     rolled = {name: value.roll(world.state.rank, 0) for name, value in given.items()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    said["embedding"] = refused(lambda: embedding(given["input_ids"]))
+    said["head"] = refused(lambda: head(torch.zeros(1, 2, 48)))
     said["samples"] = refused(lambda: model(**rolled))
+    said["embedding behind an error"] = refused(lambda: embedding(given["input_ids"]))
     model(**given).loss.backward()
     before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     said["clip"] = refused(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))

@@ -6,7 +6,9 @@ whole logits. Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -311,7 +313,8 @@ class Decoder(PretrainedInterface):
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
         own = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
         tied = shared is not None and self.spec.tied and own
-        embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
+        with contextlib.nullcontext() if self.tensor is None else self._embeds():
+            embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
         residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
         states: list[Tensor] = []
         routings: list[Tensor] = []
@@ -324,6 +327,15 @@ class Decoder(PretrainedInterface):
             residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
             routings += routing
         return self.norm(residual, delta), states, routings
+
+    @contextlib.contextmanager
+    def _embeds(self) -> Iterator[None]:
+        """Around the embedding's call for a rank's own tokens."""
+        self.embedding.in_decoder = True
+        try:
+            yield
+        finally:
+            self.embedding.in_decoder = False
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.
