@@ -69,7 +69,7 @@ from octavo.models.replace import (
     restore_attributes,
 )
 from octavo.models.spec import ModelSpec
-from octavo.models.tensor_parallel import check_tensor, group_of, part_of_rank
+from octavo.models.tensor_parallel import check_tensor, group_of, part_of_rank, refuse_own_calls
 from octavo.models.tensor_parallel import own_code_message as no_tensor_message
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import DEQUANTISE, Weights
@@ -344,6 +344,7 @@ def place(
     restore_attributes(model, attributes)
     if isinstance(model, Decoder) and model.tensor is not None:
         refuse_torch_clipping(model)
+        refuse_own_calls(model)
     # 7. Gather, or keep.
     if sharding is not None:
         gather_weights_in_fp8(model, parts, sharding)

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from llamas import SHAPES, VOCABULARY, llama
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import octavo
 from octavo.collectives.blocks import parameters_of, with_block
@@ -232,7 +233,11 @@ def refusals(degree, shapes):
     model = started("plain", degrees)
     given = batch()
     rolled = {name: value.roll(world.state.rank, 0) for name, value in given.items()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    said["embedding"] = refused(lambda: embedding(given["input_ids"]))
+    said["head"] = refused(lambda: head(torch.zeros(1, 2, 48)))
     said["samples"] = refused(lambda: model(**rolled))
+    said["embedding behind an error"] = refused(lambda: embedding(given["input_ids"]))
     model(**given).loss.backward()
     before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     said["clip"] = refused(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
@@ -336,3 +341,72 @@ def steps_of_whole_matrices(degrees, shape):
     said["norms"] = refused(type("Lamb", (torch.optim.SGD,), {})([named["norm.weight"]], lr=0.02).step)
     said["SGD"] = refused(torch.optim.SGD(model.parameters(), lr=0.02).step)
     return said, changed
+
+
+def norms_and_whole_tensors(degrees):
+    """What PyTorch's norms and whole tensors of parameters and gradients say, and gradients that are clipped by value."""
+    from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+    octavo.init(degrees)
+    model = octavo.transform(llama(**SHAPES["neox"]).requires_grad_(False), dtype=torch.float32)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.requires_grad_(True)
+    model(**own_samples(batch())).loss.backward()
+    wanted = whole(model, lambda parameter: parameter.grad.clamp(-1e-3, 1e-3))
+    named = dict(model.named_parameters())
+    part, norm = named["layers.0.self_attention.qkv.weight"], named["norm.weight"]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    said = {
+        "total": refused(lambda: get_total_norm(gradients)),
+        "foreach": refused(lambda: get_total_norm(gradients, foreach=False)),
+        "weights": refused(lambda: get_total_norm(model.parameters())),
+        "clip": refused(lambda: clip_grad_norm_(model.parameters(), 1e-3)),
+        "known": refused(lambda: clip_grads_with_norm_(model.parameters(), 1e-3, torch.ones(()))),
+        "whole": refused(part.full_tensor),
+        "gradient": refused(part.grad.full_tensor),
+        "norm": refused(part.grad.norm),
+        "state": refused(model.state_dict()["layers.0.self_attention.qkv.weight"].full_tensor),
+    }
+    norm.full_tensor(), norm.grad.norm()  # are whole
+    plain = torch.nn.Linear(3, 3)
+    plain(torch.ones(1, 3)).sum().backward()
+    clip_grad_norm_(plain.parameters(), 1e-3)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    found = whole(model, lambda parameter: parameter.grad)
+    return said, [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+def loaded_whole(degrees):
+    """Names of tensors that differ from a whole state dict behind PyTorch's `set_model_state_dict`."""
+    whole_state = {
+        name: value.clone()
+        for name, value in octavo.transform(llama(**SHAPES["plain"]), dtype=torch.float32).state_dict().items()
+    }
+    model = started("plain", degrees)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, dict(whole_state), options=options)
+    found = whole(model, lambda parameter: parameter)
+    return [name for name, value in whole_state.items() if not torch.equal(found[name], value)]
+
+
+def base_states(degrees, shape):
+    """`model.base_model`'s states before and behind a step, with gradients of a loss of a head of one's own, and loss and norm
+    of steps before and after."""
+    model, given = started(shape, degrees), batch()
+    mine = given if degrees is None else own_samples(given)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for number in range(2):
+        states = model.base_model(mine["input_ids"]).last_hidden_state
+        (states * torch.linspace(-1, 1, states.numel() // len(states)).view(states.shape[1:])).sum().div(len(states)).backward()
+        gradients = whole(model, lambda parameter: parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            last = model.base_model(given["input_ids"][:, :5], use_cache=False).last_hidden_state
+        loss, norm, _ = step(model, optimizer, given, degrees=degrees)
+        found.append((states.detach(), last, gradients, loss, norm))
+        assert number or "labels" in refused(lambda: model.base_model(**mine))
+    return found

@@ -148,6 +148,9 @@ def test_what_cannot_be_split_is_refused():
         "dropout": "attention_dropout = 0.1 with tensor_parallel_degree = 2",
         "float16": "float16 with tensor_parallel_degree = 2: give dtype",
         "samples": r"the 2 ranks that share each sequence \(tensor_parallel_degree\) were given different ones",
+        "embedding": r"this rank's tokens alone.*hidden_states\[0\]",
+        "head": r"this rank's words alone.*model\(input_ids\)\.logits",
+        "embedding behind an error": "this rank's tokens alone",
         "clip": r"octavo\.clip_grad_norm_\(model, max_norm\)",
         "id": "97",
         "label": "100",
@@ -177,6 +180,35 @@ def test_optimizers_that_measure_whole_parameters_are_refused():
     for said, changed in ranks.run(2, tensor_ranks.steps_of_whole_matrices, TENSOR, "neox"):
         assert changed == []
         assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
+
+
+def test_norms_and_whole_tensors_of_parts_are_refused():
+    words = dict.fromkeys(("total", "foreach", "weights", "clip", "known", "norm"), r"octavo\.clip_grad_norm_\(model")
+    words |= dict.fromkeys(("whole", "gradient", "state"), r"octavo\.to_huggingface\(model\) has whole weights")
+    for said, wrong in ranks.run(2, tensor_ranks.norms_and_whole_tensors, TENSOR):
+        assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
+        assert wrong == []
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pytorch_loads_a_whole_state_dict(world):
+    assert ranks.run(world, tensor_ranks.loaded_whole, TENSOR) == [[]] * world
+
+
+@pytest.mark.parametrize("shape", ["all-biases", "qwen2-tied"])
+@pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (2, {}), (4, TENSOR), (4, LAYOUTS["gathered"])], ids=str)
+def test_states_without_a_head(world, degrees, shape):
+    wanted = tensor_ranks.base_states(None, shape)
+    samples = world // degrees.get("tensor_parallel_degree", 1) // degrees.get("context_parallel_degree", 1)
+    for rank, found in enumerate(ranks.run(world, tensor_ranks.base_states, degrees, shape)):
+        number = rank * samples // world
+        for (states, last, gradients, loss, norm), theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(states, theirs[0].chunk(samples)[number], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(last, theirs[1], rtol=1e-4, atol=1e-4)
+            assert gradients.keys() == theirs[2].keys()
+            for name, gradient in theirs[2].items():
+                assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+            assert (loss, norm) == pytest.approx(theirs[3:], rel=1e-5)
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])

@@ -6,12 +6,15 @@ whole logits. Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
@@ -48,6 +51,8 @@ from octavo.nn.plain_names import use_plain_names
 
 FP8_HEAD: Literal["backward"] = "backward"
 """Of a decoder that is not told which products of its head for a loss run in FP8."""
+_STATES = "octavo_states_alone"
+"""An argument of the forward of a sharded decoder, which asks for what `last_hidden_state` returns."""
 
 
 class RotaryAngles:
@@ -197,6 +202,11 @@ class Decoder(PretrainedInterface):
                 share them; on a GPU, which is not waited for, these make the loss NaN (different sequences after the first
                 forward).
         """
+        if others.pop(_STATES, False):
+            others |= {"labels": labels, "num_items_in_batch": num_items_in_batch, "return_dict": return_dict}
+            others |= {"output_hidden_states": output_hidden_states, "logits_to_keep": logits_to_keep}
+            refuse_arguments(others, behind)
+            return self._states(input_ids, attention_mask, position_ids, is_first_microbatch)
         if output_hidden_states is None:
             output_hidden_states = self.output_hidden_states
         if self.spec.experts:
@@ -240,7 +250,18 @@ class Decoder(PretrainedInterface):
         Raises:
             InputError: an input as in the forward; or the model trains with a loss of its routers, which is in its own loss.
         """
+        given = input_ids, attention_mask, position_ids
+        if isinstance(self, FSDPModule):  # whose hooks of the forward gather the weights
+            states: BaseModelOutput = self(
+                *given, *behind, is_first_microbatch=is_first_microbatch, **others, **{_STATES: True}
+            )
+            return states
         refuse_arguments(others, behind)
+        return self._states(*given, is_first_microbatch)
+
+    def _states(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, first: bool | None
+    ) -> BaseModelOutput:
         if self.training and (self.spec.balance or self.spec.router_z_loss):
             raise InputError(
                 "model.base_model has no loss of the routers, with which this model trains: use the loss of model(…, labels=…),"
@@ -248,11 +269,27 @@ class Decoder(PretrainedInterface):
             )
         input_ids = check_inputs(input_ids, attention_mask, position_ids, None, self.spec.vocabulary)
         self._same_on_all(input_ids, position_ids, attention_mask)
-        hidden, _, routings = self._hidden(input_ids, attention_mask, position_ids, is_first_microbatch)
+        hidden, _, routings = self._hidden(input_ids, attention_mask, position_ids, first)
         if routings:
             self._router_losses(routings, None)  # recorded, as in the forward
-        whole = averaged(self._whole(hidden, input_ids.shape[1]), self.data_group)
-        return BaseModelOutput(last_hidden_state=whole.to(self.head.weight.dtype))
+        if isinstance(self.head, FSDPModule):
+            hidden = self._past_head(hidden)
+        whole = averaged(self._whole(hidden, input_ids.shape[1]), self.data_group).to(self.head.weight.dtype)
+        return BaseModelOutput(last_hidden_state=whole.clone() if isinstance(self, FSDPModule) else whole)  # FSDP2: no view
+
+    def _past_head(self, hidden: Tensor) -> Tensor:
+        """The states, as they are: FSDP2 ends the forward of norm and head, which it gathers together, behind the head."""
+        made: list[Tensor] = []
+
+        def run(hidden: Tensor) -> Tensor:
+            made.append(hidden)
+            return hidden
+
+        states: Tensor = self._own_head()(hidden, run)
+        wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)
+        if not made or not (wrapped or states is made[-1]):
+            raise InputError("a hook of the output head returns something else, and model.base_model has no logits: remove it.")
+        return states
 
     def _hidden(
         self,
@@ -276,7 +313,8 @@ class Decoder(PretrainedInterface):
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
         own = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
         tied = shared is not None and self.spec.tied and own
-        embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
+        with contextlib.nullcontext() if self.tensor is None else self._embeds():
+            embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
         residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
         states: list[Tensor] = []
         routings: list[Tensor] = []
@@ -289,6 +327,15 @@ class Decoder(PretrainedInterface):
             residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
             routings += routing
         return self.norm(residual, delta), states, routings
+
+    @contextlib.contextmanager
+    def _embeds(self) -> Iterator[None]:
+        """Around the embedding's call for a rank's own tokens."""
+        self.embedding.in_decoder = True
+        try:
+            yield
+        finally:
+            self.embedding.in_decoder = False
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.

@@ -12,7 +12,7 @@ which rows of zeros are added. Checkpoints have the whole parameters (`octavo.co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +181,31 @@ def _fc1_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
         gate = 2 * whole * (start // whole) + start % whole
         found += [(gate, gate + own), (gate + whole, gate + whole + own)]
     return indices(*found)
+
+
+def refuse_own_calls(model: Any) -> None:
+    """Have embedding and head raise an InputError where not the decoder calls them: they would give this rank's part alone.
+
+    In front of the hooks of FSDP2, which would gather their weights.
+    """
+    model.embedding.register_forward_pre_hook(_refuse_embedding, prepend=True)
+    model.head.register_forward_pre_hook(_refuse_head, prepend=True, with_kwargs=True)
+
+
+def _refuse_embedding(embedding: Any, _: Any) -> None:
+    if not embedding.in_decoder:
+        raise InputError(
+            f"the embedding by itself gives this rank's tokens alone with a {KEY} above 1: model(input_ids, "
+            "output_hidden_states=True).hidden_states[0] are those of all."
+        )
+
+
+def _refuse_head(head: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    if len(given) + len(named) < 2:
+        raise InputError(
+            f"the head by itself gives logits of this rank's words alone with a {KEY} above 1: model(input_ids).logits are of "
+            "all words, and with logits_to_keep of some positions."
+        )
 
 
 def refuse_other_parameters(model: nn.Module, parameters: Sequence[tuple[str, object]], degree: int) -> None:

@@ -82,6 +82,8 @@ class Embedding(nn.Embedding):
         """Of the result."""
         self.words: Words | None = None
         """The rows that this rank holds of a vocabulary that a tensor group shares: the result is then of its own tokens."""
+        self.in_decoder = False
+        """The decoder runs a forward, and takes its own tokens."""
 
     def forward(self, input: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """The rows of the ids `input` [...]: [..., K]. shared: is filled, for a head with the same weight.
