@@ -51,6 +51,12 @@ NAMES = (
         ("parallel/torch_clipping.py",),
         "norms of a tensor rank's parts are refused, however `get_total_norm` was imported",
     ),
+    Name(
+        "torch.amp.GradScaler._unscale_grads_",
+        ("parallel/torch_clipping.py",),
+        "its search for an overflow would be each tensor rank's own, and is refused",
+        ("self", "optimizer"),
+    ),
     Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),
     Name("torch.optim.optimizer._use_grad_for_differentiable", ("train/adamw.py",), "the decorator of `Optimizer.step`"),
     Name(

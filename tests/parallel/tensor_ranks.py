@@ -356,12 +356,15 @@ def norms_and_whole_tensors(degrees):
     named = dict(model.named_parameters())
     part, norm = named["layers.0.self_attention.qkv.weight"], named["norm.weight"]
     gradients = [parameter.grad for parameter in model.parameters()]
+    scaler, optimizer = torch.amp.GradScaler(world.state.device.type), optimizer_of(model)
+    scaler.scale(torch.ones((), device=world.state.device))
     said = {
         "total": refused(lambda: get_total_norm(gradients)),
         "foreach": refused(lambda: get_total_norm(gradients, foreach=False)),
         "weights": refused(lambda: get_total_norm(model.parameters())),
         "clip": refused(lambda: clip_grad_norm_(model.parameters(), 1e-3)),
         "known": refused(lambda: clip_grads_with_norm_(model.parameters(), 1e-3, torch.ones(()))),
+        "scaler": refused(lambda: scaler.unscale_(optimizer)),
         "whole": refused(part.full_tensor),
         "gradient": refused(part.grad.full_tensor),
         "norm": refused(part.grad.norm),

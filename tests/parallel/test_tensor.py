@@ -184,6 +184,7 @@ def test_optimizers_that_measure_whole_parameters_are_refused():
 
 def test_norms_and_whole_tensors_of_parts_are_refused():
     words = dict.fromkeys(("total", "foreach", "weights", "clip", "known", "norm"), r"octavo\.clip_grad_norm_\(model")
+    words |= {"scaler": "leave the GradScaler out"}
     words |= dict.fromkeys(("whole", "gradient", "state"), r"octavo\.to_huggingface\(model\) has whole weights")
     for said, wrong in ranks.run(2, tensor_ranks.norms_and_whole_tensors, TENSOR):
         assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
