@@ -331,11 +331,12 @@ class Decoder(PretrainedInterface):
     @contextlib.contextmanager
     def _embeds(self) -> Iterator[None]:
         """Around the embedding's call for a rank's own tokens."""
-        self.embedding.in_decoder = True
+        embedding: Any = self.embedding  # another module, in a caller's hands
+        embedding.in_decoder = True
         try:
             yield
         finally:
-            self.embedding.in_decoder = False
+            embedding.in_decoder = False
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.
