@@ -63,9 +63,9 @@ def _refuse_norm(*_: Any, **__: Any) -> NoReturn:
 
 
 def _check(module: Any, name: str, checked: Any) -> None:
-    """Put a function of PyTorch's behind a check, once; a version without it has nothing to check."""
-    known: Any = getattr(module, name, None)
-    if known is not None and not hasattr(known, _MARK):
+    """Put a function of PyTorch's behind a check, once."""
+    known: Any = getattr(module, name)
+    if not hasattr(known, _MARK):
         own = checked(known)
         setattr(own, _MARK, True)
         setattr(module, name, own)
