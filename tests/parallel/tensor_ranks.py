@@ -7,7 +7,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from llamas import SHAPES, VOCABULARY, llama
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import octavo
 from octavo.collectives.blocks import parameters_of, with_block
@@ -408,3 +415,25 @@ def base_states(degrees, shape):
         found.append((states.detach(), last, gradients, loss, norm))
         assert number or "labels" in refused(lambda: model.base_model(**mine))
     return found
+
+
+def torch_states(degrees):
+    """What PyTorch's optimizer states and loss scaling say; the model's whole state dict, parameters, and their number."""
+    model = started("neox", degrees)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, batch(), degrees=degrees)
+    options = StateDictOptions(full_state_dict=True)
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    said = {
+        "get": refused(lambda: get_state_dict(model, optimizer)),
+        "whole": refused(lambda: get_optimizer_state_dict(model, optimizer, options=options)),
+        "set": refused(lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []})),
+    }
+    model(**own_samples(batch())).loss.backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    said["scaler"] = refused(lambda: scaler.unscale_(optimizer))
+    said["step"] = refused(lambda: scaler.step(optimizer))
+    state, host = (dict(get_model_state_dict(model, options=each)) for each in (options, offloaded))
+    counts = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
+    return said, state, host, whole(model, lambda parameter: parameter), counts

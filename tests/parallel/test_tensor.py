@@ -211,6 +211,20 @@ def test_states_without_a_head(world, degrees, shape):
             assert (loss, norm) == pytest.approx(theirs[3:], rel=1e-5)
 
 
+def test_states_that_pytorch_gives_are_whole_or_refused():
+    words = dict.fromkeys(("get", "whole", "set"), r"octavo\.save\(path, model, optimizer\)")
+    words |= dict.fromkeys(("scaler", "step"), "GradScaler .* Train in bfloat16")
+    one = tensor_ranks.started("neox", None)
+    numbers = one.num_parameters(), one.num_parameters(exclude_embeddings=True)
+    for rank, (said, state, host, wanted, counts) in enumerate(ranks.run(4, tensor_ranks.torch_states, TENSOR)):
+        assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
+        for found in (state, host) if rank == 0 else (state,):
+            assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+            assert not any(type(value) is not torch.Tensor for value in found.values())
+        assert rank == 0 or host == {}
+        assert counts == numbers
+
+
 @pytest.mark.parametrize("of", [1, 2, 4])
 def test_a_checkpoint_continues_at_any_degree(tmp_path, of):
     def degrees(tensor):

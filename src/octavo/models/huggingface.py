@@ -8,6 +8,7 @@ accepted, the others refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.errors import InputError, nearest
 from octavo.models.convert import (
     check_decoder,
@@ -260,10 +262,11 @@ class PretrainedInterface(nn.Module):
         return self.head
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters, a tied one counted once; of a sharded model those of all ranks."""
+        """The number of parameters, a tied one counted once; of a model with parts on ranks those of all ranks."""
+        blocks = parameters_of(self)
         return sum(
-            parameter.numel()
-            for parameter in self.parameters()
+            math.prod(shape_of(parameter, blocks))
+            for parameter in blocks
             if (parameter.requires_grad or not only_trainable)
             and not (exclude_embeddings and parameter is self.embedding.weight)
         )
