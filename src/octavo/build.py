@@ -87,6 +87,7 @@ from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.torch_clipping import refuse_torch_clipping
+from octavo.parallel.torch_states import check_torch_states
 from octavo.parallel.world import state
 from octavo.storage import local_path
 
@@ -344,6 +345,7 @@ def place(
     restore_attributes(model, attributes)
     if isinstance(model, Decoder) and model.tensor is not None:
         refuse_torch_clipping(model)
+        check_torch_states()
         refuse_own_calls(model)
     # 7. Gather, or keep.
     if sharding is not None:

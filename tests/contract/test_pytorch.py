@@ -51,10 +51,18 @@ NAMES = (
         ("parallel/torch_clipping.py",),
         "norms of a tensor rank's parts are refused, however `get_total_norm` was imported",
     ),
+    *(
+        Name(f"torch.distributed.checkpoint.state_dict.{name}", ("parallel/torch_states.py",), why, arguments)
+        for name, why, arguments in (
+            ("_get_optim_state_dict", "states of a tensor rank's parts are refused", ("model", "optimizers", "info")),
+            ("_load_optim_state_dict", "states of a tensor rank's parts are refused", ("model", "optimizers")),
+            ("_maybe_full_or_cpu_state_dict", "whole weights are joined out of tensor ranks' parts", ("state_dict", "info")),
+        )
+    ),
     Name(
         "torch.amp.GradScaler._unscale_grads_",
-        ("parallel/torch_clipping.py",),
-        "its search for an overflow would be each tensor rank's own, and is refused",
+        ("parallel/torch_states.py",),
+        "loss scaling of a tensor rank's parts is refused",
         ("self", "optimizer"),
     ),
     Name("torch.nn.modules.dropout._DropoutNd", ("models/structure.py",), "the base of every dropout"),

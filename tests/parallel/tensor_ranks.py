@@ -7,7 +7,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from llamas import SHAPES, VOCABULARY, llama
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import octavo
 from octavo.collectives.blocks import parameters_of, with_block
@@ -356,15 +363,12 @@ def norms_and_whole_tensors(degrees):
     named = dict(model.named_parameters())
     part, norm = named["layers.0.self_attention.qkv.weight"], named["norm.weight"]
     gradients = [parameter.grad for parameter in model.parameters()]
-    scaler, optimizer = torch.amp.GradScaler(world.state.device.type), optimizer_of(model)
-    scaler.scale(torch.ones((), device=world.state.device))
     said = {
         "total": refused(lambda: get_total_norm(gradients)),
         "foreach": refused(lambda: get_total_norm(gradients, foreach=False)),
         "weights": refused(lambda: get_total_norm(model.parameters())),
         "clip": refused(lambda: clip_grad_norm_(model.parameters(), 1e-3)),
         "known": refused(lambda: clip_grads_with_norm_(model.parameters(), 1e-3, torch.ones(()))),
-        "scaler": refused(lambda: scaler.unscale_(optimizer)),
         "whole": refused(part.full_tensor),
         "gradient": refused(part.grad.full_tensor),
         "norm": refused(part.grad.norm),
@@ -413,3 +417,25 @@ def base_states(degrees, shape):
         found.append((states.detach(), last, gradients, loss, norm))
         assert number or "labels" in refused(lambda: model.base_model(**mine))
     return found
+
+
+def torch_states(degrees):
+    """What PyTorch's optimizer states and loss scaling say; the model's whole state dict, parameters, and their number."""
+    model = started("neox", degrees)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, batch(), degrees=degrees)
+    options = StateDictOptions(full_state_dict=True)
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    said = {
+        "get": refused(lambda: get_state_dict(model, optimizer)),
+        "whole": refused(lambda: get_optimizer_state_dict(model, optimizer, options=options)),
+        "set": refused(lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []})),
+    }
+    model(**own_samples(batch())).loss.backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    said["scaler"] = refused(lambda: scaler.unscale_(optimizer))
+    said["step"] = refused(lambda: scaler.step(optimizer))
+    state, host = (dict(get_model_state_dict(model, options=each)) for each in (options, offloaded))
+    counts = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
+    return said, state, host, whole(model, lambda parameter: parameter), counts

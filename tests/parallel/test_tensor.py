@@ -184,7 +184,6 @@ def test_optimizers_that_measure_whole_parameters_are_refused():
 
 def test_norms_and_whole_tensors_of_parts_are_refused():
     words = dict.fromkeys(("total", "foreach", "weights", "clip", "known", "norm"), r"octavo\.clip_grad_norm_\(model")
-    words |= {"scaler": "leave the GradScaler out"}
     words |= dict.fromkeys(("whole", "gradient", "state"), r"octavo\.to_huggingface\(model\) has whole weights")
     for said, wrong in ranks.run(2, tensor_ranks.norms_and_whole_tensors, TENSOR):
         assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
@@ -210,6 +209,20 @@ def test_states_without_a_head(world, degrees, shape):
             for name, gradient in theirs[2].items():
                 assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
             assert (loss, norm) == pytest.approx(theirs[3:], rel=1e-5)
+
+
+def test_states_that_pytorch_gives_are_whole_or_refused():
+    words = dict.fromkeys(("get", "whole", "set"), r"octavo\.save\(path, model, optimizer\)")
+    words |= dict.fromkeys(("scaler", "step"), "GradScaler .* Train in bfloat16")
+    one = tensor_ranks.started("neox", None)
+    numbers = one.num_parameters(), one.num_parameters(exclude_embeddings=True)
+    for rank, (said, state, host, wanted, counts) in enumerate(ranks.run(4, tensor_ranks.torch_states, TENSOR)):
+        assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
+        for found in (state, host) if rank == 0 else (state,):
+            assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+            assert not any(type(value) is not torch.Tensor for value in found.values())
+        assert rank == 0 or host == {}
+        assert counts == numbers
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.collectives.context import ContextGroup
-from octavo.config.degrees import Degrees, divisors
+from octavo.config.degrees import divisors
 from octavo.config.parallel import ParallelConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
@@ -108,12 +108,3 @@ def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
     *fitting, last = [str(ranks) for ranks in divisors(math.gcd(experts, shards))]
     nearest = f"{', '.join(fitting)} or {last}" if fitting else last
     raise InputError(f"{key} = {degree} does not divide the {experts} experts of {name}. Set {key} to {nearest}.")
-
-
-def check_supported(degrees: Degrees) -> None:
-    """Raise an InputError for a degree of tensor parallelism beyond 1, which run files do not have."""
-    if degrees.tensor > 1:
-        raise InputError(
-            f"parallel.tensor_parallel_degree = {degrees.tensor}: this version splits matrices over ranks in loops of your own "
-            "and in SMP's scripts alone. Set parallel.tensor_parallel_degree = 1."
-        )

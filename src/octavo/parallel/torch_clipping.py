@@ -2,8 +2,7 @@
 
 `torch.nn.utils.clip_grad_norm_` and `get_total_norm` take the norm over the ranks that shard a tensor. Of a tensor group each
 rank would find another norm, scale by it, and the ranks' copies of a norm's weight would part, in silence. `full_tensor()` and
-`norm()` of a parameter and of its gradient are refused likewise, and PyTorch's scaling of the loss; norms of a tensor that is
-computed of them are not known.
+`norm()` of a parameter and of its gradient are refused likewise; those of a tensor that is computed of them are not known.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def refuse_torch_clipping(model: nn.Module) -> None:
         parameter.requires_grad_(trained)
     _check(clip_grad, "_clip_grads_with_norm_", _checked)
     _check(clip_grad, "_group_tensors_by_device_and_dtype", _checked_groups)
-    _check(torch.amp.GradScaler, "_unscale_grads_", _checked_scaler)
 
 
 def _mark(tensor: Tensor, of_part: bool) -> None:
@@ -96,21 +94,6 @@ def _checked_groups(group: Any) -> Any:
         if sys._getframe(1).f_code.co_name != torch.nn.utils.clip_grad_value_.__name__:  # which is one of elements
             _refuse(tensor for each in lists for tensor in each)
         return group(lists, *arguments, **keywords)
-
-    return checked
-
-
-def _checked_scaler(unscale: Any) -> Any:
-    """The search for an overflow, which is each rank's own: one rank would leave out a step that the others take."""
-
-    @functools.wraps(unscale)
-    def checked(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
-        if any(is_of_tensor_rank(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-            raise InputError(
-                "torch.amp.GradScaler of a tensor-parallel model: an overflow in one rank's parts would leave out the step of "
-                "that rank alone. bfloat16 needs no scaled loss: leave the GradScaler out."
-            )
-        return unscale(self, optimizer, *arguments, **keywords)
 
     return checked
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from octavo.config.degrees import DEGREES, Degrees, fit_degrees
+from octavo.config.degrees import DEGREES, Degrees, check_composed, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError, OctavoError, first_line, warn
 from octavo.job_ranks import adopt_ranks, alone_in_job, may_bind_gpus
@@ -191,6 +191,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
             "or call torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
         )
     degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world)
+    check_composed(degrees.tensor, degrees.expert)
     if chosen.expert_dispatch_fp8 and degrees.expert == 1:
         raise InputError(
             "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token travels: "
