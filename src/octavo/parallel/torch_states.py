@@ -21,8 +21,9 @@ from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError
 from octavo.parallel.torch_clipping import is_of_tensor_rank
 
+_MARK = "octavo_knows_tensor_ranks"
 
-@functools.cache
+
 def check_torch_states() -> None:
     """Have PyTorch join whole state dicts, and refuse what it would do with parts, from now on."""
     own: dict[str, Callable[[Any], Any]] = {
@@ -31,9 +32,17 @@ def check_torch_states() -> None:
         "_maybe_full_or_cpu_state_dict": _joining,
     }
     for name, changed in own.items():
-        setattr(state_dict, name, changed(getattr(state_dict, name)))
-    scaler: Any = torch.amp.GradScaler
-    scaler._unscale_grads_ = _refusing_scale(scaler._unscale_grads_)
+        _change(state_dict, name, changed)
+    _change(torch.amp.GradScaler, "_unscale_grads_", _refusing_scale)
+
+
+def _change(owner: Any, name: str, changed: Callable[[Any], Any]) -> None:
+    """Put another function in the place of PyTorch's, once."""
+    known = getattr(owner, name)
+    if not hasattr(known, _MARK):
+        own = changed(known)
+        setattr(own, _MARK, True)
+        setattr(owner, name, own)
 
 
 def _refusing(known: Any) -> Any:
