@@ -108,7 +108,8 @@ def test_cases_have_the_shapes_of_the_released_models():
     assert matmul_parameters(CASES["llama2-7b-8layers"].spec).layers * 4 == 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
     for name, case in CASES.items():
         assert case.name == name
-        assert case.units == case.batch * case.sequence_length * (4 if name.endswith("-4-micro-batches") else 1)
+        tokens = case.batch * case.sequence_length * (4 if name.endswith("-4-micro-batches") else 1)
+        assert case.units * (int(name[-1]) if "-tp" in name else 1) == tokens
         if case.spec.family not in FAMILIES:
             continue
         with torch.device("meta"):

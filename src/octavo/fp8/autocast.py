@@ -223,11 +223,8 @@ def _remember(thread: _Thread, active: _Active | None) -> None:
     if torch.is_grad_enabled():
         if _found(thread) is not None:
             return
-    else:
-        # A checkpoint is known together with all around it.
-        nearest = next(checkpoints.nearest_first(), None)
-        if nearest is None or nearest in process.checkpoint_forwards or not checkpoints.trains():
-            return
+    elif not checkpoints.trains():
+        return
     new = [found for found in checkpoints.enclosing() if found not in process.checkpoint_forwards]
     if not new:
         return

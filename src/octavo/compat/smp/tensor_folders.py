@@ -55,10 +55,14 @@ def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Amo
     Raises:
         InputError: the folders of the ranks are neither one nor one for each tensor rank, or one for the rows of several.
     """
-    ranks = world.state
-    if ranks.tp_size == 1 or (part := next(_parts_in(state), None)) is None:
+    ranks, part = world.state, next(_parts_in(state), None)
+    if part is None:
         return Among(group)
     members = set(range(ranks.world_size)) if group is None else set(dist.get_process_group_ranks(group))
+    if ranks.tp_size == 1:  # parts of ranks that are no tensor ranks of octavo.init
+        if group is not None:
+            replicas_of(part)  # refuses those that some ranks would save in part
+        return Among(group)
     if members.issuperset(dist.get_process_group_ranks(ranks.tp_process_group)):
         return Among(group, "one")
     held = as_held(part)
