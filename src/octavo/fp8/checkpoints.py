@@ -58,7 +58,7 @@ has_hooks: Callable[[], object] = functools.partial(torch._C._autograd._top_save
 
 def pack_hook() -> Any:
     """The innermost saved-tensor hook, a function of its own for each pass through a checkpoint; None without one."""
-    hooks: Any = has_hooks()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks else None
 
 
