@@ -172,13 +172,3 @@ def _rows(x: QuantizedTensor) -> Tensor:
 
 def _same_rows(x: QuantizedTensor, y: QuantizedTensor) -> bool:
     return x.rowwise_data is not None and y.rowwise_data is not None and x.rowwise_data.shape[0] == y.rowwise_data.shape[0]
-
-
-def column_gemms(tensor: TensorGroup | None, *arguments: Any, shared: int = 0) -> LinearGemms:
-    """The products of a whole weight without a group, or of a rank's rows of it."""
-    return LinearGemms(*arguments) if tensor is None else ColumnParallelGemms(tensor, *arguments, shared=shared)
-
-
-def row_gemms(tensor: TensorGroup | None, *arguments: Any) -> LinearGemms:
-    """The products of a whole weight without a group, or of a rank's columns of it."""
-    return LinearGemms(*arguments) if tensor is None else RowParallelGemms(tensor, *arguments)

@@ -22,7 +22,7 @@ from octavo.fp8.linear import LinearGemms, saved_input_bytes
 from octavo.fp8.quantizer import DenseOperand, Producer, WeightUse, active_recipe, saved_weight_bytes
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.fp8.tensor_parallel import column_gemms, row_gemms
+from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
@@ -97,7 +97,8 @@ def product(
         return high_precision(x, weight.to(out_dtype), bias)
     if x.dtype == torch.float64 and recipe is not None:
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
-    gemms = row_gemms(tensor, state, weight, recipe, out_dtype, first)
+    how = state, weight, recipe, out_dtype, first
+    gemms = LinearGemms(*how) if tensor is None else RowParallelGemms(tensor, *how)
     gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
     with torch.no_grad(), autocast.scales_of_forward():
@@ -482,7 +483,8 @@ class LayerNormLinear(NormedLayer):
         return_input: bool = False,
     ) -> tuple[Tensor, ...]:
         recipe = active_recipe(self.fp8_state, residual.device)
-        gemms = column_gemms(self.tensor, self.fp8_state, self.weight, recipe, dtype, first, shared=self.shared_rows)
+        how = self.fp8_state, self.weight, recipe, dtype, first
+        gemms = LinearGemms(*how) if self.tensor is None else ColumnParallelGemms(self.tensor, *how, shared=self.shared_rows)
         return _NormLinearFunction.apply(
             residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
         )

@@ -28,7 +28,7 @@ from octavo.fp8.quantizer import (
 )
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
-from octavo.fp8.tensor_parallel import column_gemms, row_gemms
+from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
@@ -391,9 +391,13 @@ class LayerNormMLP(NormedLayer):
     ) -> tuple[Tensor, ...]:
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
         weight1, weight2 = self.fc1_weight, self.fc2_weight
-        fc1 = column_gemms(self.tensor, first_state, weight1, active_recipe(first_state, device), dtype, first)
-        fc2 = row_gemms(self.tensor, second_state, weight2, active_recipe(second_state, device), dtype, first)
-        bias = bias if self.tensor is None else self.tensor.replicated(bias)
+        how1: Any = first_state, weight1, active_recipe(first_state, device), dtype, first
+        how2: Any = second_state, weight2, active_recipe(second_state, device), dtype, first
+        if self.tensor is None:
+            fc1, fc2 = LinearGemms(*how1), LinearGemms(*how2)
+        else:
+            fc1, fc2 = ColumnParallelGemms(self.tensor, *how1), RowParallelGemms(self.tensor, *how2)
+            bias = self.tensor.replicated(bias)
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, weight1, self.fc1_bias, weight2, bias,
             norm.form, fc1, fc2, self.activation, self.gate_rows,
