@@ -3,8 +3,8 @@
 Tokens are split by rows: of the flattened tokens [B · T] rank r has the r-th of n equal runs, seen as [B, T / n]. So what is
 gathered from all ranks, one after the other, is [B, T] again without a copy, whatever the samples are.
 
-What every rank computes from the same whole has the same gradient on each: `whole` and `words` give a rank its part of it.
-What each computes from its part of a matrix is a part of a sum: `gathered` adds the parts up.
+The gradient of a gathered tensor depends on its consumer. Consumers that are the same on all ranks have the same gradient, of
+which `whole` and `words` return this rank's part. Those with a part of a matrix have partial sums, which `gathered` adds up.
 """
 
 from __future__ import annotations
@@ -160,12 +160,7 @@ class _Scattered(torch.autograd.Function):
         return _as(ctx.tensor.gather(_flat(grad)), grad.shape[0]), None
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.tensor = tensor
-        return _as(tensor.gather(_flat(x)), x.shape[0])
-
+class _Whole(_Gathered):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.tensor.own(grad), None

@@ -123,7 +123,7 @@ class ColumnParallelGemms(_TensorGemms):
     def both_gradients(
         self, dy: QuantizedTensor, x: QuantizedTensor, w: QuantizedTensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The input is gathered beside the product of its gradient, whose sum travels beside that of the weight's."""
+        """The gather of the input overlaps the product for its gradient; the reduce-scatter of that overlaps the weight's."""
         is_here = x.columnwise_data is not None or (self.recipe is None and _same_rows(x, dy))  # of `recomputed_output`
         flight = self.tensor.start_gather(_rows(x)) if self.wants_weight and not is_here else None
         dx = self.tensor.start_scatter(super().grad_input(dy, w)) if self.wants_x else None

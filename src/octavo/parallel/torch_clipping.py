@@ -87,7 +87,7 @@ def _checked(clip: Any) -> Any:
 
 
 def _checked_groups(group: Any) -> Any:
-    """What every function of the module calls first, however and whenever it was imported."""
+    """The first call of every function of `clip_grad`, also of one that was imported earlier."""
 
     @functools.wraps(group)
     def checked(lists: list[list[Tensor]], *arguments: Any, **keywords: Any) -> Any:
