@@ -31,7 +31,7 @@ class Case:
         micro_batches: forwards and backwards of a step.
         context: GPUs that share each sequence.
         expert: GPUs that the experts of a block are spread over, by Octavo alone.
-        tensor: GPUs that hold parts of the same matrices, by Octavo alone.
+        tensor: GPUs that hold parts of the same matrices.
         recompute, offload: as `train.recompute` and `train.offload`, of Octavo's entries. Peers keep each layer's input where
             any is set.
 
@@ -170,6 +170,7 @@ CASES: dict[str, Case] = {
         # The same tokens a GPU, with each matrix split over two GPUs or four instead of sharded.
         Case("llama-8b-8layers-tp2", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192, tensor=2),
         Case("llama-8b-8layers-tp4", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 4, 8192, tensor=4),
+        Case("llama-70b-12layers-tp2", SHAPES["llama-70b"] | {"num_hidden_layers": 12}, 2, 8192, tensor=2),
         # Gradients are kept whole between micro-batches, or summed over the ranks in each.
         Case("llama-8b-8layers-b1-4-micro-batches", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192, micro_batches=4),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),

@@ -79,6 +79,8 @@ class Entry:
         head: precision of the output head.
         build: makes the `Training` for (case, device, compiled); keyword `seed` of the weights.
         package: the distribution, for its version; None: Octavo or PyTorch itself.
+        tensor: of Transformer Engine's, it has a model whose matrices ranks share.
+        overlap: that model's userbuffers exchange beside products; it trains such cases alone.
         needs: more distributions.
         vision: it trains vision cases too.
         text: it trains decoders.
@@ -97,13 +99,17 @@ class Entry:
     head_forward: str | None = None
     families: tuple[str, ...] = ()
     exchanges: bool = False
+    tensor: bool = False
+    overlap: bool = False
     needs: tuple[str, ...] = ()
 
     def trains(self, case: AnyCase) -> bool:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
-        alone = case.expert > 1 or case.tensor > 1
+        alone = case.expert > 1 or (case.tensor > 1 and not self.tensor) or (case.tensor > 1 and case.spec.experts > 0)
+        if self.overlap and case.tensor == 1:
+            return False
         if not self.text or (self.exchanges and case.context == 1) or (alone and self.group is not None):
             return False
         return not self.families or case.spec.family in self.families
@@ -123,7 +129,8 @@ class Entry:
         """Variables of its process, which libraries read when they are imported."""
         if self.package != "transformer-engine":
             return {}
-        return te_attention.FLASH if FLASH_ATTENTION in self.needs else te_attention.CUDNN
+        attention = te_attention.FLASH if FLASH_ATTENTION in self.needs else te_attention.CUDNN
+        return attention | te_attention.USERBUFFERS if self.overlap else attention
 
 
 class Training:

@@ -8,7 +8,7 @@ float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from octavo.bench import te_attention
 from octavo.bench.cases import Case
-from octavo.bench.peers import BLOCKS, SEED, Entry, Training, build_octavo, te_entry
+from octavo.bench.peers import ADAMW, BLOCKS, SEED, Entry, Training, build_octavo, te_entry
 from octavo.bench.plain import STD, PlainDecoder, next_token_loss
+from octavo.bench.vision.models import Around
 from octavo.errors import InputError
 from octavo.parallel.deferred_init import CounterInit, materialise
 from octavo.parallel.world import state
@@ -69,12 +70,15 @@ def build_te_sharded(
     fp8_head: bool = False,
     flash_attention: bool = False,
     strategy: str = "p2p",
+    params_dtype: torch.dtype = torch.float32,
+    overlap: bool = False,
     seed: int = SEED,
 ) -> Training:
     """Transformer Engine's decoder over all ranks: FP8 by a recipe of `octavo.bench.te.RECIPES`, weights gathered in bfloat16.
 
-    fp8_head, flash_attention: as `octavo.bench.peers.build_te` takes them. strategy: its exchange of keys and values. Under
-    recomputation each layer is computed again, attention included. Every rank makes the whole model and keeps its shard.
+    fp8_head, flash_attention: as `octavo.bench.peers.build_te` takes them. strategy: its exchange of keys and values. overlap:
+    its userbuffers, of a case whose ranks hold parts of matrices (`octavo.bench.te_tensor`). Under recomputation each layer is
+    computed again, attention included. Every rank makes the whole model and keeps its shard.
 
     Raises:
         InputError: its attention differs from the reference.
@@ -83,15 +87,37 @@ def build_te_sharded(
     from octavo.bench import te
 
     torch.manual_seed(seed)
-    how: dict[str, Any] = {"params_dtype": torch.float32, "recompute": bool(case.recompute)}
+    how: dict[str, Any] = {"params_dtype": params_dtype, "recompute": bool(case.recompute), "compiled": compiled}
     how |= {"fp8": recipe is not None, "fp8_head": fp8_head}
-    model = te.TeDecoder(case.spec, case.sequence_length, device, compiled=compiled, **how)
+    around = te.autocast(recipe, state.world_process_group)
+    if case.tensor > 1:
+        return _te_tensor(case, device, around, how | {"overlap": overlap})
+    model = te.TeDecoder(case.spec, case.sequence_length, device, **how)
     if case.context > 1:
         assert state.cp_process_group is not None
         model.split_sequences(state.cp_process_group, strategy)
     errors = model.check_attention(case.batch)
     _shard(model, list(model.layers), None if case.spec.tied else (model.embed_tokens, model.norm, model.lm_head))
-    return Training(model, model, te.autocast(recipe, state.world_process_group), attention_errors=errors)
+    return Training(model, model, around, attention_errors=errors)
+
+
+def _te_tensor(case: Case, device: torch.device, around: Around, how: Mapping[str, Any]) -> Training:
+    """Transformer Engine's decoder whose blocks' matrices are split over the tensor ranks, and sharded over the others."""
+    from octavo.bench.te_tensor import TeTensorDecoder
+
+    assert state.tp_process_group is not None
+    model = TeTensorDecoder(
+        case.spec, case.sequence_length, device, state.tp_process_group, batch=case.batch * case.micro_batches, **how
+    )
+    errors = model.check_attention(case.batch)
+    model.shard(state.shard_mesh if state.world_size > case.tensor else None)
+    # PyTorch's fused AdamW takes the parameters of one mesh at once.
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": own} for own in by_mesh.values()], **ADAMW)
+    optimizer.register_step_pre_hook(model.sum_norms)
+    return Training(model, model, around, optimizer, attention_errors=errors)
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], ends: tuple[nn.Module, nn.Module, nn.Module] | None) -> None:
@@ -118,6 +144,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], ends: tuple[nn.Module,
 
 
 _float32 = partial(build_octavo, params_dtype=torch.float32)
+_te_bf16_states = partial(build_te_sharded, params_dtype=torch.bfloat16)
 _defaults = partial(_float32, recipe="delayed", head="backward", fast="input_gradient")
 
 SHARDED: dict[str, Entry] = {
@@ -147,13 +174,26 @@ SHARDED: dict[str, Entry] = {
             "octavo-delayed-fast-fp8-head-bf16-states", "fp8", "fp8",
             partial(build_octavo, recipe="delayed", head=True, fast=True),
         ),
+        Entry("octavo-delayed-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="delayed", fast=True)),
+        Entry("octavo-current-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="current", fast=True)),
+        Entry("octavo-bf16-states", "bf16", "bf16", build_octavo),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
         Entry("ao-tensorwise", "fp8", "bf16", build_torchao_sharded, "torchao", families=("llama",)),
-        te_entry("te-bf16", build_te_sharded),
-        te_entry("te-delayed", build_te_sharded, "delayed"),
+        te_entry("te-bf16", build_te_sharded, tensor=True),
+        te_entry("te-delayed", build_te_sharded, "delayed", tensor=True),
         te_entry("te-delayed-flash-attention", build_te_sharded, "delayed", flash=True),
         te_entry("te-delayed-fp8-head", build_te_sharded, "delayed", head=True),
         te_entry("te-delayed-flash-attention-fp8-head", build_te_sharded, "delayed", head=True, flash=True),
+        te_entry("te-bf16-states", _te_bf16_states, tensor=True),
+        *(
+            te_entry(
+                f"te-delayed{kernel}{head}{overlap}-bf16-states", partial(_te_bf16_states, overlap=bool(overlap)),
+                "delayed", head=bool(head), flash=bool(kernel), tensor=True, overlap=bool(overlap),
+            )
+            for kernel in ("", "-flash-attention")
+            for head in ("", "-fp8-head")
+            for overlap in ("", "-overlap")
+        ),
     )
 }  # fmt: skip
 

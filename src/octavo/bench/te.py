@@ -10,7 +10,7 @@ hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -113,22 +113,22 @@ def vision_block(case: VisionCase, eps: float, device: torch.device) -> nn.Modul
 
 def check_vision_attention(block: nn.Module, case: VisionCase, device: torch.device) -> dict[str, float]:
     """Errors of the attention in a block of images, as `te_attention.check` gives them; it raises for wrong ones."""
-    return _check_attention(
+    return check_attention(
         block, block, (min(case.batch, CHECKED), case.sequence_length, case.hidden_size), device, causal=False
     )
 
 
-def _check_attention(
+def check_attention(
     layer: nn.Module, call: Callable[[Tensor], Tensor], shape: tuple[int, int, int], device: torch.device, **how: Any
 ) -> dict[str, float]:
-    """Errors of the attention in a layer when it is called with random input of this shape, B × T × D."""
+    """Errors of the attention in a layer when it is called with random input of this shape, B × T × D or T × B × D."""
     attention = next(module for module in layer.modules() if isinstance(module, te.DotProductAttention))
-    x_BTD = te_attention.drawn(shape, device).bfloat16().requires_grad_()  # as behind an embedding
+    x = te_attention.drawn(shape, device).bfloat16().requires_grad_()  # as behind an embedding
     mixed = next(layer.parameters()).dtype == torch.float32  # which trains in bfloat16 too
 
     def run() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            return call(x_BTD)
+            return call(x)
 
     try:
         return te_attention.check(attention, run, **how)
@@ -228,8 +228,7 @@ def _layer(spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None
         bias=bias,
         activation="swiglu" if spec.gated else "gelu",
         normalization=spec.normalization,
-        attn_input_format="bshd",
-        **make,
+        **{"attn_input_format": "bshd", **make},
     )
     return layer
 
@@ -245,6 +244,7 @@ class TeDecoder(nn.Module):
         sequence_length: tokens of a whole sequence.
         fp8: blocks will run in FP8.
         recompute: keep only each layer's input for backward.
+        layer_options: further arguments of `te.TransformerLayer`.
 
     Raises:
         InputError: an FP8 head with rows that Transformer Engine cannot multiply in FP8, or a block that it does not have.
@@ -261,6 +261,7 @@ class TeDecoder(nn.Module):
         fp8_head: bool = False,
         params_dtype: torch.dtype = torch.bfloat16,
         recompute: bool = False,
+        layer_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if fp8_head and spec.vocabulary % HEAD_ROWS:
@@ -275,7 +276,7 @@ class TeDecoder(nn.Module):
         make: dict[str, Any] = {"device": device, "dtype": params_dtype}
         init = partial(nn.init.normal_, std=STD)
         self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden_size, **make)
-        make_block: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        make_block: dict[str, Any] = {"params_dtype": params_dtype, "device": device, **(layer_options or {})}
         block = partial(MixtureLayer, fp8=fp8) if spec.experts else partial(_layer, bias=bias)
         self.layers = nn.ModuleList(block(spec, init, window, **make_block) for _ in range(spec.layers))
         norm = te.RMSNorm if spec.normalization == "RMSNorm" else te.LayerNorm
@@ -318,7 +319,7 @@ class TeDecoder(nn.Module):
         width, device = self.embed_tokens.embedding_dim, angles.device
         call = partial(layer, rotary_pos_emb=angles)
         how: dict[str, Any] = {"causal": True, "window": self.window, "context": self.context}
-        return _check_attention(layer, call, (min(batch, CHECKED), tokens, width), device, **how)
+        return check_attention(layer, call, (min(batch, CHECKED), tokens, width), device, **how)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross entropy of each next token, in float32; of a part of the sequences one whose mean over ranks is that."""

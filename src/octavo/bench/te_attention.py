@@ -37,6 +37,8 @@ FLASH = {
     "NVTE_UNFUSED_ATTN": "0",
 }
 """flash-attn-4 or none."""
+USERBUFFERS = {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Of exchanges beside products: no NVLink multicast, and kernels of one stream start in the order of their launch."""
 TOLERANCE = 0.02
 """Maximum relative error of the output and of each gradient in bfloat16, whose rounding is 0.004."""
 MOST_TOKENS = 32_768
@@ -90,6 +92,7 @@ def check(
     causal: bool,
     window: int | None = None,
     context: ContextGroup | None = None,
+    tokens_first: bool = False,
 ) -> dict[str, float]:
     """Relative errors of an attention inside a layer: of its output and of its query, key and value gradients.
 
@@ -98,6 +101,7 @@ def check(
         run: the layer's forward on some input; this runs its backward too.
         window: keys that a query sees, itself among them; None: all.
         context: the ranks that share each sequence; every rank calls this.
+        tokens_first: q is [T, B, H, K], and so are the others.
 
     Raises:
         InputError: an error above `TOLERANCE`; flash-attn-4 was asked for and not called.
@@ -109,6 +113,8 @@ def check(
             f"attention by flash-attn-4 was asked for, and Transformer Engine did not call it: {chosen()}. Compare "
             "te-delayed, whose attention is cuDNN's."
         )
+    if tokens_first:
+        seen = {name: x.transpose(0, 1) for name, x in seen.items()}
     errors = _errors(seen, causal=causal, window=window, context=context)
     if not all(error <= TOLERANCE for error in errors.values()):  # a NaN is no error below it
         figures = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
