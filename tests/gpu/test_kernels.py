@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels import cross_entropy, gemm, reference
+from octavo.kernels import cross_entropy, cross_entropy_slices, gemm, reference
 from octavo.kernels.column_sum import add_up, column_sums
 from octavo.kernels.quantize.cast import launch, row_tiles, transpose
 from octavo.kernels.quantize.quantized import Quantizer
@@ -118,6 +119,50 @@ def test_cross_entropy_of_logits_far_apart(columns, dtype):
     loss, grad = cross_entropy.cross_entropy_(logits.cuda(), target.cuda(), torch.tensor(1.0).cuda(), cross_entropy.Objective())
     torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(grad.high_precision.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [4000, 50257, 128256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("largest", [None, 500.0, 721.3, -torch.inf])
+def test_cross_entropy_of_slices(vocabulary, dtype, largest):
+    """Of two slices; the last columns of the second are padding. largest: of the first row's target, or all else."""
+    width = -(-vocabulary // 32) * 16
+    words = [
+        cross_entropy_slices.Slice(0, width, vocabulary),
+        cross_entropy_slices.Slice(width, vocabulary - width, vocabulary),
+    ]
+    logits, target = (torch.randn(33, vocabulary) * 5).to(dtype), torch.randint(vocabulary, (33,))
+    target[::4] = -100
+    target[1], target[2] = vocabulary - 1, 0
+    if largest is not None and largest > 0:
+        logits[1, target[1]] = logits[2, target[2]] = largest
+    elif largest is not None:
+        logits[1, :width] = logits[2, 1:] = largest
+    whole = functional.pad(logits, (0, 2 * width - vocabulary), value=77.0).cuda()
+    for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-3)):
+        if smoothing and largest == -torch.inf:
+            continue
+        objective = cross_entropy.Objective(label_smoothing=smoothing, z_loss=z_loss)
+        want_loss, want_grad = reference.cross_entropy(logits, target, torch.tensor(0.5), -100, smoothing, z_loss)
+        for fp8 in (False, True):
+            parts = [part.contiguous() for part in whole.split(width, 1)]
+            given = zip(parts, words, strict=True)
+            found = [cross_entropy_slices.statistics(part, target.cuda(), one, objective) for part, one in given]
+            grads = []
+            for part, one in zip(parts, words, strict=True):
+                room = torch.empty(33, width + 16, dtype=E5M2.dtype, device="cuda")[:, :width] if fp8 else None
+                loss, grad = cross_entropy_slices.cross_entropy_of_statistics_(
+                    part, target.cuda(), torch.stack(found), torch.tensor(0.5).cuda(), objective, one, room
+                )
+                torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
+                grads.append(reference.dequantize(grad.fp8, grad.scale_inv) if fp8 else grad.high_precision.float())
+            grad = torch.cat(grads, 1).cpu()
+            assert (grad[:, vocabulary:] == 0).all()
+            tolerance = {"rtol": 0.13, "atol": 1e-5} if fp8 else {"rtol": 1e-2, "atol": 1e-5}
+            want = want_grad.float().clamp(-0.5, 0.5) if fp8 else want_grad.float()
+            torch.testing.assert_close(grad[:, :vocabulary], want, **tolerance)
+            if largest is not None and largest > 0 and not smoothing:
+                assert grad[1, target[1]] == grad[2, target[2]] == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (257, 333), (32_896, 1280), (4096, 3840)])

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import octavo.kernels
-from octavo.kernels import activation, adamw, column_sum, cross_entropy, norm, reference, rope, scales
+from octavo.kernels import activation, adamw, column_sum, cross_entropy, cross_entropy_slices, norm, reference, rope, scales
 from octavo.kernels.attention import join, short
 from octavo.kernels.embedding import backward as embedding_backward
 from octavo.kernels.embedding import forward as embedding_forward
@@ -158,6 +158,19 @@ def dense():
             for fp8 in (None, matrix(2048, columns, dtype=E5M2)):
                 cross_entropy.launch(logits, target, matrix(dtype=FP32), objective, fp8)
             cross_entropy.launch(logits, target, None, objective)
+    for columns, dtype in ((16000, FP32), (64128, BF16)):
+        logits, words = matrix(2048, columns, dtype=dtype), cross_entropy_slices.Slice(columns, columns - 5, 2 * columns)
+        for smoothing in (0.0, 0.1):
+            objective = cross_entropy.Objective(label_smoothing=smoothing)
+            found = cross_entropy_slices.launch_statistics(logits, target, words, objective, keep=True)
+            for slices in (2, 8):
+                of_slices = matrix(slices, *found.shape, dtype=FP32)
+                for scale, fp8 in (
+                    (None, None),
+                    (matrix(dtype=FP32), None),
+                    (matrix(dtype=FP32), matrix(2048, columns, dtype=E5M2)),
+                ):
+                    cross_entropy_slices.launch_gradient(logits, target, of_slices, scale, objective, words, fp8)
     cross_entropy.launch_scale(logits, matrix(dtype=FP32))
     ids = matrix(2, 8192, dtype=torch.int64)
     for dtype in (BF16, FP32):

@@ -61,7 +61,7 @@ def row_shape(columns: int) -> RowShape:
 
 
 @triton.jit
-def _exponentials(x, base):
+def exponentials(x, base):
     """e to the logits, times 2 to the -base: a power of two is one instruction."""
     return exp2(tl.fma(x.to(tl.float32), LOG2_E, -base))
 
@@ -69,7 +69,7 @@ def _exponentials(x, base):
 @triton.jit
 def _store_gradient(out, x, c, columns, base, factor, even, SMOOTH: tl.constexpr):
     """Store the gradient of a block, as if none of its columns were the target. factor: its scale over their sum."""
-    grad = _exponentials(x, base) * factor
+    grad = exponentials(x, base) * factor
     if SMOOTH:
         grad -= even
     # To FP8 the conversion saturates.
@@ -91,14 +91,14 @@ def _cross_entropy(
     top = tl.max(kept.to(tl.float32)) * LOG2_E
     # Each lane sums by itself, from the maximum of the kept logits on: no reduction, and its barriers, for each block.
     base = tl.where(top == -float("inf"), 0.0, top)
-    sums = _exponentials(kept, base)
+    sums = exponentials(kept, base)
     summed = 0.0
     if SMOOTH:
         summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
     for first in range(BLOCK, columns, BLOCK):
         c = first + tl.arange(0, BLOCK)
         x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy=AGAIN)
-        sums += _exponentials(x, base)
+        sums += exponentials(x, base)
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
     total = tl.sum(sums)
@@ -111,10 +111,10 @@ def _cross_entropy(
             tops = tl.maximum(tops, tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32))
         top = tl.max(tops) * LOG2_E
         base = tl.where(top == -float("inf"), 0.0, top)
-        sums = _exponentials(kept, base)
+        sums = exponentials(kept, base)
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            sums += _exponentials(tl.load(start + c, mask=c < columns, other=-float("inf")), base)
+            sums += exponentials(tl.load(start + c, mask=c < columns, other=-float("inf")), base)
         total = tl.sum(sums)
     real = target != ignore_index
     known = (target >= 0) & (target < columns)
@@ -144,7 +144,7 @@ def _cross_entropy(
         raised = 2.0 * (z_loss * log_total)
         factor = (1.0 + raised) * scale / total
         # (p - 1) · (1 + raised) + raised + smoothing; as a difference from the sum, p - 1 is exact where p is near 1.
-        at_picked = (_exponentials(picked, base) - total) * factor + raised * scale
+        at_picked = (exponentials(picked, base) - total) * factor + raised * scale
         if SMOOTH:
             even = even * scale
             at_picked += smoothing * scale - even

@@ -30,8 +30,6 @@ from octavo.nn.word_slices import cross_entropy_of_slices_
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
-SLICED_SHARE = 0.25
-"""Of `CHUNK_BYTES`, for the words of one rank, whose loss computes in float32 beside the logits."""
 KEPT_BYTES = 4 << 30
 """FP8 gradients of logits kept for one pair of products."""
 TRANSPOSED_BYTES = 1 << 25
@@ -219,30 +217,28 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
 
 def peak_bytes(
     tokens: int, hidden_size: int, words: int, element: int, weight_element: int,
-    *, fp8: bool | Literal["backward"], cached: bool, late: bool, sliced: bool = False,
+    *, fp8: bool | Literal["backward"], cached: bool, late: bool,
 ) -> int:  # fmt: skip
     """Bytes of `linear_cross_entropy` with both gradients at their peak, its result included, without hidden states and weight.
 
     element, weight_element: bytes of an element of the hidden states and of the weight. fp8: its products in FP8, with
-    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16. sliced: `words` are those
-    of one rank, whose cross entropy takes three further float32 tensors of a chunk.
+    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16.
     """
     n, whole, row_bytes = tokens, words * hidden_size, words * element
     d_hidden = n * hidden_size * element
     copy = whole * element if weight_element != element else 0  # of the weight, for logits in high precision
     converted = 0 if late or weight_element == 4 else whole * weight_element
-    wide, chunk = (3 * 4 * words, SLICED_SHARE * CHUNK_BYTES) if sliced else (0, CHUNK_BYTES)
     if not fp8:
-        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * chunk)) * (row_bytes + wide)
+        logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * CHUNK_BYTES)) * row_bytes
         return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
-    rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * chunk)), _aligned(words)
+    rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * CHUNK_BYTES)), _aligned(words)
     part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
     kept, several = _aligned(part) * width, part < n
     total = whole * (4 if several or late else weight_element)
     w_columnwise = 0 if cached else whole
     x, w = (2 * n * hidden_size, w_columnwise) if fp8 is True else (0, 0)  # of FP8 logits
     sums = total if several else 0
-    before = kept + rows * (row_bytes + wide) + (0 if fp8 is True else copy) + x + w + sums
+    before = kept + rows * row_bytes + (0 if fp8 is True else copy) + x + w + sums
     x_rowwise = n * hidden_size if fp8 is True else 0
     weight = kept + w_columnwise + x_rowwise + sums
     turned = 2 * TRANSPOSED_BYTES  # the next piece is there before the last one goes
@@ -266,9 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head: _Head = _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
         else:
             head = _Head(hidden, weight.to(hidden.dtype), want_hidden, want_weight)
-        # The loss of a rank's words computes in float32 beside the logits.
-        share = head.chunk_share * (1 if words is None else SLICED_SHARE)
-        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(share * CHUNK_BYTES)):
+        for part in _chunks(hidden.shape[0], weight.shape[0] * hidden.element_size(), int(head.chunk_share * CHUNK_BYTES)):
             room = None if grad_scale is None else head.room(part)
             what = head.logits(part), target[part], grad_scale, objective, room
             chunk_loss, grad = cross_entropy_(*what) if words is None else cross_entropy_of_slices_(*what, words)

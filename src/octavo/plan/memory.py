@@ -211,7 +211,7 @@ def _travelling(setup: Setup) -> int:
 def _head(setup: Setup, spec: ModelSpec) -> int:
     """Temporaries of the output head at their peak, its result included."""
     sizes = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, root_bytes(setup)
-    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late, sliced=setup.tensor > 1)
+    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late)
 
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:

@@ -1,0 +1,259 @@
+"""Cross entropy of logits whose columns, the words of a vocabulary, are split over ranks: before and after their exchange.
+
+`statistics` reads a rank's slice once. From those of all slices `cross_entropy_of_statistics_` knows the loss of every row, and
+reads the slice again to write its gradient in place, or in FP8. Numerics are those of `octavo.kernels.cross_entropy`.
+
+Rows of the statistics, float32 [3 or 4, N]: the base of a slice's exponentials, -∞ of a slice without a finite logit; their
+sum, times 2 to the -base; the target's logit, 0 where another slice has it; with label smoothing the sum of the slice's logits.
+
+Legend: N tokens, V words, S slices, W columns of a slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.kernels import reference
+from octavo.kernels.cross_entropy import (
+    LARGEST_SUM,
+    LN_2,
+    LN_2_REST,
+    Gradient,
+    Objective,
+    RowShape,
+    exponentials,
+    row_shape,
+)
+from octavo.kernels.fast_math import LOG2_E
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The words of a slice of logits [N, W].
+
+    Attributes:
+        first, number: the words from `first` on, in the first columns; the others are padding.
+        vocabulary: words of all slices.
+    """
+
+    first: int
+    number: int
+    vocabulary: int
+
+
+@triton.jit
+def _slice_statistics(
+    logits_ptr, target_ptr, out_ptr, rows, columns, stride, first_word,
+    SMOOTH: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    AGAIN: tl.constexpr = "evict_last" if KEEP else "evict_first"
+    row = tl.program_id(0).to(tl.int64)
+    start = logits_ptr + row * stride
+    kept_c = tl.arange(0, BLOCK)
+    kept = tl.load(start + kept_c, mask=kept_c < columns, other=-float("inf"), eviction_policy=AGAIN)
+    top = tl.max(kept.to(tl.float32)) * LOG2_E
+    base = tl.where(top == -float("inf"), 0.0, top)
+    sums = exponentials(kept, base)
+    summed = 0.0
+    if SMOOTH:
+        summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
+    for first in range(BLOCK, columns, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy=AGAIN)
+        sums += exponentials(x, base)
+        if SMOOTH:
+            summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
+    total = tl.sum(sums)
+    # As in `_cross_entropy`: the kept logits are far below others, or nothing but -∞.
+    if (top == -float("inf")) | ~(total < LARGEST_SUM):
+        tops = kept.to(tl.float32)
+        for first in range(BLOCK, columns, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            tops = tl.maximum(tops, tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32))
+        top = tl.max(tops) * LOG2_E
+        base = tl.where(top == -float("inf"), 0.0, top)
+        sums = exponentials(kept, base)
+        for first in range(BLOCK, columns, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            sums += exponentials(tl.load(start + c, mask=c < columns, other=-float("inf")), base)
+        total = tl.sum(sums)
+    at = tl.load(target_ptr + row) - first_word
+    here = (at >= 0) & (at < columns)
+    picked = tl.load(start + tl.where(here, at, 0), mask=here, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, top)
+    tl.store(out_ptr + rows + row, total)
+    tl.store(out_ptr + 2 * rows + row, picked)
+    if SMOOTH:
+        tl.store(out_ptr + 3 * rows + row, summed)
+
+
+@triton.jit
+def _slice_gradient(
+    logits_ptr, target_ptr, of_slices_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, rows, columns, width, stride, fp8_stride,
+    first_word, vocabulary, ignore_index, smoothing, z_loss,
+    SLICES: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    STATISTICS: tl.constexpr = 4 if SMOOTH else 3
+    base = -float("inf")
+    for one in tl.static_range(SLICES):
+        base = tl.maximum(base, tl.load(of_slices_ptr + one * STATISTICS * rows + row))
+    base = tl.where(base == -float("inf"), 0.0, base)
+    total = 0.0
+    picked = 0.0
+    summed = 0.0
+    for one in tl.static_range(SLICES):
+        of = of_slices_ptr + one * STATISTICS * rows + row
+        own = tl.load(of)
+        # A slice without a finite logit has a sum of 0, and the factor 0; NaN stays NaN.
+        total += tl.load(of + rows) * tl.exp2(own - base)
+        picked += tl.load(of + 2 * rows)
+        if SMOOTH:
+            summed += tl.load(of + 3 * rows)
+    target = tl.load(target_ptr + row)
+    real = target != ignore_index
+    known = (target >= 0) & (target < vocabulary)
+    above = tl.log2(total) * LN_2
+    log_total = base * LN_2 + above
+    loss = (1.0 - smoothing) * (tl.fma(base, LN_2, -picked) + (base * LN_2_REST + above)) + z_loss * log_total * log_total
+    if SMOOTH:
+        loss += smoothing * log_total
+    even = 0.0
+    if SMOOTH:
+        even = smoothing / vocabulary
+        loss -= even * summed
+    loss = tl.where(known, loss, float("nan"))
+    tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
+    if grad_scale_ptr is not None:
+        start = logits_ptr + row * stride
+        if fp8_ptr is not None:
+            scale = FP8_MAX
+            out = fp8_ptr + row * fp8_stride
+        else:
+            scale = tl.load(grad_scale_ptr)
+            out = start
+        scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
+        raised = 2.0 * (z_loss * log_total)
+        factor = (1.0 + raised) * scale / total
+        at_picked = (exponentials(picked, base) - total) * factor + raised * scale
+        if SMOOTH:
+            even = even * scale
+            at_picked += smoothing * scale - even
+        at = target - first_word
+        for first in range(0, width, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy="evict_first")
+            grad = exponentials(x, base) * factor
+            if SMOOTH:
+                grad -= even
+            grad = tl.where(c < columns, tl.where(c == at, at_picked, grad), 0.0)
+            tl.store(out + c, grad.to(out.dtype.element_ty), mask=c < width, eviction_policy="evict_first")
+
+
+def launch_statistics(
+    logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool, shape: RowShape | None = None
+) -> Tensor:
+    """Run the kernel; see `statistics`. keep: the gradient will read the logits again."""
+    rows = logits.shape[0]
+    smooth = objective.label_smoothing != 0
+    shape = shape or row_shape(logits.shape[1])
+    out = torch.empty(3 + smooth, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _slice_statistics[(rows,)](
+            logits, target, out, rows, words.number, logits.stride(0), words.first,
+            SMOOTH=smooth, KEEP=keep, BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return out
+
+
+def launch_gradient(
+    logits: Tensor, target: Tensor, of_slices: Tensor, grad_scale: Tensor | None, objective: Objective, words: Slice,
+    fp8: Tensor | None = None, *, shape: RowShape | None = None,
+) -> tuple[Tensor, Gradient | None]:  # fmt: skip
+    """Run the kernel; see `cross_entropy_of_statistics_`."""
+    rows, width = logits.shape
+    shape = shape or row_shape(width)
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    q = None if grad_scale is None else fp8
+    fp8_max = 1.0 if q is None else torch.finfo(q.dtype).max
+    if rows:
+        _slice_gradient[(rows,)](
+            logits, target, of_slices, loss, grad_scale, q, rows, words.number, width, logits.stride(0),
+            0 if q is None else q.stride(0), words.first, words.vocabulary,
+            objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
+            SLICES=len(of_slices), FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block,
+            num_warps=shape.warps,
+        )  # fmt: skip
+    if grad_scale is None:
+        return loss.sum(), None
+    return loss.sum(), Gradient(logits) if q is None else Gradient(None, q, grad_scale / fp8_max)
+
+
+def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool = True) -> Tensor:
+    """What other slices need of this one, float32 [3 or 4, N], as the module says.
+
+    logits: [N, W], row-major. target: int64 [N], of all words. keep: the gradient will read the logits again.
+    """
+    if logits.device.type == "cuda":
+        return launch_statistics(logits, target, words, objective, keep=keep)
+    own = logits[:, : words.number].double()
+    top = own.amax(-1) if words.number else own.new_full(own.shape[:1], -torch.inf)
+    base = (top * LOG2_E.value).float()
+    sums = (own * LOG2_E.value - _finite(base)[:, None]).exp2().sum(-1)
+    at, here = _own_targets(target, words)
+    picked = functional.pad(own, (0, 1)).gather(1, torch.where(here, at, words.number)[:, None])[:, 0]
+    found = [base, sums, picked]
+    return torch.stack([x.float() for x in ([*found, own.sum(-1)] if objective.label_smoothing else found)])
+
+
+def cross_entropy_of_statistics_(
+    logits: Tensor, target: Tensor, of_slices: Tensor, grad_scale: Tensor | None, objective: Objective, words: Slice,
+    fp8: Tensor | None = None,
+) -> tuple[Tensor, Gradient | None]:  # fmt: skip
+    """As `octavo.kernels.cross_entropy.cross_entropy_`: the loss of all words, and the gradient of this slice's.
+
+    of_slices: [S, 3 or 4, N], `statistics` of all slices in any order. The gradient of padding is 0.
+    """
+    if logits.device.type == "cuda":
+        return launch_gradient(logits, target, of_slices, grad_scale, objective, words, fp8)
+    bases, sums, picked, *summed = of_slices.double().unbind(1)
+    base = _finite(bases.amax(0))
+    sums = (sums * (bases - base).exp2()).sum(0)
+    total = base / LOG2_E.value + sums.log()
+    real = target != objective.ignore_index
+    unknown = real & ((target < 0) | (target >= words.vocabulary))
+    losses = (1 - objective.label_smoothing) * (total - picked.sum(0))
+    even = objective.label_smoothing / words.vocabulary
+    if summed:
+        losses = losses + objective.label_smoothing * total - even * summed[0].sum(0)
+    losses = (losses + objective.z_loss * total.square()).masked_fill(unknown, torch.nan)
+    loss = torch.where(real, losses, 0.0).sum().float()
+    if grad_scale is None:
+        return loss, None
+    own = logits[:, : words.number].double()
+    grad = (own - total[:, None]).exp_().mul_((1 + 2 * objective.z_loss * total)[:, None]).sub_(even)
+    grad = functional.pad(grad.masked_fill_(unknown[:, None], torch.nan), (0, logits.shape[1] - words.number))
+    at, here = _own_targets(target, words)
+    change = torch.where(here, objective.label_smoothing - 1.0, 0.0).double()
+    grad = grad.scatter_add_(1, torch.where(here, at, 0)[:, None], change[:, None]).mul_(real[:, None]).float()
+    if fp8 is None:
+        return loss, Gradient(logits.copy_(grad.mul_(grad_scale)))
+    fp8_max = torch.finfo(fp8.dtype).max
+    fp8.copy_(reference.cast(grad, grad.new_tensor(fp8_max), fp8.dtype, fp8_max))
+    return loss, Gradient(None, fp8, grad_scale / fp8_max)
+
+
+def _finite(base: Tensor) -> Tensor:
+    return torch.where(base == -torch.inf, 0.0, base)
+
+
+def _own_targets(target: Tensor, words: Slice) -> tuple[Tensor, Tensor]:
+    """Targets counted from the slice's first word, and which of them it has."""
+    at = target - words.first
+    return at, (at >= 0) & (at < words.number)
