@@ -30,6 +30,7 @@ def test_a_state_of_other_ranges_of_the_same_shape_is_laid_out_anew(one_rank):
     assert ranks.run(4, smp_blocks.exchanged, 2, one_rank) == [[]] * 4
 
 
+@pytest.mark.long(lambda background: not background)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_sharded_state_of_ranges_loads_at_other_layouts(tmp_path, one_rank, background):
     ranks.run(4, smp_blocks.save, tmp_path / "four", 2, background=background)

@@ -10,6 +10,11 @@ pytestmark = [ranks.alone, pytest.mark.filterwarnings("ignore")]  # of PyTorch's
 ALL, HOSTS = [[0], [1], [2], [3]], [[0, 2], [1, 3]]
 
 
+@pytest.mark.long(
+    lambda degree, strategy, hosts: (
+        (degree, strategy, hosts) not in ((2, "HYBRID_SHARD", 4), (4, "HYBRID_SHARD", 2), (0, "HYBRID_SHARD", 1))
+    )
+)
 @pytest.mark.parametrize(
     ("degree", "strategy", "hosts", "group", "kept", "replicas"),
     [
@@ -36,6 +41,7 @@ def test_all_ranks_train_as_one_and_resume_to_the_bit(tmp_path, degree, strategy
         assert found["replicas"] == (rank // group, replicas)
 
 
+@pytest.mark.long(lambda strategy: strategy == "FULL_SHARD")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "FULL_SHARD"])
 def test_a_transformed_model_without_a_degree_is_saved_by_one_replica(tmp_path, strategy):
     group = 2 if strategy == "HYBRID_SHARD" else 4

@@ -23,6 +23,7 @@ def test_two_tensor_ranks_train_as_one_rank_does():
         assert difference < 1e-5
 
 
+@pytest.mark.long(lambda degrees: degrees == {"tensor_parallel_degree": 4})
 @pytest.mark.parametrize(
     ("degrees", "strategies"),
     [
@@ -51,6 +52,7 @@ def test_four_ranks_train_as_one_rank_does(degrees, strategies):
             assert found[f"{name} replicas"] == own
 
 
+@pytest.mark.long(lambda number: number == 4)
 @pytest.mark.parametrize(
     ("number", "others"),
     [(2, [{"tensor_parallel_degree": 2}, {}]), (4, [{"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}, {}])],

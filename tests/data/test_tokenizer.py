@@ -537,6 +537,7 @@ def test_an_end_token_that_texts_are_full_of_is_refused(tmp_path):
         _proven(folder, ["ACG"])
 
 
+@pytest.mark.long(lambda light: not light)
 @pytest.mark.parametrize("light", [True, False])
 def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, light):
     """In a process whose stdin says yes: transformers would ask there whether to run the code."""

@@ -59,7 +59,7 @@ def finish(octavo, run, undisturbed):
     return process
 
 
-@pytest.mark.long(lambda trial: trial >= 12)
+@pytest.mark.long(lambda trial: trial >= 4)
 @pytest.mark.parametrize("trial", range(24))
 def test_a_kill_at_a_random_moment(octavo, tiny_run, undisturbed, trial):
     run = tiny_run(steps=STEPS, every=4)
@@ -71,6 +71,7 @@ def test_a_kill_at_a_random_moment(octavo, tiny_run, undisturbed, trial):
     finish(octavo, run, undisturbed)
 
 
+@pytest.mark.long(lambda name, step: step == 12 and name != FAILPOINTS[-1])
 @pytest.mark.parametrize("name", FAILPOINTS)
 @pytest.mark.parametrize("step", [4, 12])
 def test_a_kill_inside_a_checkpoint_write(octavo, tiny_run, undisturbed, name, step):
@@ -138,6 +139,7 @@ def test_a_pipe_without_a_reader_finishes_the_step_saves_and_exits_75(octavo, ti
     finish(octavo, run, undisturbed)
 
 
+@pytest.mark.long
 def test_both_outputs_closed_save_as_well(octavo, tiny_run, undisturbed):
     run = tiny_run(steps=STEPS, every=0)
     with start_piped(run) as process:

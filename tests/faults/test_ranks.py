@@ -188,6 +188,7 @@ def of_two_ranks(tmp_path_factory, tiny_run_in):
     return losses(run)
 
 
+@pytest.mark.long(lambda asked: asked == "launcher")
 @pytest.mark.parametrize("asked", ["1", "launcher"])
 def test_a_stop_is_saved_and_said_once_and_continues_exactly(job, tiny_run, of_two_ranks, asked):
     run = tiny_run(steps=STEPS, every=0)
@@ -232,6 +233,7 @@ ROUNDS = [
 """A fault in each start of one job. Saves of step 2 are begun again until one is in place."""
 
 
+@pytest.mark.long
 def test_a_job_of_many_faults_continues_exactly(job, tiny_run, of_two_ranks):
     run = tiny_run(steps=STEPS, every=2)
     job = job(train(run), fault=",".join(ROUNDS), ranks=2, restarts=len(ROUNDS))

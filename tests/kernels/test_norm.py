@@ -184,6 +184,7 @@ def test_blocks_hold_a_row_and_little_more(shape, widest):
         assert programs is None or programs >= 1
 
 
+@pytest.mark.long(lambda dtype, residual: residual == (dtype == torch.float32))
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -334,6 +335,7 @@ def test_no_rows(kind, column, run):
     assert quantizer.amax == 0.25
 
 
+@pytest.mark.long(lambda dtype: dtype == torch.float16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long(lambda layout: layout in ("context 2", "replicate 2 x context 2"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_gradients_and_logits_are_one_ranks(layout):
     size, degrees = LAYOUTS[layout]
@@ -89,6 +90,7 @@ def test_every_two_settings_are_in_a_cell():
     assert {pair for cell in named for pair in itertools.combinations(cell, 2)} == wanted
 
 
+@pytest.mark.long(lambda layout: layout != "shard 2 x context 2")
 @pytest.mark.parametrize("layout", FACTORS["layout"])
 def test_every_two_settings_together_are_one_ranks(layout):
     size, degrees = LAYOUTS[layout]

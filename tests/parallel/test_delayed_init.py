@@ -431,6 +431,7 @@ def folder(tmp_path_factory):
     return make
 
 
+@pytest.mark.long(lambda kind, stored, tied: (kind == "neo") == tied)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["decoder", "neo"])

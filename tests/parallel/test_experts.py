@@ -34,6 +34,7 @@ def on_one_rank():
     return run
 
 
+@pytest.mark.long(lambda layout: layout in ("expert 4", "shard 2", "replicate 2"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_and_the_loss_that_balances_them_equal_one_rank(layout, on_one_rank):
     size, degrees = LAYOUTS[layout]
@@ -50,6 +51,7 @@ def test_a_family_of_which_some_layers_have_no_experts_equals_one_rank(layout, o
     )
 
 
+@pytest.mark.long(lambda size, degrees: size == 4 and "hybrid_shard_degree" in degrees)
 @pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
 @pytest.mark.parametrize(
     ("size", "degrees"),
@@ -70,6 +72,7 @@ def test_each_rank_assigns_its_own_part_of_sequences_without_padding(size, more,
         assert gradient < 1e-4
 
 
+@pytest.mark.long(lambda recipe, layout: layout == "expert 4" or (layout == "expert 2" and recipe in ("delayed", "rowwise")))
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

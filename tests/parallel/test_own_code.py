@@ -313,7 +313,7 @@ def in_orders(keep, recipe, micro_batches, evaluation):
     return found
 
 
-@pytest.mark.long(lambda micro_batches: micro_batches == 1)
+@pytest.mark.long(lambda evaluation, micro_batches: micro_batches == 1 or not isinstance(evaluation, DelayedScaling))
 @pytest.mark.parametrize(
     ("recipe", "evaluation", "micro_batches"),
     [

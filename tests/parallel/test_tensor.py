@@ -66,11 +66,13 @@ def check(world, degrees, cells, limit=1e-5):
     assert wrong == {}
 
 
+@pytest.mark.long(lambda world: world == 4)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_family_trains_as_on_one_rank(world):
     check(world, {"tensor_parallel_degree": world}, [(family, {}) for family in FAMILIES], limit=3e-5)
 
 
+@pytest.mark.long(lambda layout: layout in ("gathered", "replicate"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beside_other_degrees(layout):
     cells = [("all-biases", {}), ("multi-head", {"given": {"tokens": 11}}), ("neox", {"given": {"documents": True}})]
@@ -195,6 +197,7 @@ def test_pytorch_loads_a_whole_state_dict(world):
     assert ranks.run(world, tensor_ranks.loaded_whole, TENSOR) == [[]] * world
 
 
+@pytest.mark.long(lambda world, degrees: "context_parallel_degree" in degrees or world == 4)
 @pytest.mark.parametrize("shape", ["all-biases", "qwen2-tied"])
 @pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (2, {}), (4, TENSOR), (4, LAYOUTS["gathered"])], ids=str)
 def test_states_without_a_head(world, degrees, shape):

@@ -40,6 +40,7 @@ def losses(output):
     return [record["loss"] for record in records(output)]
 
 
+@pytest.mark.long(lambda packing: packing == "join")
 @pytest.mark.parametrize("packing", ["join", "documents"])
 def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
     """Sequences of 31 tokens, which two ranks do not divide."""
