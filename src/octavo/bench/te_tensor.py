@@ -59,10 +59,11 @@ class TeTensorDecoder(TeDecoder):
             )
         if overlap:
             mode = te.module.base.UserBufferQuantizationMode
+            modes = [mode.NONE, *([mode.FP8] if how.get("fp8") else [])]  # attention is compared in bf16
             te.module.base.initialize_ub(
                 [sequence_length * batch, spec.hidden_size],
                 ranks,
-                quantization_modes=[mode.FP8 if how.get("fp8") else mode.NONE],
+                quantization_modes=modes,
                 bootstrap_backend="nccl",
             )
         split: dict[str, Any] = {

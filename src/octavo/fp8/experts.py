@@ -72,14 +72,18 @@ class ExpertsGemms(LinearGemms):
         self._scales = (len(routes.ends),)
         self._all, self._own = state.experts, state.own_experts
 
-    def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    def output(
+        self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         """y [R, N] in `out_dtype`, without a bias."""
         assert self.routes is not None
+        assert out is None
         return grouped_mm(_rowwise(x), _rowwise(w), self.routes, self.out_dtype)
 
-    def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
+    def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx [R, K] in `out_dtype`. w: as saved, or restored already."""
         assert self.routes is not None
+        assert out is None
         w = self.restored_weight(w)
         if self.recipe is None:
             return grouped_mm(_rowwise(dy), (w.high_precision.transpose(1, 2), None), self.routes, self.out_dtype)

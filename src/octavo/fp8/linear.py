@@ -45,12 +45,12 @@ class LinearGemms(LinearQuantizer):
         """The dimensions of the output's rows, from those of the input's."""
         return tuple(leading)
 
-    def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """y [M, N] in `out_dtype`."""
+    def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+        """y [M, N] in `out_dtype`; out: receives it."""
         if self.recipe is None:
             bias = None if bias is None else bias.to(self.out_dtype)
-            return gemm.high_precision_mm(x.high_precision, w.high_precision.t(), self.out_dtype, bias)
-        return gemm.scaled_mm(*x.rowwise, *w.rowwise, out_dtype=self.out_dtype, bias=bias)
+            return gemm.high_precision_mm(x.high_precision, w.high_precision.t(), self.out_dtype, bias, out=out)
+        return gemm.scaled_mm(*x.rowwise, *w.rowwise, out_dtype=self.out_dtype, bias=bias, out=out)
 
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
@@ -85,13 +85,13 @@ class LinearGemms(LinearQuantizer):
         dw = self.grad_weight(dy, x) if self.wants_weight else None
         return self.grad_input(dy, w) if self.wants_x else None, dw
 
-    def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor) -> Tensor:
-        """dx [M, K] in `out_dtype`. w: as saved, or restored already."""
+    def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
+        """dx [M, K] in `out_dtype`. w: as saved, or restored already. out: receives it."""
         w = self.restored_weight(w)
         if self.recipe is None:
-            return gemm.high_precision_mm(dy.high_precision, w.high_precision, self.out_dtype)
+            return gemm.high_precision_mm(dy.high_precision, w.high_precision, self.out_dtype, out=out)
         precise = self.recipe.precise["input_gradient"]
-        return gemm.scaled_mm(*dy.rowwise, *w.columnwise, out_dtype=self.out_dtype, precise=precise)
+        return gemm.scaled_mm(*dy.rowwise, *w.columnwise, out_dtype=self.out_dtype, precise=precise, out=out)
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
         """dw [N, K] in the dtype of the weight. recurring: as in `octavo.kernels.algorithms.mm`."""

@@ -78,14 +78,18 @@ def scaled_mm(
     precise: bool = False,
     bias: Tensor | None = None,
     recurring: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """(a · a_scale_inv) (b · b_scale_inv)ᵀ + bias, accumulated in float32.
 
     a: FP8 [M, C]. b: FP8 [N, C]. Scales as in `reference.dequantize`. bias: [N]. Returns [M, N] in `out_dtype`.
     precise: float32 accumulation of every partial sum; otherwise Hopper's fast mode, which keeps 14 bits inside a tile
     (0.27% of the result's norm over 16,384 summands, and 5 to 11% faster over a block's backward).
-    recurring: as in `octavo.kernels.algorithms.mm`.
+    recurring: as in `octavo.kernels.algorithms.mm`. out: contiguous, of `out_dtype`, receives the result and is returned.
     """
+    if out is not None and not _writes_into(out, a, a_scale_inv, b, b_scale_inv, bias):
+        made = scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype=out_dtype, precise=precise, bias=bias, recurring=recurring)
+        return out.copy_(made)
     if 0 in (*a.shape, *b.shape):
         empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return empty if bias is None else empty + bias.to(out_dtype)
@@ -115,12 +119,20 @@ def scaled_mm(
         )
     else:
         scales = a_scale_inv, b_scale_inv
-        out = algorithms.mm(a, b.t(), product_dtype, scales=scales, fast=not precise, bias=fused_bias, recurring=recurring)
+        fast = not precise
+        out = algorithms.mm(a, b.t(), product_dtype, scales=scales, fast=fast, bias=fused_bias, recurring=recurring, out=out)
     if out.shape[1] != columns:
         out = out[:, :columns].contiguous()
     if bias is not None and fused_bias is None:
         out = out + bias.to(out.dtype)
     return _to(out, out_dtype)
+
+
+def _writes_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, bias: Tensor | None) -> bool:
+    """True if a product with one scale each needs no copy into `out`: cuBLAS's, of sizes that are not padded."""
+    aligned = 0 not in (*a.shape, *b.shape) and a.shape[1] % ALIGNMENT == b.shape[0] % ALIGNMENT == 0
+    adds = bias is None or out.dtype == torch.bfloat16
+    return aligned and adds and a_scale_inv.dim() == b_scale_inv.dim() == 0 and is_native(a.device)
 
 
 def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> Tensor:
@@ -132,14 +144,23 @@ def scaled_mm_into(out: Tensor, a: Tensor, a_scale_inv: Tensor, b: Tensor, b_sca
 
 
 def high_precision_mm(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, *, recurring: bool = True
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    recurring: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """a [M, C] · b [C, N] of one float dtype + bias [N], in `out_dtype`; a GPU does not round a float32 result to their dtype.
 
-    bias: of the operands' dtype, which is then `out_dtype`. recurring: as in `octavo.kernels.algorithms.mm`.
+    bias: of the operands' dtype, which is then `out_dtype`. recurring: as in `octavo.kernels.algorithms.mm`. out: as in
+    `scaled_mm`.
     """
     if a.device.type == "cuda" and out_dtype in (a.dtype, torch.float32):
-        return algorithms.mm(a, b, out_dtype, bias=bias, recurring=recurring)
+        return algorithms.mm(a, b, out_dtype, bias=bias, recurring=recurring, out=out)
+    if out is not None:
+        return out.copy_(high_precision_mm(a, b, out_dtype, bias, recurring=recurring))
     if widens(a):
         with torch.autocast("cpu", enabled=False):
             out = a.float() @ b.float()
