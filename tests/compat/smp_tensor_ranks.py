@@ -319,7 +319,7 @@ def refusals(folder):
     from accelerate import init_empty_weights
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.sagemaker.delayed_param import DelayedParamIniter
-    from transformers import GPT2Config, MixtralConfig
+    from transformers import GPT2Config
 
     def model(config):
         with init_empty_weights():
@@ -351,7 +351,6 @@ def refusals(folder):
     tsm.init({"tensor_parallel_degree": 2})
     llama, found = functools.partial(LlamaConfig, **SHAPE), {}
     for name, call in (
-        ("experts", lambda: tsm.transform(model(MixtralConfig(**TINY | {"num_local_experts": 4, "sliding_window": None})))),
         ("dropout", lambda: tsm.transform(model(llama(attention_dropout=0.1)))),
         ("heads", lambda: tsm.transform(model(llama(num_attention_heads=1, num_key_value_heads=1)))),
         ("own code", lambda: tsm.transform(model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))),

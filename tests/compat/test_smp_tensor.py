@@ -88,7 +88,6 @@ def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():
 def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
     for found in ranks.run(2, smp_tensor_ranks.refusals, ""):
         for name, part in {
-            "experts": "the experts of mixtral are not split over tensor ranks. Set tensor_parallel_degree = 1",
             "dropout": "attention_dropout = 0.1 with tensor_parallel_degree = 2",
             "heads": "tensor_parallel_degree = 2: 1 query heads are not divided. Set tensor_parallel_degree to 1",
             "own code": "Set tensor_parallel_degree = 1",
@@ -100,7 +99,7 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
             "samples": "share each sequence (tensor_parallel_degree) were given different ones",
             "degrees": "tensor 3 does not divide the world of 2",
-            "both": "experts are not split over tensor ranks",
+            "both": "tensor ranks hold slices of every expert, not whole ones. Set one of them to 1",
         }.items():
             assert part in found[name], (name, found[name])
             assert "parallel." not in found[name], found[name]

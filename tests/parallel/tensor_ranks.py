@@ -36,6 +36,7 @@ from octavo.parallel.fsdp import accumulate
 SAMPLES = 4
 ALIGNED = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
 """Sizes whose parts FP8 products take."""
+MIXTURE = ALIGNED | {"model_type": "mixtral", "num_local_experts": 4}
 
 
 def batch(tokens=12, *, documents=False, padding=False, seed=5):
@@ -208,6 +209,20 @@ def scaled(degrees, cells):
     return found
 
 
+def scales_of_experts(degrees, name):
+    """Scales and histories of a mixture behind a step, by layer and operand: an entry an expert."""
+    recipe = RECIPES[name]()
+    model = started(MIXTURE, degrees, recipe)
+    step(model, optimizer_of(model), batch(), degrees=degrees, recipe=recipe)
+    found = {}
+    for layer, state in states_of(model):
+        for operand, scale in state.observed.items():
+            found[f"{layer}.{operand.value}"] = scale.flatten().clone()
+        for operand, slot in state.slots.items():
+            found[f"{layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten()))
+    return {name: scales for name, scales in found.items() if "experts" in name}
+
+
 def logits_and_states(degrees, shape="all-biases", tokens=13):
     """Logits, hidden states, and gradients of a loss that is made of them; logits of some positions without gradients."""
     model, given = started(shape, degrees), batch(tokens)
@@ -293,9 +308,9 @@ def loss_of_slices(vocabulary, objective, fp8_dtype):
     )
 
 
-def saved(path, degrees):
+def saved(path, degrees, shape):
     """A checkpoint behind two steps; returns the parameters."""
-    model = started("all-biases", degrees)
+    model = started(shape, degrees)
     optimizer = optimizer_of(model)
     for _ in range(2):
         step(model, optimizer, batch(), degrees=degrees)
@@ -303,9 +318,9 @@ def saved(path, degrees):
     return whole(model, lambda parameter: parameter)
 
 
-def continued(path, degrees, wanted):
+def continued(path, degrees, wanted, shape):
     """Names of parameters that differ from `wanted` behind a load, and the result of a further step."""
-    model = started({**SHAPES["all-biases"]}, degrees)
+    model = started(shape, degrees)
     with torch.no_grad():
         for parameter in model.parameters():
             getattr(parameter, "_local_tensor", parameter).fill_(torch.nan)
@@ -316,14 +331,14 @@ def continued(path, degrees, wanted):
     return wrong, step(model, optimizer, batch(), degrees=degrees), whole(model, lambda parameter: parameter)
 
 
-def exported(path, degrees):
+def exported(path, degrees, shape):
     """Names of tensors of an exported model that differ from the model it was made of."""
-    source = llama(**SHAPES["one-group"] | {"tie_word_embeddings": True})
+    source = llama(**SHAPES[shape] | {"tie_word_embeddings": True})
     wanted = {name: value.clone() for name, value in source.state_dict().items()}
     octavo.init(degrees)
     model = octavo.transform(source, dtype=torch.float32)
     octavo.export(model, path)
-    loaded = started({**SHAPES["one-group"], "tie_word_embeddings": True}, degrees, load_from=path)
+    loaded = started({**SHAPES[shape], "tie_word_embeddings": True}, degrees, load_from=path)
     ours, theirs = whole(loaded, lambda parameter: parameter), whole(model, lambda parameter: parameter)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     return wanted
@@ -350,6 +365,17 @@ def steps_of_whole_matrices(degrees, shape):
     said["norms"] = refused(type("Lamb", (torch.optim.SGD,), {})([named["norm.weight"]], lr=0.02).step)
     said["SGD"] = refused(torch.optim.SGD(model.parameters(), lr=0.02).step)
     return said, changed
+
+
+def stepped_by_matrices(degrees, shape):
+    """Whole parameters behind a step of an optimizer of matrices."""
+    model = started(shape, degrees)
+    matrices = octavo.matrices(model, "model.layers.*")
+    optimizer = torch.optim.Muon(matrices.values(), lr=0.1)
+    matrices.attach(optimizer)
+    model(**(batch() if degrees is None else own_samples(batch()))).loss.backward()
+    optimizer.step()
+    return whole(model, lambda parameter: parameter)
 
 
 def norms_and_whole_tensors(degrees):

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from planned import CONFIG, FAMILIES, saved_bytes, setup_of
-from transformers import LlamaConfig
+from planned import CONFIG, FAMILIES, SIZES, STACK, saved_bytes, setup_of
+from transformers import LlamaConfig, MixtralConfig
 
 import octavo
 import ranks
@@ -65,6 +65,7 @@ WIDE = LlamaConfig(
     vocab_size=97, max_position_embeddings=64,
 )  # fmt: skip
 """Shared rows of keys and values, and a vocabulary that is padded."""
+MIXTURE = MixtralConfig(**STACK, **SIZES, num_local_experts=4)
 CELLS = [
     (CONFIG, None, {}),
     (CONFIG, "delayed", {}),
@@ -98,6 +99,19 @@ def test_what_two_ranks_hold_and_save_is_in_the_plan():
             ends -= 2 * 48 * int(spec.head_dim * spec.rotary_fraction) * 4
         assert kept == pytest.approx(blocks + ends, abs=64), whole  # a few scales of one number
         assert cached == pytest.approx(saved.kept_weights(setup, spec) if recipe else 0, abs=256), whole
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+def test_what_two_ranks_hold_and_save_of_slices_of_experts_is_in_the_plan(recipe):
+    """Small tensors of the router are estimates, as on one rank."""
+    whole = setup_of(spec_of(MIXTURE), 2, 48, recipe, tensor=2, row_tile=1)
+    (parameters, kept, cached), other = (row[0] for row in ranks.run(2, on_a_rank, [(MIXTURE, whole, recipe)]))
+    setup = saved.of_tensor_rank(whole)
+    assert other[0] == parameters == setup.parameters
+    blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
+    head = setup.spec.hidden_size * (setup.tokens * setup.compute_bytes + setup.spec.vocabulary * saved.root_bytes(setup))
+    assert kept == pytest.approx(blocks + saved.saved_by_ends(setup, setup.spec) + head, rel=0.02)
+    assert cached == pytest.approx(saved.kept_weights(setup, setup.spec) if recipe else 0, abs=256)
 
 
 def test_matrices_are_divided_and_norms_are_not():

@@ -60,6 +60,26 @@ def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
+def test_ranks_with_slices_of_experts_train_as_one_does(tiny_run):
+    """Routed tokens, router losses and validations count each token once; some are padding, as two ranks do not divide 31."""
+    given = [
+        *EXACT, "model.source=mixtral-8x7b", "model.config.num_local_experts=4", "model.config.router_aux_loss_coef=0.3",
+        "model.config.output_router_logits=true", "moe.moe_z_loss_coeff=0.1", "data.sequence_length=31",
+        "train.validate_every=3", "train.micro_batch=1",
+    ]  # fmt: skip
+    one = tiny_run("one", steps=4, every=3)
+    ranks.run(1, run, one.file, given)
+    wanted = records(one.output)
+    for count, more in ((2, []), (4, ["parallel.context_parallel_degree=2"])):
+        several = tiny_run(f"{count}", steps=4, every=3)
+        said = ranks.run(count, run, several.file, [*given, degree(2), *more])
+        assert len(set(said)) == 1
+        for a, b in zip(records(several.output), wanted, strict=True):
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+            for key in ("loss", "validation_loss", "balancing_loss", "router_z_loss", "expert_load", "largest_expert_load"):
+                assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
+
+
 def test_what_a_run_combines_with_tensor_parallelism(tiny_run, tmp_path):
     """Pretrained weights that get more words, a frozen part, chunks of the MLP, recomputation, offloading, sums in each
     micro-batch, another loss: beside one rank."""
@@ -199,9 +219,17 @@ def test_a_live_sample_is_that_of_one_rank(tiny_run):
 
 REFUSED = {
     "own code": (["model.blocks=own"], [r'LlamaForCausalLM keeps its own code.*degree = 1, or model\.blocks = "auto"']),
-    "experts": (
-        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4"],
-        [r"experts of mixtral are not split over tensor ranks\. Set parallel\.tensor_parallel_degree = 1\."],
+    "assignment": (
+        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "moe.moe_load_balancing=balanced"],
+        [r'moe\.moe_load_balancing = "balanced" with parallel.* Set moe\.moe_load_balancing = "aux_loss"'],
+    ),
+    "noise": (
+        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "moe.router_jitter_noise=0.1"],
+        [r"moe\.router_jitter_noise = 0\.1 with parallel.* Set moe\.router_jitter_noise = 0\.0"],
+    ),
+    "whole experts": (
+        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "parallel.expert_parallel_degree=2"],
+        [r"tensor ranks hold slices of every expert, not whole ones\. Set one of them to 1\."],
     ),
     "dropout": (
         ["model.config.attention_dropout=0.1"],

@@ -88,8 +88,8 @@ def check_composed(tensor: int, expert: int) -> None:
     """Raise an InputError for degrees that this version does not compose, whatever the ranks are."""
     if tensor > 1 and expert > 1:
         raise InputError(
-            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: experts are not split over tensor "
-            "ranks. Set one of them to 1."
+            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: tensor ranks hold slices of every "
+            "expert, not whole ones. Set one of them to 1."
         )
 
 

@@ -386,10 +386,13 @@ class Decoder(PretrainedInterface):
             return None
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
         real = functional.pad(mask != 0, (0, padded - input_ids.shape[1]))
-        return real if self.context is None else self.context.split(real)
+        real = real if self.context is None else self.context.split(real)
+        return real if self.tensor is None else self.tensor.own(real)
 
     def _router_losses(self, routings: list[Tensor], share: Tensor | None) -> Tensor | None:
         """This rank's part of the losses of all routers, over all tokens of this forward on all ranks, times their `share`.
+
+        The ranks of a tensor group have one part, the sum of theirs.
 
         With their coefficients, which are in the loss; None where both are 0.
         """
@@ -400,10 +403,14 @@ class Decoder(PretrainedInterface):
         visits = routing.detach()[:, spec.experts : 2 * spec.experts].sum(0)
         if self.token_group is not None and self._joins():
             dist.all_reduce(visits, group=self.token_group)
+        if self.tensor is not None:
+            self.tensor.sum_(visits)
         losses = [of(routing, visits, spec.visited) for of in (balancing_loss, router_z_loss)]
         if self.training and checkpoints.trains():
             self._record_routing(routing.detach(), torch.stack(losses).detach() * (1 if share is None else share))
         total = self._weighted(losses)
+        if total is not None and self.tensor is not None:
+            total = summed(total, self.tensor.group)
         return total if total is None or share is None else total * share
 
     def _weighted(self, losses: list[Tensor]) -> Tensor | None:

@@ -5,8 +5,9 @@ which rows of zeros are added. Checkpoints have the whole parameters (`octavo.co
 
     qkv, fc1 and their biases     rows: whole groups of heads, or some query heads and their group's key and value
     proj, fc2                     columns
+    fc1, fc2 of experts           the same of each expert
     embedding, head               rows
-    norms, biases of proj, fc2    all of it, on every rank
+    norms, routers, biases        all of it, on every rank: biases of proj and fc2
 """
 
 from __future__ import annotations
@@ -34,8 +35,16 @@ def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = No
     """Raise an InputError for a decoder that `degree` tensor-parallel ranks cannot share. dtype: of activations."""
     if degree == 1:
         return
-    if spec.mixtures:
-        raise InputError(f"{KEY} = {degree}: the experts of {spec.family} are not split over tensor ranks. Set {KEY} = 1.")
+    if spec.mixtures and spec.assignment != "largest":
+        raise InputError(
+            f'moe_load_balancing = "{spec.assignment}" with {KEY} = {degree}: each rank would assign its own tokens alone. Set '
+            f'moe_load_balancing = "aux_loss", or {KEY} = 1.'
+        )
+    if spec.mixtures and spec.jitter:
+        raise InputError(
+            f"router_jitter_noise = {spec.jitter} with {KEY} = {degree}: the ranks would draw the same noise for different "
+            f"tokens. Set router_jitter_noise = 0.0, or {KEY} = 1."
+        )
     for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
         if rate := getattr(spec, name):
             raise InputError(
@@ -58,8 +67,9 @@ def _faults(spec: ModelSpec, degree: int) -> list[str]:
         faults.append(f"{spec.heads} query heads are not divided")
     elif spec.kv_heads % degree and degree % spec.kv_heads:
         faults.append(f"{spec.kv_heads} key-value heads are neither divided nor shared by equal numbers of ranks")
-    if spec.ffn_size % degree:
-        faults.append(f"an intermediate size of {spec.ffn_size} is not divided")
+    for size in (spec.ffn_size, *([spec.dense_ffn_size] if spec.dense else [])):
+        if size % degree:
+            faults.append(f"an intermediate size of {size} is not divided")
     return faults
 
 
@@ -74,7 +84,8 @@ def own_code_message(name: str, degree: int) -> str:
 def part_of_rank(spec: ModelSpec, ranks: int) -> ModelSpec:
     """The spec of one rank's blocks."""
     groups = max(1, spec.kv_heads // ranks)
-    return dataclasses.replace(spec, heads=spec.heads // ranks, kv_heads=groups, ffn_size=spec.ffn_size // ranks)
+    ffn, dense = spec.ffn_size // ranks, spec.dense_ffn_size // ranks
+    return dataclasses.replace(spec, heads=spec.heads // ranks, kv_heads=groups, ffn_size=ffn, dense_ffn_size=dense)
 
 
 def rows_of_words(vocabulary: int, ranks: int) -> int:
@@ -107,19 +118,20 @@ def share_parameters(model: Any, tensor: TensorGroup) -> None:
     spec: ModelSpec = model.spec
     n = tensor.size
     qkv = [_qkv_rows(spec, rank, n) for rank in range(n)]
-    fc1 = [_fc1_rows(spec, rank, n) for rank in range(n)]
     attended = [indices(_run(spec.heads * spec.head_dim, rank, n)) for rank in range(n)]
-    activated = [indices(_run(spec.ffn_size, rank, n)) for rank in range(n)]
+    size = spec.dense_ffn_size if spec.dense else spec.ffn_size  # of an MLP
+    fc1 = [_fc1_rows(size, spec.gated, rank, n) for rank in range(n)]
+    activated = [indices(_run(size, rank, n)) for rank in range(n)]
     words = [words_of(spec.vocabulary, tensor, rank) for rank in range(n)]
     rows = rows_of_words(spec.vocabulary, n)
     vocabulary = [indices((each.first, each.first + each.number), padding=rows - each.number) for each in words]
     whole_rows = {
-        "qkv": (spec.heads + 2 * spec.kv_heads) * spec.head_dim, "fc1": (1 + spec.gated) * spec.ffn_size,
+        "qkv": (spec.heads + 2 * spec.kv_heads) * spec.head_dim, "fc1": (1 + spec.gated) * size,
         "embedding": spec.vocabulary, "head": spec.vocabulary,
     }  # fmt: skip
     by_rows = {"qkv": qkv, "fc1": fc1, "embedding": vocabulary, "head": vocabulary}
     by_columns = {"proj": attended, "fc2": activated}
-    whole_columns = {"proj": spec.heads * spec.head_dim, "fc2": spec.ffn_size}
+    whole_columns = {"proj": spec.heads * spec.head_dim, "fc2": size}
     blocks: dict[nn.Parameter, Block] = {}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
@@ -132,12 +144,19 @@ def share_parameters(model: Any, tensor: TensorGroup) -> None:
             elif name in by_columns and own == "weight":
                 shape[1] = whole_columns[name]
                 held = [[each[0], part] for part, each in zip(by_columns[name], held, strict=True)]
+            elif name == "experts" and own == "fc1_weight":
+                shape[0] *= n
+                held = [[_stacked_rows(spec, rank, n), each[1]] for rank, each in enumerate(held)]
+            elif name == "experts":
+                shape[1] *= n
+                held = [[each[0], indices(_run(spec.ffn_size, rank, n))] for rank, each in enumerate(held)]
             if parameter not in blocks:  # a tied one has the same block in both modules
                 blocks[parameter] = share_out(shape, held, tensor._group, tensor.rank)
             declare(module, own, blocks[parameter])
     for layer in model.layers:
         attention = layer.self_attention
-        attention.tensor = attention.qkv.tensor = attention.proj.tensor = layer.ffn.tensor = tensor
+        attention.tensor = attention.qkv.tensor = attention.proj.tensor = tensor
+        (layer.ffn if layer.experts is None else layer.moe).tensor = tensor
         for norm in (attention.q_norm, attention.k_norm):
             if norm is not None:
                 norm.tensor = tensor
@@ -170,17 +189,24 @@ def _qkv_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
     return indices((start + first, start + last), (keys, keys + 2 * size))
 
 
-def _fc1_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
+def _fc1_rows(size: int, gated: bool, rank: int, ranks: int) -> Indices:
     """Rows of the MLP's first matrix: of gate and up, in blocks of the rank's own size, out of those of the whole."""
-    first, last = _run(spec.ffn_size, rank, ranks)
-    if not spec.gated:
+    first, last = _run(size, rank, ranks)
+    if not gated:
         return indices((first, last))
-    whole, own = gate_up_block(spec.ffn_size), gate_up_block(spec.ffn_size // ranks)
+    whole, own = gate_up_block(size), gate_up_block(size // ranks)
     found: list[tuple[int, int]] = []
     for start in range(first, last, own):
         gate = 2 * whole * (start // whole) + start % whole
         found += [(gate, gate + own), (gate + whole, gate + whole + own)]
     return indices(*found)
+
+
+def _stacked_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
+    """Rows of the experts' first matrices, one after the other: of each all gates, then all ups."""
+    first, last = _run(spec.ffn_size, rank, ranks)
+    parts = spec.experts * (1 + spec.gated)
+    return indices(*((start + first, start + last) for start in range(0, parts * spec.ffn_size, spec.ffn_size)))
 
 
 def refuse_own_calls(model: Any) -> None:

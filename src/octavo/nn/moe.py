@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError, unknown
 from octavo.kernels.autograd import SavedBytes, refuse_transforms
 from octavo.kernels.experts import assignment, router
@@ -55,9 +56,15 @@ class LayerNormMoE(ResidualLayer):
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), router_weight [E, H], and those of `experts`, a
     `StackedExperts`. The router is never FP8.
 
+    Ranks of a tensor group (`tensor`) norm and route their own tokens, and hold a slice of every expert: the tokens of all are
+    gathered, and the parts of their results added up. Gathers are of the compute dtype: each expert has a scale of its own.
+
     Raises:
         InputError: a count that is not possible, such as more visited experts than there are.
     """
+
+    tensor: TensorGroup | None = None
+    """The ranks that hold other slices of the experts: inputs and outputs are this rank's tokens."""
 
     def __init__(
         self,
@@ -126,16 +133,28 @@ class LayerNormMoE(ResidualLayer):
         check_input(self, input, delta, size=self.hidden_size)
         refuse_transforms("layers that begin with a norm")
         dtype = compute_dtype(input)
-        h, normed = residual_norm(input, delta, self.norm.of(self.layer_norm_weight, self.layer_norm_bias), dtype)
+        parameters = self.layer_norm_weight, self.layer_norm_bias, self.router_weight
+        if self.tensor is not None:
+            parameters = map(self.tensor.replicated, parameters)  # type: ignore[assignment]
+        weight, bias, router_weight = parameters
+        h, normed = residual_norm(input, delta, self.norm.of(weight, bias), dtype)
         x = flat(normed)
         if self.training and self.mixture.jitter:
             x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)
-        x, logits = _Router.apply(x, self.router_weight)
+        x, logits = _Router.apply(x, router_weight)
         counted = None if counted is None else counted.flatten()
         largest = self.mixture.assignment == "largest" or not (self.training or self.mixture.assignment == "sinkhorn")
         scores, chosen = self._route(logits) if largest else self._assign(logits, counted)
-        y = self.experts(x.to(dtype), scores, chosen, is_first_microbatch)
+        y = self._computed(x.to(dtype), scores, chosen, is_first_microbatch)
         return h, unflat(y, input.shape), self._routing(logits, chosen, counted)
+
+    def _computed(self, x: Tensor, scores: Tensor, chosen: Tensor, first: bool | None) -> Tensor:
+        """The experts' result [T, H] of x [T, H]; a tensor group's of the tokens of all its ranks."""
+        if self.tensor is None:
+            made: Tensor = self.experts(x, scores, chosen, first)
+            return made
+        of_all = self.tensor.gathered(x[None])[0], self.tensor.gathered(scores[None])[0], self.tensor.gather(chosen)
+        return self.tensor.scattered(self.experts(*of_all, first)[None])[0]
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, V], and experts, int64 [T, V], of each token."""
@@ -171,16 +190,22 @@ class LayerNormMoE(ResidualLayer):
         return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
 
 
-def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int) -> SavedBytes:
+def saved_by_moe(
+    tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int, *, own: int | None = None
+) -> SavedBytes:
     """Bytes that `LayerNormMoE` saves for backward: first of the residual stream. Small tensors of the router are estimates.
 
     of: of this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
-    `Routes`.
+    `Routes`. own: those of the tokens that this rank of a tensor group norms and routes; None: all.
     """
+    routed = tokens if own is None else own
     element, copies = of.use.compute_bytes, tokens * top_k
     received = copies if of.experts < experts else tokens  # rows of the experts' input; over several ranks each has its copy
-    activations = [*saved_by_norm(tokens, of.hidden_size, element, kind), received * of.hidden_size * element]
-    probabilities, of_copies = 6 * tokens * experts * 4, copies * (8 + 3 * 4)  # `chosen`, two `scores`, and `rows`
+    activations = [*saved_by_norm(routed, of.hidden_size, element, kind), received * of.hidden_size * element]
+    if own is not None:  # the router's input, beside that of all tokens
+        activations.append(own * of.hidden_size * element)
+    # `chosen`, two `scores`, and `rows`
+    probabilities, of_copies = 6 * routed * experts * 4, routed * top_k * (8 + 2 * 4) + copies * 4
     stacked = saved_by_experts(most_rows(copies, of.experts, row_tile), of)
     return SavedBytes([*activations, probabilities, of_copies, *stacked.activations], stacked.weight_copies)
 

@@ -234,7 +234,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         attention.weight_copies.pop()  # backward converts the weight again
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
-        mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile)
+        own = setup.own_tokens if setup.tensor > 1 else None
+        mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile, own=own)
     else:
         mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp)
         _keep_own_tokens(setup, mlp, spec, recipes.fc1)

@@ -6,7 +6,7 @@ import json
 
 from torch import nn
 
-from octavo.config.degrees import Degrees, divisors
+from octavo.config.degrees import Degrees, check_composed, divisors
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.fp8 import tensor_parallel as products
@@ -28,6 +28,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
     degree = degrees.tensor
     if degree == 1:
         return
+    check_composed(degree, degrees.expert)
     if not isinstance(model, Decoder):
         other = ', or model.blocks = "auto"' if config.model.blocks == "own" else ""
         raise InputError(
@@ -46,6 +47,16 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
                 f"model.config.{keys[name]} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set "
                 f"model.config.{keys[name]} = 0.0 (of pretrained weights in config.json), or {KEY} = 1."
             )
+    if spec.mixtures and spec.assignment != "largest":
+        raise InputError(
+            f'moe.moe_load_balancing = "{spec.assignment}" with {KEY} = {degree}: each rank would assign its own tokens alone. '
+            f'Set moe.moe_load_balancing = "aux_loss", or {KEY} = 1.'
+        )
+    if spec.mixtures and spec.jitter:
+        raise InputError(
+            f"moe.router_jitter_noise = {spec.jitter} with {KEY} = {degree}: the ranks would draw the same noise for different "
+            f"tokens. Set moe.router_jitter_noise = 0.0, or {KEY} = 1."
+        )
     if fault := tensor_fault(spec, degree):
         legal = [ranks for ranks in divisors(degrees.world) if not tensor_fault(spec, ranks)]
         near = [*[ranks for ranks in legal if ranks < degree][-1:], *[ranks for ranks in legal if ranks > degree][:1]]
