@@ -19,6 +19,7 @@ from octavo.bench import peers, run, te_attention
 from octavo.bench.cases import ALL_CASES, CASES, CONTEXT_CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
+from octavo.bench.sharded import SHARDED
 from octavo.bench.suites import SUITES
 from octavo.cli import main
 from octavo.errors import InputError, install_extra
@@ -77,22 +78,79 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
     assert not use_reentrant
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
+from octavo.collectives.tensor import TensorGroup
+
+class PartialNorms(TensorGroup):
+    # Gradients of norms are a rank's part, as Transformer Engine's.
+    def replicated(self, parameter):
+        return parameter
+
+class OfTokensFirst(DotProductAttention):
+    def forward(self, *qkv, **options):
+        return super().forward(*(x.transpose(0, 1) for x in qkv), **options).transpose(0, 1)
+
+class TokensFirst(torch.nn.Module):
+    # Calls attention with tensors whose first dimension is the tokens.
+    def __init__(self, core):
+        super().__init__()
+        self.core = core
+        core.__class__ = OfTokensFirst
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name in ("core", "_modules") else getattr(self.core, name)
+
+    def forward(self, q, k, v, *mask, **options):
+        assert not any(x is not None for x in mask)
+        return self.core(*(x.transpose(0, 1) for x in (q, k, v)), **options).transpose(0, 1)
+
+def all_tokens(tensor, x_TBD):
+    # Of the first dimension.
+    return tensor.gathered(x_TBD).reshape(-1, *x_TBD.shape[1:])
+
+UB_OPTIONS = {f"ub_{name}" for name in ("tp_comm_overlap", "overlap_ag", "overlap_rs", "bulk_dgrad", "bulk_wgrad")}
+UB = {}
+
+class UserBufferQuantizationMode:
+    NONE, FP8 = "none", "fp8"
+
+class module:
+    class base:
+        UserBufferQuantizationMode = UserBufferQuantizationMode
+
+        def initialize_ub(shape, tp_size, quantization_modes, bootstrap_backend):
+            UB.update(shape=shape, modes=quantization_modes)
+
 class TransformerLayer(torch.nn.Module):
     def __init__(
         self, hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-5,
         hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, kv_channels=None,
         self_attn_mask_type="causal", params_dtype=None, fuse_qkv_params=False, bias=True, activation="gelu",
         normalization="LayerNorm", device="cuda", attn_input_format="sbhd", window_size=None, parallel_attention_mlp=False,
+        set_parallel_mode=False, sequence_parallel=False, tp_group=None, tp_size=1, **buffers,
     ):
         super().__init__()
-        assert hidden_dropout == attention_dropout == 0 and fuse_qkv_params and attn_input_format == "bshd"
+        assert hidden_dropout == attention_dropout == 0 and fuse_qkv_params
+        assert attn_input_format == ("bshd" if tp_group is None else "sbhd")
+        assert set_parallel_mode == sequence_parallel == (tp_group is not None)
+        assert set(buffers) in (set(), UB_OPTIONS)
+        assert not buffers or UB and os.environ["UB_SKIPMC"] == os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         layer = Layer(
-            hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, kv_channels=kv_channels,
+            hidden_size, ffn_hidden_size // tp_size, num_attention_heads // tp_size, num_gqa_groups // tp_size,
+            layernorm_epsilon, kv_channels=kv_channels,
             normalization=normalization, bias=bias, activation=activation, self_attn_mask_type=self_attn_mask_type,
             params_dtype=params_dtype, device=device, window_size=window_size, parallel_attention_mlp=parallel_attention_mlp,
         )
         self.self_attention, self.layernorm_mlp, self.layer = with_cores(layer.self_attention), layer.layernorm_mlp, [layer]
         self.context = None
+        self.tensor = None
+        if tp_group is not None:
+            self.tensor = PartialNorms(tp_group)
+            attention = layer.self_attention
+            attention.core_attention = TokensFirst(attention.core_attention)
+            attention.tensor = attention.layernorm_qkv.tensor = attention.proj.tensor = self.tensor
+            layer.layernorm_mlp.tensor = self.tensor
+            for name, parameter in layer.named_parameters():
+                parameter.sequence_parallel = "layer_norm" in name
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
         from octavo.collectives.context import ContextGroup
@@ -107,6 +165,10 @@ class TransformerLayer(torch.nn.Module):
                 attention_mask = pattern_of(None, None, len(hidden_states), angles.shape[1], padded_to=angles.shape[1])
                 angles = self.context.split(angles)
             rotary_pos_emb = (angles.cos(), angles.sin())
+        if self.tensor is not None:
+            whole = all_tokens(self.tensor, hidden_states)
+            out = self.layer[0](self.tensor.own(whole.transpose(0, 1).contiguous()), attention_mask, rotary_pos_emb)
+            return self.tensor.gathered(out).transpose(0, 1).chunk(self.tensor.size)[self.tensor.rank].contiguous()
         return self.layer[0](hidden_states, attention_mask, rotary_pos_emb)
 
 class MultiheadAttention(torch.nn.Module):
@@ -385,6 +447,7 @@ def test_every_entry_of_transformer_engine_has_its_variables_in_its_process():
         for name, entry in suite.entries.items():
             flash = "flash-attention" in name
             wanted = te_attention.FLASH if flash else te_attention.CUDNN if name.startswith("te-") else {}
+            wanted = wanted | (te_attention.USERBUFFERS if "overlap" in name else {})
             assert entry.environment == wanted
             assert entry.needs == (("flash-attn-4",) if flash else ())
     for suite in ("one-gpu", "sharded", "context", "vision"):
@@ -504,6 +567,95 @@ def test_transformer_engines_decoder_over_two_ranks_is_octavos(names, tmp_path, 
             assert theirs == pytest.approx(ours, rel=0.01), name
             assert error < 0.1, name  # of a shard of the embedding's gradient in bf16
             assert shape == [64, 64]  # of 128 rows
+
+
+TENSOR = """
+import dataclasses, json
+import torch
+from octavo.bench.cases import CASES
+from octavo.bench.sharded import SHARDED
+from octavo.bench import te_attention
+from octavo.nn.mlp import deinterleave, interleave
+from octavo.parallel import world
+
+torch.set_num_threads(1)
+cpu, case = torch.device("cpu"), CASES["tiny-tp2"]
+case = dataclasses.replace(case, sizes={**case.sizes, "num_key_value_heads": 2})
+world.init({"tensor_parallel_degree": 2})
+rank = world.state.tp_rank
+trainer = SHARDED["te-bf16-states"].build(case, cpu, False)
+theirs = trainer.model
+from octavo.bench.te import TeDecoder
+torch.manual_seed(3)
+whole = TeDecoder(case.spec, case.sequence_length, cpu, compiled=False)
+
+def part(name, x):
+    if name.endswith("layernorm_qkv.weight"):
+        return x.chunk(2)[rank]
+    if name.endswith("fc1_weight"):
+        return interleave(*(half.chunk(2)[rank] for half in deinterleave(x)))
+    if name.endswith(("proj.weight", "fc2_weight")):
+        return x.chunk(2, 1)[rank]
+    return x
+
+def local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
+
+with torch.no_grad():
+    for name, parameter in whole.named_parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.05)
+        value = theirs.get_parameter(name)
+        held = part(name, parameter) if name.startswith("layers") else parameter.chunk(2)[rank]
+        local(value).copy_(held)
+torch.manual_seed(1)
+ids = torch.randint(512, (2, 32))
+wanted, found = whole(ids, ids), theirs(ids, ids)
+wanted.backward()
+found.backward()
+theirs.sum_norms()
+errors = {}
+for name, parameter in whole.named_parameters():
+    gradient = parameter.grad.float()
+    gradient = part(name, gradient) if name.startswith("layers") else gradient.chunk(2)[rank]
+    errors[name] = ((local(theirs.get_parameter(name).grad).float() - gradient).norm() / gradient.norm()).item()
+before = [local(p).clone() for p in theirs.parameters()]
+trainer.optimizer.step()
+# A norm's weight near 1 stays where it is in bfloat16.
+moved = all(not torch.equal(a, local(b)) for a, b in zip(before, theirs.parameters()) if a.dim() == 2)
+print(json.dumps([wanted.item(), found.item(), errors, moved, trainer.attention_errors]))
+world.shutdown()
+"""
+
+
+def test_transformer_engines_split_decoder_is_the_whole_one(tmp_path, transformer_engine):
+    """Parts of matrices and of sequences: loss, gradients of every parameter, attention, and a step."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(command_lines.CommandLine(command_lines.python, tmp_path / rank, ["-c", TENSOR], environment=place))
+    codes = [process.wait(timeout=300) for process in processes]
+    assert codes == [0, 0], [process.stderr for process in processes]
+    for process in processes:
+        wanted, found, errors, moved, attention = json.loads(process.stdout.splitlines()[-1])
+        assert found == pytest.approx(wanted, rel=2e-3)
+        assert {name: error for name, error in errors.items() if not error < 0.08} == {}
+        assert moved
+        assert max(attention.values()) < 0.02
+
+
+def test_entries_of_split_matrices_take_turns(tmp_path, transformer_engine, forked_workers):
+    names = ["octavo-delayed-fast-fp8-head-bf16-states", "te-delayed-fp8-head-bf16-states"]
+    names += ["te-delayed-fp8-head-overlap-bf16-states"]
+    found = rows_of_te(tmp_path, "tiny-tp2", names, "sharded", gpus=2)["rows"]
+    assert [row.get("error") for row in found] == [None] * 3
+    assert [row["head"] for row in found] == ["fp8"] * 3
+    assert all(abs(row["loss"] - math.log(512)) < 0.2 for row in found)
+    assert not SHARDED["te-delayed"].trains(CASES["tiny-tp2"])
+    assert not SHARDED["te-bf16-states"].trains(CASES["tiny-mixtral-tp2"])
+    assert not SHARDED["te-delayed-overlap-bf16-states"].trains(CASES["tiny"])
 
 
 VISION = """

@@ -90,4 +90,5 @@ def test_matrices_over_two_ranks_train_as_whole_ones(family, recipe):
     losses, norms, *others = errors.values()
     assert losses < 1e-2
     assert norms < 0.05
-    assert max(others) < (0.1 if recipe is None else 0.5), errors
+    # A token whose router hesitates goes elsewhere when the last bits differ.
+    assert max(others) < (0.5 if recipe else 0.25 if family == "mixtral" else 0.1), errors

@@ -100,11 +100,15 @@ class TeTensorDecoder(TeDecoder):
         world = dist.get_world_size()
         device: torch.device = self.embed_tokens.weight.device
         how: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world,)), "mp_policy": precision}
-        ends = [fully_shard(self.embed_tokens, **how)]
-        ends += [fully_shard([self.norm, self.lm_head], reshard_after_forward=False, **how)[0]]
-        ends += [fully_shard(self, ignored_params=kept, **how)]
+        ends: list[Any] = [self]
+        if self.lm_head.weight is not self.embed_tokens.weight:  # a tied matrix stays gathered with the root
+            ends = [self.embed_tokens, self.norm, self]
+            fully_shard(self.embed_tokens, **how)
+            fully_shard([self.norm, self.lm_head], reshard_after_forward=False, **how)
+        fully_shard(self, ignored_params=kept, **how)
         for end in ends:  # a sum over the tensor group, and a mean over the groups
             end.set_gradient_divide_factor(world / self.ranks)
+            end.set_force_sum_reduction_for_comms(device.type == "cpu")  # gloo has no scaled sums
 
     def sum_norms(self, *_: Any) -> None:
         """Add up the gradients of what every rank of the group holds and reads for its own tokens."""
