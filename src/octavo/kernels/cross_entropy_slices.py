@@ -48,7 +48,7 @@ class Slice:
 
 
 @triton.jit
-def _slice_statistics(
+def _cross_entropy_statistics(
     logits_ptr, target_ptr, out_ptr, rows, columns, stride, first_word,
     SMOOTH: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +94,7 @@ def _slice_statistics(
 
 
 @triton.jit
-def _slice_gradient(
+def _cross_entropy_of_slice(
     logits_ptr, target_ptr, of_slices_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, rows, columns, width, stride, fp8_stride,
     first_word, vocabulary, ignore_index, smoothing, z_loss,
     SLICES: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -165,7 +165,7 @@ def launch_statistics(
     shape = shape or row_shape(logits.shape[1])
     out = torch.empty(3 + smooth, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _slice_statistics[(rows,)](
+        _cross_entropy_statistics[(rows,)](
             logits, target, out, rows, words.number, logits.stride(0), words.first,
             SMOOTH=smooth, KEEP=keep, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
@@ -183,7 +183,7 @@ def launch_gradient(
     q = None if grad_scale is None else fp8
     fp8_max = 1.0 if q is None else torch.finfo(q.dtype).max
     if rows:
-        _slice_gradient[(rows,)](
+        _cross_entropy_of_slice[(rows,)](
             logits, target, of_slices, loss, grad_scale, q, rows, words.number, width, logits.stride(0),
             0 if q is None else q.stride(0), words.first, words.vocabulary,
             objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
