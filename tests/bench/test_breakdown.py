@@ -59,7 +59,8 @@ FAMILIES = {
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention", "attention.join": "attention",
     "embedding.forward": "copies and elementwise", "embedding.backward": "copies and elementwise",
-    "column_sum": "copies and elementwise", "cross_entropy_slices": "cross entropy", "rope": "rope", "adamw": "optimizer", "scales": "scales",
+    "cross_entropy_slices": "cross entropy",
+    "column_sum": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",
 }  # fmt: skip
 """Of the files of kernels, the kind that theirs are."""
 

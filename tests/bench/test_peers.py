@@ -135,7 +135,8 @@ class TransformerLayer(torch.nn.Module):
         assert set(buffers) in (set(), UB_OPTIONS)
         assert not buffers or UB and os.environ["UB_SKIPMC"] == os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         layer = Layer(
-            hidden_size, ffn_hidden_size // tp_size, num_attention_heads // tp_size, num_gqa_groups and num_gqa_groups // tp_size,
+            hidden_size, ffn_hidden_size // tp_size, num_attention_heads // tp_size,
+            num_gqa_groups and num_gqa_groups // tp_size,
             layernorm_epsilon, kv_channels=kv_channels,
             normalization=normalization, bias=bias, activation=activation, self_attn_mask_type=self_attn_mask_type,
             params_dtype=params_dtype, device=device, window_size=window_size, parallel_attention_mlp=parallel_attention_mlp,
