@@ -88,7 +88,7 @@ from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.torch_states import check_torch_states
-from octavo.parallel.world import own_draws, state
+from octavo.parallel.world import state
 from octavo.storage import local_path
 
 __all__ = ["BuildOptions", "build_model", "describe", "parts_of", "place", "transform"]
@@ -299,8 +299,6 @@ def build_model(
         tensor = _tensor_group(spec, sharding, dtype)
         loss: dict[str, Any] = {"fp8_head": options.fp8_head, "objective": options.objective}
         model = Decoder(config, spec, **dtypes, device="meta", **loss, tensor=tensor)
-        if tensor is not None:
-            model.draws = own_draws
         keep_frozen(model, trains)
         carry_attributes(model, attributes)
     else:

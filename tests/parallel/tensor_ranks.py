@@ -367,38 +367,6 @@ def steps_of_whole_matrices(degrees, shape):
     return said, changed
 
 
-def dropped(degrees, recompute):
-    """Of a decoder with dropout: the share of dropped embeddings; whether ranks have one mask, a seed repeats it and the next
-    forward has another; whether evaluation drops nothing; and how far gradients are from those without recomputation."""
-    attention = 0.0 if recompute == "selective" else 0.3  # which that does not take
-    drops = {"model_type": "gpt_neox", "attention_dropout": attention, "hidden_dropout": 0.5}
-    given, gradients, states = batch(), [], []
-    for how in (False, recompute):
-        model = started(drops, degrees, recompute=how)
-        for _ in range(2):
-            torch.manual_seed(7)
-            model.zero_grad()
-            output = model(**given, output_hidden_states=True)
-            output.loss.backward()
-            states.append(output.hidden_states[0].detach())
-        gradients.append(whole(model, lambda parameter: parameter.grad))
-    with torch.no_grad():
-        following = model(input_ids=given["input_ids"], output_hidden_states=True).hidden_states[0]
-        model.eval()
-        evaluated = model(input_ids=given["input_ids"], output_hidden_states=True).hidden_states[0]
-    zeros = states[0] == 0
-    own, other = zeros.flatten(0, 1).chunk(2)  # the tokens of each rank
-    apart = max(((gradients[1][n] - g).norm() / (g.norm() + 1e-9)).item() for n, g in gradients[0].items())
-    return (
-        zeros.float().mean().item(),
-        torch.equal(own, other),
-        all(torch.equal(state, states[0]) for state in states[1:]),
-        not torch.equal(following == 0, zeros),
-        not (evaluated == 0).any().item(),
-        apart,
-    )
-
-
 def stepped_by_matrices(degrees, shape):
     """Whole parameters behind a step of an optimizer of matrices."""
     model = started(shape, degrees)

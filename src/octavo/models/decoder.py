@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -137,8 +137,6 @@ class Decoder(PretrainedInterface):
             share_parameters(self, tensor)
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
-        self.draws: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        """Around a forward with dropout: where it draws random numbers."""
         self.data_group: dist.ProcessGroup | None = None
         """Ranks that see other samples of the same step; gradients must then be summed over them."""
         self.token_group: dist.ProcessGroup | None = None
@@ -307,20 +305,6 @@ class Decoder(PretrainedInterface):
 
         shared: by which a tied embedding shares its weight with the loss.
         """
-        spec = self.spec
-        drops = self.training and (spec.attention_dropout or spec.hidden_dropout or spec.embedding_dropout)
-        with self.draws() if drops else contextlib.nullcontext():
-            return self._run_blocks(input_ids, attention_mask, position_ids, first, shared, keep_states)
-
-    def _run_blocks(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        first: bool | None,
-        shared: SharedWeight | None,
-        keep_states: bool,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         tokens = input_ids.shape[1]
         padded = -(-tokens // self._multiple) * self._multiple
         pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)

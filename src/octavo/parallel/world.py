@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -348,20 +347,6 @@ def rank_variable(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise InputError(f"{name} = {text!r} in the environment is not a whole number: unset it, or set {default}.") from None
-
-
-@contextlib.contextmanager
-def own_draws() -> Iterator[None]:
-    """A context whose random numbers are this rank's alone: for dropout of what the ranks of a tensor group have parts of.
-
-    Their seed is drawn from the default generator, whose state checkpoints keep and recomputations restore, and mixed with the
-    rank's number; the default generator goes on behind that draw.
-    """
-    drawn = int(torch.randint(2**62, ()))
-    digest = hashlib.sha256(drawn.to_bytes(8, "little") + state.rank.to_bytes(8, "little")).digest()
-    with torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        yield
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
