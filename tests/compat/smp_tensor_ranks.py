@@ -351,7 +351,6 @@ def refusals(folder):
     tsm.init({"tensor_parallel_degree": 2})
     llama, found = functools.partial(LlamaConfig, **SHAPE), {}
     for name, call in (
-        ("dropout", lambda: tsm.transform(model(llama(attention_dropout=0.1)))),
         ("heads", lambda: tsm.transform(model(llama(num_attention_heads=1, num_key_value_heads=1)))),
         ("own code", lambda: tsm.transform(model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))),
         ("float16", lambda: tsm.transform(empty(**SHAPE), dtype=torch.float16)),

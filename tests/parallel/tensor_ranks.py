@@ -29,6 +29,7 @@ from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm
 from octavo.kernels.cross_entropy import Objective, cross_entropy_
 from octavo.models.tensor_parallel import rows_of_words, words_of
+from octavo.nn import attention
 from octavo.nn.word_slices import cross_entropy_of_slices_
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
@@ -106,16 +107,61 @@ def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1):
     return loss.item(), norm.item(), gradients
 
 
-def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1, frozen=(), **options):
+def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1, frozen=(), seed=None, **options):
     """Losses, norms and gradients of some steps, and the parameters behind them, whole."""
     recipe = None if recipe is None else RECIPES[recipe]()
     model = started(shape, degrees, recipe, **options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(tuple(frozen)) if frozen else True)
     optimizer, given = optimizer_of(model), batch(**given or {})
+    if seed is not None:
+        torch.manual_seed(seed)
     found = [step(model, optimizer, given, degrees=degrees, recipe=recipe, micro_batches=micro_batches) for _ in range(steps)]
     losses, norms, gradients = zip(*found, strict=True)
     return {"losses": losses, "norms": norms, "gradients": gradients[0], "parameters": whole(model, lambda p: p)}
+
+
+@contextlib.contextmanager
+def attention_by_streams(ranks):
+    """On one rank: dropout of attention as `ranks` tensor ranks draw it, the heads of each from another stream of numbers."""
+
+    def attended(q, k, v, pattern, *, dropout=0.0, **options):
+        if not dropout:
+            return attend(q, k, v, pattern, **options)
+        seed, state, parts = torch.randint(1 << 62, ()).item(), torch.get_rng_state(), []
+        for rank, heads in enumerate(zip(*(x.chunk(ranks, 2) for x in (q, k, v)), strict=True)):
+            torch.manual_seed((seed + rank * 11400714819323198485) % 2**64)
+            parts.append(attend(*heads, pattern, dropout=dropout, **options))
+        torch.set_rng_state(state)
+        return torch.cat(parts, 2)
+
+    attend = attention.attend
+    with mock.patch.object(attention, "attend", attended):
+        yield
+
+
+def numbers_of_ranks():
+    """Numbers of this rank's own stream, of the one behind it, and of an equal state once more."""
+    tensor, device = TensorGroup(dist.group.WORLD), torch.device("cpu")
+    torch.manual_seed(3)
+
+    def own():
+        with tensor.own_numbers(device):
+            return torch.rand(4).tolist()
+
+    state = torch.get_rng_state()
+    found = own(), own(), torch.rand(4).tolist()
+    torch.set_rng_state(state)
+    assert (own(), own(), torch.rand(4).tolist()) == found
+    return found
+
+
+def evaluated(degrees, shape):
+    """Losses of a model with dropout in evaluation, and the change of the generator's state."""
+    model, before = started(shape, degrees).eval(), torch.get_rng_state()
+    with torch.no_grad():
+        loss = model(**batch()).loss.item()
+    return loss, torch.equal(before, torch.get_rng_state())
 
 
 def cells(degrees, cells):

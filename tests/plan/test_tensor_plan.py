@@ -173,7 +173,7 @@ def test_a_tensor_degree_that_fits_is_advised_and_really_fits(tiny_run, before):
 
 def test_ranks_that_cannot_share_matrices_are_not_advised(tiny_run):
     run, given = tiny_run(), [*LARGE, "train.micro_batch=4"]
-    for refused in ("model.config={attention_dropout = 0.1}", "fp8.recipe=block"):
+    for refused in ("model.dtype=float16", "fp8.recipe=block"):
         found = memory_of(planned(run.file, *given, refused))
         assert found.fits is False
         assert not any(DEGREE in option.changes for option in found.options)

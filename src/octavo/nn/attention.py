@@ -140,6 +140,8 @@ class DotProductAttention(nn.Module):
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
         self.context: ContextGroup | None = None
         """The ranks that share each sequence."""
+        self.tensor: TensorGroup | None = None
+        """The ranks that have other heads, whose dropout is drawn apart."""
 
     def set_context_parallel_group(
         self,
@@ -189,7 +191,9 @@ class DotProductAttention(nn.Module):
             pattern = Pattern(k.shape[1] * (1 if self.context is None else self.context.size), causal)
         if isinstance(pattern, Pattern):
             pattern = pattern.with_window(self.window)
-        with self.draws() if dropout else contextlib.nullcontext():
+        with contextlib.ExitStack() as draws:
+            if dropout:
+                draws.enter_context(self.draws() if self.tensor is None else self.tensor.own_numbers(q.device))
             out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context, handover=handover)
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 

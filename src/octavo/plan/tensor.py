@@ -13,7 +13,6 @@ from octavo.fp8 import tensor_parallel as products
 from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.models import tensor_parallel as parts
 from octavo.models.decoder import Decoder
-from octavo.models.families import FAMILIES
 from octavo.models.spec import ModelSpec
 
 KEY = "parallel.tensor_parallel_degree"
@@ -40,13 +39,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
             f'model.dtype = "float16" with {KEY} = {degree}: the ranks do not join their loss scale. Set model.dtype = '
             f'"bfloat16", or {KEY} = 1.'
         )
-    spec, keys = model.spec, FAMILIES[model.spec.family].keys
-    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
-        if rate := getattr(spec, name):
-            raise InputError(
-                f"model.config.{keys[name]} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set "
-                f"model.config.{keys[name]} = 0.0 (of pretrained weights in config.json), or {KEY} = 1."
-            )
+    spec = model.spec
     if spec.mixtures and spec.assignment != "largest":
         raise InputError(
             f'moe.moe_load_balancing = "{spec.assignment}" with {KEY} = {degree}: each rank would assign its own tokens alone. '
