@@ -328,11 +328,6 @@ def refusals(folder):
     def around(new, **options):
         return FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn(), **options)
 
-    def blockwise():
-        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
-        with octavo.fp8_autocast(fp8_recipe=octavo.recipe.BlockScaling()):
-            sharded(input_ids=own(0), labels=own(0))
-
     def clipped():
         sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
         sharded(input_ids=own(0), labels=own(0))["loss"].backward()
@@ -357,7 +352,6 @@ def refusals(folder):
         ("policy", lambda: around(tsm.transform(empty(**SHAPE)), mixed_precision=MixedPrecision(torch.float16))),
         ("unwrapped", lambda: tsm.transform(AutoModelForCausalLM.from_config(llama()))(own(0))),
         ("weights", drawn),
-        ("recipe", blockwise),
         ("norm", clipped),
         ("samples", other_samples),
         ("degrees", lambda: (octavo.shutdown(), tsm.init({"tensor_parallel_degree": 3}))),

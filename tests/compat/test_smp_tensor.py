@@ -94,7 +94,6 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             "policy": "torch.float16 with tensor_parallel_degree = 2",
             "unwrapped": "tensor_parallel_degree = 2: wrap the transformed model in FullyShardedDataParallel",
             "weights": "hold different weights",
-            "recipe": "tensor_parallel_degree = 2",
             "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
             "samples": "share each sequence (tensor_parallel_degree) were given different ones",
             "degrees": "tensor 3 does not divide the world of 2",

@@ -134,6 +134,51 @@ def test_casts_and_scales_are_those_of_one_rank_to_the_bit(world, degrees):
             assert [name for name, scale in theirs.items() if not torch.equal(scales[name], scale)] == []
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+def test_scales_of_rows_and_blocks_are_those_of_slices_on_one_rank(world, name):
+    """Of slices and tokens that are no multiples of 128, and of those that are: to the bit but for sums in float32."""
+    size = 128 * world
+    wide = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": 4, "num_key_value_heads": 4}
+    for shape, tokens in ((tensor_ranks.ALIGNED, 12), (wide, 36), (wide, 32 * world)):
+        slices = 1 if name == "block" and tokens == 32 * world else world  # then one rank's own casts are the same
+        hidden, gradients = tensor_ranks.with_scales_of_rows(None, name, slices, shape, tokens)
+        for found, others in ranks.run(
+            world, tensor_ranks.with_scales_of_rows, {"tensor_parallel_degree": world}, name, world, shape, tokens
+        ):
+            assert torch.equal(found, hidden)
+            apart = {n: ((others[n] - g).norm() / (g.norm() + 1e-9)).item() for n, g in gradients.items()}
+            assert {n: error for n, error in apart.items() if not error < 1e-6} == {}
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+def test_steps_with_scales_of_rows_and_blocks(name):
+    """As far from unrounded gradients as one rank, whose rows are longer; what changes no cast here changes no number."""
+    same = ({}, {"recompute": True}, {"recompute": "selective"}, {"recompute": "mlp"}, {"offload": True})
+    others = (
+        {"fp8_head": True},
+        {"frozen": ("fc1.weight", "qkv.weight")},
+        {"frozen": ("proj.weight", "norm.weight", "embedding.weight")},
+        {"micro_batches": 2},
+        {"recompute": "mlp", "mlp_chunks": 2},
+        {"given": {"tokens": 13}},
+    )
+    biases = tensor_ranks.ALIGNED | {"attention_bias": True, "mlp_bias": True}
+    cells = [(biases, {"steps": 1} | options) for options in (*same, *others)]
+    cells += [(tensor_ranks.MIXTURE, {"steps": 1}), (biases | {"num_key_value_heads": 1}, {"steps": 1})]
+    cells += [(tensor_ranks.ALIGNED | {"model_type": "gpt_neox"}, {"steps": 1, "dtype": torch.bfloat16})]
+    in_fp8 = [(shape, options | {"recipe": name}) for shape, options in cells]
+    found, *_ = ranks.run(2, tensor_ranks.cells, TENSOR, in_fp8, timeout=600)
+    for (_, options), each in zip(in_fp8[: len(same)], found, strict=False):
+        assert max(tensor_ranks.errors(each, found[0]).values()) < 1e-6, options
+    for (shape, options), each in zip(cells, found, strict=True):
+        exact, one = of_one_rank(shape, options), of_one_rank(shape, options | {"recipe": name})
+        assert each["losses"][0] == pytest.approx(exact["losses"][0], rel=0.02), options
+        for parameter, value in exact["gradients"].items():
+            apart, theirs = (((of["gradients"][parameter] - value).norm() / value.norm()).item() for of in (each, one))
+            assert apart < 1.5 * theirs + 0.05, (options, parameter, apart, theirs)
+
+
 def test_steps_in_fp8():
     for recipe in ("delayed", "current"):
         check(2, TENSOR, [(tensor_ranks.ALIGNED, {"recipe": recipe, "steps": 1})], limit=1e-4)
