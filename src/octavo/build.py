@@ -36,7 +36,6 @@ from octavo.errors import InputError, unknown
 from octavo.fp8.columnwise import keep_columnwise
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.fp8.scaling import states_of, use_own_buffers
-from octavo.fp8.tensor_parallel import check_recipe
 from octavo.kernels.cross_entropy import Objective
 from octavo.matrix_parts import watch
 from octavo.models.decoder import Decoder
@@ -372,7 +371,6 @@ def _tensor_group(spec: ModelSpec, sharding: Sharding | None, dtype: torch.dtype
     """The ranks that share each matrix of a decoder."""
     if sharding is None or sharding.tensor_group is None:
         return None
-    check_recipe(sharding.recipe, sharding.tensor_group.size())
     check_tensor(spec, sharding.tensor_group.size(), dtype=dtype)
     return group_of(spec, sharding.tensor_group)
 

@@ -328,11 +328,6 @@ def refusals(folder):
     def around(new, **options):
         return FullyShardedDataParallel(new, param_init_fn=DelayedParamIniter(new).get_param_init_fn(), **options)
 
-    def blockwise():
-        sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
-        with octavo.fp8_autocast(fp8_recipe=octavo.recipe.BlockScaling()):
-            sharded(input_ids=own(0), labels=own(0))
-
     def clipped():
         sharded, _ = made(tsm, {"tensor_parallel_degree": 2})
         sharded(input_ids=own(0), labels=own(0))["loss"].backward()
@@ -351,14 +346,12 @@ def refusals(folder):
     tsm.init({"tensor_parallel_degree": 2})
     llama, found = functools.partial(LlamaConfig, **SHAPE), {}
     for name, call in (
-        ("dropout", lambda: tsm.transform(model(llama(attention_dropout=0.1)))),
         ("heads", lambda: tsm.transform(model(llama(num_attention_heads=1, num_key_value_heads=1)))),
         ("own code", lambda: tsm.transform(model(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)))),
         ("float16", lambda: tsm.transform(empty(**SHAPE), dtype=torch.float16)),
         ("policy", lambda: around(tsm.transform(empty(**SHAPE)), mixed_precision=MixedPrecision(torch.float16))),
         ("unwrapped", lambda: tsm.transform(AutoModelForCausalLM.from_config(llama()))(own(0))),
         ("weights", drawn),
-        ("recipe", blockwise),
         ("norm", clipped),
         ("samples", other_samples),
         ("degrees", lambda: (octavo.shutdown(), tsm.init({"tensor_parallel_degree": 3}))),

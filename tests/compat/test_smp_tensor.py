@@ -88,14 +88,12 @@ def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():
 def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
     for found in ranks.run(2, smp_tensor_ranks.refusals, ""):
         for name, part in {
-            "dropout": "attention_dropout = 0.1 with tensor_parallel_degree = 2",
             "heads": "tensor_parallel_degree = 2: 1 query heads are not divided. Set tensor_parallel_degree to 1",
             "own code": "Set tensor_parallel_degree = 1",
             "float16": "torch.float16 with tensor_parallel_degree = 2",
             "policy": "torch.float16 with tensor_parallel_degree = 2",
             "unwrapped": "tensor_parallel_degree = 2: wrap the transformed model in FullyShardedDataParallel",
             "weights": "hold different weights",
-            "recipe": "tensor_parallel_degree = 2",
             "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
             "samples": "share each sequence (tensor_parallel_degree) were given different ones",
             "degrees": "tensor 3 does not divide the world of 2",

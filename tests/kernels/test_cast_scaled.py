@@ -72,6 +72,23 @@ class TestKernels:
         made = launch_rows(x, fmt.dtype, fmt.max, rowwise=row, columnwise=column)
         check(made, x, lambda m: reference.cast_rows(m, fmt.dtype, fmt.max), row, column)
 
+    @SIZES
+    @LAYOUTS
+    def test_amaxes_of_columns_are_joined(self, exact_casts, troubled, rows, columns, row, column):
+        """With those of other rows, which another rank has."""
+        x, others = troubled(rows, columns, torch.float32), torch.randn(columns).abs() * 100
+        made = launch_rows(
+            x, E4M3.dtype, E4M3.max, rowwise=row, columnwise=column,
+            join=lambda largest: largest.copy_(torch.maximum(largest, others.view(largest.shape))),
+        )  # fmt: skip
+        check((made[0], None), x, lambda m: reference.cast_rows(m, E4M3.dtype, E4M3.max), row, False)
+        if column:
+            whole = torch.cat((x, others[None]))
+            of_whole = reference.scale_from_amax(reference.amax(whole, 0, keepdim=True), E4M3.max).t()
+            assert torch.equal(made[1].scale, of_whole)
+            data = reference.cast(x.t(), of_whole, E4M3.dtype, E4M3.max)
+            assert torch.equal(made[1].data.view(torch.uint8), data.view(torch.uint8))
+
     def test_rows_longer_than_a_tile(self, exact_casts, troubled):
         x = troubled(5, 700, torch.bfloat16)
         made = launch_rows(x, E4M3.dtype, E4M3.max, rowwise=True, columnwise=False, row_tile=256, longest_row=512)

@@ -23,12 +23,15 @@ from octavo.collectives.whole import whole_tensor
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
 from octavo.fp8.linear import LinearGemms
-from octavo.fp8.recipe import RECIPES
+from octavo.fp8.quantizer import LinearQuantizer
+from octavo.fp8.recipe import RECIPES, Granularity, Operand
 from octavo.fp8.scaling import states_of
 from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
-from octavo.kernels import gemm
+from octavo.kernels import gemm, reference
 from octavo.kernels.cross_entropy import Objective, cross_entropy_
+from octavo.kernels.quantize.quantized import QuantizedTensor
 from octavo.models.tensor_parallel import rows_of_words, words_of
+from octavo.nn import attention
 from octavo.nn.word_slices import cross_entropy_of_slices_
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
@@ -106,16 +109,61 @@ def step(model, optimizer, given, *, degrees, recipe=None, micro_batches=1):
     return loss.item(), norm.item(), gradients
 
 
-def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1, frozen=(), **options):
+def trained(shape, degrees, *, steps=3, given=None, recipe=None, micro_batches=1, frozen=(), seed=None, **options):
     """Losses, norms and gradients of some steps, and the parameters behind them, whole."""
     recipe = None if recipe is None else RECIPES[recipe]()
     model = started(shape, degrees, recipe, **options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(tuple(frozen)) if frozen else True)
     optimizer, given = optimizer_of(model), batch(**given or {})
+    if seed is not None:
+        torch.manual_seed(seed)
     found = [step(model, optimizer, given, degrees=degrees, recipe=recipe, micro_batches=micro_batches) for _ in range(steps)]
     losses, norms, gradients = zip(*found, strict=True)
     return {"losses": losses, "norms": norms, "gradients": gradients[0], "parameters": whole(model, lambda p: p)}
+
+
+@contextlib.contextmanager
+def attention_by_streams(ranks):
+    """On one rank: dropout of attention as `ranks` tensor ranks draw it, the heads of each from another stream of numbers."""
+
+    def attended(q, k, v, pattern, *, dropout=0.0, **options):
+        if not dropout:
+            return attend(q, k, v, pattern, **options)
+        seed, state, parts = torch.randint(1 << 62, ()).item(), torch.get_rng_state(), []
+        for rank, heads in enumerate(zip(*(x.chunk(ranks, 2) for x in (q, k, v)), strict=True)):
+            torch.manual_seed((seed + rank * 11400714819323198485) % 2**64)
+            parts.append(attend(*heads, pattern, dropout=dropout, **options))
+        torch.set_rng_state(state)
+        return torch.cat(parts, 2)
+
+    attend = attention.attend
+    with mock.patch.object(attention, "attend", attended):
+        yield
+
+
+def numbers_of_ranks():
+    """Numbers of this rank's own stream, of the one behind it, and of an equal state once more."""
+    tensor, device = TensorGroup(dist.group.WORLD), torch.device("cpu")
+    torch.manual_seed(3)
+
+    def own():
+        with tensor.own_numbers(device):
+            return torch.rand(4).tolist()
+
+    state = torch.get_rng_state()
+    found = own(), own(), torch.rand(4).tolist()
+    torch.set_rng_state(state)
+    assert (own(), own(), torch.rand(4).tolist()) == found
+    return found
+
+
+def evaluated(degrees, shape):
+    """Losses of a model with dropout in evaluation, and the change of the generator's state."""
+    model, before = started(shape, degrees).eval(), torch.get_rng_state()
+    with torch.no_grad():
+        loss = model(**batch()).loss.item()
+    return loss, torch.equal(before, torch.get_rng_state())
 
 
 def cells(degrees, cells):
@@ -145,8 +193,16 @@ def exact_products():
     """FP8 products in float64, rounded once: those of a rank's part behind the sum over the ranks."""
     inside = []
 
+    def values(data, scale_inv):
+        if scale_inv.dim() and scale_inv.shape != data.shape:  # of rows, or of blocks of 128 columns and one or 128 rows
+            high = 1 if len(scale_inv) == len(data) else 128
+            scale_inv = scale_inv.repeat_interleave(high, 0)[: len(data)]
+            if scale_inv.shape[1] > 1:
+                scale_inv = scale_inv.repeat_interleave(128, 1)[:, : data.shape[1]]
+        return data.double() * scale_inv.double()
+
     def multiplied(a, a_scale_inv, b, b_scale_inv, *, out_dtype, bias=None, out=None, **_):
-        y = (a.double() * a_scale_inv.double()) @ (b.double() * b_scale_inv.double()).t()
+        y = values(a, a_scale_inv) @ values(b, b_scale_inv).t()
         y = y if bias is None else y + bias.double()
         if out is not None:
             return out.copy_(y)
@@ -207,6 +263,61 @@ def scaled(degrees, cells):
                 scales[f"{layer}.{operand.value}"] = torch.cat((slot.scale[None], slot.history))
         found.append((hidden.detach().clone(), scales))
     return found
+
+
+def restored(layout, granularity, runs, parts):
+    """Casts with a scale for each element: rows of `layout` [R, C] in so many parts, columns in so many runs."""
+    data, scales = [], []
+    for block in layout.float().chunk(parts):
+        pieces = []
+        for piece in block.chunk(runs, 1):
+            if granularity is Granularity.ROW:
+                q, scale = reference.cast_rows(piece, torch.float8_e4m3fn, 448.0)
+            else:
+                high = 128 if granularity is Granularity.BLOCK_128X128 else 1
+                q, scale = reference.cast_blocks(piece, torch.float8_e4m3fn, 448.0, high)
+                scale = scale.repeat_interleave(high, 0)[: len(piece)].repeat_interleave(128, 1)[:, : piece.shape[1]]
+            pieces.append((q, (1 / scale.double()).float().expand(piece.shape)))
+        for into, row in zip((data, scales), zip(*pieces, strict=True), strict=True):
+            into.append(torch.cat([each.view(torch.uint8) if each.itemsize == 1 else each for each in row], 1))
+    return torch.cat(data).view(torch.float8_e4m3fn), torch.cat(scales)
+
+
+def sliced_casts(n):
+    """On one rank: the casts of n tensor ranks with scales of rows or blocks, of parts that are runs of rows or columns."""
+
+    def quantized(self, operand, matrix, how, *, rowwise, columnwise):
+        by_rows = any(f".{name}" in self.state.name for name in ("qkv", "fc1"))  # of the weight
+        across = n if operand is (Operand.GRAD_OUTPUT if by_rows else Operand.INPUT) else 1
+        down, height = 1, 1
+        if operand is Operand.WEIGHT:
+            across, height = (1, n) if by_rows else (n, 1)
+        elif how.granularity is Granularity.BLOCK_1X128:
+            down = n
+        one = restored(matrix, how.granularity, across, height) if rowwise else (None, None)
+        # Transposed: tokens, or the weight's rows, lie along a row.
+        other = restored(matrix.t(), how.granularity, down * height, across) if columnwise else (None, None)
+        return QuantizedTensor(*one, *other), None
+
+    return mock.patch.object(LinearQuantizer, "_quantize", quantized)
+
+
+def with_scales_of_rows(degrees, name, n, shape, tokens):
+    """Last states and gradients of passes with exact products; without degrees by the casts of n ranks, if n is above 1."""
+    recipe = RECIPES[name]()
+    model, given = started(shape, degrees, recipe), batch(tokens)
+    if degrees is None:
+        for path, state in states_of(model):
+            state.name = f".{path}"
+    width = model.spec.hidden_size
+    gradient = torch.randn(SAMPLES, tokens, width, generator=torch.Generator().manual_seed(4))
+    with exact_products(), sliced_casts(n) if degrees is None and n > 1 else contextlib.nullcontext():
+        for _ in range(2):
+            model.zero_grad()
+            with octavo.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                hidden = model(given["input_ids"], output_hidden_states=True).hidden_states[-1]
+            hidden.backward(gradient)
+    return hidden.detach().clone(), whole(model, lambda parameter: parameter.grad)
 
 
 def scales_of_experts(degrees, name):

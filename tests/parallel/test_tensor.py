@@ -57,6 +57,10 @@ def of_one_rank(shape, options):
     return ONE_RANK[key]
 
 
+DROPOUT = {"gpt_neox": {"hidden_dropout": 0.2}, "phi3": {"resid_pdrop": 0.2, "embd_pdrop": 0.1}}
+"""Of what a block adds to the stream, and of embeddings."""
+
+
 def check(world, degrees, cells, limit=1e-5):
     found, *_ = ranks.run(world, tensor_ranks.cells, degrees, cells, timeout=600)
     wrong = {}
@@ -130,6 +134,51 @@ def test_casts_and_scales_are_those_of_one_rank_to_the_bit(world, degrees):
             assert [name for name, scale in theirs.items() if not torch.equal(scales[name], scale)] == []
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+def test_scales_of_rows_and_blocks_are_those_of_slices_on_one_rank(world, name):
+    """Of slices and tokens that are no multiples of 128, and of those that are: to the bit but for sums in float32."""
+    size = 128 * world
+    wide = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": 4, "num_key_value_heads": 4}
+    for shape, tokens in ((tensor_ranks.ALIGNED, 12), (wide, 36), (wide, 32 * world)):
+        slices = 1 if name == "block" and tokens == 32 * world else world  # then one rank's own casts are the same
+        hidden, gradients = tensor_ranks.with_scales_of_rows(None, name, slices, shape, tokens)
+        for found, others in ranks.run(
+            world, tensor_ranks.with_scales_of_rows, {"tensor_parallel_degree": world}, name, world, shape, tokens
+        ):
+            assert torch.equal(found, hidden)
+            apart = {n: ((others[n] - g).norm() / (g.norm() + 1e-9)).item() for n, g in gradients.items()}
+            assert {n: error for n, error in apart.items() if not error < 1e-6} == {}
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block"])
+def test_steps_with_scales_of_rows_and_blocks(name):
+    """As far from unrounded gradients as one rank, whose rows are longer; what changes no cast here changes no number."""
+    same = ({}, {"recompute": True}, {"recompute": "selective"}, {"recompute": "mlp"}, {"offload": True})
+    others = (
+        {"fp8_head": True},
+        {"frozen": ("fc1.weight", "qkv.weight")},
+        {"frozen": ("proj.weight", "norm.weight", "embedding.weight")},
+        {"micro_batches": 2},
+        {"recompute": "mlp", "mlp_chunks": 2},
+        {"given": {"tokens": 13}},
+    )
+    biases = tensor_ranks.ALIGNED | {"attention_bias": True, "mlp_bias": True}
+    cells = [(biases, {"steps": 1} | options) for options in (*same, *others)]
+    cells += [(tensor_ranks.MIXTURE, {"steps": 1}), (biases | {"num_key_value_heads": 1}, {"steps": 1})]
+    cells += [(tensor_ranks.ALIGNED | {"model_type": "gpt_neox"}, {"steps": 1, "dtype": torch.bfloat16})]
+    in_fp8 = [(shape, options | {"recipe": name}) for shape, options in cells]
+    found, *_ = ranks.run(2, tensor_ranks.cells, TENSOR, in_fp8, timeout=600)
+    for (_, options), each in zip(in_fp8[: len(same)], found, strict=False):
+        assert max(tensor_ranks.errors(each, found[0]).values()) < 1e-6, options
+    for (shape, options), each in zip(cells, found, strict=True):
+        exact, one = of_one_rank(shape, options), of_one_rank(shape, options | {"recipe": name})
+        assert each["losses"][0] == pytest.approx(exact["losses"][0], rel=0.02), options
+        for parameter, value in exact["gradients"].items():
+            apart, theirs = (((of["gradients"][parameter] - value).norm() / value.norm()).item() for of in (each, one))
+            assert apart < 1.5 * theirs + 0.05, (options, parameter, apart, theirs)
+
+
 def test_steps_in_fp8():
     for recipe in ("delayed", "current"):
         check(2, TENSOR, [(tensor_ranks.ALIGNED, {"recipe": recipe, "steps": 1})], limit=1e-4)
@@ -147,6 +196,47 @@ def test_scales_of_slices_of_experts_are_those_of_one_rank(world, degrees, recip
         torch.testing.assert_close(first[name], scales, rtol=1e-5, atol=0.0, equal_nan=True)
         for other in others:
             assert torch.equal(other[name].nan_to_num(-1.0), first[name].nan_to_num(-1.0)), name
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_of_hidden_states_has_the_masks_of_one_rank(world):
+    """Under recomputation too, which draws them once more, and in FP8."""
+    cells = [
+        (tensor_ranks.SHAPES[name] | {"num_key_value_heads": 2} | DROPOUT[tensor_ranks.SHAPES[name]["model_type"]], options)
+        for name in ("neox", "neox-serial", "phi3")
+        for options in ({"seed": 7}, {"seed": 8, "recompute": True}, {"seed": 9, "micro_batches": 2})
+    ]
+    check(world, {"tensor_parallel_degree": world}, cells, limit=3e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_of_attention_draws_the_heads_of_each_rank_apart(world):
+    """Equal to one rank whose heads draw from as many streams."""
+    four = {"num_key_value_heads": 4, "attention_dropout": 0.3}
+    cells = [
+        (four, {"seed": 10 * world}),
+        (four | {"model_type": "mistral", "sliding_window": 5}, {"seed": 10 * world + 1}),
+        (four, {"seed": 10 * world + 2, "recompute": True}),
+        (four | {"model_type": "gpt_neox", "hidden_dropout": 0.2}, {"seed": 10 * world + 3, "given": {"documents": True}}),
+    ]
+    with tensor_ranks.attention_by_streams(world):
+        for shape, options in cells:
+            of_one_rank(shape, options)
+    check(world, {"tensor_parallel_degree": world}, cells, limit=3e-5)
+
+
+def test_streams_of_ranks_differ_and_leave_their_common_state_alike():
+    found = ranks.run(4, tensor_ranks.numbers_of_ranks)
+    assert len({tuple(numbers) for rank in found for numbers in rank[:2]}) == 8
+    assert len({tuple(rank[2]) for rank in found}) == 1
+
+
+def test_an_evaluation_drops_nothing():
+    shape = {"model_type": "gpt_neox", "attention_dropout": 0.3, "hidden_dropout": 0.2}
+    wanted, _ = tensor_ranks.evaluated(None, {"model_type": "gpt_neox"})
+    for loss, same in ranks.run(2, tensor_ranks.evaluated, TENSOR, shape):
+        assert loss == pytest.approx(wanted, rel=1e-5)
+        assert same
 
 
 def test_bf16():
@@ -186,7 +276,6 @@ def test_what_cannot_be_split_is_refused():
         "assignment": ("mixtral", {"moe": MoeConfig(moe_load_balancing="sinkhorn")}),
         "noise": ("mixtral", {"moe": MoeConfig(router_jitter_noise=0.1)}),
         "expert size": (tensor_ranks.MIXTURE | {"intermediate_size": 45}, {}),
-        "dropout": ({"attention_dropout": 0.1}, {}),
         "float16": ("plain", {"dtype": torch.float16}),
     }
     words = {
@@ -195,7 +284,6 @@ def test_what_cannot_be_split_is_refused():
         "assignment": 'moe_load_balancing = "sinkhorn" with tensor_parallel_degree = 2.*Set moe_load_balancing = "aux_loss"',
         "noise": "router_jitter_noise = 0.1 with tensor_parallel_degree = 2.*Set router_jitter_noise = 0.0",
         "expert size": "an intermediate size of 45 is not divided.*to 1,",
-        "dropout": "attention_dropout = 0.1 with tensor_parallel_degree = 2",
         "float16": "float16 with tensor_parallel_degree = 2: give dtype",
         "samples": r"the 2 ranks that share each sequence \(tensor_parallel_degree\) were given different ones",
         "embedding": r"this rank's tokens alone.*hidden_states\[0\]",

@@ -77,6 +77,11 @@ CELLS = [
     (CONFIG, None, {"compute_bytes": 4, "documents": True}),
     (WIDE, "delayed", {"head": True}),
     (FAMILIES["neox"], "delayed", {}),
+    (CONFIG, "rowwise", {}),
+    (CONFIG, "block", {}),
+    (FAMILIES["neox"], "rowwise", {"recompute": "mlp"}),
+    (WIDE, "block", {"recompute": "mlp", "accumulates": True}),
+    (CONFIG, "rowwise", {"recompute": True}),
     (FAMILIES["qwen3"], None, {}),
 ]
 
@@ -173,10 +178,10 @@ def test_a_tensor_degree_that_fits_is_advised_and_really_fits(tiny_run, before):
 
 def test_ranks_that_cannot_share_matrices_are_not_advised(tiny_run):
     run, given = tiny_run(), [*LARGE, "train.micro_batch=4"]
-    for refused in ("model.config={attention_dropout = 0.1}", "fp8.recipe=block"):
-        found = memory_of(planned(run.file, *given, refused))
+    for changed, advised in (("model.dtype=float16", False), ("fp8.recipe=block", True), ("fp8.recipe=rowwise", True)):
+        found = memory_of(planned(run.file, *given, changed))
         assert found.fits is False
-        assert not any(DEGREE in option.changes for option in found.options)
+        assert any(DEGREE in option.changes for option in found.options) == advised, changed
 
 
 def test_the_choice_of_gathering_and_timings_are_of_a_rank_s_part(tiny_run):

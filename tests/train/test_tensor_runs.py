@@ -151,6 +151,29 @@ def test_a_killed_run_continues_to_the_same_bits_and_at_other_degrees(tiny_run):
     assert len(starts) == 5
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "block"])
+def test_a_run_under_other_recipes_is_near_that_of_one_rank(tiny_run, recipe):
+    """The first block under another recipe than the others."""
+    other = {"rowwise": "block", "block": "delayed"}[recipe]
+    given = [*FP8, f"fp8.recipe={recipe}", f'fp8.layers={{"layers.0.*" = "{other}"}}', "fp8.head=true", "train.micro_batch=1"]
+    one, two = tiny_run("one", steps=4), tiny_run("two", steps=4)
+    ranks.run(1, run, one.file, given)
+    ranks.run(2, run, two.file, [*given, degree(2)])
+    assert losses(two.output) == pytest.approx(losses(one.output), rel=5e-3)
+
+
+def test_a_killed_run_with_dropout_continues_to_the_same_bits(tiny_run):
+    given = [FP8[0], "model.config.attention_dropout=0.2", FP8[2], "train.micro_batch=1", "train.recompute=true", degree(2)]
+    whole, tiny = (tiny_run(name, steps=4, every=2) for name in ("whole", "killed"))
+    ranks.run(2, run, whole.file, given)
+    assert ranks.exit_codes(2, killed, tiny.file, given, 3) == [-9, -9]
+    ranks.run(2, run, tiny.file, given)
+    assert losses(tiny.output) == losses(whole.output)
+    without = tiny_run("without", steps=4, every=2)
+    ranks.run(2, run, without.file, [*FP8, "train.micro_batch=1", "train.recompute=true", degree(2)])
+    assert losses(without.output) != losses(whole.output)
+
+
 def exported(tiny):
     """The weights of `octavo export`."""
     folder = tiny.folder / "exported"
@@ -231,16 +254,7 @@ REFUSED = {
         ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "parallel.expert_parallel_degree=2"],
         [r"tensor ranks hold slices of every expert, not whole ones\. Set one of them to 1\."],
     ),
-    "dropout": (
-        ["model.config.attention_dropout=0.1"],
-        [r"model\.config\.attention_dropout = 0\.1 with parallel.*Set model\.config\.attention_dropout = 0\.0"],
-    ),
     "float16": (["model.dtype=float16", "fp8.enabled=false"], [r'model\.dtype = "float16" .*Set model\.dtype = "bfloat16"']),
-    "rowwise": (["fp8.recipe=rowwise"], [r'fp8\.recipe = "rowwise" .*Set fp8\.recipe to "delayed" or "current"']),
-    "a pattern": (
-        ['fp8.layers={"layers.0.*" = "block"}'],
-        [r'fp8\.layers\."layers\.0\.\*" = "block" .*to "delayed" or "current", or parallel\.tensor_parallel_degree = 1'],
-    ),
     "heads": (
         ["model.config.num_attention_heads=6", "model.config.hidden_size=96", degree(4)],
         [r"degree = 4: 6 query heads are not divided\. Set parallel\.tensor_parallel_degree = 2\.$"],

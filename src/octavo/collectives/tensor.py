@@ -5,16 +5,23 @@ gathered from all ranks, one after the other, is [B, T] again without a copy, wh
 
 The gradient of a gathered tensor depends on its consumer. Consumers that are the same on all ranks have the same gradient, of
 which `whole` and `words` return this rank's part. Those with a part of a matrix have partial sums, which `gathered` adds up.
+
+Random numbers come from the default generators, whose states the ranks of a group have in common: dropout of hidden states is
+this rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside of a part, as in the attention of this
+rank's heads, each rank draws from a stream of its own that begins at the common state (`own_numbers`). So what saves and
+restores the default generators, as recomputation and checkpoints do, repeats both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.collectives.work import Pending, reduce_scatter, start_gather
 
@@ -114,9 +121,52 @@ class TensorGroup:
         made: Tensor = _Words.apply(x, self, number)
         return made
 
+    def dropped(self, x: Tensor, rate: float) -> Tensor:
+        """Dropout of this rank's x [B, T / n, C] in training, by its rows of the mask that one rank draws for [B, T, C]."""
+        if not rate or x.numel() == 0:
+            return x
+        shape = *widened(x.shape[:2], self.size), *x.shape[2:]
+        with torch.no_grad():
+            if x.is_cuda:  # where one rank's kernel leaves a mask, and multiplies in float32
+                mask, scale = torch.native_dropout(x.new_empty(shape), rate, True)[1], 1 / (1 - rate)
+            else:
+                mask, scale = functional.dropout(x.new_ones(shape), rate), None
+            mask = self.own(mask).clone()
+        made: Tensor = _Dropped.apply(x, mask, scale)
+        return made
+
+    @contextlib.contextmanager
+    def own_numbers(self, device: torch.device) -> Iterator[None]:
+        """A context whose random numbers of a device differ from rank to rank; behind it the ranks' states are alike again."""
+        if device.type == "cuda":  # counters on the host: another seed is another stream, and nothing waits for the GPU
+            generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+            seed, offset = generator.initial_seed(), generator.get_offset()
+            generator.manual_seed(_seed_of_rank(seed, self.rank)).set_offset(offset)
+            try:
+                yield
+            finally:
+                offset = generator.get_offset()
+                generator.manual_seed(seed).set_offset(offset)
+            return
+        seed = int(torch.randint(1 << 62, ()).item())
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(_seed_of_rank(seed, self.rank))
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+
     def replicated(self, parameter: Tensor | None) -> Tensor | None:
         """A parameter that every rank holds and reads for its own tokens or heads: its gradient is the sum of all ranks'."""
         return None if parameter is None else _Replicated.apply(parameter, self)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2⁶⁴ over the golden ratio: multiples of it are far from each other, and from seeds that differ by a rank's number."""
+
+
+def _seed_of_rank(seed: int, rank: int) -> int:
+    return (seed + rank * _GOLDEN) % (1 << 64)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -178,6 +228,25 @@ class _Words(torch.autograd.Function):
         start, columns = ctx.tensor.rank * ctx.columns, ctx.columns
         own = grad[..., start : start + columns]
         return torch.nn.functional.pad(own, (0, columns - own.shape[-1])), None, None
+
+
+class _Dropped(torch.autograd.Function):
+    """x times a mask: of bool, which `scale` multiplies, or of factors. Only the mask is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return _masked(x, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _masked(grad, mask, ctx.scale), None, None
+
+
+def _masked(x: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    return x * mask if scale is None else torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
 class _Replicated(torch.autograd.Function):

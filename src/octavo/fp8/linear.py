@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.quantizer import DenseOperand, LinearQuantizer, Producer, has_one_scale
-from octavo.fp8.recipe import Operand, Recipe
+from octavo.fp8.recipe import Granularity, Operand, Recipe
 from octavo.kernels import gemm
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
@@ -102,15 +102,21 @@ class LinearGemms(LinearQuantizer):
         return gemm.scaled_mm(*dy.columnwise, *x.columnwise, out_dtype=dtype, precise=precise, recurring=recurring)
 
 
-def saved_input_bytes(rows: int, columns: int, recipe: Recipe | None, compute: int, *, rowwise: bool = False) -> list[int]:
+def saved_input_bytes(
+    rows: int, columns: int, recipe: Recipe | None, compute: int, *, rowwise: bool = False, runs: int = 1
+) -> list[int]:
     """Bytes of an input [rows, columns] in `LinearGemms.saved`, a tensor each; outside FP8 `compute` bytes an element.
 
-    rowwise: for a recomputed output too, where one scale a tensor needs no second layout (`recomputed_output`).
+    runs: tensor-parallel ranks whose tokens these are, where blocks begin with each rank's. rowwise: for a recomputed output
+    too, where one scale a tensor needs no second layout (`recomputed_output`).
     """
     if recipe is None:
         return [rows * columns * compute]
     granularity = recipe.casts[Operand.INPUT].granularity
-    columnwise = granularity.layout_bytes(columns, rows)
+    data, scales = granularity.layout_bytes(columns, rows)
+    if runs > 1 and granularity is Granularity.BLOCK_1X128:
+        scales = runs * granularity.layout_bytes(columns, rows // runs)[1]
+    columnwise = [data, scales]
     if not rowwise or has_one_scale(recipe, Operand.INPUT):
         return columnwise
     return [*columnwise, *granularity.layout_bytes(rows, columns)]

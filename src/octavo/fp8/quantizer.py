@@ -27,7 +27,7 @@ from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_transforms
 from octavo.kernels.column_sum import add_up, column_sums
 from octavo.kernels.quantize.cast import cast, cast_scaled, row_tiles
-from octavo.kernels.quantize.cast_scaled import amax, blocks, current_scale, rows, scale_from_amax
+from octavo.kernels.quantize.cast_scaled import Join, amax, blocks, current_scale, rows, scale_from_amax
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 
 Producer = Callable[[Quantizer], QuantizedTensor]
@@ -522,8 +522,13 @@ def restored_weight_bytes(elements: int, recipe: Recipe | None, use: WeightUse, 
     return elements if has_one_scale(recipe) and not there else 0
 
 
-def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True) -> tuple[QuantizedTensor, Tensor | None]:
-    """Cast a matrix [R, C] with scales chosen from its own values; also the scales (None: neither layout is asked for)."""
+def quantize(
+    x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True, join: Join | None = None
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Cast a matrix [R, C] with scales chosen from its own values; also the scales (None: neither layout is asked for).
+
+    join: of the amaxes of columns that have scales of their own, whose further rows other ranks have.
+    """
     dtype, fp8_max = how.format.dtype, how.format.max
     if how.granularity is Granularity.TENSOR:
         scale = current_scale(x, fp8_max, how.power_of_two)
@@ -532,7 +537,7 @@ def quantize(x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = T
         q, q_t, scale_inv = cast_scaled(x, scale, dtype, fp8_max, columnwise)
         return of_one_scale(q, q_t if columnwise else None, scale_inv), scale
     if how.granularity is Granularity.ROW:
-        along, across = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+        along, across = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise, join=join)
     else:
         high = reference.BLOCK if how.granularity is Granularity.BLOCK_128X128 else 1
         along, across = blocks(x, dtype, fp8_max, high, rowwise=rowwise, columnwise=columnwise)

@@ -3,9 +3,21 @@
     columns of the result (rows of the weight)      x [m, K] of this rank's tokens is gathered, y [n · m, N / n]
     rows of the weight's columns                    x [n · m, K / n], y [m, N] is this rank's rows of the sum of all ranks'
 
-In FP8 gathers carry the bytes: all ranks cast by one scale, since the amaxes of an operand are joined over the group. Sums are
-of the compute dtype. Backward keeps this rank's tokens of a gathered input, and gathers them again. Given equal values, casts
-are those of one rank.
+In FP8 gathers carry the bytes, and sums are of the compute dtype. Backward keeps this rank's tokens of a gathered input, and
+gathers them again. With one scale a tensor all ranks cast by it, since the amaxes of an operand are joined over the group:
+given equal values, casts are those of one rank, and the weight's gradient reads the gathered bytes transposed.
+
+With scales of rows or blocks those of gathered rows are gathered too, and the weight's gradient reads a cast and a gather of
+its own:
+
+    operand                          rowwise                       columnwise, for the weight's gradient
+    gathered: x [m, K], dy [m, N]    over whole rows, as on one    rows: amaxes of columns are joined over the ranks;
+                                     rank                          blocks: of 128 of this rank's tokens
+    of all tokens: dy [n · m, N / n] over the rank's columns:      rows: as on one rank; blocks: of 128 tokens, which
+    and x [n · m, K / n]             finer than on one rank        begin anew with each rank's
+    weight                           of the rank's rows and columns, in both layouts
+
+So blocks are those of one rank where tokens, rows and columns of a rank are multiples of 128, and else begin with the rank's.
 
 A product of gathered rows begins with this rank's, beside the gather of the others, where it is long enough to pay for a second
 launch. In backward, gathers of inputs and sums of gradients run beside the products of the weights' gradients.
@@ -18,34 +30,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.collectives.tensor import TensorGroup, narrowed, widened
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
 from octavo.fp8.linear import LinearGemms, operands
-from octavo.fp8.quantizer import DenseOperand, Producer
-from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.fp8.quantizer import DenseOperand, Producer, has_one_scale, quantize
+from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
+from octavo.kernels.reference import BLOCK
 
 LEAST_OPERATIONS = 2**34
 """Multiplications and additions of a rank's rows that are worth a product of their own on a GPU: some 20 microseconds."""
 
 
-def check_recipe(recipe: Recipe | None, ranks: int) -> None:
-    """Raise an InputError for a recipe whose scales are not one a tensor, which tensor-parallel ranks could not join."""
-    if recipe is None:
-        return
-    if any(how.granularity is not Granularity.TENSOR for how in recipe.casts.values()):
-        raise InputError(
-            f"{recipe.name} scaling with tensor_parallel_degree = {ranks}: gathered rows have one scale a tensor. Use delayed "
-            "or current scaling, or tensor_parallel_degree = 1."
-        )
-
-
 class _TensorGemms(LinearGemms):
     """Base. Arguments behind the group are those of `LinearGemms`."""
+
+    _gathers: Operand
+    """The operand of which this rank has its tokens."""
 
     def __init__(
         self,
@@ -61,17 +67,73 @@ class _TensorGemms(LinearGemms):
                 f"torch.compile with tensor_parallel_degree = {tensor.size}: the collectives beside products are not compiled. "
                 "Leave torch.compile out."
             )
-        check_recipe(recipe, tensor.size)
         super().__init__(state, weight, recipe, out_dtype, first)
         self.tensor = tensor
+        self._of_rows = recipe is not None and not has_one_scale(recipe, self._gathers)  # or of blocks
 
-    def _with_data(self, x: QuantizedTensor, data: Tensor) -> QuantizedTensor:
-        return QuantizedTensor(data, x.rowwise_scale_inv)
+    def _start_gather(self, x: QuantizedTensor) -> Pending[QuantizedTensor]:
+        """Begin to gather a rowwise operand, and scales that belong to its rows."""
+        data, scale_inv = self.tensor.start_gather(_rows(x)), x.rowwise_scale_inv
+        if not self._of_rows or scale_inv is None:
+            return Pending([], lambda: QuantizedTensor(data.wait(), scale_inv))
+        scales = self.tensor.start_gather(scale_inv)
+        return Pending([], lambda: QuantizedTensor(data.wait(), scales.wait()))
+
+    def _start_gather_columns(self, x: QuantizedTensor) -> Pending[QuantizedTensor]:
+        """Begin to gather a columnwise operand with scales of rows or blocks, the tokens of all ranks side by side."""
+        data, scale_inv = x.columnwise
+        parts = self.tensor.start_gather(data)
+        if self._runs() == 1:  # joined: those of all tokens
+            return Pending([], lambda: QuantizedTensor(None, None, self._side_by_side(parts.wait()), scale_inv))
+        scales = self.tensor.start_gather(scale_inv)
+        return Pending([], lambda: QuantizedTensor(None, None, *map(self._side_by_side, (parts.wait(), scales.wait()))))
+
+    def _side_by_side(self, parts: Tensor) -> Tensor:
+        """[n · C, m] of all ranks as [C, n · m]."""
+        raw = parts.view(torch.uint8) if parts.itemsize == 1 else parts
+        return raw.unflatten(0, (self.tensor.size, -1)).transpose(0, 1).flatten(1).view(parts.dtype)
+
+    def _runs(self) -> int:
+        """Pieces of all tokens that have scales of their own in the weight's gradient: the ranks' under block scaling."""
+        if self.recipe is None or self.recipe.casts[self._gathers].granularity is not Granularity.BLOCK_1X128:
+            return 1
+        return self.tensor.size
+
+    def _quantize(
+        self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
+    ) -> tuple[QuantizedTensor, Tensor | None]:
+        """Cast with scales of rows or blocks, as the table of this file says."""
+        if operand is self._gathers:
+            return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise, join=self.tensor.largest_)
+        length = matrix.shape[0] // self.tensor.size
+        if operand is Operand.WEIGHT or not columnwise or how.granularity is Granularity.ROW or length % BLOCK == 0:
+            return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise)
+        along, scales = quantize(matrix, how, rowwise=True, columnwise=False) if rowwise else (NOTHING, None)
+        runs = functional.pad(matrix.unflatten(0, (self.tensor.size, length)), (0, 0, 0, -length % BLOCK)).flatten(0, 1)
+        across, others = quantize(runs, how, rowwise=False, columnwise=True)
+        data, scale_inv = across.columnwise
+        data = data.view(torch.uint8).unflatten(1, (self.tensor.size, -1))[..., :length].flatten(1).view(data.dtype)
+        return QuantizedTensor(*along[:2], data, scale_inv), others if scales is None else scales
+
+    def _filled_up(self, x: QuantizedTensor) -> QuantizedTensor:
+        """A columnwise operand whose runs of tokens each fill their blocks, by zeros."""
+        length = x.columnwise[0].shape[1] // self._runs()
+        if self._runs() == 1 or length % BLOCK == 0:
+            return x
+        data, scale_inv = x.columnwise
+        runs = data.view(torch.uint8).unflatten(1, (self.tensor.size, length))  # a byte of 0 is 0
+        return QuantizedTensor(None, None, functional.pad(runs, (0, -length % BLOCK)).flatten(1).view(data.dtype), scale_inv)
+
+    def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
+        """dw of all tokens."""
+        if self._of_rows:
+            dy, x = self._filled_up(dy), self._filled_up(x)
+        return super().grad_weight(dy, x, recurring=recurring)
 
     def _of_gathered(
         self,
         x: QuantizedTensor,
-        flight: Pending[Tensor],
+        flight: Pending[QuantizedTensor],
         columns: int,
         product: Callable[[QuantizedTensor, Tensor | None], Tensor],
     ) -> tuple[Tensor, QuantizedTensor]:
@@ -82,7 +144,7 @@ class _TensorGemms(LinearGemms):
         own = _rows(x)
         rows, on_cpu = own.shape[0], own.device.type == "cpu"
         if not on_cpu and 2 * own.numel() * columns < LEAST_OPERATIONS:
-            whole = self._with_data(x, flight.wait())
+            whole = flight.wait()
             return product(whole, None), whole
         y = own.new_empty(rows * self.tensor.size, columns, dtype=self.out_dtype)
         start, stop = rows * self.tensor.rank, rows * (self.tensor.rank + 1)
@@ -90,11 +152,16 @@ class _TensorGemms(LinearGemms):
         gathered = flight.wait()
         for others in (slice(0, start), slice(stop, len(y))):
             if others.start < others.stop:
-                product(self._with_data(x, gathered[others]), y[others])
-        return y, self._with_data(x, gathered)
+                product(self._part(gathered, others), y[others])
+        return y, gathered
+
+    def _part(self, x: QuantizedTensor, rows: slice) -> QuantizedTensor:
+        """Some rows of a rowwise operand."""
+        scale_inv = x.rowwise_scale_inv
+        return QuantizedTensor(_rows(x)[rows], scale_inv[rows] if self._of_rows and scale_inv is not None else scale_inv)
 
     def _for_weight(self, x: QuantizedTensor) -> QuantizedTensor:
-        """A rowwise operand as the product of the weight's gradient reads it."""
+        """A rowwise operand with one scale, or none, as the product of the weight's gradient reads it."""
         if self.recipe is None:
             return x
         data, scale_inv = x.rowwise
@@ -107,6 +174,8 @@ class ColumnParallelGemms(_TensorGemms):
     shared: rows of the weight, the last, that other ranks of `TensorGroup.sharing` hold too: their gradients are added up.
     """
 
+    _gathers = Operand.INPUT
+
     def __init__(self, *arguments: Any, shared: int = 0) -> None:
         super().__init__(*arguments)
         self.shared = shared
@@ -118,7 +187,8 @@ class ColumnParallelGemms(_TensorGemms):
     def input(self, producer: Producer, *, rowwise: bool = True) -> QuantizedTensor:
         """This rank's rows, which products gather."""
         keep = self.recasts and self.grads
-        x, self._input_scale = self._cast(Operand.INPUT, producer, rowwise=True, columnwise=False, keep=keep)
+        columnwise = self._of_rows and self.wants_weight and self.grads
+        x, self._input_scale = self._cast(Operand.INPUT, producer, rowwise=True, columnwise=columnwise, keep=keep)
         return x
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -129,20 +199,24 @@ class ColumnParallelGemms(_TensorGemms):
     def _output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> tuple[Tensor, QuantizedTensor]:
         """The output, and the gathered input."""
         product = super().output
-        flight, columns = self.tensor.start_gather(_rows(x)), _rows(w).shape[0]
+        flight, columns = self._start_gather(x), _rows(w).shape[0]
         return self._of_gathered(x, flight, columns, lambda part, out: product(part, w, bias, out=out))
 
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
-        """As `LinearGemms`; the input that it returns is gathered."""
+        """As `LinearGemms`; the input that it returns is gathered, but for scales of rows or blocks."""
         w = self.restored_weight(w, rowwise=True)
-        y, x = self._output(x, w, bias)
-        return y, self._for_weight(x) if self.wants_weight else NOTHING, w
+        y, gathered = self._output(x, w, bias)
+        if not self.wants_weight:
+            return y, NOTHING, w
+        return y, x if self._of_rows else self._for_weight(gathered), w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
         """As `LinearGemms`; of the input this rank's rows."""
         kept = x if self.wants_weight or self.recomputes_output else NOTHING
+        if self._of_rows and not self.recomputes_output:
+            kept = QuantizedTensor(None, None, *kept[2:])
         return *kept, *super().saved(NOTHING, w, weight)[4:]
 
     def gradients(
@@ -159,14 +233,21 @@ class ColumnParallelGemms(_TensorGemms):
         self, dy: QuantizedTensor, x: QuantizedTensor, w: QuantizedTensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gather of the input overlaps the product for its gradient; the reduce-scatter of that overlaps the weight's."""
-        is_here = x.columnwise_data is not None or (self.recipe is None and _same_rows(x, dy))  # of `recomputed_output`
-        flight = self.tensor.start_gather(_rows(x)) if self.wants_weight and not is_here else None
+        flight = self._start_gather_for_weight(x, dy) if self.wants_weight else None
         dx = self.tensor.start_scatter(super().grad_input(dy, w)) if self.wants_x else None
         dw = None
         if self.wants_weight:
-            x = x if flight is None else self._for_weight(self._with_data(x, flight.wait()))
-            dw = self._complete(self.grad_weight(dy, x))
+            dw = self._complete(self.grad_weight(dy, x if flight is None else flight.wait()))
         return None if dx is None else dx.wait(), dw
+
+    def _start_gather_for_weight(self, x: QuantizedTensor, dy: QuantizedTensor) -> Pending[QuantizedTensor] | None:
+        """Begin to gather the input for the weight's gradient; None where `recomputed_output` has gathered it."""
+        if self._of_rows:
+            return self._start_gather_columns(x)
+        if x.columnwise_data is not None or (self.recipe is None and _same_rows(x, dy)):
+            return None
+        flight = self._start_gather(x)
+        return Pending([], lambda: self._for_weight(flight.wait()))
 
     def _complete(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient of a weight or bias with the sums of the rows that other ranks hold too."""
@@ -183,8 +264,11 @@ class RowParallelGemms(_TensorGemms):
     comes last.
     """
 
-    _flight: Pending[Tensor] | None = None
+    _gathers = Operand.GRAD_OUTPUT
+    _flight: Pending[QuantizedTensor] | None = None
     """The gather of the output's gradient, under way."""
+    _flight_of_columns: Pending[QuantizedTensor] | None = None
+    """The same of its cast for the weight's gradient, with scales of rows or blocks."""
     _gathered: QuantizedTensor = NOTHING
     """That gradient, of all tokens, from the input's gradient to the weight's."""
 
@@ -202,8 +286,14 @@ class RowParallelGemms(_TensorGemms):
         """The gradient dy [m, N] of this rank's tokens."""
         if not (self.wants_x or self.wants_weight):
             return NOTHING
-        dy, _ = self._cast(Operand.GRAD_OUTPUT, producer, rowwise=True, columnwise=False, slot_index=slot_index)
-        self._flight = self.tensor.start_gather(_rows(dy))
+        layouts = {"rowwise": True, "columnwise": False}
+        if self._of_rows:
+            layouts = {"rowwise": self.wants_x, "columnwise": self.wants_weight}
+        dy, _ = self._cast(Operand.GRAD_OUTPUT, producer, slot_index=slot_index, **layouts)
+        if layouts["rowwise"]:
+            self._flight = self._start_gather(dy)
+        if layouts["columnwise"]:
+            self._flight_of_columns = self._start_gather_columns(dy)
         return dy
 
     def both_gradients(
@@ -221,13 +311,16 @@ class RowParallelGemms(_TensorGemms):
         columns = (w.high_precision if self.recipe is None else w.columnwise[0].t()).shape[1]
         flight, self._flight = self._flight, None
         dx, whole = self._of_gathered(dy, flight, columns, lambda part, out: product(part, w, out=out))
-        self._gathered = whole if self.wants_weight else NOTHING
+        self._gathered = whole if self.wants_weight and not self._of_rows else NOTHING
         return dx
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
         """dw [N, K / n]; dy: of `grad_output`."""
+        if self._flight_of_columns is not None:
+            columns, self._flight_of_columns = self._flight_of_columns, None
+            return super().grad_weight(columns.wait(), x, recurring=recurring)
         flight, self._flight = self._flight, None
-        whole = self._gathered if flight is None else self._with_data(dy, flight.wait())
+        whole = self._gathered if flight is None else flight.wait()
         self._gathered = NOTHING
         return super().grad_weight(self._for_weight(whole), x, recurring=recurring)
 

@@ -59,9 +59,12 @@ def transposed(x: Tensor) -> Tensor:
     return x.t().clone(memory_format=torch.contiguous_format) if torch.compiler.is_compiling() else x.t()
 
 
-def cast_rows(x: Tensor, dtype: torch.dtype, fp8_max: float) -> tuple[Tensor, Tensor]:
-    """One scale a row. x [R, C] → FP8 [R, C] and the scales, float32 [R, 1]."""
-    scale = scale_from_amax(amax(x, 1, keepdim=True), fp8_max)
+def cast_rows(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, join: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """One scale a row. x [R, C] → FP8 [R, C] and the scales, float32 [R, 1]. join: raises the amaxes, in place."""
+    largest = amax(x, 1, keepdim=True)
+    scale = scale_from_amax(largest if join is None else join(largest.contiguous()), fp8_max)
     return cast(x, scale, dtype, fp8_max), scale
 
 

@@ -315,7 +315,9 @@ class Decoder(PretrainedInterface):
         tied = shared is not None and self.spec.tied and own
         with contextlib.nullcontext() if self.tensor is None else self._embeds():
             embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
-        residual, delta = functional.dropout(embedded, self.spec.embedding_dropout, self.training), None
+        rate = self.spec.embedding_dropout if self.training else 0.0
+        residual = functional.dropout(embedded, rate) if self.tensor is None else self.tensor.dropped(embedded, rate)
+        delta = None
         states: list[Tensor] = []
         routings: list[Tensor] = []
         options = {"counted": self._counted(attention_mask, input_ids, padded)} if self.spec.experts else {}

@@ -45,12 +45,6 @@ def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = No
             f"router_jitter_noise = {spec.jitter} with {KEY} = {degree}: the ranks would draw the same noise for different "
             f"tokens. Set router_jitter_noise = 0.0, or {KEY} = 1."
         )
-    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
-        if rate := getattr(spec, name):
-            raise InputError(
-                f"{name} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set {name} = 0.0 in the model's "
-                f"config, or {KEY} = 1."
-            )
     if dtype == torch.float16:
         raise InputError(f"dtype = torch.float16 with {KEY} = {degree}: give dtype = torch.bfloat16, or {KEY} = 1.")
     if faults := _faults(spec, degree):
@@ -157,6 +151,7 @@ def share_parameters(model: Any, tensor: TensorGroup) -> None:
         attention = layer.self_attention
         attention.tensor = attention.qkv.tensor = attention.proj.tensor = tensor
         (layer.ffn if layer.experts is None else layer.moe).tensor = tensor
+        attention.core_attention.tensor = tensor
         for norm in (attention.q_norm, attention.k_norm):
             if norm is not None:
                 norm.tensor = tensor

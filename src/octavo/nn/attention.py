@@ -140,6 +140,8 @@ class DotProductAttention(nn.Module):
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
         self.context: ContextGroup | None = None
         """The ranks that share each sequence."""
+        self.tensor: TensorGroup | None = None
+        """The ranks that have other heads, whose dropout is drawn apart."""
 
     def set_context_parallel_group(
         self,
@@ -189,7 +191,9 @@ class DotProductAttention(nn.Module):
             pattern = Pattern(k.shape[1] * (1 if self.context is None else self.context.size), causal)
         if isinstance(pattern, Pattern):
             pattern = pattern.with_window(self.window)
-        with self.draws() if dropout else contextlib.nullcontext():
+        with contextlib.ExitStack() as draws:
+            if dropout:
+                draws.enter_context(self.draws() if self.tensor is None else self.tensor.own_numbers(q.device))
             out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context, handover=handover)
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 
@@ -209,16 +213,16 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, first: bool) -> None:
 
 def saved_by_attention_layer(
     tokens: int, hidden_size: int, heads: int, groups: int, head_dim: int, recipes: tuple[Recipe | None, Recipe | None],
-    use: WeightUse, *, normalization: str, qk_norm: bool, joined: bool,
+    use: WeightUse, *, normalization: str, qk_norm: bool, joined: bool, runs: int = 1,
 ) -> SavedBytes:  # fmt: skip
     """Bytes that `MultiheadAttention` saves for backward of so many tokens.
 
     recipes: of the first product and of `proj`. qk_norm: queries and keys have an RMSNorm. joined: the result is put together
-    from those of documents.
+    from those of documents. runs: as in `saved_input_bytes`, of `proj`.
     """
     width, element = heads * head_dim, use.compute_bytes
     qkv = saved_by_norm_linear(tokens, (width + 2 * groups * head_dim, hidden_size), recipes[0], use, normalization)
-    proj = saved_by_linear(tokens, (hidden_size, width), recipes[1], use)
+    proj = saved_by_linear(tokens, (hidden_size, width), recipes[1], use, runs=runs)
     activations = qkv.activations + saved_by_attention(tokens, heads, groups, head_dim, element)
     if qk_norm:
         activations += saved_by_norm(tokens * (heads + groups), head_dim, element, "RMSNorm")

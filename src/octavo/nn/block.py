@@ -208,7 +208,11 @@ class TransformerLayer(ResidualLayer):
             self.self_attention.proj.unread = last.unread
 
     def _dropped(self, x: Tensor, *, paths: bool = True) -> Tensor:
-        x = functional.dropout(x, self.hidden_dropout, self.training)
+        tensor = self.self_attention.tensor
+        if tensor is None:
+            x = functional.dropout(x, self.hidden_dropout, self.training)
+        elif self.training:
+            x = tensor.dropped(x, self.hidden_dropout)
         if not (paths and self.drop_path_rate and self.training):
             return x
         keep = 1 - self.drop_path_rate

@@ -111,9 +111,12 @@ def product(
     return _LinearFunction.apply(x, weight, bias, *x_q, *w_q, None, gemms, unread)
 
 
-def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse) -> SavedBytes:
-    """Bytes that `product` of [rows, K] and a weight of shape [N, K] saves for backward; outside FP8 of the input itself."""
-    x = saved_input_bytes(rows, shape[1], recipe, use.compute_bytes)
+def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, *, runs: int = 1) -> SavedBytes:
+    """Bytes that `product` of [rows, K] and a weight of shape [N, K] saves for backward; outside FP8 of the input itself.
+
+    runs: as in `saved_input_bytes`.
+    """
+    x = saved_input_bytes(rows, shape[1], recipe, use.compute_bytes, runs=runs)
     if recipe is not None:
         return SavedBytes(x, saved_weight_bytes(*shape, recipe, use))
     copies = [math.prod(shape) * use.compute_bytes] if use.parameter_bytes != use.compute_bytes else []

@@ -217,10 +217,10 @@ class MlpUse(NamedTuple):
         return activated + d_hidden + max(d_activated + wide, w2 + d_activated, products)
 
 
-def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool) -> SavedBytes:
+def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool, runs: int = 1) -> SavedBytes:
     """Bytes that `LayerNormMLP` saves for backward of so many rows: first of the residual stream.
 
-    kind: of the norm. recompute: `checkpoint`, or several `chunks`.
+    kind: of the norm. recompute: `checkpoint`, or several `chunks`. runs: as in `saved_input_bytes`, of the second product.
     """
     element = of.use.compute_bytes
     activations = saved_by_norm(rows, of.hidden_size, element, kind)
@@ -228,7 +228,7 @@ def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool) -> SavedB
     if not recompute:
         activations.append(rows * of.fc1_rows * element)
     if not repeats_input(of.second):
-        activations += saved_input_bytes(rows, of.ffn, of.second, element)
+        activations += saved_input_bytes(rows, of.ffn, of.second, element, runs=runs)
     return SavedBytes(activations, of.saved_weights(recompute=recompute))
 
 

@@ -36,7 +36,7 @@ from octavo.plan.memory import PARTS, RANKS_OF_A_HOST, USABLE, Estimate, estimat
 from octavo.plan.run import RunPlan
 from octavo.plan.saved import BlockRecipes, Setup
 from octavo.plan.tensor import KEY as TENSOR
-from octavo.plan.tensor import check_recipes, check_tensor
+from octavo.plan.tensor import check_tensor
 from octavo.run.resume import CHANGEABLE
 
 MOST_RANKS = 1 << 12
@@ -302,8 +302,6 @@ def _over_tensor_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
         degrees = dataclasses.replace(plan.degrees, tensor=degree, hybrid_shard=rest)
         try:
             check_tensor(plan.config, degrees, plan.model_on_meta)
-            if plan.recipe is not None:
-                check_recipes(plan.config, degree, plan.recipe)
         except InputError:
             continue
         split = dataclasses.replace(plan, degrees=degrees)

@@ -49,7 +49,7 @@ from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
-from octavo.plan.tensor import check_recipes, check_tensor
+from octavo.plan.tensor import check_tensor
 from octavo.run.trackers import check_trackers
 
 
@@ -265,8 +265,6 @@ def check(
         if config.fp8.enabled is True:
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
-    if use:
-        check_recipes(config, degrees.tensor, recipe)
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)

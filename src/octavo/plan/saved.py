@@ -228,6 +228,7 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         setup.tokens, spec.hidden_size, spec.heads, spec.kv_heads, spec.head_dim,
         (recipe_of(recipes.qkv), recipe_of(recipes.proj)), use_of(setup),
         normalization=spec.normalization, qk_norm=spec.qk_norm, joined=setup.documents and setup.context == 1,
+        runs=setup.tensor,
     )  # fmt: skip
     _keep_own_tokens(setup, attention, spec, recipes.qkv)
     if setup.tensor > 1 and recipes.proj is None and use_of(setup).parameter_bytes != setup.compute_bytes:
@@ -237,20 +238,20 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         own = setup.own_tokens if setup.tensor > 1 else None
         mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile, own=own)
     else:
-        mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp)
-        _keep_own_tokens(setup, mlp, spec, recipes.fc1)
+        mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp, runs=setup.tensor)
+        _keep_own_tokens(setup, mlp, spec, recipes.fc1, rowwise=setup.recomputes_mlp)
     if spec.parallel:
         mlp.activations.pop(0)  # the stream, which attention saves too
     return [*_tensors(attention), *_tensors(mlp)]
 
 
-def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None) -> None:
+def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None, *, rowwise: bool = False) -> None:
     """Replace what a layer saves of all tokens in front of its first product by that of a rank's, in place."""
     first = saved_by_norm(setup.tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     of_rank = saved_by_norm(setup.own_tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     how = spec.hidden_size, recipe_of(recipe), setup.compute_bytes
-    first += saved_input_bytes(setup.tokens, *how)
-    of_rank += saved_input_bytes(setup.own_tokens, *how)
+    first += saved_input_bytes(setup.tokens, *how, rowwise=rowwise)
+    of_rank += saved_input_bytes(setup.own_tokens, *how, rowwise=rowwise)
     if setup.tensor > 1:
         assert saved.activations[: len(first)] == first
         saved.activations[: len(first)] = of_rank

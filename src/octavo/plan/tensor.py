@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from torch import nn
 
 from octavo.config.degrees import Degrees, check_composed, divisors
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
-from octavo.fp8 import tensor_parallel as products
-from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.models import tensor_parallel as parts
 from octavo.models.decoder import Decoder
-from octavo.models.families import FAMILIES
 from octavo.models.spec import ModelSpec
 
 KEY = "parallel.tensor_parallel_degree"
@@ -40,13 +35,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
             f'model.dtype = "float16" with {KEY} = {degree}: the ranks do not join their loss scale. Set model.dtype = '
             f'"bfloat16", or {KEY} = 1.'
         )
-    spec, keys = model.spec, FAMILIES[model.spec.family].keys
-    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
-        if rate := getattr(spec, name):
-            raise InputError(
-                f"model.config.{keys[name]} = {rate} with {KEY} = {degree}: the ranks draw no common mask. Set "
-                f"model.config.{keys[name]} = 0.0 (of pretrained weights in config.json), or {KEY} = 1."
-            )
+    spec = model.spec
     if spec.mixtures and spec.assignment != "largest":
         raise InputError(
             f'moe.moe_load_balancing = "{spec.assignment}" with {KEY} = {degree}: each rank would assign its own tokens alone. '
@@ -70,32 +59,3 @@ def tensor_fault(spec: ModelSpec, degree: int) -> str:
     except InputError as error:
         return str(error).partition(". Set ")[0].removeprefix(f"{parts.KEY} = {degree}: ")
     return ""
-
-
-def check_recipes(config: RunConfig, degree: int, recipe: Recipe) -> None:
-    """Refuse recipes whose scales the ranks of a tensor group cannot join: the run's, or that of a pattern of layers.
-
-    Raises:
-        InputError: names the key, and recipes that can.
-    """
-    if degree == 1:
-        return
-    able = " or ".join(json.dumps(name) for name, make in RECIPES.items() if _joins(make()))
-    asked = {"fp8.recipe": recipe} | {
-        f"fp8.layers.{json.dumps(pattern)}": RECIPES[name]() for pattern, name in config.fp8.layers.items() if name != "bf16"
-    }
-    for key, each in asked.items():
-        if not _joins(each):
-            raise InputError(
-                f'{key} = "{each.name}" with {KEY} = {degree}: the ranks join scales of whole tensors alone. Set {key} to '
-                f"{able}, or {KEY} = 1."
-            )
-
-
-def _joins(recipe: Recipe) -> bool:
-    """True if tensor-parallel ranks cast by one scale under this recipe."""
-    try:
-        products.check_recipe(recipe, 2)
-    except InputError:
-        return False
-    return True

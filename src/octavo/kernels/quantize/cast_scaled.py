@@ -8,6 +8,7 @@ joined over ranks takes `amax` and `cast` instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
+Join = Callable[[Tensor], Tensor]
+"""Raises amaxes, contiguous float32, in place to the largest of several ranks."""
 Layouts = tuple[Scaled | None, Scaled | None]
 """Rowwise and columnwise; None: not asked for."""
 
@@ -311,6 +314,7 @@ def _pointers(made: Scaled | None) -> tuple[Tensor | None, Tensor | None, Tensor
 def launch_rows(
     x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool,
     experts: Tensor | None = None, count: int = 0, row_tile: int = _ROW_TILE, longest_row: int = _LONGEST_ROW,
+    join: Join | None = None,
 ) -> Layouts:  # fmt: skip
     """Run the kernels; see `rows`.
 
@@ -341,6 +345,8 @@ def launch_rows(
     _row_column_amaxes[(cdiv(rows, tile_r) * cdiv(columns, tile_c),)](
         x, experts, row_amax, column_amax, rows, columns, x.stride(0), TILE_R=tile_r, TILE_C=tile_c, num_warps=warps
     )
+    if join is not None:
+        join(column_amax.view(torch.float32))
     _cast_scales[(cdiv(max(rows, of_columns), 128),)](
         row_amax, *scales, column_amax, out_t.scale, out_t.scale_inv, rows, of_columns, FP8_MAX=fp8_max, BLOCK=128
     )
@@ -449,17 +455,20 @@ def _scaled(made: tuple[Tensor, Tensor]) -> Scaled:
     return Scaled(q, reference.divide(1.0, scale), scale)
 
 
-def rows(x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool) -> Layouts:
+def rows(
+    x: Tensor, dtype: torch.dtype, fp8_max: float, *, rowwise: bool, columnwise: bool, join: Join | None = None
+) -> Layouts:
     """FP8 with one scale a row: of x [R, C] if `rowwise`, and of xᵀ [C, R], a scale for each column of x, if `columnwise`.
 
-    Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two.
+    Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two. join: of the amaxes of columns,
+    whose further rows other ranks have; not in compiled code.
     """
     if _in_kernels(x):
-        return launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+        return launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise, join=join)
     if is_opaque(x):
         return _by_operator(x, dtype, fp8_max, 0, rowwise, columnwise)
     out = _scaled(reference.cast_rows(x, dtype, fp8_max)) if rowwise else None
-    return out, _scaled(reference.cast_rows(x.t(), dtype, fp8_max)) if columnwise else None
+    return out, _scaled(reference.cast_rows(x.t(), dtype, fp8_max, join)) if columnwise else None
 
 
 def blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, rowwise: bool, columnwise: bool) -> Layouts:
