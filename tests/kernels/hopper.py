@@ -2,7 +2,8 @@
 
 A process of its own, since `TRITON_INTERPRET` is read where a kernel is defined. Launches get tensors without memory, at the
 sizes of models, and end when their kernel is compiled. Prints JSON: for each launch the kernel with its bytes of shared memory
-or the compiler's message; for some of them registers of a thread and bytes that it spills; names of kernels without a launch.
+or the compiler's message; for some of them registers of a thread and bytes that it spills, for others how many of their loads
+are of 2 bytes; names of kernels without a launch.
 """
 
 import json
@@ -50,7 +51,7 @@ class Hopper:
         return 0
 
 
-results, registers = [], []
+results, registers, narrow = [], [], []
 _run = JITFunction.run
 
 
@@ -63,6 +64,8 @@ def compiled(self, *arguments, grid, warmup, **keywords):
         results.append((self.__name__, kernel.metadata.shared))
         if self.__name__ in ("activation_tiles", "_cross_entropy"):
             registers.append((self.__name__, *registers_of(kernel.asm["cubin"])))
+        if self.__name__ in ("_cross_entropy_statistics", "_cross_entropy_of_slice"):
+            narrow.append((self.__name__, len(re.findall(r"ld\.global[\w.:]*\.b16", kernel.asm["ptx"]))))
 
 
 def registers_of(code):
@@ -158,8 +161,9 @@ def dense():
             for fp8 in (None, matrix(2048, columns, dtype=E5M2)):
                 cross_entropy.launch(logits, target, matrix(dtype=FP32), objective, fp8)
             cross_entropy.launch(logits, target, None, objective)
-    for columns, dtype in ((16000, FP32), (64128, BF16)):
-        logits, words = matrix(2048, columns, dtype=dtype), cross_entropy_slices.Slice(columns, columns - 5, 2 * columns)
+    for columns, dtype, padding in ((16000, FP32, 5), (64128, BF16, 0), (64128, BF16, 5), (16000, BF16, 16000)):
+        logits = matrix(2048, columns, dtype=dtype)
+        words = cross_entropy_slices.Slice(columns, columns - padding, 2 * columns - padding)
         for smoothing in (0.0, 0.1):
             objective = cross_entropy.Objective(label_smoothing=smoothing)
             found = cross_entropy_slices.launch_statistics(logits, target, words, objective, keep=True)
@@ -275,4 +279,4 @@ if __name__ == "__main__":
     for launches in (dense, scaled, vision, experts):
         launches()
     absent = sorted(kernels() - {name for name, _ in results})
-    print(json.dumps({"compiled": results, "registers": registers, "missing": absent}))
+    print(json.dumps({"compiled": results, "registers": registers, "narrow": narrow, "missing": absent}))

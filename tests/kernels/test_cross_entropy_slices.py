@@ -14,6 +14,7 @@ WIDTH = 160
 """Columns of each slice, with padding."""
 VOCABULARY = 301
 OBJECTIVES = [Objective(), Objective(label_smoothing=0.1), Objective(-100, 0.1, 1e-2), Objective(z_loss=1e-2)]
+IN_VOCABULARY = 3
 SHAPES = [RowShape(64, 8), RowShape(128, 32), RowShape(256, 32)]
 ways = pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
 pytestmark = [
@@ -30,20 +31,20 @@ def words_of(vocabulary, count=3):
     return [Slice(first, min(WIDTH, vocabulary - first), vocabulary) for first in firsts]
 
 
-def parts(logits, words):
-    """Each slice's columns; what its padding holds counts nothing."""
+def parts(logits, words, padding):
+    """Each slice's columns, and padding."""
     found = []
     for one in words:
-        part = torch.full((len(logits), WIDTH), 77.0, dtype=logits.dtype)
+        part = torch.full((len(logits), WIDTH), padding, dtype=logits.dtype)
         part[:, : one.number] = logits[:, one.first : one.first + one.number]
         found.append(part)
     return found
 
 
-def joined(logits, target, scale, objective, *, shape=None, fp8=None, count=3):
+def joined(logits, target, scale, objective, *, shape=None, fp8=None, count=3, padding=77.0):
     """(loss, gradient of all words) by slices; shape: of the kernels, None: what a CPU runs."""
     words = words_of(logits.shape[1], count)
-    given = parts(logits, words)
+    given = parts(logits, words, padding)
     if shape is None:
         found = [slices.statistics(part, target, one, objective) for part, one in zip(given, words, strict=True)]
     else:
@@ -67,7 +68,8 @@ def joined(logits, target, scale, objective, *, shape=None, fp8=None, count=3):
 def exact(logits, target, scale, objective):
     """In float64; `reference.cross_entropy` computes in float32."""
     x = logits.double().requires_grad_()
-    loss = functional.cross_entropy(x, target, reduction="sum", label_smoothing=objective.label_smoothing)
+    ignored, smoothing = objective.ignore_index, objective.label_smoothing
+    loss = functional.cross_entropy(x, target, reduction="sum", ignore_index=ignored, label_smoothing=smoothing)
     real = target != objective.ignore_index
     loss = loss + objective.z_loss * (x.logsumexp(-1).square() * real).sum()
     (loss * scale).backward()
@@ -107,6 +109,35 @@ def test_gradients_in_fp8(exact_casts, shape, objective):
     torch.testing.assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
     want = want.clamp(-0.25, 0.25)  # with a z-loss a probability near 1 saturates
     torch.testing.assert_close(grad.double(), want, rtol=0.13, atol=2.0**-17 / E5M2.max)
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fp8", [None, E5M2.dtype], ids=str)
+def test_a_word_of_the_vocabulary_may_be_no_target(exact_casts, shape, dtype, fp8):
+    objective = Objective(IN_VOCABULARY, 0.1, 1e-2)
+    logits, target = drawn(dtype=dtype)
+    target[target == -100] = IN_VOCABULARY
+    want_loss, want = exact(logits, target, 0.25, objective)
+    loss, grad = joined(logits, target, torch.tensor(0.25), objective, shape=shape, fp8=fp8)
+    torch.testing.assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-5)
+    assert (grad[target == IN_VOCABULARY] == 0).all()
+    if fp8 is not None:
+        torch.testing.assert_close(grad.double(), want.clamp(-0.25, 0.25), rtol=0.13, atol=2.0**-17 / E5M2.max)
+    else:
+        torch.testing.assert_close(grad.double(), want, rtol=1e-4 if dtype == torch.float32 else 4e-3, atol=1e-6)
+
+
+@ways
+@pytest.mark.parametrize("fp8", [None, E5M2.dtype], ids=str)
+@pytest.mark.parametrize("padding", [torch.nan, torch.inf, 1e4])
+def test_padding_may_hold_anything(exact_casts, shape, fp8, padding):
+    logits, target = drawn()
+    how = {"shape": shape, "fp8": fp8}
+    want_loss, want = joined(logits, target, torch.tensor(0.25), Objective(label_smoothing=0.1), **how)
+    loss, grad = joined(logits, target, torch.tensor(0.25), Objective(label_smoothing=0.1), **how, padding=padding)
+    assert torch.equal(loss, want_loss)
+    assert torch.equal(grad, want)
 
 
 @ways

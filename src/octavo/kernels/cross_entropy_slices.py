@@ -48,15 +48,28 @@ class Slice:
 
 
 @triton.jit
+def _logits(start, c, columns, width, PADDED: tl.constexpr, EVICT: tl.constexpr):
+    """Logits of the columns c, -∞ behind `columns`.
+
+    Padding is read, and replaced: loads of 16 bytes need a mask that ends at a multiple of them, as `width` does. One that ends
+    at `columns` may load every logit by itself.
+    """
+    x = tl.load(start + c, mask=c < width, other=-float("inf"), eviction_policy=EVICT)
+    if PADDED:
+        x = tl.where(c < columns, x.to(tl.float32), -float("inf"))
+    return x
+
+
+@triton.jit
 def _cross_entropy_statistics(
-    logits_ptr, target_ptr, out_ptr, rows, columns, stride, first_word,
-    SMOOTH: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, target_ptr, out_ptr, rows, columns, width, stride, first_word,
+    PADDED: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     AGAIN: tl.constexpr = "evict_last" if KEEP else "evict_first"
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * stride
     kept_c = tl.arange(0, BLOCK)
-    kept = tl.load(start + kept_c, mask=kept_c < columns, other=-float("inf"), eviction_policy=AGAIN)
+    kept = _logits(start, kept_c, columns, width, PADDED, AGAIN)
     top = tl.max(kept.to(tl.float32)) * LOG2_E
     base = tl.where(top == -float("inf"), 0.0, top)
     sums = exponentials(kept, base)
@@ -65,7 +78,7 @@ def _cross_entropy_statistics(
         summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
     for first in range(BLOCK, columns, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy=AGAIN)
+        x = _logits(start, c, columns, width, PADDED, AGAIN)
         sums += exponentials(x, base)
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
@@ -75,13 +88,13 @@ def _cross_entropy_statistics(
         tops = kept.to(tl.float32)
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            tops = tl.maximum(tops, tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32))
+            tops = tl.maximum(tops, _logits(start, c, columns, width, PADDED, "").to(tl.float32))
         top = tl.max(tops) * LOG2_E
         base = tl.where(top == -float("inf"), 0.0, top)
         sums = exponentials(kept, base)
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            sums += exponentials(tl.load(start + c, mask=c < columns, other=-float("inf")), base)
+            sums += exponentials(_logits(start, c, columns, width, PADDED, ""), base)
         total = tl.sum(sums)
     at = tl.load(target_ptr + row) - first_word
     here = (at >= 0) & (at < columns)
@@ -97,7 +110,7 @@ def _cross_entropy_statistics(
 def _cross_entropy_of_slice(
     logits_ptr, target_ptr, of_slices_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, rows, columns, width, stride, fp8_stride,
     first_word, vocabulary, ignore_index, smoothing, z_loss,
-    SLICES: tl.constexpr, FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+    SLICES: tl.constexpr, FP8_MAX: tl.constexpr, PADDED: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     STATISTICS: tl.constexpr = 4 if SMOOTH else 3
@@ -148,11 +161,13 @@ def _cross_entropy_of_slice(
         at = target - first_word
         for first in range(0, width, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy="evict_first")
+            x = _logits(start, c, columns, width, PADDED, "evict_first")
             grad = exponentials(x, base) * factor
             if SMOOTH:
                 grad -= even
-            grad = tl.where(c < columns, tl.where(c == at, at_picked, grad), 0.0)
+            grad = tl.where(c == at, at_picked, grad)
+            if PADDED:
+                grad = tl.where(c < columns, grad, 0.0)
             tl.store(out + c, grad.to(out.dtype.element_ty), mask=c < width, eviction_policy="evict_first")
 
 
@@ -160,14 +175,14 @@ def launch_statistics(
     logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool, shape: RowShape | None = None
 ) -> Tensor:
     """Run the kernel; see `statistics`. keep: the gradient will read the logits again."""
-    rows = logits.shape[0]
+    rows, width = logits.shape
     smooth = objective.label_smoothing != 0
-    shape = shape or row_shape(logits.shape[1])
+    shape = shape or row_shape(width)
     out = torch.empty(3 + smooth, rows, dtype=torch.float32, device=logits.device)
     if rows:
         _cross_entropy_statistics[(rows,)](
-            logits, target, out, rows, words.number, logits.stride(0), words.first,
-            SMOOTH=smooth, KEEP=keep, BLOCK=shape.block, num_warps=shape.warps,
+            logits, target, out, rows, words.number, width, logits.stride(0), words.first,
+            PADDED=words.number < width, SMOOTH=smooth, KEEP=keep, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     return out
 
@@ -187,8 +202,8 @@ def launch_gradient(
             logits, target, of_slices, loss, grad_scale, q, rows, words.number, width, logits.stride(0),
             0 if q is None else q.stride(0), words.first, words.vocabulary,
             objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
-            SLICES=len(of_slices), FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block,
-            num_warps=shape.warps,
+            SLICES=len(of_slices), FP8_MAX=fp8_max, PADDED=words.number < width, SMOOTH=objective.label_smoothing != 0,
+            BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     if grad_scale is None:
         return loss.sum(), None
