@@ -121,16 +121,39 @@ def test_cross_entropy_of_logits_far_apart(columns, dtype):
     torch.testing.assert_close(grad.high_precision.cpu().float(), want_grad.float(), rtol=1e-2, atol=1e-5)
 
 
+def of_slices(logits, target, scale, objective, *, fp8=False, padding=77.0):
+    """(loss, gradient of all words), as three ranks compute them; the second has padding, the third nothing else."""
+    vocabulary = logits.shape[1]
+    width = -(-vocabulary // 32) * 16
+    firsts = [min(number * width, vocabulary) for number in range(3)]
+    words = [cross_entropy_slices.Slice(first, min(width, vocabulary - first), vocabulary) for first in firsts]
+    whole = functional.pad(logits.cuda(), (0, 3 * width - vocabulary), value=padding)
+    parts, target = [part.contiguous() for part in whole.split(width, 1)], target.cuda()
+    keep, given = scale is not None, zip(parts, words, strict=True)
+    found = torch.stack([cross_entropy_slices.statistics(part, target, one, objective, keep=keep) for part, one in given])
+    scale = None if scale is None else torch.tensor(scale).cuda()
+    losses, grads = [], []
+    for part, one in zip(parts, words, strict=True):
+        room = torch.empty(len(part), width + 16, dtype=E5M2.dtype, device="cuda")[:, :width] if fp8 else None
+        loss, grad = cross_entropy_slices.cross_entropy_of_statistics_(part, target, found, scale, objective, one, room)
+        losses.append(loss.cpu())
+        if grad is not None:
+            grads.append(reference.dequantize(grad.fp8, grad.scale_inv) if fp8 else grad.high_precision.float())
+    for loss in losses:
+        assert torch.equal(loss.nan_to_num(-1.0), losses[0].nan_to_num(-1.0))
+    if not grads:
+        return losses[0], None
+    grad = torch.cat(grads, 1).cpu()
+    assert (grad[:, vocabulary:] == 0).all()
+    return losses[0], grad[:, :vocabulary]
+
+
 @pytest.mark.parametrize("vocabulary", [4000, 50257, 128256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("largest", [None, 500.0, 721.3, -torch.inf])
 def test_cross_entropy_of_slices(vocabulary, dtype, largest):
-    """Of two slices; the last columns of the second are padding. largest: of the first row's target, or all else."""
+    """largest: of two rows' targets, or all else."""
     width = -(-vocabulary // 32) * 16
-    words = [
-        cross_entropy_slices.Slice(0, width, vocabulary),
-        cross_entropy_slices.Slice(width, vocabulary - width, vocabulary),
-    ]
     logits, target = (torch.randn(33, vocabulary) * 5).to(dtype), torch.randint(vocabulary, (33,))
     target[::4] = -100
     target[1], target[2] = vocabulary - 1, 0
@@ -138,31 +161,65 @@ def test_cross_entropy_of_slices(vocabulary, dtype, largest):
         logits[1, target[1]] = logits[2, target[2]] = largest
     elif largest is not None:
         logits[1, :width] = logits[2, 1:] = largest
-    whole = functional.pad(logits, (0, 2 * width - vocabulary), value=77.0).cuda()
     for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-3)):
         if smoothing and largest == -torch.inf:
             continue
         objective = cross_entropy.Objective(label_smoothing=smoothing, z_loss=z_loss)
         want_loss, want_grad = reference.cross_entropy(logits, target, torch.tensor(0.5), -100, smoothing, z_loss)
         for fp8 in (False, True):
-            parts = [part.contiguous() for part in whole.split(width, 1)]
-            given = zip(parts, words, strict=True)
-            found = [cross_entropy_slices.statistics(part, target.cuda(), one, objective) for part, one in given]
-            grads = []
-            for part, one in zip(parts, words, strict=True):
-                room = torch.empty(33, width + 16, dtype=E5M2.dtype, device="cuda")[:, :width] if fp8 else None
-                loss, grad = cross_entropy_slices.cross_entropy_of_statistics_(
-                    part, target.cuda(), torch.stack(found), torch.tensor(0.5).cuda(), objective, one, room
-                )
-                torch.testing.assert_close(loss.cpu(), want_loss, rtol=1e-5, atol=1e-3)
-                grads.append(reference.dequantize(grad.fp8, grad.scale_inv) if fp8 else grad.high_precision.float())
-            grad = torch.cat(grads, 1).cpu()
-            assert (grad[:, vocabulary:] == 0).all()
+            loss, grad = of_slices(logits, target, 0.5, objective, fp8=fp8)
+            torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-3)
             tolerance = {"rtol": 0.13, "atol": 1e-5} if fp8 else {"rtol": 1e-2, "atol": 1e-5}
             want = want_grad.float().clamp(-0.5, 0.5) if fp8 else want_grad.float()
-            torch.testing.assert_close(grad[:, :vocabulary], want, **tolerance)
+            torch.testing.assert_close(grad, want, **tolerance)
             if largest is not None and largest > 0 and not smoothing:
                 assert grad[1, target[1]] == grad[2, target[2]] == 0
+        alone, nothing = of_slices(logits, target, None, objective)
+        assert nothing is None
+        assert torch.equal(alone, loss)
+
+
+@pytest.mark.parametrize("first", [-torch.inf, -1e3, -100.0, 0.0, 1e3])
+@pytest.mark.parametrize("second", [-torch.inf, -1e3, -300.0, -60.0, 87.0, 89.0, 300.0, 1e3])
+@pytest.mark.parametrize("border", [5000, 9008])
+def test_any_distance_of_logits_in_slices(first, second, border):
+    """border: within the first slice, behind the columns that its program keeps, or between the slices."""
+    vocabulary = 18_001
+    logits = torch.randn(6, vocabulary) * 3
+    logits[:4, :border] += first
+    logits[:4, border:] += second
+    target = torch.tensor([vocabulary - 1, vocabulary - 9, 0, 5, vocabulary - 2, 64])
+    exact = logits.double().requires_grad_()
+    want = functional.cross_entropy(exact, target, reduction="sum")
+    want.backward()
+    loss, grad = of_slices(logits, target, 1.0, cross_entropy.Objective())
+    torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-6, atol=1e-3, equal_nan=True)
+    torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("padding", [torch.nan, torch.inf, 1e4])
+def test_slices_know_their_words(fp8, dtype, padding):
+    """Padding counts nothing; ids of no word, and logits that are not finite, make their rows NaN; word 3 is no target."""
+    vocabulary, objective = 18_001, cross_entropy.Objective(3, 0.1, 1e-3)
+    logits, target = (torch.randn(16, vocabulary) * 3).to(dtype), torch.randint(4, vocabulary, (16,))
+    target[::5] = 3
+    want_loss, want_grad = reference.cross_entropy(logits.float(), target, torch.tensor(0.5), *objective)
+    loss, grad = of_slices(logits, target, 0.5, objective, fp8=fp8, padding=padding)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-3)
+    tolerance = {"rtol": 0.13, "atol": 1e-5} if fp8 else {"rtol": 1e-2, "atol": 1e-5}
+    torch.testing.assert_close(grad, want_grad.clamp(-0.5, 0.5) if fp8 else want_grad, **tolerance)
+    assert (grad[::5] == 0).all()
+
+    target[1], target[2], target[3], target[4] = -1, vocabulary, vocabulary + 9_000, 2**40
+    logits[6, 3], logits[7, 17_000], logits[8, 6000] = torch.nan, torch.inf, torch.nan
+    loss, broken = of_slices(logits, target, 0.5, objective, fp8=fp8, padding=padding)
+    assert loss.isnan()
+    bad = [1, 2, 3, 4, 6, 7, 8]
+    others = [row for row in range(16) if row not in bad]
+    assert broken[bad].isnan().all()
+    assert torch.equal(broken[others], grad[others])
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (257, 333), (32_896, 1280), (4096, 3840)])
