@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -119,10 +118,10 @@ class TeTensorDecoder(TeDecoder):
                     grad = parameter.grad
                     grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
         if grads:
-            flat = _flatten_dense_tensors(grads)
+            flat = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(flat, group=self.group)
-            for grad, total in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
-                grad.copy_(total)
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross entropy of each next token, in float32, the same on all ranks of the group.
