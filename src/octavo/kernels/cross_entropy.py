@@ -67,6 +67,90 @@ def exponentials(x, base):
 
 
 @triton.jit
+def load_logits(start, c, columns, width, PADDED: tl.constexpr, EVICT: tl.constexpr):
+    """Logits of the columns c, -∞ behind `columns`. PADDED: of a row with padding, `width` columns in all.
+
+    Padding is read, and replaced: loads of 16 bytes need a mask that ends at a multiple of them, as `width` does. One that ends
+    at `columns` may load every logit by itself.
+    """
+    x = tl.load(start + c, mask=c < width, other=-float("inf"), eviction_policy=EVICT)
+    if PADDED:
+        x = tl.where(c < columns, x.to(tl.float32), -float("inf"))
+    return x
+
+
+@triton.jit
+def sum_exponentials(
+    start, kept, kept_c, columns, width,
+    PADDED: tl.constexpr, SMOOTH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(top, base, total, summed) of a row: the base of its exponentials, -∞ and 0 of a row without a finite logit; their sum.
+
+    kept: the row's first logits, of the columns kept_c. summed: with SMOOTH the sum of the logits. AGAIN: the policy of the
+    L2 cache for the others.
+    """
+    top = tl.max(kept.to(tl.float32)) * LOG2_E
+    # Each lane sums by itself, from the maximum of the kept logits on: no reduction, and its barriers, for each block.
+    base = tl.where(top == -float("inf"), 0.0, top)
+    sums = exponentials(kept, base)
+    summed = 0.0
+    if SMOOTH:
+        summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
+    for first in range(BLOCK, columns, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        x = load_logits(start, c, columns, width, PADDED, AGAIN)
+        sums += exponentials(x, base)
+        if SMOOTH:
+            summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
+    total = tl.sum(sums)
+    # A logit 44 above the kept ones makes the sum so large that the gradient's scale over it is too small for float32, one 88
+    # above makes it ∞; kept ones of nothing but -∞ leave no maximum to sum from.
+    if (top == -float("inf")) | ~(total < LARGEST_SUM):
+        tops = kept.to(tl.float32)
+        for first in range(BLOCK, columns, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            tops = tl.maximum(tops, load_logits(start, c, columns, width, PADDED, "").to(tl.float32))
+        top = tl.max(tops) * LOG2_E
+        base = tl.where(top == -float("inf"), 0.0, top)
+        sums = exponentials(kept, base)
+        for first in range(BLOCK, columns, BLOCK):
+            c = first + tl.arange(0, BLOCK)
+            sums += exponentials(load_logits(start, c, columns, width, PADDED, ""), base)
+        total = tl.sum(sums)
+    return top, base, total, summed
+
+
+@triton.jit
+def loss_of_row(base, total, picked, summed, words, smoothing, z_loss, SMOOTH: tl.constexpr):
+    """(loss, log of Σexp(logits), smoothing's part of each of so many words). picked: the target's logit."""
+    # `base` is rounded, at a logit of 500 by 3e-5. The exponentials and their sum have this factor in common: probabilities are
+    # quotients of the two, and the loss adds `base` to the precision of a float32 sum of two.
+    above = tl.log2(total) * LN_2
+    log_total = base * LN_2 + above
+    loss = (1.0 - smoothing) * (tl.fma(base, LN_2, -picked) + (base * LN_2_REST + above)) + z_loss * log_total * log_total
+    if SMOOTH:
+        loss += smoothing * log_total
+    even = 0.0
+    if SMOOTH:
+        even = smoothing / words
+        loss -= even * summed
+    return loss, log_total, even
+
+
+@triton.jit
+def gradient_of_row(base, total, picked, log_total, scale, even, smoothing, z_loss, SMOOTH: tl.constexpr):
+    """(factor, even, at_picked): exponentials · factor - even is the gradient times `scale`; at_picked is the target's."""
+    raised = 2.0 * (z_loss * log_total)
+    factor = (1.0 + raised) * scale / total
+    # (p - 1) · (1 + raised) + raised + smoothing; as a difference from the sum, p - 1 is exact where p is near 1.
+    at_picked = (exponentials(picked, base) - total) * factor + raised * scale
+    if SMOOTH:
+        even = even * scale
+        at_picked += smoothing * scale - even
+    return factor, even, at_picked
+
+
+@triton.jit
 def _store_gradient(out, x, c, columns, base, factor, even, SMOOTH: tl.constexpr):
     """Store the gradient of a block, as if none of its columns were the target. factor: its scale over their sum."""
     grad = exponentials(x, base) * factor
@@ -88,49 +172,12 @@ def _cross_entropy(
     start = logits_ptr + row * stride
     kept_c = tl.arange(0, BLOCK)
     kept = tl.load(start + kept_c, mask=kept_c < columns, other=-float("inf"), eviction_policy="evict_first")
-    top = tl.max(kept.to(tl.float32)) * LOG2_E
-    # Each lane sums by itself, from the maximum of the kept logits on: no reduction, and its barriers, for each block.
-    base = tl.where(top == -float("inf"), 0.0, top)
-    sums = exponentials(kept, base)
-    summed = 0.0
-    if SMOOTH:
-        summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
-    for first in range(BLOCK, columns, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy=AGAIN)
-        sums += exponentials(x, base)
-        if SMOOTH:
-            summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
-    total = tl.sum(sums)
-    # A logit 44 above the kept ones makes the sum so large that the gradient's scale over it is too small for float32, one 88
-    # above makes it ∞; kept ones of nothing but -∞ leave no maximum to sum from.
-    if (top == -float("inf")) | ~(total < LARGEST_SUM):
-        tops = kept.to(tl.float32)
-        for first in range(BLOCK, columns, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            tops = tl.maximum(tops, tl.load(start + c, mask=c < columns, other=-float("inf")).to(tl.float32))
-        top = tl.max(tops) * LOG2_E
-        base = tl.where(top == -float("inf"), 0.0, top)
-        sums = exponentials(kept, base)
-        for first in range(BLOCK, columns, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            sums += exponentials(tl.load(start + c, mask=c < columns, other=-float("inf")), base)
-        total = tl.sum(sums)
+    _, base, total, summed = sum_exponentials(start, kept, kept_c, columns, columns, False, SMOOTH, AGAIN, BLOCK)
     real = target != ignore_index
     known = (target >= 0) & (target < columns)
     at_target = tl.where(known, target, 0)  # never outside the row
     picked = tl.load(start + at_target).to(tl.float32)
-    # `base` is rounded, at a logit of 500 by 3e-5. The exponentials and their sum have this factor in common: probabilities are
-    # quotients of the two, and the loss adds `base` to the precision of a float32 sum of two.
-    above = tl.log2(total) * LN_2
-    log_total = base * LN_2 + above
-    loss = (1.0 - smoothing) * (tl.fma(base, LN_2, -picked) + (base * LN_2_REST + above)) + z_loss * log_total * log_total
-    if SMOOTH:
-        loss += smoothing * log_total
-    even = 0.0
-    if SMOOTH:
-        even = smoothing / columns
-        loss -= even * summed
+    loss, log_total, even = loss_of_row(base, total, picked, summed, columns, smoothing, z_loss, SMOOTH)
     loss = tl.where(known, loss, float("nan"))
     tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
     if grad_scale_ptr is not None:
@@ -141,13 +188,7 @@ def _cross_entropy(
             scale = tl.load(grad_scale_ptr)
             out = start
         scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
-        raised = 2.0 * (z_loss * log_total)
-        factor = (1.0 + raised) * scale / total
-        # (p - 1) · (1 + raised) + raised + smoothing; as a difference from the sum, p - 1 is exact where p is near 1.
-        at_picked = (exponentials(picked, base) - total) * factor + raised * scale
-        if SMOOTH:
-            even = even * scale
-            at_picked += smoothing * scale - even
+        factor, even, at_picked = gradient_of_row(base, total, picked, log_total, scale, even, smoothing, z_loss, SMOOTH)
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)

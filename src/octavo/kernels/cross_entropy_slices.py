@@ -21,14 +21,15 @@ from torch.nn import functional
 
 from octavo.kernels import reference
 from octavo.kernels.cross_entropy import (
-    LARGEST_SUM,
-    LN_2,
-    LN_2_REST,
     Gradient,
     Objective,
     RowShape,
     exponentials,
+    gradient_of_row,
+    load_logits,
+    loss_of_row,
     row_shape,
+    sum_exponentials,
 )
 from octavo.kernels.fast_math import LOG2_E
 
@@ -48,19 +49,6 @@ class Slice:
 
 
 @triton.jit
-def _logits(start, c, columns, width, PADDED: tl.constexpr, EVICT: tl.constexpr):
-    """Logits of the columns c, -∞ behind `columns`.
-
-    Padding is read, and replaced: loads of 16 bytes need a mask that ends at a multiple of them, as `width` does. One that ends
-    at `columns` may load every logit by itself.
-    """
-    x = tl.load(start + c, mask=c < width, other=-float("inf"), eviction_policy=EVICT)
-    if PADDED:
-        x = tl.where(c < columns, x.to(tl.float32), -float("inf"))
-    return x
-
-
-@triton.jit
 def _cross_entropy_statistics(
     logits_ptr, target_ptr, out_ptr, rows, columns, width, stride, first_word,
     PADDED: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
@@ -69,33 +57,8 @@ def _cross_entropy_statistics(
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * stride
     kept_c = tl.arange(0, BLOCK)
-    kept = _logits(start, kept_c, columns, width, PADDED, AGAIN)
-    top = tl.max(kept.to(tl.float32)) * LOG2_E
-    base = tl.where(top == -float("inf"), 0.0, top)
-    sums = exponentials(kept, base)
-    summed = 0.0
-    if SMOOTH:
-        summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
-    for first in range(BLOCK, columns, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        x = _logits(start, c, columns, width, PADDED, AGAIN)
-        sums += exponentials(x, base)
-        if SMOOTH:
-            summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
-    total = tl.sum(sums)
-    # As in `_cross_entropy`: the kept logits are far below others, or nothing but -∞.
-    if (top == -float("inf")) | ~(total < LARGEST_SUM):
-        tops = kept.to(tl.float32)
-        for first in range(BLOCK, columns, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            tops = tl.maximum(tops, _logits(start, c, columns, width, PADDED, "").to(tl.float32))
-        top = tl.max(tops) * LOG2_E
-        base = tl.where(top == -float("inf"), 0.0, top)
-        sums = exponentials(kept, base)
-        for first in range(BLOCK, columns, BLOCK):
-            c = first + tl.arange(0, BLOCK)
-            sums += exponentials(_logits(start, c, columns, width, PADDED, ""), base)
-        total = tl.sum(sums)
+    kept = load_logits(start, kept_c, columns, width, PADDED, AGAIN)
+    top, _, total, summed = sum_exponentials(start, kept, kept_c, columns, width, PADDED, SMOOTH, AGAIN, BLOCK)
     at = tl.load(target_ptr + row) - first_word
     here = (at >= 0) & (at < columns)
     picked = tl.load(start + tl.where(here, at, 0), mask=here, other=0.0).to(tl.float32)
@@ -132,15 +95,7 @@ def _cross_entropy_of_slice(
     target = tl.load(target_ptr + row)
     real = target != ignore_index
     known = (target >= 0) & (target < vocabulary)
-    above = tl.log2(total) * LN_2
-    log_total = base * LN_2 + above
-    loss = (1.0 - smoothing) * (tl.fma(base, LN_2, -picked) + (base * LN_2_REST + above)) + z_loss * log_total * log_total
-    if SMOOTH:
-        loss += smoothing * log_total
-    even = 0.0
-    if SMOOTH:
-        even = smoothing / vocabulary
-        loss -= even * summed
+    loss, log_total, even = loss_of_row(base, total, picked, summed, vocabulary, smoothing, z_loss, SMOOTH)
     loss = tl.where(known, loss, float("nan"))
     tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
     if grad_scale_ptr is not None:
@@ -152,16 +107,11 @@ def _cross_entropy_of_slice(
             scale = tl.load(grad_scale_ptr)
             out = start
         scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
-        raised = 2.0 * (z_loss * log_total)
-        factor = (1.0 + raised) * scale / total
-        at_picked = (exponentials(picked, base) - total) * factor + raised * scale
-        if SMOOTH:
-            even = even * scale
-            at_picked += smoothing * scale - even
+        factor, even, at_picked = gradient_of_row(base, total, picked, log_total, scale, even, smoothing, z_loss, SMOOTH)
         at = target - first_word
         for first in range(0, width, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            x = _logits(start, c, columns, width, PADDED, "evict_first")
+            x = load_logits(start, c, columns, width, PADDED, "evict_first")
             grad = exponentials(x, base) * factor
             if SMOOTH:
                 grad -= even
