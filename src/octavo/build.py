@@ -296,8 +296,9 @@ def build_model(
     if spec is not None:
         dtypes: dict[str, Any] = {"dtype": dtype, "params_dtype": params_dtype, "buffer_dtype": options.buffer_dtype}
         tensor = _tensor_group(spec, sharding, dtype)
+        spread = sharding is not None and sharding.expert_mesh is not None
         loss: dict[str, Any] = {"fp8_head": options.fp8_head, "objective": options.objective}
-        model = Decoder(config, spec, **dtypes, device="meta", **loss, tensor=tensor)
+        model = Decoder(config, spec, **dtypes, device="meta", **loss, tensor=tensor, spread=spread)
         keep_frozen(model, trains)
         carry_attributes(model, attributes)
     else:
@@ -359,7 +360,8 @@ def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, 
     if sharding.expert_mesh is not None:
         spec, name = (model.spec, model.spec.family) if isinstance(model, Decoder) else (None, type(model).__name__)
         experts = spec.experts if spec is not None and spec.mixtures else 0
-        check_experts(experts, sharding.expert_mesh.size(-1), sharding.mesh.size(-1), name)
+        tensor = 1 if sharding.tensor_group is None else sharding.tensor_group.size()
+        check_experts(experts, sharding.expert_mesh.size(-1), sharding.mesh.size(-1), name, tensor)
     _share_sequences(model, sharding)
     if isinstance(model, Decoder):
         shard(model, parts, sharding, summed=True, ends=model.ends())
@@ -371,7 +373,7 @@ def _tensor_group(spec: ModelSpec, sharding: Sharding | None, dtype: torch.dtype
     """The ranks that share each matrix of a decoder."""
     if sharding is None or sharding.tensor_group is None:
         return None
-    check_tensor(spec, sharding.tensor_group.size(), dtype=dtype)
+    check_tensor(spec, sharding.tensor_group.size(), spread=sharding.expert_mesh is not None, dtype=dtype)
     return group_of(spec, sharding.tensor_group)
 
 

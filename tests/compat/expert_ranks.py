@@ -184,7 +184,7 @@ def refusals(folder):
         ("expert_parallel_degree 3", lambda: tsm.init({"expert_parallel_degree": 3})),
         ("context_parallel_degree 3", lambda: tsm.init({"context_parallel_degree": 3})),
         ("hybrid_shard_degree 3", lambda: tsm.init({"hybrid_shard_degree": 3})),
-        ("tensor_parallel_degree 2", lambda: tsm.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 2})),
+        ("tensor_parallel_degree 2", lambda: tsm.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 3})),
         ("Degrees twice", twice),
         ("expert_parallel_degree dense", lambda: sharded(experts, LlamaConfig, TINY)),
         ("expert_parallel_degree odd", lambda: sharded(experts, MixtralConfig, TINY | {"num_local_experts": 3})),

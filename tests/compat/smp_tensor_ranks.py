@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fsdp_ranks import TINY, batch, empty, names
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import octavo
 from octavo.compat.smp.state_dicts import Settings, model_state
@@ -14,6 +14,7 @@ from octavo.fp8.scaling import state_records
 
 STEPS = 3
 SHAPE = TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True}
+EXPERTS = TINY | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": None}
 
 
 def adam(model):
@@ -21,11 +22,11 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def on_one_rank(**shape):
+def on_one_rank(experts=False):
     """Losses, norms and whole weights of the steps, of Octavo itself."""
     octavo.shutdown()
     with octavo.delayed_init():
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | shape))
+        model = AutoModelForCausalLM.from_config(MixtralConfig(**EXPERTS) if experts else LlamaConfig(**SHAPE))
     model = octavo.transform(model, dtype=torch.float32, params_dtype=torch.float32, device="cpu")
     optimizer, found = adam(model), []
     for number in range(STEPS):
@@ -38,14 +39,22 @@ def on_one_rank(**shape):
     return found, {name: value.clone() for name, value in model_state(model, Settings()).items()}
 
 
+def empty_mixtral():
+    """A Mixtral on the meta device."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(MixtralConfig(**EXPERTS))
+
+
 def made(tsm, degrees, **options):
-    """A model in FSDP and an optimizer under these degrees; options: "shape", others are FSDP's."""
+    """A model in FSDP and an optimizer under these degrees; options: "experts" for a Mixtral, others are FSDP's."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.sagemaker.delayed_param import DelayedParamIniter
 
     octavo.shutdown()
     tsm.init(degrees)
-    model = tsm.transform(empty(**SHAPE | options.pop("shape", {})))
+    model = tsm.transform(empty_mixtral() if options.pop("experts", False) else empty(**SHAPE))
     initer = DelayedParamIniter(model)
     with initer.validate_params_and_buffers_inited():
         model = FullyShardedDataParallel(model, param_init_fn=initer.get_param_init_fn(), **options)
@@ -95,15 +104,15 @@ def largest_difference(found, wanted):
     return max((found[name].float() - wanted[name].float()).abs().max().item() for name in wanted)
 
 
-def trained(degrees, strategies=("FULL_SHARD",)):
+def trained(degrees, strategies=("FULL_SHARD",), experts=False):
     """[(losses and norms, difference of whole weights from one rank's)] by strategy, and what describes the ranks."""
     from torch.distributed.fsdp import ShardingStrategy
 
     tsm = names()
-    wanted, weights = on_one_rank()
+    wanted, weights = on_one_rank(experts)
     found = {"one rank": wanted}
     for name in strategies:
-        model, optimizer = made(tsm, degrees, sharding_strategy=ShardingStrategy[name])
+        model, optimizer = made(tsm, degrees, sharding_strategy=ShardingStrategy[name], experts=experts)
         rows = [step(model, optimizer, number) for number in range(STEPS)]
         found[name] = rows, largest_difference(full(model), weights)
         group = dist.get_process_group_ranks(model.process_group)
@@ -161,12 +170,12 @@ def loaded_by_the_script(model, optimizer, folder, kind, extra):
     return {name: state[name] for name in extra}
 
 
-def checkpoints(folder, degrees, others):
+def checkpoints(folder, degrees, others, experts=False):
     """Two steps in FP8, saved by the example's ways and read at these degrees and others: same values, and the next loss."""
     from torch.distributed.fsdp import StateDictType
 
     tsm, folder = names(), Path(folder)
-    model, optimizer = made(tsm, degrees)
+    model, optimizer = made(tsm, degrees, experts=experts)
     for number in range(2):
         step(model, optimizer, number, fp8=True)
     tracker = tsm.state.get_rng_state_tracker()
@@ -175,8 +184,8 @@ def checkpoints(folder, degrees, others):
     for name, kind in kinds.items():
         saved_by_the_script(model, optimizer, folder / name, kind, {"total_steps": 2, "rng": states})
     whole, found = full(model), {}
-    together(model, optimizer, folder, found)
-    if model.world_size > 1:
+    together(model, optimizer, folder, found, functools.partial(made, tsm, degrees, experts=experts))
+    if model.world_size > 1 and not experts:
         rank_by_rank(model, folder, found)
     found["files"] = sorted(str(path.relative_to(folder)) for path in (folder / "sharded").rglob("*") if path.is_file())
     wanted, rank = everything(model, optimizer), tsm.state.tp_rank
@@ -184,7 +193,7 @@ def checkpoints(folder, degrees, others):
     following = step(model, optimizer, 2, fp8=True)
     for given in others:
         for name, kind in (*kinds.items(), ("full", None)):
-            other, fresh = made(tsm, given)
+            other, fresh = made(tsm, given, experts=experts)
             if kind is None:
                 other.load_state_dict(whole)
                 found[name, str(given)] = largest_difference(full(other), whole)
@@ -222,7 +231,7 @@ def rank_by_rank(model, folder, found):
     found["rows"] = largest_difference(full(other), wanted)
 
 
-def together(model, optimizer, folder, found):
+def together(model, optimizer, folder, found, another):
     """SMP's own functions over `model.process_group`, to one folder for all tensor ranks; what would lose something."""
     from torch.distributed.fsdp import StateDictType
     from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
@@ -248,16 +257,15 @@ def together(model, optimizer, folder, found):
                 except octavo.errors.InputError as error:
                     found["refused"].append(str(error))
     save_model_checkpoint(model, StateDictType.SHARDED_STATE_DICT, str(folder / "util"), optimizer=optimizer)
-    degrees = {"tensor_parallel_degree": tsm.state.tp_size}
-    other, fresh = made(tsm, degrees)
+    other, fresh = another()
     with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
         state = {"model": other.state_dict(), "total_steps": 0}
         load(state, checkpoint_id=str(folder / "one"), process_group=other.process_group)
     found["one"] = largest_difference(full(other), wanted), state["total_steps"]
-    other, fresh = made(tsm, degrees)
+    other, fresh = another()
     load_model_checkpoint(other, StateDictType.SHARDED_STATE_DICT, str(folder / "util"), optimizer=fresh)
     found["util"] = largest_difference(everything(other, fresh), moments)
-    other, fresh = made(tsm, degrees)
+    other, fresh = another()
     from torch.sagemaker.distributed.checkpoint.state_dict_utils import init_optim_state
 
     with sm_state_dict_type(other, SMStateDictType.SM_LOCAL_STATE_DICT):
@@ -355,7 +363,7 @@ def refusals(folder):
         ("norm", clipped),
         ("samples", other_samples),
         ("degrees", lambda: (octavo.shutdown(), tsm.init({"tensor_parallel_degree": 3}))),
-        ("both", lambda: tsm.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 2})),
+        ("both", lambda: tsm.init({"tensor_parallel_degree": 2, "expert_parallel_degree": 3})),
     ):
         try:
             call()

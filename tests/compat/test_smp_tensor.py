@@ -80,6 +80,41 @@ def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, othe
                 assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
 
 
+@pytest.mark.parametrize(
+    ("number", "degrees"),
+    [(2, {}), (2, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 4})],
+    ids=["slices", "2 of 2", "2 of 4", "4 of 4"],
+)
+def test_experts_of_tensor_ranks_train_as_on_one_rank(number, degrees):
+    for found in ranks.run(number, smp_tensor_ranks.trained, {"tensor_parallel_degree": 2} | degrees, experts=True):
+        rows, difference = found["FULL_SHARD"]
+        for one, wanted in zip(rows, found["one rank"], strict=True):
+            assert one == pytest.approx(wanted, abs=1e-5)
+        assert difference < 1e-5
+
+
+@pytest.mark.long(lambda number: number == 4)
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize(
+    ("experts", "other"), [({"expert_parallel_degree": 2}, {}), ({}, {"expert_parallel_degree": 2})], ids=["whole", "slices"]
+)
+def test_checkpoints_of_experts_load_as_slices_and_whole(tmp_path, number, experts, other):
+    tensor = {"tensor_parallel_degree": 2}
+    others = [tensor | experts, tensor | other, {}]
+    for found in ranks.run(number, smp_tensor_ranks.checkpoints, str(tmp_path), others[0], others, experts=True):
+        assert {path.split("/")[1] for path in found["files"]} == {"tp2-0", "tp2-1"}
+        assert found["one"] == (0, 2)
+        assert found["util"] == found["raw"] == 0
+        for given in map(str, others):
+            assert found["full", given] == 0
+            for kind in ("sharded", "local"):
+                *restored, loss, following = found[kind, given]
+                assert restored == [0, 0, 2, True], (kind, given)
+                if given == str(others[0]):
+                    assert loss == following
+                assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
+
+
 def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():
     for found in ranks.run(2, smp_tensor_ranks.wrapped, ""):
         assert found == {"same": True, "rank 0": 0, "all": 0}
@@ -97,7 +132,7 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             "norm": "octavo.clip_grad_norm_(model, max_norm) counts each element once",
             "samples": "share each sequence (tensor_parallel_degree) were given different ones",
             "degrees": "tensor 3 does not divide the world of 2",
-            "both": "tensor ranks hold slices of every expert, not whole ones. Set one of them to 1",
+            "both": "an expert group is a part of a tensor group, or several. Set expert_parallel_degree to 2 or 4",
         }.items():
             assert part in found[name], (name, found[name])
             assert "parallel." not in found[name], found[name]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.config.degrees import Degrees, divisors, fit_batch, fit_degrees
+from octavo.config.degrees import Degrees, check_composed, divisors, fit_batch, fit_degrees
 from octavo.errors import InputError
 
 WORLDS = st.one_of(st.integers(1, 64), st.sampled_from([96, 120, 128, 256, 360, 512, 1024]))
@@ -55,7 +55,8 @@ def check_equation(degrees: Degrees) -> None:
     assert degrees.replicate * degrees.shard * degrees.context * degrees.tensor == degrees.world
     assert degrees.shard * degrees.context == degrees.hybrid_shard
     assert degrees.data == degrees.replicate * degrees.shard
-    assert degrees.hybrid_shard % degrees.expert == 0
+    assert degrees.hybrid_shard * degrees.tensor % degrees.expert == 0
+    assert 0 in (degrees.tensor % degrees.expert, degrees.expert % degrees.tensor)
 
 
 @settings(deadline=None)
@@ -106,6 +107,28 @@ def test_a_degree_that_was_left_at_zero_stays_at_zero():
     nearest = nearest_in(str(caught.value))
     assert nearest["hybrid_shard_degree"] == 0
     assert nearest["context_parallel_degree"] == 4
+
+
+def test_expert_groups_are_parts_of_tensor_groups_or_several():
+    """Of degrees that divide the ranks of a replica; the nearest of the others are named, with the world and without it."""
+    for tensor in (1, 2, 4, 6):
+        for expert in range(1, 25):
+            fits = 24 * tensor % expert == 0 and (tensor % expert == 0 or expert % tensor == 0)
+            asked = {"hybrid_shard_degree": 24, "tensor_parallel_degree": tensor, "expert_parallel_degree": expert}
+            if fits:
+                assert fit_degrees(**asked, world_size=24 * tensor).expert == expert
+                check_composed(tensor, expert)
+                continue
+            with pytest.raises(InputError) as caught:
+                fit_degrees(**asked, world_size=24 * tensor)
+            assert nearest_in(str(caught.value))["tensor_parallel_degree"] == tensor
+            if tensor % expert and expert % tensor:
+                with pytest.raises(InputError, match=f"expert_parallel_degree = {expert} with") as caught:
+                    check_composed(tensor, expert)
+                near = [int(number) for number in re.findall(r"\d+", str(caught.value).partition(" to ")[2])]
+                assert near[0] < expert < near[-1]
+                for other in near:
+                    check_composed(tensor, other)
 
 
 def test_an_impossible_world_is_refused():

@@ -139,8 +139,8 @@ def test_what_a_script_without_ranks_lacks_is_said(gpus):
         (("local", 1, smp(context_paralel_degree=2), {}), ["Did you mean 'context_parallel_degree'?"]),
         (("local", 1, smp(context_parallel_degree="2"), {}), ["context_parallel_degree", "'2'"]),
         (
-            ("local", 4, smp(tensor_parallel_degree=2, expert_parallel_degree=2), {}),
-            ["tensor_parallel_degree = 2", "expert_parallel_degree = 2", "experts are not split"],
+            ("local", 6, smp(tensor_parallel_degree=2, expert_parallel_degree=3), {}),
+            ["tensor_parallel_degree = 2", "expert_parallel_degree = 3", "Set expert_parallel_degree to 2 or 4"],
         ),
         (("local", 4, smp(tensor_parallel_degree=2, hybrid_shard_degree=4), {}), ["hybrid_shard 4 x tensor 2 = 8"]),
         (("local", 3, smp(tensor_parallel_degree=2), {}), ["tensor 2 does not divide the world of 3"]),

@@ -195,7 +195,7 @@ REFUSED = [
     (lambda: trainer(distributed=MPI(process_count_per_node=8)), "MPI(process_count_per_node=8) is not started here"),
     (lambda: trainer(distributed=Torchrun(process_count_per_node=0)), "process_count_per_node = 0"),
     (lambda: trainer(distributed=Torchrun(smp={"a": 1})), "Torchrun.smp = {'a': 1}: give SMP(…)"),
-    (lambda: SMP(tensor_parallel_degree=2, expert_parallel_degree=2), "SMP(…): expert_parallel_degree = 2 with tensor_"),
+    (lambda: SMP(tensor_parallel_degree=2, expert_parallel_degree=3), "SMP(…): expert_parallel_degree = 3 with tensor_"),
     (lambda: SMP(hybrid_shard_degre=2), "SMP(…): unknown key 'hybrid_shard_degre'. Did you mean 'hybrid_shard_degree'?"),
     (lambda: SMP(microbatches=4), "a key of SMP v1"),
     (lambda: SMP(sm_activation_offloading=1), "SMP(…): sm_activation_offloading = 1"),
@@ -308,7 +308,7 @@ model_trainer = ModelTrainer(
 )
 model_trainer.train(input_data_config=[InputData(channel_name="train", data_source="data")], wait=True, logs=True)
 print(model_trainer._latest_training_job.training_job_status)
-SMP(tensor_parallel_degree=2, expert_parallel_degree=2)
+SMP(tensor_parallel_degree=2, expert_parallel_degree=3)
 """
     )
     done = subprocess.run(
@@ -317,9 +317,7 @@ SMP(tensor_parallel_degree=2, expert_parallel_degree=2)
     assert done.returncode == 2
     assert done.stdout == "done 0\nCompleted\n"
     assert "trainer: training_image, sagemaker_session, role, tags have no meaning" in done.stderr
-    last = (
-        f"octavo: {place}/launch.py, line 22: SMP(…): expert_parallel_degree = 2 with tensor_parallel_degree = 2: experts are "
-    )
+    last = f"octavo: {place}/launch.py, line 22: SMP(…): expert_parallel_degree = 3 with tensor_parallel_degree = 2: an expert "
     assert done.stderr.splitlines()[-1].startswith(last)
 
 

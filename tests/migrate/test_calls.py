@@ -143,7 +143,7 @@ REFUSED = [
     ("te.Linear(8, 8, ub_overlap_ag=True)", "Linear(ub_overlap_ag=True)"),
     ("te.LayerNormMLP(8, 8, activation='nothing')", "LayerNormMLP(activation='nothing')"),
     ("te.TransformerLayer(16, 16, 2, tp_size=2)", "TransformerLayer(tp_size=2)"),
-    ("tsm.init({'tensor_parallel_degree': 2, 'expert_parallel_degree': 2})", "expert_parallel_degree=2)"),
+    ("tsm.init({'tensor_parallel_degree': 2, 'expert_parallel_degree': 3})", "expert_parallel_degree=3)"),
     ("tsm.init({'tensor_paralel_degree': 1})", "init(config='tensor_paralel_degree')"),
     ("te.Linear.nothing(1)", "nothing"),
     ("from torch.sagemaker import transform\ntransform(m, cp_comm_type='a2a')", "transform(cp_comm_type='a2a')"),

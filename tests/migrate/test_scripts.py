@@ -194,7 +194,7 @@ FAILS = [
     "from torch.sagemaker.nn.attn import FlashSelfAttention\nFlashSelfAttention(dropout=0.0)",
     "tsm.state.cfg.nothing",
     "tsm.state.ranker.get_nothing(0)",
-    "tsm.init({'tensor_parallel_degree': 2, 'expert_parallel_degree': 2})",
+    "tsm.init({'tensor_parallel_degree': 2, 'expert_parallel_degree': 3})",
     "tsm.transform(nn.Linear(2, 2), cp_comm_type='ring')",
     "recipe.DelayedScaling(fp8_format='HYBRID')",
     "te.Linear(16)",

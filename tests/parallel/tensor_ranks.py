@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import first_casts
 import octavo
 from octavo.collectives.blocks import parameters_of, with_block
 from octavo.collectives.tensor import TensorGroup
@@ -320,15 +321,21 @@ def with_scales_of_rows(degrees, name, n, shape, tokens):
     return hidden.detach().clone(), whole(model, lambda parameter: parameter.grad)
 
 
-def scales_of_experts(degrees, name):
-    """Scales and histories of a mixture behind a step, by layer and operand: an entry an expert."""
-    recipe = RECIPES[name]()
+def scales_of_experts(degrees, name, begun_by_one=False, joins=True):
+    """Scales and histories of a mixture behind a step, by layer and operand: an entry an expert, NaN of one elsewhere.
+
+    begun_by_one: under delayed scaling, whose first casts are else by the amaxes of a rank's samples. joins: an autocast joins
+    amaxes over the ranks.
+    """
+    recipe = RECIPES[name]() if joins else RECIPES[name](reduce_amax=False)
     model = started(MIXTURE, degrees, recipe)
-    step(model, optimizer_of(model), batch(), degrees=degrees, recipe=recipe)
+    with first_casts.by_one() if begun_by_one else contextlib.nullcontext():
+        step(model, optimizer_of(model), batch(), degrees=degrees, recipe=recipe)
     found = {}
     for layer, state in states_of(model):
         for operand, scale in state.observed.items():
-            found[f"{layer}.{operand.value}"] = scale.flatten().clone()
+            found[f"{layer}.{operand.value}"] = torch.full((state.experts or 1,), torch.nan)
+            found[f"{layer}.{operand.value}"][state.own_experts or slice(None)] = scale
         for operand, slot in state.slots.items():
             found[f"{layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten()))
     return {name: scales for name, scales in found.items() if "experts" in name}

@@ -1,5 +1,6 @@
 """Tensor parallelism: losses, gradients, steps, casts and checkpoints of several ranks are those of one."""
 
+import itertools
 import re
 
 import pytest
@@ -106,6 +107,52 @@ def test_slices_of_experts_with_other_options():
     check(2, TENSOR, list(MIXTURES.values()), limit=3e-5)
 
 
+SPREAD = {
+    "2 of 2": (2, TENSOR | {"expert_parallel_degree": 2}),
+    "2 of 4": (4, {"tensor_parallel_degree": 4, "expert_parallel_degree": 2}),
+    "4 of 4": (4, {"tensor_parallel_degree": 4, "expert_parallel_degree": 4}),
+    "4 over samples": (4, TENSOR | {"expert_parallel_degree": 4}),
+    "2, shard": (4, TENSOR | {"expert_parallel_degree": 2}),
+    "2, replicate": (4, TENSOR | {"expert_parallel_degree": 2, "hybrid_shard_degree": 1}),
+    "4 over sequences": (4, TENSOR | {"expert_parallel_degree": 4, "context_parallel_degree": 2}),
+    "2, sequences": (4, TENSOR | {"expert_parallel_degree": 2, "context_parallel_degree": 2}),
+}
+"""Whole experts: how many ranks hold different ones, and where. world, degrees."""
+FOUR = {
+    "model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": True, "intermediate_size": 45,
+    "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+"""An intermediate size that no two ranks divide."""
+WHOLE = {
+    "balanced": (FOUR, {"moe": MoeConfig(moe_z_loss_coeff=0.3)}),
+    "dense layers": ("qwen3-moe-mixed", {"given": {"tokens": 13}, "micro_batches": 2}),
+    "documents": ("qwen3-moe-mixed", {"given": {"documents": True}, "recompute": True}),
+    "padding": (FOUR, {"given": {"padding": True}, "recompute": "selective"}),
+    "frozen": ("mixtral", {"frozen": ("router.weight", "fc1_weight", "norm.weight"), "micro_batches": 2}),
+    "frozen experts": ("mixtral", {"frozen": ("fc1_weight", "fc2_weight")}),
+    "offload": ("mixtral", {"offload": True}),
+}
+
+
+@pytest.mark.long(lambda layout: layout in ("4 of 4", "2, replicate", "2, sequences"))
+@pytest.mark.parametrize("layout", SPREAD)
+def test_whole_experts_over_tensor_ranks_train_as_on_one_rank(layout):
+    world, degrees = SPREAD[layout]
+    check(world, degrees, [WHOLE[name] for name in ("balanced", "dense layers", "documents")])
+
+
+def test_whole_experts_with_other_options():
+    check(2, SPREAD["2 of 2"][1], list(WHOLE.values()))
+    check(4, SPREAD["2 of 4"][1], [WHOLE["padding"], WHOLE["frozen"]])
+
+
+@pytest.mark.parametrize("shape", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_slices_of_experts_accumulate_and_recompute(tensor, shape):
+    cells = [(shape, {"recompute": how, "micro_batches": times}) for how in (False, True, "selective") for times in (1, 2)]
+    check(tensor, {"tensor_parallel_degree": tensor}, cells)
+
+
 @pytest.mark.long(lambda layout: layout in ("gathered", "replicate"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beside_other_degrees(layout):
@@ -184,18 +231,67 @@ def test_steps_in_fp8():
         check(2, TENSOR, [(tensor_ranks.ALIGNED, {"recipe": recipe, "steps": 1})], limit=1e-4)
         # A sum in another order, at the edge of two codes of E5M2, is another code.
         check(2, TENSOR, [(tensor_ranks.MIXTURE, {"recipe": recipe, "steps": 1})], limit=5e-3)
+        check(2, SPREAD["2 of 2"][1], [(tensor_ranks.MIXTURE, {"recipe": recipe, "steps": 1})], limit=5e-3)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_tokens_of_tensor_ranks_travel_in_fp8():
+    """Outside of an autocast nothing is rounded; inside, once more."""
+    degrees = SPREAD["2 of 2"][1] | {"expert_dispatch_fp8": True}
+    check(2, degrees, [(tensor_ranks.MIXTURE, {"steps": 1})])
+    cells = [(tensor_ranks.MIXTURE, {"recipe": "delayed", "steps": 1})]
+    found, *_ = ranks.run(2, tensor_ranks.cells, degrees, cells)
+    losses, norms, *others = tensor_ranks.errors(found[0], of_one_rank(*cells[0])).values()
+    assert 0 < losses < 0.02
+    assert norms < 0.05
+    assert max(others) < 0.6
+
+
+def test_experts_under_other_recipes():
+    """Blocks of 128 are one rank's; rows of slices, as those of other parts, are shorter."""
+    block, rowwise = ((tensor_ranks.MIXTURE, {"recipe": recipe, "steps": 1}) for recipe in ("block", "rowwise"))
+    for degrees in (TENSOR, SPREAD["2 of 2"][1]):
+        check(2, degrees, [block])
+        found, *_ = ranks.run(2, tensor_ranks.cells, degrees, [rowwise])
+        losses, norms, *others = tensor_ranks.errors(found[0], of_one_rank(*rowwise)).values()
+        assert losses < 0.02
+        assert norms < 0.05
+        assert max(others) < 0.6  # FP8 itself is as far from float32
+
+
+@pytest.mark.parametrize(("recipe", "joins"), [("delayed", True), ("delayed", False), ("current", True)])
 @pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (4, {"tensor_parallel_degree": 4})], ids=["2", "4"])
-def test_scales_of_slices_of_experts_are_those_of_one_rank(world, degrees, recipe):
+def test_scales_of_slices_of_experts_are_those_of_one_rank(world, degrees, recipe, joins):
+    """Also where the autocast itself joins no amaxes over ranks."""
     wanted = tensor_ranks.scales_of_experts(None, recipe)
     assert len(wanted) == 2 * 2 * 3
-    first, *others = ranks.run(world, tensor_ranks.scales_of_experts, degrees, recipe)
+    first, *others = ranks.run(world, tensor_ranks.scales_of_experts, degrees, recipe, joins=joins)
     for name, scales in wanted.items():
         torch.testing.assert_close(first[name], scales, rtol=1e-5, atol=0.0, equal_nan=True)
         for other in others:
             assert torch.equal(other[name].nan_to_num(-1.0), first[name].nan_to_num(-1.0)), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "joins"),
+    [
+        *itertools.product(("2 of 2", "2 of 4", "4 of 4"), ("delayed",), (True, False)),
+        *itertools.product(("2 of 2", "2 of 4", "2, sequences"), ("current",), (True,)),
+        *itertools.product(("4 over samples", "2, shard", "2, sequences"), ("delayed",), (True,)),
+    ],
+)
+def test_scales_of_whole_experts_are_those_of_one_rank(layout, recipe, joins):
+    """By the tokens of all ranks that share samples; under delayed scaling of all, where the autocast joins these."""
+    world, degrees = SPREAD[layout]
+    begun_by_one = layout in ("4 over samples", "2, shard")
+    wanted = tensor_ranks.scales_of_experts(None, recipe, begun_by_one)
+    assert len(wanted) == 2 * 2 * 3
+    every = ranks.run(world, tensor_ranks.scales_of_experts, degrees, recipe, begun_by_one, joins)
+    for name, scales in wanted.items():
+        for found in every:
+            there = found[name].where(~found[name].isnan(), scales) if recipe == "current" else found[name]
+            torch.testing.assert_close(there, scales, rtol=1e-5, atol=0.0, equal_nan=True)
+        if recipe == "current":
+            assert not torch.stack([found[name] for found in every]).isnan().all(0).any(), name
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -320,10 +416,14 @@ def test_optimizers_that_measure_whole_parameters_are_refused():
         assert {name: bool(re.search(text, said[name])) for name, text in words.items()} == dict.fromkeys(words, True), said
 
 
-@pytest.mark.parametrize("shape", ["one-group", "qwen3-moe-mixed"])
-def test_an_optimizer_of_matrices_joins_the_parts(shape):
+@pytest.mark.parametrize(
+    ("shape", "degrees"),
+    [("one-group", TENSOR), ("qwen3-moe-mixed", TENSOR), ("qwen3-moe-mixed", SPREAD["2 of 2"][1])],
+    ids=["one-group", "slices", "whole experts"],
+)
+def test_an_optimizer_of_matrices_joins_the_parts(shape, degrees):
     wanted = tensor_ranks.stepped_by_matrices(None, shape)
-    for found in ranks.run(2, tensor_ranks.stepped_by_matrices, TENSOR, shape):
+    for found in ranks.run(2, tensor_ranks.stepped_by_matrices, degrees, shape):
         # Its five bf16 products widen what a sum in another order leaves.
         for name, value in wanted.items():
             assert (found[name] - value).norm() <= 0.02 * value.norm(), name
@@ -373,16 +473,12 @@ def test_states_that_pytorch_gives_are_whole_or_refused():
         assert counts == numbers
 
 
-@pytest.mark.parametrize("shape", ["all-biases", "qwen3-moe-mixed"])
-@pytest.mark.parametrize("of", [1, 2, 4])
-def test_a_checkpoint_continues_at_any_degree(tmp_path, of, shape):
-    def degrees(tensor):
-        return None if tensor == 1 else {"tensor_parallel_degree": tensor}
-
-    path, wanted = tmp_path / "checkpoint", ranks.run(of, tensor_ranks.saved, tmp_path / "checkpoint", degrees(of), shape)[0]
+def check_continuations(path, shape, of, others):
+    """Checkpoints of some ranks, (world, degrees), continue on others with the same numbers."""
+    wanted = ranks.run(of[0], tensor_ranks.saved, path, of[1], shape)[0]
     results = []
-    for to in (1, 2, 4):
-        for wrong, (loss, norm, _), after in ranks.run(to, tensor_ranks.continued, path, degrees(to), wanted, shape):
+    for world, degrees in others:
+        for wrong, (loss, norm, _), after in ranks.run(world, tensor_ranks.continued, path, degrees, wanted, shape):
             assert wrong == []
             results.append((loss, norm, after))
     for loss, norm, after in results[1:]:
@@ -391,10 +487,38 @@ def test_a_checkpoint_continues_at_any_degree(tmp_path, of, shape):
         assert all((after[name] - value).norm() <= 1e-5 * value.norm() + 1e-9 for name, value in results[0][2].items())
 
 
+SLICES = {"1": (1, None), "2": (2, TENSOR), "4": (4, {"tensor_parallel_degree": 4})}
+
+
+@pytest.mark.parametrize("shape", ["all-biases", "qwen3-moe-mixed"])
+@pytest.mark.parametrize("of", SLICES)
+def test_a_checkpoint_continues_at_any_degree(tmp_path, of, shape):
+    check_continuations(tmp_path / "checkpoint", shape, SLICES[of], SLICES.values())
+
+
+@pytest.mark.parametrize(
+    ("of", "others"),
+    [("1", ("2 of 2", "2 of 4")), ("2", ("4 over samples",)), ("2 of 2", ("1", "4")), ("2 of 4", ("2", "2, shard"))],
+)
+def test_a_checkpoint_continues_with_slices_or_whole_experts(tmp_path, of, others):
+    layouts = SLICES | SPREAD
+    names = of, *others
+    check_continuations(tmp_path / "checkpoint", "qwen3-moe-mixed", layouts[of], [layouts[name] for name in names])
+
+
 @pytest.mark.parametrize("shape", ["one-group", "qwen3-moe-mixed"])
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 4), (4, 2)])
 def test_exported_weights_are_whole(tmp_path, world, tensor, shape):
-    wanted = ranks.run(world, tensor_ranks.exported, tmp_path / "model", {"tensor_parallel_degree": tensor}, shape)[0]
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    check_export(tmp_path / "model", world, {"tensor_parallel_degree": tensor}, shape)
+
+
+@pytest.mark.parametrize("layout", ["2 of 2", "2 of 4", "2, replicate"])
+def test_exported_experts_are_whole(tmp_path, layout):
+    check_export(tmp_path / "model", *SPREAD[layout], "qwen3-moe-mixed")
+
+
+def check_export(path, world, degrees, shape):
+    wanted = ranks.run(world, tensor_ranks.exported, path, degrees, shape)[0]
+    found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
+from octavo.collectives.blocks import local_of
 from octavo.fp8 import checkpoints
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
@@ -47,7 +48,7 @@ def saved_bytes(model, recipe, documents, first):
     """
     ids = torch.randint(0, 96, (2, 48))
     positions = torch.arange(24).repeat(2)[None].expand(2, -1) if documents else None
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    own = {local_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
     kept, results = {}, []
 
     def once(compute):

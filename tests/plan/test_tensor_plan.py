@@ -17,11 +17,15 @@ from building import built_model
 from octavo import build
 from octavo.bench.cases import CASES
 from octavo.cli import main
+from octavo.collectives.blocks import local_of
 from octavo.config.run import RunConfig
 from octavo.fp8.columnwise import keep_columnwise
 from octavo.hardware import GIB, lookup
+from octavo.kernels.experts.assignment import round_robin
 from octavo.models.families import spec_of
 from octavo.nn import mlp
+from octavo.nn.moe import LayerNormMoE
+from octavo.parallel.experts import experts_in, spread_experts
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import state
 from octavo.plan import fp8_auto, saved
@@ -38,14 +42,21 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 def on_a_rank(cells):
     """For each (config, setup, recipe): parameters of this rank's part, and bytes that a forward saves, and that are cached.
 
-    The parts are not sharded any further, as over a shard group of one rank: a plan of shards has tests of its own.
+    The parts are not sharded any further, as over a shard group of one rank: a plan of shards has tests of its own. Of experts
+    that are spread each gets as many copies.
     """
-    octavo.init({"tensor_parallel_degree": 2})
+    octavo.init({"tensor_parallel_degree": 2, "expert_parallel_degree": cells[0][1].expert})
+
+    def spread(model, parts, how, **_):
+        for experts in (each for part in parts for each in experts_in(part) if how.expert_mesh is not None):
+            LayerNormMoE._route = routed_in_turn
+            spread_experts(experts, how.expert_mesh, fp8=False)
+
     found = []
     for config, setup, recipe in cells:
         dtype, params_dtype = DTYPES[setup.compute_bytes], DTYPES[setup.params_bytes]
         unsharded = {
-            "shard": mock.DEFAULT,
+            "shard": mock.Mock(side_effect=spread),
             "save_whole": mock.DEFAULT,
             "gather_weights_in_fp8": mock.Mock(side_effect=lambda model, parts, _: keep_columnwise(parts, None)),
         }
@@ -56,8 +67,14 @@ def on_a_rank(cells):
                 sharding=sharding_of(state, None, dtype=dtype, params_dtype=params_dtype),
             )  # fmt: skip
             counts = saved_bytes(model, recipe, setup.documents, True if setup.accumulates else None)
-        found.append((sum(parameter.numel() for parameter in model.parameters()), *counts))
+        found.append((sum(local_of(parameter).numel() for parameter in model.parameters()), *counts))
     return found
+
+
+def routed_in_turn(self, logits):
+    """As `LayerNormMoE._route`, with equal numbers of tokens."""
+    chosen = round_robin(logits, self.mixture.visited)
+    return logits.softmax(-1).gather(1, chosen), chosen
 
 
 WIDE = LlamaConfig(
@@ -106,7 +123,7 @@ def test_what_two_ranks_hold_and_save_is_in_the_plan():
         assert cached == pytest.approx(saved.kept_weights(setup, spec) if recipe else 0, abs=256), whole
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
 def test_what_two_ranks_hold_and_save_of_slices_of_experts_is_in_the_plan(recipe):
     """Small tensors of the router are estimates, as on one rank."""
     whole = setup_of(spec_of(MIXTURE), 2, 48, recipe, tensor=2, row_tile=1)
@@ -117,6 +134,38 @@ def test_what_two_ranks_hold_and_save_of_slices_of_experts_is_in_the_plan(recipe
     head = setup.spec.hidden_size * (setup.tokens * setup.compute_bytes + setup.spec.vocabulary * saved.root_bytes(setup))
     assert kept == pytest.approx(blocks + saved.saved_by_ends(setup, setup.spec) + head, rel=0.02)
     assert cached == pytest.approx(saved.kept_weights(setup, setup.spec) if recipe else 0, abs=256)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+def test_what_two_ranks_hold_and_save_of_whole_experts_is_in_the_plan(recipe):
+    whole = setup_of(spec_of(MIXTURE), 2, 48, recipe, tensor=2, expert=2, row_tile=1)
+    (parameters, kept, cached), other = (row[0] for row in ranks.run(2, on_a_rank, [(MIXTURE, whole, recipe)]))
+    setup = saved.of_tensor_rank(whole)
+    # Two whole experts of four are as many elements as a half of each.
+    assert other[0] == parameters == setup.parameters
+    blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
+    head = setup.spec.hidden_size * (setup.tokens * setup.compute_bytes + setup.spec.vocabulary * saved.root_bytes(setup))
+    assert kept == pytest.approx(blocks + saved.saved_by_ends(setup, setup.spec) + head, rel=0.02)
+    assert cached == pytest.approx(saved.kept_weights(setup, setup.spec) if recipe else 0, abs=256)
+
+
+def test_whole_experts_are_planned_as_they_are_held_gathered_and_sharded():
+    """Mixtral 8x7B over 8 ranks: shards of all degrees are alike, and a block gathers a rank's own experts."""
+    spec = CASES["mixtral-8x7b-2layers"].spec
+    experts = 8 * 3 * 4096 * 14336
+    dense = saved.block_parameters(spec) - experts - 8 * 4096 - 2 * 4096
+    for expert in (1, 2, 4, 8):
+        setup = saved.of_tensor_rank(setup_of(spec, 1, 4096, None, world=8, shard=4, tensor=2, expert=expert))
+        one = setup.spec
+        assert saved.block_parameters(one) == dense // 2 + experts // 2 + 8 * 4096 + 2 * 4096
+        held = experts // 2 if expert == 1 else experts // expert
+        assert saved.own_block_parameters(setup, one) == dense // 2 + held + 8 * 4096 + 2 * 4096
+        rows = saved.rows_of_experts(setup, one)
+        assert rows == pytest.approx(2 * 4096 // (1 if expert == 1 else 2), rel=0.4)  # experts of tiles of 128
+        found = estimate(setup_of(spec, 1, 4096, None, world=8, shard=4, tensor=2, expert=expert))
+        assert found.parts["parameters"] == 4 * -(-setup.parameters // 4)
+        gathered = (saved.root_parameters(one) + 2 * saved.own_block_parameters(setup, one)) * 2
+        assert found.parts["gathered weights"] in (gathered, saved.root_parameters(one) * 2)
 
 
 def test_matrices_are_divided_and_norms_are_not():

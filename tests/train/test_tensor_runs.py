@@ -60,18 +60,23 @@ def test_tensor_parallel_ranks_train_as_one_does(tiny_run, packing):
             assert a.get("validation_loss", 0) == pytest.approx(b.get("validation_loss", 0), rel=1e-5)
 
 
-def test_ranks_with_slices_of_experts_train_as_one_does(tiny_run):
-    """Routed tokens, router losses and validations count each token once; some are padding, as two ranks do not divide 31."""
+EXPERTS = ["model.source=mixtral-8x7b", "model.config.num_local_experts=4"]
+SPREAD = "parallel.expert_parallel_degree="
+
+
+def test_ranks_with_experts_train_as_one_does(tiny_run):
+    """Slices, and whole experts. Routed tokens, router losses and validations count each token once; some are padding, as two
+    ranks do not divide 31."""
     given = [
-        *EXACT, "model.source=mixtral-8x7b", "model.config.num_local_experts=4", "model.config.router_aux_loss_coef=0.3",
-        "model.config.output_router_logits=true", "moe.moe_z_loss_coeff=0.1", "data.sequence_length=31",
-        "train.validate_every=3", "train.micro_batch=1",
+        *EXACT, *EXPERTS, "model.config.router_aux_loss_coef=0.3", "model.config.output_router_logits=true",
+        "moe.moe_z_loss_coeff=0.1", "data.sequence_length=31", "train.validate_every=3", "train.micro_batch=1",
     ]  # fmt: skip
     one = tiny_run("one", steps=4, every=3)
     ranks.run(1, run, one.file, given)
     wanted = records(one.output)
-    for count, more in ((2, []), (4, ["parallel.context_parallel_degree=2"])):
-        several = tiny_run(f"{count}", steps=4, every=3)
+    shared = "parallel.context_parallel_degree=2"
+    for count, more in ((2, []), (4, [shared]), (2, [f"{SPREAD}2"]), (4, [f"{SPREAD}4", shared])):
+        several = tiny_run(f"{count}-{len(more)}-{more[:1] == [shared]}", steps=4, every=3)
         said = ranks.run(count, run, several.file, [*given, degree(2), *more])
         assert len(set(said)) == 1
         for a, b in zip(records(several.output), wanted, strict=True):
@@ -149,6 +154,26 @@ def test_a_killed_run_continues_to_the_same_bits_and_at_other_degrees(tiny_run):
     assert losses(moving.output) == pytest.approx(losses(whole.output), rel=2e-3)
     starts = json.loads((moving.output / "environment.json").read_text())["starts"]
     assert len(starts) == 5
+
+
+def test_a_run_continues_with_slices_whole_experts_or_on_one_rank(tiny_run):
+    """In FP8 by delayed scaling, whose scales are an expert's."""
+    given = [*FP8, *EXPERTS, "train.micro_batch=1"]
+    layouts = {
+        "2 of 2": (2, [degree(2), f"{SPREAD}2"]),
+        "2": (2, [degree(2)]),
+        "4": (4, [degree(2), f"{SPREAD}4"]),
+        "1": (1, []),
+    }
+    runs = {}
+    for name, order in (("whole", ["2 of 2"] * 5), ("moving", ["2 of 2", "1", "4", "2", "2 of 2"])):
+        runs[name] = tiny_run(name, steps=6, every=2)
+        for number, layout in enumerate(order):
+            count, more = layouts[layout]
+            ranks.run(count, run, runs[name].file, [*given, *more, f"train.steps={number + 2}"])
+    assert losses(runs["moving"].output) == pytest.approx(losses(runs["whole"].output), rel=2e-3)
+    found, wanted = (load_file(exported(each)) for each in runs.values())
+    assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in wanted.items()}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
@@ -243,16 +268,20 @@ def test_a_live_sample_is_that_of_one_rank(tiny_run):
 REFUSED = {
     "own code": (["model.blocks=own"], [r'LlamaForCausalLM keeps its own code.*degree = 1, or model\.blocks = "auto"']),
     "assignment": (
-        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "moe.moe_load_balancing=balanced"],
+        [*EXPERTS, "moe.moe_load_balancing=balanced"],
         [r'moe\.moe_load_balancing = "balanced" with parallel.* Set moe\.moe_load_balancing = "aux_loss"'],
     ),
     "noise": (
-        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "moe.router_jitter_noise=0.1"],
+        [*EXPERTS, "moe.router_jitter_noise=0.1"],
         [r"moe\.router_jitter_noise = 0\.1 with parallel.* Set moe\.router_jitter_noise = 0\.0"],
     ),
-    "whole experts": (
-        ["model.source=mixtral-8x7b", "model.config.num_local_experts=4", "parallel.expert_parallel_degree=2"],
-        [r"tensor ranks hold slices of every expert, not whole ones\. Set one of them to 1\."],
+    "expert groups": (
+        ["model.source=mixtral-8x7b", "model.config.num_local_experts=12", degree(4), "parallel.expert_parallel_degree=3"],
+        [r"expert 3 does not divide hybrid_shard 1 .*x tensor 4 = 4\..* Change parallel\.expert_parallel_degree to (2|4)\."],
+    ),
+    "experts": (
+        ["model.source=mixtral-8x7b", "model.config.num_local_experts=6", "parallel.expert_parallel_degree=4"],
+        [r"parallel\.expert_parallel_degree = 4 does not divide the 6 experts of mixtral\. Set .*degree to 1 or 2\."],
     ),
     "float16": (["model.dtype=float16", "fp8.enabled=false"], [r'model\.dtype = "float16" .*Set model\.dtype = "bfloat16"']),
     "heads": (

@@ -3,7 +3,7 @@
     world = replicate × hybrid_shard × tensor        hybrid_shard (H) is the size of the FSDP group
     H     = shard × context                          and contains the context group
     data  = replicate × shard                        ranks that see different samples
-    expert divides H
+    expert divides H × tensor, and divides tensor or is a multiple of it
 
 Nothing imports torch, so that a laptop finds a mistake before a cluster is paid for. An error names every factor, the nearest
 degrees that fit, and the keys to change. "Nearest" means the fewest changed keys, then the smallest ratios.
@@ -30,7 +30,7 @@ class Degrees:
         hybrid_shard: H, the size of an FSDP group.
         tensor: the size of a tensor-parallel group.
         context: the size of a context-parallel group, inside an FSDP group.
-        expert: the size of an expert-parallel group, inside an FSDP group.
+        expert: the size of an expert-parallel group, inside an FSDP group and the tensor groups of its ranks.
     """
 
     world: int
@@ -85,11 +85,17 @@ def fit_degrees(
 
 
 def check_composed(tensor: int, expert: int) -> None:
-    """Raise an InputError for degrees that this version does not compose, whatever the ranks are."""
-    if tensor > 1 and expert > 1:
+    """Raise an InputError for degrees that this version does not compose, whatever the ranks are.
+
+    An expert group is a part of a tensor group, the whole, or several: so the ranks of a tensor group that hold the same expert
+    see all of the group's tokens between them, and can join an expert's amaxes.
+    """
+    if tensor > 0 and expert > 0 and not composes(tensor, expert):
+        fitting = divisors(tensor) + [tensor * times for times in range(2, expert // tensor + 2)]
+        near = [*[degree for degree in fitting if degree < expert][-1:], *[degree for degree in fitting if degree > expert][:1]]
         raise InputError(
-            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: tensor ranks hold slices of every "
-            "expert, not whole ones. Set one of them to 1."
+            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: an expert group is a part of a tensor "
+            f"group, or several. Set expert_parallel_degree to {_or(near)}."
         )
 
 
@@ -142,17 +148,31 @@ def _problems(asked: dict[str, int], world: int) -> list[str]:
         problems.append(f"hybrid_shard {hybrid} x tensor {tensor} = {hybrid * tensor} does not divide the world of {world}")
     resolved = hybrid or world // tensor
     whole = f"hybrid_shard {resolved}" if hybrid else f"hybrid_shard {resolved} (world {world} / tensor {tensor})"
-    inner = {"context": context, "expert": expert}
-    return problems + [f"{name} {degree} does not divide {whole}" for name, degree in inner.items() if resolved % degree]
+    if resolved % context:
+        problems.append(f"context {context} does not divide {whole}")
+    if resolved * tensor % expert:
+        beside = f"{whole} x tensor {tensor} = {resolved * tensor}" if tensor > 1 else whole
+        problems.append(f"expert {expert} does not divide {beside}")
+    elif not composes(tensor, expert):
+        problems.append(f"expert {expert} neither divides tensor {tensor} nor is a multiple of it")
+    return problems
+
+
+def composes(tensor: int, expert: int) -> bool:
+    """True if an expert group is a part of a tensor group, or several."""
+    return not (tensor % expert and expert % tensor)
 
 
 def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> InputError:
     nearest = min(_fitting(asked, world), key=lambda candidate: _distance(asked, candidate, world))
     changed = [key for key in asked if asked[key] != nearest[key]]
     factors = ", ".join(f"{key} {value}" for key, value in asked.items())
+    divide = "context and expert must divide hybrid_shard"
+    if max(asked["tensor_parallel_degree"], nearest["tensor_parallel_degree"]) > 1:
+        divide = "context must divide hybrid_shard, and expert hybrid_shard x tensor"
     return InputError(
         f"parallel degrees do not fit {world} ranks: {'; '.join(problems)}. "
-        f"World {world} must be replicate x hybrid_shard x tensor, and context and expert must divide hybrid_shard; "
+        f"World {world} must be replicate x hybrid_shard x tensor, and {divide}; "
         f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
         f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}"
         + (", or start more ranks with --ranks (--dry-run and describe: --world-size)." if world == 1 else ".")
@@ -165,7 +185,7 @@ def _fitting(asked: dict[str, int], world: int) -> Iterator[dict[str, int]]:
         for hybrid in divisors(world // tensor):
             written = 0 if asked["hybrid_shard_degree"] == 0 and hybrid == world // tensor else hybrid
             for context in divisors(hybrid):
-                for expert in divisors(hybrid):
+                for expert in (each for each in divisors(hybrid * tensor) if composes(tensor, each)):
                     yield dict(zip(asked, (written, tensor, context, expert), strict=True))
 
 

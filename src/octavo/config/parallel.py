@@ -20,7 +20,9 @@ class ParallelConfig(Section):
         1, ge=1, description="Ranks over which each matrix is split, and between products the tokens; divides heads and MLP."
     )
     context_parallel_degree: int = Field(1, ge=1, description="Ranks over which a sequence is split; divides the shard degree.")
-    expert_parallel_degree: int = Field(1, ge=1, description="Ranks over which experts are spread; divides the shard degree.")
+    expert_parallel_degree: int = Field(
+        1, ge=1, description="Ranks over which experts are spread; divides the shard degree times the tensor degree."
+    )
     expert_dispatch_fp8: bool = Field(
         False,
         description="Tokens, and gradients of results, travel to their experts in E4M3 with a scale for 128 elements: half the "

@@ -350,9 +350,9 @@ class LinearQuantizer:
 
         def largest() -> Tensor:
             found = self._amax(producer, slot.fp8_max, recipe.casts[operand].format.dtype)
-            if self.state.tensor_group is not None:  # whose ranks have one history under every autocast
-                self._join(found, self.state.tensor_group)
-            group = self.state.context_group
+            tensor, group = self.state.tensor_group_of(operand), self.state.context_group
+            if tensor is not None:  # whose ranks have one history under every autocast
+                self._join(found, tensor)
             if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
                 self._join(found, group)  # as the histories: ranks that keep their own may not have begun at once
             return found
@@ -434,8 +434,8 @@ class LinearQuantizer:
             return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:
             largest = self._amax(producer, kind.max, kind.dtype)
-            if self.state.tensor_group is not None:
-                self._join(largest, self.state.tensor_group)
+            if (tensor := self.state.tensor_group_of(operand)) is not None:
+                self._join(largest, tensor)
             if self.state.context_group is not None and operand is not Operand.WEIGHT:
                 self._join(largest, self.state.context_group)
             scale = scale_from_amax(largest, kind.max, how.power_of_two)

@@ -45,7 +45,7 @@ class ModuleState:
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
         self.context_group: dist.ProcessGroup | None = None  # shares each sequence, whose tokens have one current scale
-        self.tensor_group: dist.ProcessGroup | None = None  # holds parts of each operand, which have one scale
+        self.tensor_group: dist.ProcessGroup | None = None  # holds parts of operands, which have one scale
         self.observed: dict[Operand, Tensor] = {}
         self.buffers = buffers.default
         self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation
@@ -64,6 +64,13 @@ class ModuleState:
         process.fp8_modules[next(process.numbers)] = self
         self.buffers.claimed = None
         process.offered.clear()
+
+    def tensor_group_of(self, operand: Operand) -> dist.ProcessGroup | None:
+        """The ranks that join the amaxes of an operand over the tensor group; None for none.
+
+        Of experts that are spread over ranks these hold other tokens, and no parts of weights.
+        """
+        return None if operand is Operand.WEIGHT and self.own_experts is not None else self.tensor_group
 
     @property
     def records(self) -> dict[Operand, Slot]:

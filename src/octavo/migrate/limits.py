@@ -421,13 +421,19 @@ def _refused_keys(config: Any) -> Iterator[tuple[str, Any, str]]:
     numbers = all(type(value) is int and value >= 0 for value in degrees.values())
     if REST not in config and numbers and not any(key in config and key not in known for key in DEGREES):
         hybrid, tensor, context, expert = degrees.values()
-        world = max(1, tensor) * (hybrid or math.lcm(max(1, context), max(1, expert)))
-        if _fault(lambda: fit_degrees(**degrees, world_size=world)) is not None and tensor * context * expert:
-            yield "config.hybrid_shard_degree", hybrid, "context_parallel_degree and expert_parallel_degree divide it."
         if (fault := _fault(lambda: check_composed(tensor, expert))) is not None:
             yield "config.expert_parallel_degree", expert, fault
+            return
+        of_experts = max(1, expert) // math.gcd(max(1, expert), max(1, tensor))
+        world = max(1, tensor) * (hybrid or math.lcm(max(1, context), of_experts))
+        if _fault(lambda: fit_degrees(**degrees, world_size=world)) is not None and tensor * context * expert:
+            yield "config.hybrid_shard_degree", hybrid, _DIVIDE if tensor == 1 else _DIVIDE_BESIDE_TENSOR
 
 
+_DIVIDE = "context_parallel_degree and expert_parallel_degree divide it."
+_DIVIDE_BESIDE_TENSOR = (
+    "context_parallel_degree divides it, and expert_parallel_degree divides it times tensor_parallel_degree."
+)
 _SIZES = (
     "in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels",
     "num_gemms", "normalized_shape", "layer_number", "dim",

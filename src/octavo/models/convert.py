@@ -295,7 +295,8 @@ def check_decoder(model: Any) -> None:
     _check_config(model.config, spec)
     warn_of_other_weights(spec)
     make: dict[str, Any] = {"dtype": model.dtype, "params_dtype": model.dtype, "buffer_dtype": model.rotary.dtype}
-    reference: Any = written_class(model)(model.config, spec, **make, device="meta", tensor=model.tensor)
+    shared: dict[str, Any] = {"tensor": model.tensor, "spread": model.spread}
+    reference: Any = written_class(model)(model.config, spec, **make, device="meta", **shared)
     different = difference_from(model, reference)
     rotary = model.rotary
     if not different and (

@@ -43,6 +43,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import part_of_rank, refuse_other_parameters, rows_of_words, share_parameters, words_of
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.embedding import Embedding, SharedWeight
+from octavo.nn.experts import StackedExperts
 from octavo.nn.head import OutputHead, linear_cross_entropy
 from octavo.nn.linear import compute_dtype, high_precision
 from octavo.nn.moe import Experts, balancing_loss, router_z_loss
@@ -93,7 +94,7 @@ class Decoder(PretrainedInterface):
     Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
     products for a loss are FP8, with "backward" those of its gradients alone. None is "backward" under Octavo's own recipes and
     False under Transformer Engine's. Another value is an InputError. tensor: the ranks that share each matrix; parameters are
-    then this rank's parts.
+    then this rank's parts. spread: but experts are whole, and sharding leaves each rank some of them.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Decoder(PretrainedInterface):
         fp8_head: bool | Literal["backward"] | None = None,
         objective: Objective | None = None,
         tensor: TensorGroup | None = None,
+        spread: bool = False,
     ) -> None:
         super().__init__()
         if fp8_head not in (None, False, True, "backward"):
@@ -119,8 +121,8 @@ class Decoder(PretrainedInterface):
         self.fp8_head_asked = fp8_head is not None
         self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-        self.tensor = tensor
-        own = spec if tensor is None else part_of_rank(spec, tensor.size)
+        self.tensor, self.spread = tensor, spread
+        own = spec if tensor is None else part_of_rank(spec, tensor.size, spread=spread)
         rows = spec.vocabulary if tensor is None else rows_of_words(spec.vocabulary, tensor.size)
         self.embedding = Embedding(rows, spec.hidden_size, padding=spec.padding, dtype=dtype, **make)
         self.layers = nn.ModuleList(
@@ -134,7 +136,7 @@ class Decoder(PretrainedInterface):
             # The gradient of the logits has a scale that is always the same.
             vars(self.head)["fp8_state"] = ModuleState(self.head, operands=(Operand.INPUT, Operand.WEIGHT))
         if tensor is not None:
-            share_parameters(self, tensor)
+            share_parameters(self, tensor, spread=spread)
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
@@ -358,7 +360,10 @@ class Decoder(PretrainedInterface):
             return both[0] if len(both) == 1 else both[0] & both[1]
         if not self._compared and self.tensor is not None:
             blocks = parameters_of(self)
-            refuse_other_parameters(self, [(name, blocks[p]) for name, p in self.named_parameters()], self.tensor.size)
+            experts = [module for module in self.modules() if isinstance(module, StackedExperts)]
+            spread = {id(parameter) for each in experts for parameter in each.spread}
+            named = [(name, blocks[p]) for name, p in self.named_parameters() if id(p) not in spread]
+            refuse_other_parameters(self, named, self.tensor.size)
         self._compared = True
         for same, group, key in ((of_context, self.context, "context"), (of_tensor, self.tensor, "tensor")):
             if same is not None and group is not None and not same:

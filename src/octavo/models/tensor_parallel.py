@@ -5,7 +5,7 @@ which rows of zeros are added. Checkpoints have the whole parameters (`octavo.co
 
     qkv, fc1 and their biases     rows: whole groups of heads, or some query heads and their group's key and value
     proj, fc2                     columns
-    fc1, fc2 of experts           the same of each expert
+    fc1, fc2 of experts           the same of each expert; whole experts where these are spread over ranks
     embedding, head               rows
     norms, routers, biases        all of it, on every rank: biases of proj and fc2
 """
@@ -31,8 +31,11 @@ from octavo.nn.mlp import gate_up_block
 KEY = "tensor_parallel_degree"
 
 
-def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = None) -> None:
-    """Raise an InputError for a decoder that `degree` tensor-parallel ranks cannot share. dtype: of activations."""
+def check_tensor(spec: ModelSpec, degree: int, *, spread: bool = False, dtype: torch.dtype | None = None) -> None:
+    """Raise an InputError for a decoder that `degree` tensor-parallel ranks cannot share.
+
+    spread: experts are spread over ranks, each whole. dtype: of activations.
+    """
     if degree == 1:
         return
     if spec.mixtures and spec.assignment != "largest":
@@ -47,21 +50,21 @@ def check_tensor(spec: ModelSpec, degree: int, *, dtype: torch.dtype | None = No
         )
     if dtype == torch.float16:
         raise InputError(f"dtype = torch.float16 with {KEY} = {degree}: give dtype = torch.bfloat16, or {KEY} = 1.")
-    if faults := _faults(spec, degree):
-        legal = [n for n in range(1, spec.heads + 1) if not _faults(spec, n)]
+    if faults := _faults(spec, degree, spread):
+        legal = [n for n in range(1, spec.heads + 1) if not _faults(spec, n, spread)]
         below, above = [n for n in legal if n < degree][-1:], [n for n in legal if n > degree][:1]
         near = " or ".join(str(n) for n in (*below, *above))
         raise InputError(f"{KEY} = {degree}: {'; '.join(faults)}. Set {KEY} to {near}, which fits {spec.family}.")
 
 
-def _faults(spec: ModelSpec, degree: int) -> list[str]:
+def _faults(spec: ModelSpec, degree: int, spread: bool) -> list[str]:
     """The sizes of a decoder that so many ranks do not divide."""
     faults = []
     if spec.heads % degree:
         faults.append(f"{spec.heads} query heads are not divided")
     elif spec.kv_heads % degree and degree % spec.kv_heads:
         faults.append(f"{spec.kv_heads} key-value heads are neither divided nor shared by equal numbers of ranks")
-    for size in (spec.ffn_size, *([spec.dense_ffn_size] if spec.dense else [])):
+    for size in (*([] if spread and spec.mixtures else [spec.ffn_size]), *([spec.dense_ffn_size] if spec.dense else [])):
         if size % degree:
             faults.append(f"an intermediate size of {size} is not divided")
     return faults
@@ -75,10 +78,10 @@ def own_code_message(name: str, degree: int) -> str:
     )
 
 
-def part_of_rank(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The spec of one rank's blocks."""
+def part_of_rank(spec: ModelSpec, ranks: int, *, spread: bool = False) -> ModelSpec:
+    """The spec of one rank's blocks. spread: as of `check_tensor`."""
     groups = max(1, spec.kv_heads // ranks)
-    ffn, dense = spec.ffn_size // ranks, spec.dense_ffn_size // ranks
+    ffn, dense = spec.ffn_size // (1 if spread and spec.mixtures else ranks), spec.dense_ffn_size // ranks
     return dataclasses.replace(spec, heads=spec.heads // ranks, kv_heads=groups, ffn_size=ffn, dense_ffn_size=dense)
 
 
@@ -107,8 +110,11 @@ def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
     return TensorGroup(group, sharing)
 
 
-def share_parameters(model: Any, tensor: TensorGroup) -> None:
-    """Declare which part of each parameter of a decoder, made of a rank's parts, this rank has; give its layers the group."""
+def share_parameters(model: Any, tensor: TensorGroup, *, spread: bool = False) -> None:
+    """Declare which part of each parameter of a decoder, made of a rank's parts, this rank has; give its layers the group.
+
+    spread: as of `check_tensor`. Nothing is declared of whole experts, of which sharding leaves each rank some.
+    """
     spec: ModelSpec = model.spec
     n = tensor.size
     qkv = [_qkv_rows(spec, rank, n) for rank in range(n)]
@@ -129,6 +135,8 @@ def share_parameters(model: Any, tensor: TensorGroup) -> None:
     blocks: dict[nn.Parameter, Block] = {}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
+        if name == "experts" and spread:
+            continue
         for own, parameter in module.named_parameters(recurse=False):
             shape = list(parameter.shape)
             held: list[list[Indices]] = [[indices((0, size)) for size in shape] for _ in range(n)]

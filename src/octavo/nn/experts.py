@@ -71,6 +71,11 @@ class StackedExperts(nn.Module):
                 for matrix in weight.chunk(self.count):
                     init_linear_(matrix, None, method)
 
+    @property
+    def spread(self) -> tuple[nn.Parameter, ...]:
+        """The parameters of this rank's experts, if these are some of all."""
+        return () if self.group is None else (self.fc1_weight, self.fc2_weight)
+
     # A compiler expects no experts without rows, nor kernels whose grids follow from sizes on the device.
     @torch.compiler.disable
     def forward(self, x: Tensor, scores: Tensor, chosen: Tensor, is_first_microbatch: bool | None = None) -> Tensor:

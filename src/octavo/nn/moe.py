@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError, unknown
+from octavo.fp8.quantizer import repeats_input
 from octavo.kernels.autograd import SavedBytes, refuse_transforms
 from octavo.kernels.experts import assignment, router
 from octavo.kernels.experts.routes import most_rows
@@ -56,15 +57,16 @@ class LayerNormMoE(ResidualLayer):
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), router_weight [E, H], and those of `experts`, a
     `StackedExperts`. The router is never FP8.
 
-    Ranks of a tensor group (`tensor`) norm and route their own tokens, and hold a slice of every expert: the tokens of all are
-    gathered, and the parts of their results added up. Gathers are of the compute dtype: each expert has a scale of its own.
+    Ranks of a tensor group (`tensor`) norm and route their own tokens. Where each holds a slice of every expert, the tokens of
+    all are gathered, and the parts of their results added up. Gathers are of the compute dtype: each expert has a scale of its
+    own. Where experts are spread over ranks, each whole, a rank's tokens go to those of their experts, as without the group.
 
     Raises:
         InputError: a count that is not possible, such as more visited experts than there are.
     """
 
     tensor: TensorGroup | None = None
-    """The ranks that hold other slices of the experts: inputs and outputs are this rank's tokens."""
+    """The ranks that hold other slices of the experts, or others of them: inputs and outputs are this rank's tokens."""
 
     def __init__(
         self,
@@ -149,8 +151,8 @@ class LayerNormMoE(ResidualLayer):
         return h, unflat(y, input.shape), self._routing(logits, chosen, counted)
 
     def _computed(self, x: Tensor, scores: Tensor, chosen: Tensor, first: bool | None) -> Tensor:
-        """The experts' result [T, H] of x [T, H]; a tensor group's of the tokens of all its ranks."""
-        if self.tensor is None:
+        """The experts' result [T, H] of x [T, H]; that of slices by way of the tokens of all tensor ranks."""
+        if self.tensor is None or self.experts.group is not None:
             made: Tensor = self.experts(x, scores, chosen, first)
             return made
         of_all = self.tensor.gathered(x[None])[0], self.tensor.gathered(scores[None])[0], self.tensor.gather(chosen)
@@ -200,10 +202,10 @@ def saved_by_moe(
     """
     routed = tokens if own is None else own
     element, copies = of.use.compute_bytes, tokens * top_k
-    received = copies if of.experts < experts else tokens  # rows of the experts' input; over several ranks each has its copy
-    activations = [*saved_by_norm(routed, of.hidden_size, element, kind), received * of.hidden_size * element]
-    if own is not None:  # the router's input, beside that of all tokens
-        activations.append(own * of.hidden_size * element)
+    activations = [*saved_by_norm(routed, of.hidden_size, element, kind), routed * of.hidden_size * element]
+    spread = of.experts < experts
+    if (spread or own is not None) and repeats_input(of.first):  # the experts' input, beside the router's
+        activations.append((copies if spread else tokens) * of.hidden_size * element)
     # `chosen`, two `scores`, and `rows`
     probabilities, of_copies = 6 * routed * experts * 4, routed * top_k * (8 + 2 * 4) + copies * 4
     stacked = saved_by_experts(most_rows(copies, of.experts, row_tile), of)

@@ -20,8 +20,8 @@ def experts_in(module: nn.Module) -> list[StackedExperts]:
 def spread_experts(experts: StackedExperts, mesh: DeviceMesh, *, fp8: bool) -> None:
     """Leave this rank's experts alone in a mixture, in place, on a real device or on meta.
 
-    mesh: [replicate, expert_shard, expert]; its last dimension divides the experts. fp8: as of `ExpertGroup`. Parameters become
-    DTensors of all experts.
+    mesh: [replicate, expert_shard, expert], of tensor ranks too; its last dimension divides the experts. fp8: as of
+    `ExpertGroup`. Parameters become DTensors of all experts.
     """
     ranks = mesh["expert"]
     group = experts.group = ExpertGroup(ranks.get_group(), experts.count, fp8=fp8)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.collectives.context import ContextGroup
-from octavo.config.degrees import divisors
+from octavo.config.degrees import composes, divisors
 from octavo.config.parallel import ParallelConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
@@ -25,7 +25,8 @@ class Sharding:
 
     Attributes:
         mesh: [replicate, shard] or [shard].
-        expert_mesh: [replicate, expert_shard, expert] over the same ranks; None where each computes with all experts.
+        expert_mesh: [replicate, expert_shard, expert] over the same ranks and their tensor groups; None where each computes
+            with all experts, or with slices of all.
         data_group: the ranks that see different samples.
         token_group: those and the ranks that share their sequences; None for those alone.
         context: the ranks that share each sequence; None for one.
@@ -93,10 +94,11 @@ def gather_dtype(config: ParallelConfig, dtype: torch.dtype, params_dtype: torch
     return None if found == params_dtype else found
 
 
-def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
+def check_experts(experts: int, degree: int, shards: int, name: str, tensor: int = 1) -> None:
     """Raise an InputError unless all ranks of an expert group hold equal numbers of experts.
 
-    experts: of a mixture, 0 for none. degree: ranks of the expert group. shards: ranks of its FSDP group. name: of the model.
+    experts: of a mixture, 0 for none. degree: ranks of the expert group. shards, tensor: ranks of an FSDP group and of a
+    tensor group. name: of the model.
     """
     if degree == 1 or (experts and not experts % degree):
         return
@@ -105,6 +107,6 @@ def check_experts(experts: int, degree: int, shards: int, name: str) -> None:
         raise InputError(
             f"{key} = {degree}: {name} has no experts in Octavo's decoder, which alone spreads them. Set {key} = 1."
         )
-    *fitting, last = [str(ranks) for ranks in divisors(math.gcd(experts, shards))]
+    *fitting, last = [str(n) for n in divisors(math.gcd(experts, shards * tensor)) if composes(tensor, n)]
     nearest = f"{', '.join(fitting)} or {last}" if fitting else last
     raise InputError(f"{key} = {degree} does not divide the {experts} experts of {name}. Set {key} to {nearest}.")

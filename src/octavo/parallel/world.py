@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from octavo.config.degrees import DEGREES, Degrees, check_composed, fit_degrees
+from octavo.config.degrees import DEGREES, Degrees, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError, OctavoError, first_line, warn
 from octavo.job_ranks import adopt_ranks, alone_in_job, may_bind_gpus
@@ -99,7 +99,7 @@ class State:
         self.dp_size = degrees.data
         self.tp_rank = rank % degrees.tensor
         self.cp_rank = rank // degrees.tensor % degrees.context
-        self.ep_rank = rank // degrees.tensor % degrees.expert
+        self.ep_rank = rank % degrees.expert
         self.dp_rank = rank // (degrees.tensor * degrees.context)
         self.token_rank = rank // degrees.tensor
         self.rng_tracker: RngStateTracker | None = None  # one with an earlier call's seed goes
@@ -191,7 +191,6 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
             "or call torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
         )
     degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world)
-    check_composed(degrees.tensor, degrees.expert)
     if chosen.expert_dispatch_fp8 and degrees.expert == 1:
         raise InputError(
             "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token travels: "
@@ -263,16 +262,16 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     state.world_process_group = dist.group.WORLD
     state.tp_process_group = mesh["tensor"].get_group()
     state.rep_rank_process_group = mesh["replicate"].get_group()
-    # [data, context, tensor]; within a shard group, consecutive ranks form an expert group.
+    # [data, context, tensor]; consecutive ranks form an expert group.
     layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
     state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))
     state.cp_process_group = _own_group(layout.permute(0, 2, 1).flatten(0, 1))
     state.token_process_group = _own_group(layout.permute(2, 0, 1).flatten(1))
-    if degrees.expert > 1 and degrees.tensor == 1:
+    if degrees.expert > 1:
         state.expert_mesh = expert_mesh(state.device.type, degrees)
         state.ep_process_group = state.expert_mesh["expert"].get_group()
     else:
-        state.ep_process_group = _own_group(layout.view(-1, degrees.expert, degrees.tensor).permute(0, 2, 1).flatten(0, 1))
+        state.ep_process_group = _own_group(layout.view(-1, 1))
 
 
 @contextlib.contextmanager
@@ -307,8 +306,8 @@ def _gpu(local: int, gpus: int, *, bound: bool) -> int:
 
 
 def expert_mesh(device_type: str, degrees: Degrees) -> DeviceMesh:
-    """[replicate, expert_shard, expert]: consecutive ranks of a shard group hold different experts. Collective."""
-    shape = (degrees.replicate, degrees.hybrid_shard // degrees.expert, degrees.expert)
+    """[replicate, expert_shard, expert]: consecutive ranks, tensor ranks too, hold different experts. Collective."""
+    shape = (degrees.replicate, degrees.hybrid_shard * degrees.tensor // degrees.expert, degrees.expert)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "expert_shard", "expert"))
 
 

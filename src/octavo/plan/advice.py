@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from octavo.config.degrees import divisors
+from octavo.config.degrees import composes, divisors
 from octavo.config.effects import with_values
 from octavo.config.recompute import levels_for
 from octavo.dtypes import torch_dtype
@@ -344,8 +344,8 @@ def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any
     for shard in divisors(most):
         if shard < setup.shard or shard % setup.context:
             continue
-        for expert in divisors(math.gcd(shard, experts)):
-            if expert < setup.expert:
+        for expert in divisors(math.gcd(shard * setup.tensor, experts)):
+            if expert < setup.expert or not composes(setup.tensor, expert):
                 continue
             changes: dict[str, Any] = {}
             cost, other = 0.0, dataclasses.replace(setup, shard=shard, expert=expert)

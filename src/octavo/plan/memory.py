@@ -38,7 +38,7 @@ from octavo.plan.saved import (
     mlp_of,
     of_tensor_rank,
     own_block_parameters,
-    own_experts,
+    parameters_of_experts,
     recipe_of,
     recomputed_by_block,
     root_bytes,
@@ -218,8 +218,9 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     """Temporaries of a block's MLP or experts in backward, the largest part of a block's: gradients of matrices among them."""
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
-        exchanged = setup.tokens * spec.visited if setup.expert > 1 else 0
-        return backward_bytes_of_experts(rows_of_experts(setup, spec), setup.tokens, exchanged, of)
+        tokens = setup.tokens_of_experts
+        exchanged = tokens * spec.visited if setup.expert > 1 else 0
+        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, exchanged, of)
     return backward_bytes_of_mlp(
         setup.own_tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp, tensor=setup.tensor
     )
@@ -264,16 +265,18 @@ def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
 
 def _not_summed(setup: Setup, spec: ModelSpec) -> int:
     """Trained parameters of a block whose gradients need no buffer for a sum: of experts elsewhere, and of a rank's alone."""
-    others = _elsewhere(setup, spec)
-    if setup.expert < setup.shard or setup.replicated or not others:
-        return others
-    return others * spec.experts // (spec.experts - own_experts(setup, spec))
+    experts = parameters_of_experts(spec)
+    alone = 1 < setup.expert == setup.shard * setup.tensor and not setup.replicated
+    return experts if alone and setup.frozen_of_block < experts else _elsewhere(setup, spec)
 
 
 def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
-    """Trained parameters of a block's experts that other ranks compute with."""
+    """Trained parameters of a block's experts, in slices of tensor ranks, that this rank does not compute with.
+
+    Below 0 for one with more of whole experts than a slice of each.
+    """
     others = block_parameters(spec) - own_block_parameters(setup, spec)
-    return 0 if setup.frozen_of_block >= others else others
+    return 0 if setup.frozen_of_block and setup.frozen_of_block >= others else others
 
 
 def _fp8_sizes(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[int]:

@@ -119,6 +119,7 @@ class RunPlan:
             device="meta",
             fp8_head=options.fp8_head,
             tensor=TensorGroup(None, size=self.degrees.tensor, rank=0),
+            spread=self.degrees.expert > 1,
         )
         choose_recipes(part, layers=options.layers, skip=options.skip, excluded=options.excluded)
         return part
@@ -254,7 +255,7 @@ def check(
     if world > 1 and not isinstance(model, Decoder):
         refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
     experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
-    check_experts(experts, degrees.expert, degrees.hybrid_shard, hf_config.model_type)
+    check_experts(experts, degrees.expert, degrees.hybrid_shard, hf_config.model_type, degrees.tensor)
     _check_dispatch(config, model, recipe)
     folder = weights_folder(config.model.source) if config.model.load else None
     if folder is not None:

@@ -62,7 +62,8 @@ class Setup:
         documents: attention stays within documents.
         context: ranks that share each sequence.
         tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one's part of the model.
-        expert: ranks over which experts are spread; each is assumed to get an equal share of the tokens' copies.
+        expert: ranks over which experts are spread, each whole beside tensor ranks too; each rank is assumed to get an equal
+            share of the tokens' copies.
         frozen: parameters that are not trained; frozen_of_block: of the block with the fewest of them.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
@@ -119,6 +120,11 @@ class Setup:
         return self.tokens // self.tensor
 
     @property
+    def tokens_of_experts(self) -> int:
+        """Those whose copies reach a rank's experts, of slices all."""
+        return self.tokens if self.expert == 1 else self.own_tokens
+
+    @property
     def own_length(self) -> int:
         """Tokens of a sequence on one rank, padding included."""
         multiple = self.tensor if self.context == 1 else self.context * math.lcm(2, self.tensor)
@@ -149,7 +155,8 @@ class Setup:
 def of_tensor_rank(setup: Setup) -> Setup:
     """The setup with a tensor-parallel rank's part of the model, padding of its vocabulary included, in place of the whole.
 
-    Of frozen parameters each rank is assumed to have the same share as of all.
+    Of frozen parameters each rank is assumed to have the same share as of all. Of experts the part is a slice of each, and also
+    where they are whole: a rank's shards have as many elements then.
     """
     if setup.spec is None or setup.tensor == 1:
         return setup
@@ -190,11 +197,26 @@ def own_experts(setup: Setup, spec: ModelSpec) -> int:
     return max(1, spec.experts // setup.expert)
 
 
+def widths_of_experts(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
+    """(rows of the first matrix, columns of the second) of an expert or an MLP as a rank computes with it.
+
+    spec: of `of_tensor_rank`, which has slices.
+    """
+    whole = setup.tensor if spec.experts and setup.expert > 1 else 1
+    return widths(spec)[2] * whole, spec.ffn_size * whole
+
+
+def parameters_of_experts(spec: ModelSpec) -> int:
+    """Those of a block's experts; 0 without."""
+    return spec.experts * spec.hidden_size * (widths(spec)[2] + spec.ffn_size)
+
+
 def own_block_parameters(setup: Setup, spec: ModelSpec) -> int:
     """Parameters of one block that one rank computes with."""
-    _, _, ffn = widths(spec)
-    others = max(0, spec.experts - own_experts(setup, spec))
-    return block_parameters(spec) - others * spec.hidden_size * (ffn + spec.ffn_size)
+    if not spec.experts:
+        return block_parameters(spec)
+    own = own_experts(setup, spec) * spec.hidden_size * sum(widths_of_experts(setup, spec))
+    return block_parameters(spec) - parameters_of_experts(spec) + own
 
 
 def _norm_parameters(spec: ModelSpec) -> int:
@@ -235,8 +257,9 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         attention.weight_copies.pop()  # backward converts the weight again
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
-        own = setup.own_tokens if setup.tensor > 1 else None
-        mlp = saved_by_moe(setup.tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile, own=own)
+        tokens = setup.tokens_of_experts
+        own = setup.own_tokens if tokens != setup.own_tokens else None
+        mlp = saved_by_moe(tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile, own=own)
     else:
         mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp, runs=setup.tensor)
         _keep_own_tokens(setup, mlp, spec, recipes.fc1, rowwise=setup.recomputes_mlp)
@@ -264,7 +287,7 @@ def _tensors(saved: SavedBytes) -> list[Saved]:
 
 def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
     """Rows of all experts of a rank."""
-    return most_rows(setup.tokens * spec.visited, own_experts(setup, spec), setup.row_tile)
+    return most_rows(setup.tokens_of_experts * spec.visited, own_experts(setup, spec), setup.row_tile)
 
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
@@ -314,11 +337,12 @@ def weight_shapes(setup: Setup, spec: ModelSpec, *, dense: bool = False) -> tupl
 
     dense: of a dense layer among experts.
     """
-    qkv, attended, ffn = widths(spec)
+    qkv, attended, _ = widths(spec)
     d, experts = spec.hidden_size, own_experts(setup, spec)
+    rows, columns = widths_of_experts(setup, spec)
     if dense:
         return (qkv, d), (d, attended), (spec.dense_ffn_size * (2 if spec.gated else 1), d), (d, spec.dense_ffn_size)
-    return (qkv, d), (d, attended), (experts * ffn, d), (experts * d, spec.ffn_size)
+    return (qkv, d), (d, attended), (experts * rows, d), (experts * d, columns)
 
 
 def widths(spec: ModelSpec) -> tuple[int, int, int]:
@@ -329,7 +353,8 @@ def widths(spec: ModelSpec) -> tuple[int, int, int]:
 
 def mlp_of(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> MlpUse:
     """The MLP of a block, or a rank's experts."""
-    sizes = spec.hidden_size, spec.ffn_size, widths(spec)[2]
+    rows, columns = widths_of_experts(setup, spec)
+    sizes = spec.hidden_size, columns, rows
     return MlpUse(*sizes, recipe_of(recipes.fc1), recipe_of(recipes.fc2), use_of(setup), own_experts(setup, spec))
 
 

@@ -46,16 +46,17 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
             f"moe.router_jitter_noise = {spec.jitter} with {KEY} = {degree}: the ranks would draw the same noise for different "
             f"tokens. Set moe.router_jitter_noise = 0.0, or {KEY} = 1."
         )
-    if fault := tensor_fault(spec, degree):
-        legal = [ranks for ranks in divisors(degrees.world) if not tensor_fault(spec, ranks)]
+    spread = degrees.expert > 1
+    if fault := tensor_fault(spec, degree, spread=spread):
+        legal = [ranks for ranks in divisors(degrees.world) if not tensor_fault(spec, ranks, spread=spread)]
         near = [*[ranks for ranks in legal if ranks < degree][-1:], *[ranks for ranks in legal if ranks > degree][:1]]
         raise InputError(f"{KEY} = {degree}: {fault}. Set {KEY} = {' or '.join(map(str, near))}.")
 
 
-def tensor_fault(spec: ModelSpec, degree: int) -> str:
-    """The reason why so many tensor-parallel ranks cannot share a decoder; empty if they can."""
+def tensor_fault(spec: ModelSpec, degree: int, *, spread: bool) -> str:
+    """The reason why so many tensor-parallel ranks cannot share a decoder; empty if they can. spread: its experts are whole."""
     try:
-        parts.check_tensor(spec, degree)
+        parts.check_tensor(spec, degree, spread=spread)
     except InputError as error:
         return str(error).partition(". Set ")[0].removeprefix(f"{parts.KEY} = {degree}: ")
     return ""

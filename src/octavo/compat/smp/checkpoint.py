@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from octavo.collectives.blocks import as_held, has_part, local_of
+from octavo.collectives.blocks import has_part, local_of
 from octavo.compat.smp import tensor_folders
 from octavo.compat.smp.asynchronous import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from octavo.compat.smp.state_dicts import Fp8State, states_in, with_shards
 from octavo.errors import InputError
 from octavo.launch.inputs import check_address, expanded
 from octavo.parallel.calls import together
-from octavo.parallel.shards import like, local_shard, replicas_of
+from octavo.parallel.shards import like, local_shard
 from octavo.process import process
 from octavo.storage import folder_fault, local_path
 
@@ -329,12 +329,13 @@ def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
 
 def _covers(members: set[int], value: Tensor) -> bool:
     """True if the ranks hold all rows between them, of a tensor rank's part: those of one replica at least."""
-    return any(members.issuperset(replica) for replica in replicas_of(as_held(value)))
+    return any(members.issuperset(replica) for replica in tensor_folders.replicas_of_part(value))
 
 
 def _shards_of(members: set[int], value: Tensor) -> set[int]:
     """The shards of a tensor that the ranks hold, by number."""
-    return {shard for replica in replicas_of(as_held(value)) for shard, rank in enumerate(replica) if rank in members}
+    replicas = tensor_folders.replicas_of_part(value)
+    return {shard for replica in replicas for shard, rank in enumerate(replica) if rank in members}
 
 
 def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:

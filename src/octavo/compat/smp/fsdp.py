@@ -230,7 +230,7 @@ def _sharding(
     compute = precision.param_dtype or own
     if isinstance(model, Decoder):
         model.dtype = compute
-        check_tensor(model.spec, ranks.tp_size, dtype=compute)
+        check_tensor(model.spec, ranks.tp_size, spread=ranks.ep_size > 1, dtype=compute)
     else:
         compute_in(model, compute, ranks.device)
     base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=own, strategy=noted.cp_comm_type)
@@ -273,10 +273,12 @@ def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
     """[replicate, expert_shard, expert] with `degree` ranks a shard group."""
     if base.expert_mesh is None or degree == base.mesh.size(-1):
         return base.expert_mesh
-    if degree % ranks.ep_size:
+    if degree * ranks.tp_size % ranks.ep_size:
+        least = ranks.ep_size // ranks.tp_size
         raise InputError(
-            f"a shard group of {degree} ranks cannot hold expert_parallel_degree {ranks.ep_size}: it is a multiple of that "
-            "degree. Set hybrid_shard_degree in torch.sagemaker.init."
+            f"a shard group of {degree} ranks cannot hold expert_parallel_degree {ranks.ep_size}: it is a multiple of "
+            f"{'that degree' if ranks.tp_size == 1 else f'{least}, that degree divided by tensor_parallel_degree'}. Set "
+            "hybrid_shard_degree in torch.sagemaker.init."
         )
     return cast(
         "DeviceMesh",

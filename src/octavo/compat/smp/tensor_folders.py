@@ -67,7 +67,7 @@ def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Amo
         return Among(group, "one")
     held = as_held(part)
     assert isinstance(held, DTensor)  # FSDP shards every parameter
-    replicas = replicas_of(held)
+    replicas = replicas_of_part(held)
     if not any(members.issuperset(replica) for replica in replicas):
         _check_apart(place)
         return Among(group)
@@ -101,9 +101,18 @@ def separated(state: Any, of: Among, place: str | None) -> Any:
     return state
 
 
-def _parts_in(state: Any) -> Iterator[BlockTensor]:
-    """Parts of matrices in a state, and those of the models whose rows are in it."""
-    if isinstance(state, BlockTensor):
+def replicas_of_part(value: Tensor) -> list[list[int]]:
+    """The ranks of each replica that hold shards of this tensor rank's part, of whole experts too, in their order."""
+    held, ranks = as_held(value), world.state
+    replicas = replicas_of(held)
+    if not _is_spread(held):
+        return replicas
+    return [[rank for rank in replica if rank % ranks.tp_size == ranks.tp_rank] for replica in replicas]
+
+
+def _parts_in(state: Any) -> Iterator[Tensor]:
+    """Parts of matrices and whole experts in a state, and parts of the models whose rows are in it."""
+    if isinstance(state, BlockTensor) or _is_spread(state):
         yield state
     elif isinstance(state, Mapping):
         for value in state.values():
@@ -114,8 +123,15 @@ def _parts_in(state: Any) -> Iterator[BlockTensor]:
             yield from (BlockTensor(p.detach(), block) for p, block in blocks.items() if block is not None)
 
 
+def _is_spread(entry: Any) -> bool:
+    """True for a tensor of which the shards are on several tensor ranks, as those of whole experts."""
+    if not isinstance(entry, DTensor):
+        return False
+    return len({rank % world.state.tp_size for rank in entry.device_mesh.mesh.flatten().tolist()}) > 1
+
+
 def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """(parts of matrices, which are of all tensor ranks; this tensor rank's own), each in their places."""
+    """(what is of all tensor ranks: parts of matrices, whole experts; this tensor rank's own), each in their places."""
     shared: dict[Any, Any] = {}
     own: dict[Any, Any] = {}
     for key, entry in state.items():
@@ -123,7 +139,7 @@ def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
             parts, others = _split(entry)
             shared |= {key: parts} if parts else {}
             own |= {key: others} if others else {}
-        elif isinstance(entry, BlockTensor):
+        elif isinstance(entry, BlockTensor) or _is_spread(entry):
             shared[key] = entry
         else:
             own[key] = entry

@@ -108,14 +108,14 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
         if recipe is None or (recipe.history is not None and weight.state.override is None):
             continue
         if weight.needs_amax(recipe):
-            by_group[weight.parameter.shard_group].append(weight)
-    for group, own in by_group.items():
+            by_group[weight.parameter.shard_group, weight.state.tensor_group_of(Operand.WEIGHT)].append(weight)
+    for (group, tensor), own in by_group.items():
         parts = [weight.amax() for weight in own]
         largest = torch.cat([part.flatten() for part in parts])
         if group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        if own[0].state.tensor_group is not None:  # of all layers of a model, or of none
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=own[0].state.tensor_group)
+        if tensor is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=tensor)
         for weight, part, found in zip(own, parts, largest.split([part.numel() for part in parts]), strict=True):
             weight.largest = found.view(part.shape)
 
@@ -309,8 +309,8 @@ class _SharedWeight:
             found = self.amax()
             if mesh.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
-            if self.state.tensor_group is not None:  # the rank's shard is a part of its part
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.state.tensor_group)
+            if (tensor := self.state.tensor_group_of(Operand.WEIGHT)) is not None:  # the rank's shard is a part of its part
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=tensor)
             return found
 
         scale, amax = shard_scale(self.state, recipe, own.device, record=self.forward.grads, largest=largest)
