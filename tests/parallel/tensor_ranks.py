@@ -23,6 +23,7 @@ from octavo.collectives.tensor import TensorGroup
 from octavo.collectives.whole import whole_tensor
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
+from octavo.fp8 import experts as fp8_experts
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import LinearQuantizer
 from octavo.fp8.recipe import RECIPES, Granularity, Operand
@@ -30,9 +31,10 @@ from octavo.fp8.scaling import states_of
 from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm, reference
 from octavo.kernels.cross_entropy import Objective, cross_entropy_
+from octavo.kernels.experts import router
 from octavo.kernels.quantize.quantized import QuantizedTensor
 from octavo.models.tensor_parallel import rows_of_words, words_of
-from octavo.nn import attention
+from octavo.nn import attention, experts, moe
 from octavo.nn.word_slices import cross_entropy_of_slices_
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
@@ -236,21 +238,58 @@ def exact_products():
         yield
 
 
-def scaled(degrees, cells):
+@contextlib.contextmanager
+def exact_experts():
+    """Beside `exact_products`: sums of a mixture over columns of an expert, over copies and over ranks in float64."""
+
+    def products(a, b, routes, *_, **__):
+        (x, x_scale_inv), (w, w_scale_inv) = a, b
+        parts = [
+            (x[begin:end].double() * x_scale_inv[expert].double()) @ (w[expert].double() * w_scale_inv[expert].double()).t()
+            for expert, (begin, end) in enumerate(routes.bounds)
+        ]
+        return torch.cat(parts)
+
+    def activation_backward(curve, dy, x, weights, routes, quantizer, **options):
+        found = of_activation(curve, dy, x, weights, routes, quantizer, **options)
+        y = reference.activation(curve, x, x.shape[1] // 2)
+        return *found[:2], (dy.double() * y.double()).sum(1)
+
+    def router_gradients(grad, x, weight, dx, **options):
+        d_weight = of_router(grad, x, weight, dx, **options)[1]
+        return (grad.double() @ weight.double() + dx).to(x.dtype), d_weight
+
+    def computed(self, x, scores, *others):
+        scores = scores.double() if self.experts.group is None else scores  # whose gradients are sums over slices
+        return of_mixture(self, x.double(), scores, *others).to(x.dtype)
+
+    of_activation, of_router, of_mixture = experts.expert_activation_backward, router.gradients, moe.LayerNormMoE._computed
+    with (
+        mock.patch.object(fp8_experts, "grouped_mm", products),
+        mock.patch.object(experts, "add_copies", lambda y, rows, tile: y[rows.long()].double().sum(1)),
+        mock.patch.object(experts, "expert_activation_backward", activation_backward),
+        mock.patch.object(router, "logits", lambda x, weight: (x.double() @ weight.double().t()).float()),
+        mock.patch.object(router, "gradients", router_gradients),
+        mock.patch.object(moe.LayerNormMoE, "_computed", computed),
+    ):
+        yield
+
+
+def scaled(degrees, cells, shape=ALIGNED):
     """Of each (recipe, ranks that join amaxes): sums of the last states, and every scale and history, in passes over the same
-    weights with exact products."""
+    weights with exact products. Scales of experts elsewhere are 0."""
     found = []
     for name, joins in cells:
         recipe = RECIPES[name]()
         if joins == "none":
             recipe = dataclasses.replace(recipe, reduce_amax=False)
-        model, given = started(ALIGNED, degrees, recipe), batch()
+        model, given = started(shape, degrees, recipe), batch()
         gradient = torch.randn(SAMPLES, 12, 64, generator=torch.Generator().manual_seed(4))
         ids = given["input_ids"]
         if degrees is not None:
             ids, gradient = (each.chunk(world.state.dp_size)[world.state.dp_rank] for each in (ids, gradient))
         group = None if degrees is None or joins != "samples" else world.state.dp_process_group
-        with exact_products():
+        with exact_products(), exact_experts():
             for _ in range(3):
                 model.zero_grad()
                 with octavo.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
@@ -259,9 +298,10 @@ def scaled(degrees, cells):
         scales = {}
         for layer, state in states_of(model):
             for operand, scale in state.observed.items():
-                scales[f"{layer}.{operand.value}"] = scale.clone()
+                every = scales[f"{layer}.{operand.value}"] = torch.zeros(state.experts or 1)
+                every[state.own_experts or slice(None)] = scale
             for operand, slot in state.slots.items() if not layer.endswith("head") else ():
-                scales[f"{layer}.{operand.value}"] = torch.cat((slot.scale[None], slot.history))
+                scales[f"{layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten()))
         found.append((hidden.detach().clone(), scales))
     return found
 
@@ -321,13 +361,12 @@ def with_scales_of_rows(degrees, name, n, shape, tokens):
     return hidden.detach().clone(), whole(model, lambda parameter: parameter.grad)
 
 
-def scales_of_experts(degrees, name, begun_by_one=False, joins=True):
+def scales_of_experts(degrees, name, begun_by_one):
     """Scales and histories of a mixture behind a step, by layer and operand: an entry an expert, NaN of one elsewhere.
 
-    begun_by_one: under delayed scaling, whose first casts are else by the amaxes of a rank's samples. joins: an autocast joins
-    amaxes over the ranks.
+    begun_by_one: under delayed scaling, whose first casts are else by the amaxes of a rank's samples.
     """
-    recipe = RECIPES[name]() if joins else RECIPES[name](reduce_amax=False)
+    recipe = RECIPES[name]()
     model = started(MIXTURE, degrees, recipe)
     with first_casts.by_one() if begun_by_one else contextlib.nullcontext():
         step(model, optimizer_of(model), batch(), degrees=degrees, recipe=recipe)

@@ -107,6 +107,7 @@ def test_slices_of_experts_with_other_options():
     check(2, TENSOR, list(MIXTURES.values()), limit=3e-5)
 
 
+SLICES = {"2": (2, TENSOR), "4": (4, {"tensor_parallel_degree": 4})}
 SPREAD = {
     "2 of 2": (2, TENSOR | {"expert_parallel_degree": 2}),
     "2 of 4": (4, {"tensor_parallel_degree": 4, "expert_parallel_degree": 2}),
@@ -146,6 +147,7 @@ def test_whole_experts_with_other_options():
     check(4, SPREAD["2 of 4"][1], [WHOLE["padding"], WHOLE["frozen"]])
 
 
+@pytest.mark.long(lambda tensor: tensor == 4)
 @pytest.mark.parametrize("shape", ["mixtral", "qwen3-moe"])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_slices_of_experts_accumulate_and_recompute(tensor, shape):
@@ -226,6 +228,23 @@ def test_steps_with_scales_of_rows_and_blocks(name):
             assert apart < 1.5 * theirs + 0.05, (options, parameter, apart, theirs)
 
 
+@pytest.mark.long(lambda layout: layout in ("4", "4 of 4"))
+@pytest.mark.parametrize("layout", [*SLICES, *(name for name in SPREAD if name.endswith((" of 2", " of 4")))])
+def test_casts_and_scales_of_experts_are_those_of_one_rank_to_the_bit(layout):
+    """Of slices, and of whole experts, whose scales are on their ranks."""
+    world, degrees = (SLICES | SPREAD)[layout]
+    cells = [("delayed", "all"), ("delayed", "none"), ("current", "all")]
+    wanted = tensor_ranks.scaled(None, cells, tensor_ranks.MIXTURE)
+    every = ranks.run(world, tensor_ranks.scaled, degrees, cells, tensor_ranks.MIXTURE)
+    for number, (their_hidden, theirs) in enumerate(wanted):
+        assert len(theirs) == 24
+        held = [found[number][1] for found in every]
+        for name, scale in theirs.items():
+            assert torch.equal(torch.stack([scales[name] for scales in held]).amax(0), scale), name
+            assert all(((scales[name] == scale) | (scales[name] == 0)).all() for scales in held), name
+        assert all(torch.equal(found[number][0], their_hidden) for found in every)
+
+
 def test_steps_in_fp8():
     for recipe in ("delayed", "current"):
         check(2, TENSOR, [(tensor_ranks.ALIGNED, {"recipe": recipe, "steps": 1})], limit=1e-4)
@@ -258,34 +277,17 @@ def test_experts_under_other_recipes():
         assert max(others) < 0.6  # FP8 itself is as far from float32
 
 
-@pytest.mark.parametrize(("recipe", "joins"), [("delayed", True), ("delayed", False), ("current", True)])
-@pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (4, {"tensor_parallel_degree": 4})], ids=["2", "4"])
-def test_scales_of_slices_of_experts_are_those_of_one_rank(world, degrees, recipe, joins):
-    """Also where the autocast itself joins no amaxes over ranks."""
-    wanted = tensor_ranks.scales_of_experts(None, recipe)
-    assert len(wanted) == 2 * 2 * 3
-    first, *others = ranks.run(world, tensor_ranks.scales_of_experts, degrees, recipe, joins=joins)
-    for name, scales in wanted.items():
-        torch.testing.assert_close(first[name], scales, rtol=1e-5, atol=0.0, equal_nan=True)
-        for other in others:
-            assert torch.equal(other[name].nan_to_num(-1.0), first[name].nan_to_num(-1.0)), name
-
-
 @pytest.mark.parametrize(
-    ("layout", "recipe", "joins"),
-    [
-        *itertools.product(("2 of 2", "2 of 4", "4 of 4"), ("delayed",), (True, False)),
-        *itertools.product(("2 of 2", "2 of 4", "2, sequences"), ("current",), (True,)),
-        *itertools.product(("4 over samples", "2, shard", "2, sequences"), ("delayed",), (True,)),
-    ],
+    ("layout", "recipe"),
+    [*itertools.product(("4 over samples", "2, shard", "2, sequences"), ("delayed",)), ("2, sequences", "current")],
 )
-def test_scales_of_whole_experts_are_those_of_one_rank(layout, recipe, joins):
-    """By the tokens of all ranks that share samples; under delayed scaling of all, where the autocast joins these."""
+def test_scales_of_whole_experts_are_those_of_one_rank(layout, recipe):
+    """By the tokens of all ranks that share samples; under delayed scaling of all."""
     world, degrees = SPREAD[layout]
     begun_by_one = layout in ("4 over samples", "2, shard")
     wanted = tensor_ranks.scales_of_experts(None, recipe, begun_by_one)
     assert len(wanted) == 2 * 2 * 3
-    every = ranks.run(world, tensor_ranks.scales_of_experts, degrees, recipe, begun_by_one, joins)
+    every = ranks.run(world, tensor_ranks.scales_of_experts, degrees, recipe, begun_by_one)
     for name, scales in wanted.items():
         for found in every:
             there = found[name].where(~found[name].isnan(), scales) if recipe == "current" else found[name]
@@ -487,13 +489,14 @@ def check_continuations(path, shape, of, others):
         assert all((after[name] - value).norm() <= 1e-5 * value.norm() + 1e-9 for name, value in results[0][2].items())
 
 
-SLICES = {"1": (1, None), "2": (2, TENSOR), "4": (4, {"tensor_parallel_degree": 4})}
+ALONE = {"1": (1, None)}
 
 
 @pytest.mark.parametrize("shape", ["all-biases", "qwen3-moe-mixed"])
-@pytest.mark.parametrize("of", SLICES)
+@pytest.mark.parametrize("of", ALONE | SLICES)
 def test_a_checkpoint_continues_at_any_degree(tmp_path, of, shape):
-    check_continuations(tmp_path / "checkpoint", shape, SLICES[of], SLICES.values())
+    layouts = ALONE | SLICES
+    check_continuations(tmp_path / "checkpoint", shape, layouts[of], layouts.values())
 
 
 @pytest.mark.parametrize(
@@ -501,7 +504,7 @@ def test_a_checkpoint_continues_at_any_degree(tmp_path, of, shape):
     [("1", ("2 of 2", "2 of 4")), ("2", ("4 over samples",)), ("2 of 2", ("1", "4")), ("2 of 4", ("2", "2, shard"))],
 )
 def test_a_checkpoint_continues_with_slices_or_whole_experts(tmp_path, of, others):
-    layouts = SLICES | SPREAD
+    layouts = ALONE | SLICES | SPREAD
     names = of, *others
     check_continuations(tmp_path / "checkpoint", "qwen3-moe-mixed", layouts[of], [layouts[name] for name in names])
 
