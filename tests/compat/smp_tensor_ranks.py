@@ -321,6 +321,27 @@ def wrapped(folder):
     return found
 
 
+def weights_of_experts(degrees):
+    """Largest differences from a Mixtral's weights, of rank 0 or the same on all, in FSDP under these degrees."""
+    tsm, found = names(), {}
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+
+    for name in ("rank 0", "all"):
+        torch.manual_seed(7)
+        source, alone = AutoModelForCausalLM.from_config(MixtralConfig(**EXPERTS)), name == "rank 0"
+        wanted = {key: value.clone() for key, value in source.state_dict().items()}
+        octavo.shutdown()
+        tsm.init(degrees)
+        has = dist.get_rank() == 0 or not alone
+        tuned = tsm.transform(source if has else empty_mixtral(), load_state_dict_from_rank0=alone)
+        init = None if has else DelayedParamIniter(tuned).get_param_init_fn()
+        found[name] = largest_difference(
+            full(FullyShardedDataParallel(tuned, sync_module_states=alone, param_init_fn=init)), wanted
+        )
+    return found
+
+
 def refusals(folder):
     """The message of each call that tensor ranks refuse, by what asks for it."""
     tsm = names()

@@ -82,11 +82,12 @@ def test_sequences_over_two_ranks_train_as_on_one(recipe, strategy):
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_matrices_over_two_ranks_train_as_whole_ones(family, recipe):
+@pytest.mark.parametrize(("family", "expert"), [("llama", 1), ("mixtral", 1), ("mixtral", 2)])
+def test_matrices_over_two_ranks_train_as_whole_ones(family, expert, recipe):
     setting = {"recipe": recipe, "dtype": torch.bfloat16, "params_dtype": torch.float32, "steps": 1}
     shape = tensor_ranks.ALIGNED | {"num_key_value_heads": 2, "num_hidden_layers": 3, "model_type": family}
-    found, _ = ranks.run(2, tensor_ranks.cells, {"tensor_parallel_degree": 2}, [(shape, setting)], timeout=300)
+    degrees = {"tensor_parallel_degree": 2, "expert_parallel_degree": expert}
+    found, _ = ranks.run(2, tensor_ranks.cells, degrees, [(shape, setting)], timeout=300)
     errors = tensor_ranks.errors(found[0], ranks.run(1, tensor_ranks.trained, shape, None, timeout=300, **setting)[0])
     losses, norms, *others = errors.values()
     assert losses < 1e-2

@@ -501,6 +501,23 @@ def exported(path, degrees, shape):
     return wanted
 
 
+def from_rank_0(degrees, shape):
+    """Names of parameters that are not those of rank 0's model, where others have other weights; and the description."""
+    octavo.init(degrees)
+    source = llama(seed=world.state.rank, **SHAPES[shape])
+    model = octavo.transform(source, dtype=torch.float32, load_state_dict_from_rank0=True)
+    wanted = octavo.transform(llama(seed=0, **SHAPES[shape]), dtype=torch.float32)
+    found, wanted = (whole(each, lambda parameter: parameter) for each in (model, wanted))
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)], str(octavo.describe(model))
+
+
+def expert_groups(degrees):
+    """This rank's number among those with other experts, how many there are, and which."""
+    octavo.init(degrees)
+    state = world.state
+    return state.ep_rank, state.ep_size, dist.get_process_group_ranks(state.ep_process_group)
+
+
 def steps_of_whole_matrices(degrees, shape):
     """What steps of optimizers say that measure whole parameters, of parameters of each kind; and which ones have changed."""
     model = started(shape, degrees)

@@ -145,6 +145,26 @@ def test_whole_experts_over_tensor_ranks_train_as_on_one_rank(layout):
 def test_whole_experts_with_other_options():
     check(2, SPREAD["2 of 2"][1], list(WHOLE.values()))
     check(4, SPREAD["2 of 4"][1], [WHOLE["padding"], WHOLE["frozen"]])
+    check(4, SPREAD["2, replicate"][1] | {"sync_each_micro_batch": True}, [WHOLE["frozen"]])
+
+
+def test_weights_of_rank_0_reach_whole_experts_and_slices():
+    for world, degrees in (SLICES["2"], SPREAD["2 of 2"], SPREAD["2, shard"]):
+        for wrong, described in ranks.run(world, tensor_ranks.from_rank_0, degrees, "qwen3-moe-mixed"):
+            assert wrong == []
+            assert ("experts are whole" in described) == ("expert_parallel_degree" in degrees)
+
+
+def test_expert_groups_are_consecutive_ranks():
+    for layout, groups in {
+        "2 of 4": [[0, 1], [2, 3]],
+        "4 over samples": [[0, 1, 2, 3]],
+        "2, replicate": [[0, 1], [2, 3]],
+    }.items():
+        world, degrees = SPREAD[layout]
+        for rank, found in enumerate(ranks.run(world, tensor_ranks.expert_groups, degrees)):
+            group = next(each for each in groups if rank in each)
+            assert found == (group.index(rank), len(group), group)
 
 
 @pytest.mark.long(lambda tensor: tensor == 4)

@@ -225,6 +225,21 @@ def test_a_tensor_degree_that_fits_is_advised_and_really_fits(tiny_run, before):
         assert option.changes.get(DEGREE, before + 1) > before
 
 
+def test_what_is_advised_beside_whole_experts_really_fits(tiny_run):
+    """Mixtral 8x7B, whose experts are over two ranks of each tensor group of four."""
+    run, given = tiny_run(), [*LARGE, "model.source=mixtral-8x7b", f"{DEGREE}=4", "parallel.expert_parallel_degree=2"]
+    found = memory_of(planned(run.file, *given, "train.micro_batch=8", ranks=16))
+    assert found.fits is False
+    assert any(option.changes.get(DEGREE) == 8 for option in found.options)
+    for option in found.options:
+        changes = [
+            f"{key}={json.dumps(value)}" for key, value in {"train.micro_batch": 8, **option.changes}.items() if key != "ranks"
+        ]
+        again = memory_of(planned(run.file, *given, *changes, ranks=option.changes.get("ranks", 16)))
+        assert again.fits
+        assert again.estimate == option.estimate
+
+
 def test_ranks_that_cannot_share_matrices_are_not_advised(tiny_run):
     run, given = tiny_run(), [*LARGE, "train.micro_batch=4"]
     for changed, advised in (("model.dtype=float16", False), ("fp8.recipe=block", True), ("fp8.recipe=rowwise", True)):

@@ -183,6 +183,7 @@ CASES: dict[str, Case] = {
         Case("mixtral-8x7b-2layers-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 2}, 4, 4096, expert=2),
         Case("mixtral-8x7b-5layers", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096),
         Case("mixtral-8x7b-5layers-tp2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 8, 4096, tensor=2),
+        Case("mixtral-8x7b-5layers-tp2-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 8, 4096, tensor=2, expert=2),
         Case("mixtral-8x7b-5layers-ep2", SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 5}, 4, 4096, expert=2),
         Case("neox-20b-layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 12}, 8, 2048),
         Case("neox-20b-10layers", SHAPES["gpt-neox-20b"] | {"num_hidden_layers": 10}, 8, 2048),  # for 80 GB
@@ -196,6 +197,7 @@ CASES: dict[str, Case] = {
         Case("tiny-tp2", _TINY, 2, 32, tensor=2),
         Case("tiny-mixtral", _TINY_MIXTRAL, 2, 32),
         Case("tiny-mixtral-tp2", _TINY_MIXTRAL, 2, 32, tensor=2),
+        Case("tiny-mixtral-tp2-ep2", _TINY_MIXTRAL, 2, 32, tensor=2, expert=2),
         Case("tiny-mixtral-ep2", _TINY_MIXTRAL, 2, 32, expert=2),
     )
 }

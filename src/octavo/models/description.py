@@ -100,6 +100,7 @@ def describe(model: nn.Module) -> Description:
     split = ""
     if isinstance(tensor, TensorGroup):
         split = f"{tensor.size} ranks hold parts of each matrix, and between products parts of the tokens"
+        split += "; experts are whole, and spread over ranks" if getattr(model, "spread", False) else ""
     return Description(tuple(layers), *kernels, split=split, gathered=getattr(model, "octavo_gathered", ""))
 
 

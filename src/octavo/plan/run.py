@@ -88,7 +88,10 @@ class RunPlan:
     def shared_matrices(self) -> str:
         """Tensor parallelism in words; empty without it."""
         degree = self.degrees.tensor
-        return f"{degree} ranks hold parts of each matrix, and between products parts of the tokens" if degree > 1 else ""
+        if degree == 1:
+            return ""
+        whole = "; experts are whole, and spread over ranks" if self.degrees.expert > 1 else ""
+        return f"{degree} ranks hold parts of each matrix, and between products parts of the tokens{whole}"
 
     @property
     def build_options(self) -> BuildOptions:
