@@ -3,13 +3,14 @@
 A process of its own, since `TRITON_INTERPRET` is read where a kernel is defined. Launches get tensors without memory, at the
 sizes of models, and end when their kernel is compiled. Prints JSON: for each launch the kernel with its bytes of shared memory
 or the compiler's message; for some of them registers of a thread and bytes that it spills, for others how many of their loads
-are of 2 bytes; names of kernels without a launch.
+are of 2 bytes; names of kernels without a launch. `hopper.py few` compiles every kernel, at fewer sizes and with fewer options.
 """
 
 import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -88,6 +89,14 @@ def quantizer(dtype=E4M3, experts=None, *, amax=True, **layouts):
     return Quantizer(dtype, torch.finfo(dtype).max, scale, largest if amax else None, **layouts)
 
 
+FEW = "few" in sys.argv
+
+
+def further(*cases):
+    """Cases whose kernels are compiled for others too: all of them, or none where few are asked for."""
+    return () if FEW else cases
+
+
 ROWS, BOTH, TRANSPOSED = {}, {"columnwise": True}, {"rowwise": False, "columnwise": True}
 HIGH = Quantizer(BF16)
 
@@ -111,12 +120,12 @@ def dense():
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, quantizer(E5M2, **BOTH), recompute=recompute)
     activation.launch_backward("gelu", x, x, 0, quantizer(E5M2, **BOTH), recompute=recompute, bias=True)
     activation.launch_backward("gelu", matrix(1023, 512), matrix(1023, 512), 0, quantizer(E5M2, **BOTH), bias=True)
-    for name in ("relu", "glu", "qgelu", reference.clamped_swiglu(limit=7.0, alpha=1.702, offset=1.0)):
+    for name in (*further("relu", "glu", "qgelu"), reference.clamped_swiglu(limit=7.0, alpha=1.702, offset=1.0)):
         wide = up if activation.is_gated(name) else x
         activation.launch(name, wide, 128, quantizer(**ROWS))
         activation.launch_backward(name, x, wide, 128, quantizer(E5M2, **BOTH), recompute=recompute)
     for kind in ("RMSNorm", "LayerNorm"):
-        for columns in (4096, 6144, 65536):
+        for columns in (4096, *further(6144), 65536):
             weight = matrix(columns)
             bias = weight if kind == "LayerNorm" else None
             stats = matrix(2, 8192, dtype=FP32) if kind == "LayerNorm" else matrix(8192, dtype=FP32)
@@ -128,7 +137,7 @@ def dense():
             norm.launch(kind, h, h, weight, bias, 1e-5, made, beside=h)
     angles = matrix(1, 8192, 128, dtype=FP32)
     heads = matrix(2, 8192, 32, 128), matrix(2, 8192, 8, 128), matrix(2, 8192, 8, 128)
-    for cos, mirrored in ((angles, True), (matrix(1, 8192, 24, dtype=FP32), False), (None, False)):
+    for cos, mirrored in ((angles, True), *further((matrix(1, 8192, 24, dtype=FP32), False)), (None, False)):
         rope.launch_split(matrix(2, 8192, 6144), 32, 8, cos, cos, mirrored=mirrored)
         rope.launch_join(*heads, cos, cos, quantizer(E5M2, **BOTH), mirrored=mirrored)
     rope.launch_join(*heads, angles, angles, HIGH)
@@ -136,7 +145,7 @@ def dense():
         out, sums = matrix(2, 4096, 32, 128, dtype=dtype), matrix(2, 32, 4096, dtype=FP32)
         join.launch_join(out, sums, heads[0][:, :4096], sums)
     join.launch_add_up(matrix(2, 16384, 4, 16, dtype=FP32), [matrix(2, 16384, 4, 16)] * 2)
-    for terms in range(1, 6):
+    for terms in (1, *further(2, 3, 4), 5):
         join.launch_add_up(matrix(2, 2, 4096, 8, 128), [matrix(2, 2, 4096, 8, 128)] * terms)
     for dtype in (BF16, FP32):
         weights = (matrix(4096, 4096, dtype=dtype) for _ in range(4))
@@ -154,20 +163,20 @@ def dense():
     for algo in ("max", "most_recent"):
         scales.launch(history, history[0], history[0], matrix(512, dtype=torch.bool), algo=algo, margin=0, rounding=1.0)
     target = matrix(2048, dtype=torch.int64)
-    for columns, dtype in ((8192, BF16), (32000, FP32), (50257, BF16), (128256, BF16), (128256, FP32)):
+    for columns, dtype in (*further((8192, BF16), (32000, FP32), (128256, FP32)), (50257, BF16), (128256, BF16)):
         logits = matrix(2048, columns, dtype=dtype)
-        for smoothing in (0.0, 0.1):
+        for smoothing in (*further(0.0), 0.1):
             objective = cross_entropy.Objective(label_smoothing=smoothing)
             for fp8 in (None, matrix(2048, columns, dtype=E5M2)):
                 cross_entropy.launch(logits, target, matrix(dtype=FP32), objective, fp8)
             cross_entropy.launch(logits, target, None, objective)
-    for columns, dtype, padding in ((16000, FP32, 5), (64128, BF16, 0), (64128, BF16, 5), (16000, BF16, 16000)):
+    for columns, dtype, padding in (*further((16000, FP32, 5), (64128, BF16, 0), (16000, BF16, 16000)), (64128, BF16, 5)):
         logits = matrix(2048, columns, dtype=dtype)
         words = cross_entropy_slices.Slice(columns, columns - padding, 2 * columns - padding)
-        for smoothing in (0.0, 0.1):
+        for smoothing in (*further(0.0), 0.1):
             objective = cross_entropy.Objective(label_smoothing=smoothing)
             found = cross_entropy_slices.launch_statistics(logits, target, words, objective, keep=True)
-            for slices in (2, 8):
+            for slices in (*further(2), 8):
                 of_slices = matrix(slices, *found.shape, dtype=FP32)
                 for scale, fp8 in (
                     (None, None),
@@ -200,7 +209,7 @@ def scaled():
 
 def vision():
     """Attention over the sequences of ViT-Huge, and of heads of 64 columns."""
-    for tokens, head_dim in ((257, 80), (197, 64)):
+    for tokens, head_dim in ((257, 80), *further((197, 64))):
         qkv, out = matrix(8, tokens, 48 * head_dim), matrix(8, tokens, 16 * head_dim)
         short.launch(qkv, 16, 16, 0.1)
         short.launch_backward(out, qkv, out, matrix(8, 16, tokens, dtype=FP32), 16, 16, 0.1)
@@ -252,7 +261,7 @@ def experts():
     }
     for kind, (dy_scale, x_scale) in of_columns.items():
         for dtype in (BF16, FP32):
-            for precise in (False, True) if kind != "block" else (True,):
+            for precise in (*further(False), True) if kind != "block" else (True,):
                 a, b = (
                     (matrix(rows, hidden, dtype=E4M3), of_row[kind]),
                     (matrix(count, ffn, hidden, dtype=E4M3), of_matrix[kind]),

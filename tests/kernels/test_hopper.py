@@ -17,11 +17,13 @@ REGISTERS = {"activation_tiles": (96, 0), "_cross_entropy": (128, 32)}
 NARROW = {"_cross_entropy_statistics": 1, "_cross_entropy_of_slice": 0}
 
 
+@pytest.mark.long(lambda sizes: sizes == "all")
+@pytest.mark.parametrize("sizes", ["few", "all"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
-def test_kernels_compile_for_hopper():
+def test_kernels_compile_for_hopper(sizes):
     script = Path(__file__).with_name("hopper.py")
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, script, sizes], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
