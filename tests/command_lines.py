@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import torch
@@ -38,6 +39,14 @@ def torchrun(arguments, starts):
     SubprocessHandler._popen = lambda handler, command, environment: waiting.pop(0).start(command, environment)
     sys.argv = ["torchrun", *arguments]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+
+
+def launcher(arguments):
+    """The command `octavo train … --ranks N`; its ranks are forked from it, which has no other thread yet."""
+    from octavo import supervision
+
+    supervision.subprocess = types.SimpleNamespace(Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    return octavo(arguments)
 
 
 def compat(arguments):
@@ -224,6 +233,45 @@ class _WaitingRank:
                 raise subprocess.TimeoutExpired("rank", timeout)
             time.sleep(0.01)
         return self._status
+
+
+class _ForkedRank:
+    """What `octavo.supervision` uses of `subprocess.Popen`, for the command `[python, …, "-m", "octavo", …]`."""
+
+    def __init__(self, command, *, cwd, env, stdin, stdout, stderr, process_group, preexec_fn):
+        assert (cwd, stdin, stdout, stderr) == (None, subprocess.DEVNULL, None, None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, process_group)
+            for number in signal.valid_signals():  # a new interpreter has none of the launcher's
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            preexec_fn()
+            _leave(env, octavo, list(command[command.index("octavo") + 1 :]))
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self):
+        while self.poll() is None:
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
 
 def _rank(command):

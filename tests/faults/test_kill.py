@@ -96,7 +96,7 @@ def test_killed_again_and_again(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, number):
     run = tiny_run(steps=STEPS, every=0)
     process = octavo("train", run.file, **HELD)
@@ -113,6 +113,28 @@ def test_a_signal_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undistu
     finish(octavo, run, undisturbed)
 
 
+def saved_at_a_closed_output(run, said):
+    last = curve(run.output)[-1][0]
+    assert last < STEPS
+    assert [p.name for p in (run.output / "checkpoints").iterdir()] == [f"step-{last}"]
+    assert f"stopped by a closed output after step {last} of {STEPS}, saved" in said
+    assert "Traceback" not in said
+
+
+def test_a_pipe_without_a_reader_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed, tmp_path):
+    run = tiny_run(steps=STEPS, every=0)
+    pipe = tmp_path / "process-0" / "stdout"  # of the first process
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    process = octavo("train", run.file, **HELD)
+    process.wait_for_steps(run.output / "metrics.jsonl", 2)
+    os.close(reader)
+    assert process.wait() == 75, process.stderr
+    saved_at_a_closed_output(run, process.stderr)
+    finish(octavo, run, undisturbed)
+
+
 def start_piped(run, *, until_asked=True):
     program = [str(Path(__file__).with_name("held.py"))] if until_asked else ["-m", "octavo"]
     process = subprocess.Popen(
@@ -125,17 +147,14 @@ def start_piped(run, *, until_asked=True):
     return process
 
 
-def test_a_pipe_without_a_reader_finishes_the_step_saves_and_exits_75(octavo, tiny_run, undisturbed):
+@pytest.mark.long
+def test_an_interpreter_whose_output_is_closed_saves_as_well(octavo, tiny_run, undisturbed):
     run = tiny_run(steps=STEPS, every=0)
     with start_piped(run) as process:
         process.stdout.close()
         said = process.stderr.read()
         assert process.wait() == 75, said
-    last = curve(run.output)[-1][0]
-    assert last < STEPS
-    assert [p.name for p in (run.output / "checkpoints").iterdir()] == [f"step-{last}"]
-    assert f"stopped by a closed output after step {last} of {STEPS}, saved" in said
-    assert "Traceback" not in said
+    saved_at_a_closed_output(run, said)
     finish(octavo, run, undisturbed)
 
 
@@ -150,8 +169,20 @@ def test_both_outputs_closed_save_as_well(octavo, tiny_run, undisturbed):
     finish(octavo, run, undisturbed)
 
 
+def test_under_nohup_a_hangup_changes_nothing(octavo, tiny_run, undisturbed):
+    run = tiny_run(steps=STEPS, every=0)
+    process = octavo("train", run.file, UNDER_NOHUP="1", HELD_STEP="0", HELD_RUN="fp8")
+    process.wait_for_steps(run.output / "metrics.jsonl", 2)
+    process.kill(signal.SIGHUP)
+    assert process.wait() == 0, process.stderr
+    assert curve(run.output)[-1][0] == STEPS
+    assert "stopped by" not in process.stderr
+    finish(octavo, run, undisturbed)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("under_nohup", [False, True])
-def test_a_hangup_saves_and_exits_75_and_under_nohup_changes_nothing(octavo, tiny_run, undisturbed, under_nohup):
+def test_an_interpreter_saves_at_a_hangup_and_under_nohup_changes_nothing(octavo, tiny_run, undisturbed, under_nohup):
     run = tiny_run(steps=STEPS, every=0)
     inherited = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     try:

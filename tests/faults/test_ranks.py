@@ -270,21 +270,33 @@ def started(tmp_path):
         yield start
 
 
-def test_ranks_of_the_command_say_a_wrong_input_once(started, tiny_run):
+@pytest.fixture
+def forked(tmp_path):
+    """Starts the same as a `CommandLine` whose ranks are forked; those of a failed test are killed."""
+    with contextlib.ExitStack() as stack:
+
+        def start(command, name="launcher"):
+            process = command_lines.CommandLine(command_lines.launcher, tmp_path / name, [*map(str, command), "--ranks", "2"])
+            stack.callback(process.close)
+            return process
+
+        yield start
+
+
+def test_ranks_of_the_command_say_a_wrong_input_once(forked, tiny_run):
     """One that the launcher finds, and one that every rank does."""
     for override, fault in (
         ("train.global_batch=5", "train.global_batch = 5 sequences cannot be shared equally by 2 data-parallel ranks"),
         ("model.config.num_key_value_heads=3", "num_key_value_heads = 3: 2 attention heads"),
     ):
-        process = started(train(tiny_run(override, steps=STEPS), override))
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 2
-        assert said.startswith("octavo: ")
-        assert fault in said
-        assert said.count("\n") == 1, said
+        process = forked(train(tiny_run(override, steps=STEPS), override), name=f"launcher {override}")
+        assert process.wait(timeout=300) == 2
+        assert process.stderr.startswith("octavo: ")
+        assert fault in process.stderr
+        assert process.stderr.count("\n") == 1, process.stderr
 
 
-def test_ranks_of_the_command_save_at_a_signal_and_continue_exactly(started, tiny_run, of_two_ranks, tmp_path):
+def test_ranks_of_the_command_save_at_a_signal_and_continue_exactly(started, forked, tiny_run, of_two_ranks, tmp_path):
     run = tiny_run(steps=STEPS, every=0)
     # Ranks import nothing of the folder that they are started in.
     (tmp_path / "tokenizers.py").write_text("raise SystemExit('a file of the user')\n")
@@ -298,22 +310,22 @@ def test_ranks_of_the_command_save_at_a_signal_and_continue_exactly(started, tin
         assert re.fullmatch(
             r"octavo: stopped by SIGTERM after step \d+ of \d+, saved\. Run the same command again to continue\.\n", said
         )
-        again = started(train(run), cwd=tmp_path)
-        _, said = again.communicate(timeout=300)
-        assert again.returncode == 0
+        again = forked(train(run))
+        assert again.wait(timeout=300) == 0
+        said = again.stderr
     assert said == ""
     assert losses(run) == of_two_ranks
 
 
-def test_ranks_of_the_command_end_with_one_that_is_killed(started, tiny_run):
+def test_ranks_of_the_command_end_with_one_that_is_killed(forked, tiny_run):
     run = tiny_run(steps=100000, every=2)
-    process = started(train(run))
+    process = forked(train(run))
     while not read_metrics(run.output / "metrics.jsonl"):
         time.sleep(0.01)
     (last,) = subprocess.run(["pgrep", "-n", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
     os.kill(int(last), signal.SIGKILL)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 1
+    assert process.wait(timeout=300) == 1
+    said = process.stderr
     assert re.match(r"octavo: rank 1 of 2 was killed in \w+ of step \d+ ", said)
     assert said.count("\n") == 1
 
