@@ -51,6 +51,7 @@ def trained(model, folder, kind=Trainer, resume=None, **options):
     return torch.tensor(numbers), trainer
 
 
+@pytest.mark.long(lambda options: "label_smoothing_factor" in options)
 @pytest.mark.parametrize(
     "options",
     [

@@ -132,6 +132,7 @@ def test_without_torch_everything_else_is_still_told(monkeypatch):
     assert found["system"]["cpu"] in rendered(found)
 
 
+@pytest.mark.long(lambda capability: capability == (8, 9))
 @pytest.mark.parametrize(
     ("name", "capability", "fp8", "mode"),
     [

@@ -241,6 +241,7 @@ def test_training_follows_hugging_faces(shape, make):
     assert trained(SHAPES[shape], make)[0] == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.long(lambda degrees: degrees in ({}, {"hybrid_shard_degree": 1}))
 @pytest.mark.parametrize(
     ("shape", "degrees"),
     [

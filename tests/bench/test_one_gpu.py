@@ -202,6 +202,7 @@ BROKEN_PEERS = {
 }
 
 
+@pytest.mark.long(lambda source: "_exit" not in source)
 @pytest.mark.parametrize("source", BROKEN_PEERS)
 def test_a_broken_peer_is_a_row_with_its_error(tmp_path, monkeypatch, source):
     (tmp_path / "torchao.py").write_text(source)

@@ -43,6 +43,12 @@ def folders(tmp_path_factory, one_rank):
     return found
 
 
+@pytest.mark.long(
+    lambda of, to: (
+        (of, to)
+        not in (((2, 2), (4, 2)), ((4, 4), (2, 1)), ((4, 2), (2, 2)), ((4, 2), (1, 1)), ((2, 2), (2, 2)), ((2, 2), (4, 4)))
+    )
+)
 @pytest.mark.parametrize("to", LAYOUTS, ids=str)
 @pytest.mark.parametrize("of", LAYOUTS[:3], ids=str)
 def test_a_checkpoint_of_ranges_continues_at_any_layout(folders, one_rank, of, to):
@@ -51,6 +57,7 @@ def test_a_checkpoint_of_ranges_continues_at_any_layout(folders, one_rank, of, t
         assert block_ranks.differences(after, one_rank[1]) == []
 
 
+@pytest.mark.long(lambda of: of == (1, 1))
 @pytest.mark.parametrize("of", LAYOUTS[3:], ids=str)
 def test_ranges_continue_from_other_checkpoints(folders, one_rank, of):
     for wrong, after in ranks.run(4, block_ranks.restored, folders[of], 2, one_rank[0]):

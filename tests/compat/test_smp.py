@@ -111,7 +111,7 @@ RULES = {("octavo", "te"): "current", ("none", "octavo"): "current", ("te", "te"
 
 
 # Neither a recipe nor the autocast of a case that is long is new to its way, and both together are not new.
-@pytest.mark.long(lambda way, given: way != "shard" and given != ("te", "te"))
+@pytest.mark.long(lambda way, given: (way != "shard" and given != ("te", "te")) or way in ("replicas", "gathered"))
 @pytest.mark.parametrize(("given", "equal"), RULES.items(), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_step_by_these_names_has_the_rule_of_its_recipe(way, given, equal):
@@ -137,6 +137,7 @@ def test_rules_of_decay_find_the_matrices_and_octavo_save_all_weights(tmp_path, 
         assert restored
 
 
+@pytest.mark.long(lambda kind: kind == "FULL")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 def test_loads_without_fp8_records_let_the_weights_that_they_write_begin_anew(kind):
     """By Octavo's rule; a whole state has none, the others bring their scales."""
@@ -149,7 +150,7 @@ def test_loads_without_fp8_records_let_the_weights_that_they_write_begin_anew(ki
         assert begun == trained
 
 
-@pytest.mark.long(lambda way: way in ("hybrid", "context"))
+@pytest.mark.long(lambda way: way != "experts")
 @pytest.mark.parametrize("way", ["shard", "hybrid", "context", "experts"])
 def test_gradients_summed_in_each_micro_batch_are_those_of_no_sync(way):
     """With `octavo.init` in the place of SMP's, whose keys do not have the choice."""

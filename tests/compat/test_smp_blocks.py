@@ -20,6 +20,7 @@ def one_rank():
     return block_ranks.state_of(*block_ranks.trained(1))
 
 
+@pytest.mark.long(lambda world: world == 2)
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2)])
 def test_state_dicts_of_each_type_load_again(world, tensor, one_rank):
     for found in ranks.run(world, smp_blocks.round_trips, tensor, one_rank):

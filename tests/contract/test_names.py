@@ -90,6 +90,7 @@ def test_a_library_that_lacks_a_name_is_refused_before_a_step(name, monkeypatch)
     assert f"pip install '{versions.requirement(package)}'" in str(error.value)
 
 
+@pytest.mark.long(lambda module: module != "torch._C._autograd")
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -252,6 +252,7 @@ def test_a_compiled_linear_gives_the_numbers_of_an_eager_one(recipe, inside, row
             assert snapshot(twin) == snapshot(layer)
 
 
+@pytest.mark.long(lambda recipe: recipe == "rowwise")
 @torch_warns_of_itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of Inductor
 @pytest.mark.parametrize("recipe", ["block", "rowwise"])
@@ -315,6 +316,7 @@ def test_a_compiled_layer_in_a_checkpoint_repeats_its_casts_or_is_refused():
         assert snapshot(twin) == snapshot(layer)
 
 
+@pytest.mark.long(lambda recipe, evaluated: (list(RECIPES).index(recipe) % 2 == 0) == evaluated)
 @torch_warns_of_itself
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("evaluated", [False, True])

@@ -129,6 +129,7 @@ def test_a_gradient_through_a_frozen_teacher(recipe):
     assert same(student.log, alone("long", 2))
 
 
+@pytest.mark.long(lambda pair: PAIRS.index(pair) % 2 == 0)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_model_is_deleted_and_another_made(pair):
     a, b = Training(pair[0], 1, "plain"), Training(pair[1], 2)
@@ -191,6 +192,7 @@ def test_a_loaded_history_stays_beside_a_shorter_one():
     assert all(torch.equal(found[name], records[name]) for name in records)
 
 
+@pytest.mark.long(lambda pair, kind: (PAIRS.index(pair) + list(KINDS).index(kind)) % 3 != 0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_two_threads(pair, kind):

@@ -34,6 +34,7 @@ def job(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.long(lambda address: "file:" in address)
 @pytest.mark.parametrize("address", ["kept", "file://{}/kept", "local://{}/kept"])
 def test_the_next_job_resumes_from_the_address_also_of_a_failed_one(job, tmp_path, capfd, address):
     address = address.format(tmp_path)

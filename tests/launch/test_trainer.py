@@ -321,6 +321,7 @@ SMP(tensor_parallel_degree=2, expert_parallel_degree=3)
     assert done.stderr.splitlines()[-1].startswith(last)
 
 
+@pytest.mark.long(lambda caught, call, command: caught == (("ModelTrainer" in call) == bool(command)))
 @pytest.mark.parametrize("command", [[], ["-m", "octavo.compat"]])
 @pytest.mark.parametrize(
     "call",

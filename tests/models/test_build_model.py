@@ -189,6 +189,7 @@ def train(recipe, *, compiled=False, config=CONFIG, steps=4, **options):
     return torch.stack(losses), model
 
 
+@pytest.mark.long(lambda recipe: recipe in ("current", "rowwise"))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo itself does both
 @pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("recipe", [None, *RECIPES])

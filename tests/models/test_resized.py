@@ -90,6 +90,7 @@ def shares(folder, degrees, blocks):
     return {name: whole_tensor(tensor).detach() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.long(lambda kind, blocks: (kind == "llama") == (blocks == "auto"))
 @pytest.mark.parametrize("blocks", ["auto", "own"])
 @pytest.mark.parametrize("kind", ["llama", "llama-tied"])
 def test_the_shards_of_all_ranks_are_the_whole(kind, blocks, tmp_path):

@@ -42,16 +42,19 @@ def test_the_ranks_hold_every_element_and_count_each_once(world, tensor):
         assert any(not found["router.weight"][0] for found in of_ranks)
 
 
+@pytest.mark.long(lambda world, tensor: world == tensor)
 @pytest.mark.parametrize(("world", "tensor"), LAYOUTS)
 def test_initial_values_are_those_of_one_rank(world, tensor):
     assert ranks.run(world, block_ranks.initialised, tensor, block_ranks.initial(1)) == [[]] * world
 
 
+@pytest.mark.long(lambda world, tensor: (world, tensor) in ((2, 2), (4, 4)))
 @pytest.mark.parametrize(("world", "tensor"), LAYOUTS)
 def test_weights_are_read_to_their_places(world, tensor):
     assert ranks.run(world, block_ranks.loaded, tensor) == [[]] * world
 
 
+@pytest.mark.long(lambda world, tensor: (world, tensor) in ((2, 2), (4, 4)))
 @pytest.mark.parametrize(("world", "tensor"), LAYOUTS)
 def test_the_norm_counts_each_element_once_and_clips_by_it(world, tensor):
     for seed in (3, 4):
@@ -60,6 +63,7 @@ def test_the_norm_counts_each_element_once_and_clips_by_it(world, tensor):
             assert wrong == []
 
 
+@pytest.mark.long(lambda world, tensor: (world, tensor) == (4, 4))
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2), (4, 4)])
 def test_random_ranges(world, tensor, tmp_path):
     for number in range(3):
@@ -70,6 +74,7 @@ def test_random_ranges(world, tensor, tmp_path):
                 assert (seed, wrong, block_ranks.differences(of_ranks, state)) == (seed, [], [])
 
 
+@pytest.mark.long(lambda world: world == 2)
 @pytest.mark.parametrize(("world", "tensor"), [(2, 2), (4, 2)])
 def test_a_model_in_ranges_is_written_whole_and_read_back(tmp_path, world, tensor):
     model = ranges_of_decoders.decoder()

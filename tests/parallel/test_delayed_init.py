@@ -399,6 +399,7 @@ def same(one, many):
         assert norm == pytest.approx(one[2], rel=3e-2)
 
 
+@pytest.mark.long(lambda layout, kind: layout == "shard 4" or (layout == "shard 2") == (kind == "neo"))
 @pytest.mark.parametrize("kind", delayed.MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_the_same_on_any_ranks(on_one_rank, kind, layout):
@@ -406,6 +407,7 @@ def test_initial_weights_are_the_same_on_any_ranks(on_one_rank, kind, layout):
     same(on_one_rank(kind), ranks.run(count, run_build, kind, degrees, {}))
 
 
+@pytest.mark.long(lambda kind, settings: (kind == "decoder") == ("dtype" in settings))
 @pytest.mark.parametrize("settings", [{"tied": True}, {"frozen": True}, {"dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("kind", ["decoder", "neo"])
 def test_ties_frozen_parameters_and_bf16_too(on_one_rank, kind, settings):
@@ -431,7 +433,7 @@ def folder(tmp_path_factory):
     return make
 
 
-@pytest.mark.long(lambda kind, stored, tied: (kind == "neo") == tied)
+@pytest.mark.long(lambda kind, stored, tied: (kind == "neo") == tied or tied != (stored == torch.bfloat16))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["decoder", "neo"])
@@ -448,6 +450,7 @@ def test_files_are_read_by_rows(on_one_rank, folder, kind, stored, tied):
         same(one, ranks.run(count, run_build, kind, degrees, settings))
 
 
+@pytest.mark.long(lambda layout, kind: (layout == "replicate 2 x shard 2") == (kind == "decoder"))
 @pytest.mark.parametrize("kind", ["decoder", "neo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_rank_0_has_reaches_all(on_one_rank, folder, kind, layout):
@@ -471,6 +474,7 @@ def test_every_rank_hears_that_rank_0_cannot_convert_a_weight():
         assert "has a value of 1e+06, and the largest of fp16" in said
 
 
+@pytest.mark.long(lambda layout, kind: (layout == "replicate 2 x shard 2") == (kind == "plain"))
 @pytest.mark.parametrize("kind", ["decoder", "plain"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_cover_the_whole_once(layout, kind):

@@ -225,9 +225,7 @@ CASES = {  # ranks, layout, dtype, parameters' dtype, recipe, sizes, frozen
 }
 
 
-@pytest.mark.long(
-    lambda case: "masters in bf16" in case or case not in ("a rank without rows", "blocks in FP8", "replicas of shards")
-)
+@pytest.mark.long(lambda case: "masters in bf16" in case or case not in ("a rank without rows", "blocks in FP8"))
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_weights_are_those_of_fsdp2(case):
     size, *setting = CASES[case]
@@ -247,6 +245,7 @@ def compare(found, wanted):
         assert torch.equal(one, other)
 
 
+@pytest.mark.long(lambda recompute: recompute is True)
 @pytest.mark.parametrize("recompute", [True, "mlp"])
 def test_blocks_that_are_computed_again(recompute):
     size, *setting = CASES["bf16"]
@@ -372,6 +371,7 @@ def evaluated_first(recipe):
     return found
 
 
+@pytest.mark.long(lambda recipe: recipe == "rowwise")
 @pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
 def test_weights_that_were_gathered_in_inference_mode_can_be_trained(recipe):
     for (loss, *gradients), (wanted, *wanted_gradients) in ranks.run(2, evaluated_first, recipe):

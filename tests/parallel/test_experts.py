@@ -34,13 +34,14 @@ def on_one_rank():
     return run
 
 
-@pytest.mark.long(lambda layout: layout in ("expert 4", "shard 2", "replicate 2"))
+@pytest.mark.long(lambda layout: layout not in ("expert 2", "expert 2 x shard 2"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_and_the_loss_that_balances_them_equal_one_rank(layout, on_one_rank):
     size, degrees = LAYOUTS[layout]
     assert differences(on_one_rank(None), ranks.run(size, spread_experts.train, degrees, None), loss=1e-6, gradient=1e-4) == []
 
 
+@pytest.mark.long(lambda layout: layout == "expert 2")
 @pytest.mark.parametrize("layout", ["expert 2", "expert 2 x shard 2"])
 def test_a_family_of_which_some_layers_have_no_experts_equals_one_rank(layout, on_one_rank):
     size, degrees = LAYOUTS[layout]
@@ -51,7 +52,11 @@ def test_a_family_of_which_some_layers_have_no_experts_equals_one_rank(layout, o
     )
 
 
-@pytest.mark.long(lambda size, degrees: size == 4 and "hybrid_shard_degree" in degrees)
+@pytest.mark.long(
+    lambda size, degrees, balancing: (
+        (size == 4 and "hybrid_shard_degree" in degrees) or (size == 4) == (balancing == "balanced")
+    )
+)
 @pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
 @pytest.mark.parametrize(
     ("size", "degrees"),
@@ -64,6 +69,7 @@ def test_each_rank_assigns_its_own_tokens_as_one_rank_in_micro_batches_does(size
     assert differences(one, many, loss=1e-6, gradient=1e-4) == []
 
 
+@pytest.mark.long(lambda size, balancing: (size == 4) == (balancing == "sinkhorn"))
 @pytest.mark.parametrize("balancing", ["sinkhorn", "balanced"])
 @pytest.mark.parametrize(("size", "more"), [(2, {}), (4, {"expert_parallel_degree": 2})], ids=str)
 def test_each_rank_assigns_its_own_part_of_sequences_without_padding(size, more, balancing):
@@ -72,7 +78,7 @@ def test_each_rank_assigns_its_own_part_of_sequences_without_padding(size, more,
         assert gradient < 1e-4
 
 
-@pytest.mark.long(lambda recipe, layout: layout == "expert 4" or (layout == "expert 2" and recipe in ("delayed", "rowwise")))
+@pytest.mark.long(lambda recipe, layout: layout in ("expert 4", "shard 2") or (layout == "expert 2" and recipe != "block"))
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
@@ -93,6 +99,7 @@ def test_fp8_equals_one_rank(recipe, layout, on_one_rank):
             torch.testing.assert_close(many[0][1][name], one[1][name], rtol=1e-4, atol=0)
 
 
+@pytest.mark.long(lambda recipe: recipe is None)
 @pytest.mark.parametrize(("recipe", "layout"), [(None, "shard 2"), (None, "expert 2"), ("delayed", "expert 2")])
 def test_frozen_experts_stay_and_the_rest_equals_one_rank(recipe, layout):
     size, degrees = LAYOUTS[layout]
@@ -105,6 +112,7 @@ def test_frozen_experts_stay_and_the_rest_equals_one_rank(recipe, layout):
     assert "layers.0.moe.experts.fc1_weight" not in gradients
 
 
+@pytest.mark.long(lambda recipe: recipe is None)
 @pytest.mark.parametrize("recipe", [None, "delayed", "block"])
 def test_tokens_that_travel_in_fp8_cost_one_rounding(recipe):
     plain, narrow = (
@@ -129,6 +137,7 @@ def test_micro_batches_equal_sharded_experts():
     assert differences(sharded[0], spread, loss=1e-6, gradient=1e-3) == []
 
 
+@pytest.mark.long(lambda recipe: recipe not in ("delayed", "block"))
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
 def test_experts_without_tokens_on_a_rank(recipe, on_one_rank):
     """Experts 0 and 1 are on rank 0: nothing reaches rank 1."""
@@ -139,12 +148,14 @@ def test_experts_without_tokens_on_a_rank(recipe, on_one_rank):
     assert not weight[2:].any()
 
 
+@pytest.mark.long(lambda options: options == {"recompute": True})
 @pytest.mark.parametrize("options", [{"recompute": True}, {"recompute": "selective"}, {"offload": True}], ids=str)
 def test_recomputation_and_offloading_equal_one_rank(options, on_one_rank):
     many = ranks.run(2, spread_experts.train, {"expert_parallel_degree": 2}, "delayed", **options)
     assert differences(on_one_rank("delayed"), many, loss=1e-6, gradient=1e-3) == []
 
 
+@pytest.mark.long(lambda degrees: "hybrid_shard_degree" not in degrees)
 @pytest.mark.parametrize("degrees", [{"context_parallel_degree": 2}, {"context_parallel_degree": 2, "hybrid_shard_degree": 2}])
 def test_experts_and_sequences_over_the_same_ranks(degrees):
     size = 2 if "hybrid_shard_degree" in degrees else 4
@@ -155,6 +166,7 @@ def test_experts_and_sequences_over_the_same_ranks(degrees):
             assert logits < 1e-4, cell
 
 
+@pytest.mark.long(lambda layout: layout == "shard 4")
 @pytest.mark.parametrize("layout", ["shard 4", "expert 2 x shard 2", "expert 3"])
 def test_initial_weights_are_one_ranks_and_rows_of_an_expert_may_be_on_two_ranks(layout):
     size, degrees = {"shard 4": (4, {}), "expert 3": (3, {"expert_parallel_degree": 3})}.get(layout) or LAYOUTS[layout]

@@ -47,6 +47,7 @@ def _steps(recipe_name, micro_batches, settings, options, apart):
     return torch.stack(losses), {name: full(parameter.grad) for name, parameter in model.named_parameters()}, reduced
 
 
+@pytest.mark.long(lambda recipe, micro_batches, frees: recipe == "delayed" and micro_batches == 1 and frees)
 @pytest.mark.parametrize(
     ("recipe", "micro_batches", "frees", "options"),
     [

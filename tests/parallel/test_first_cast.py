@@ -10,6 +10,7 @@ import ranks
 pytestmark = ranks.alone
 
 
+@pytest.mark.long(lambda layout, experts: layout == "replicate 2" or experts == (layout == "shard 2"))
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_evaluation_before_the_first_step_has_the_bits_of_one_rank(layout, experts):
@@ -23,6 +24,7 @@ def test_an_evaluation_before_the_first_step_has_the_bits_of_one_rank(layout, ex
         assert not begun
 
 
+@pytest.mark.long(lambda degrees: degrees == {"expert_parallel_degree": 4})
 @pytest.mark.parametrize("degrees", [{"expert_parallel_degree": 2}, {"expert_parallel_degree": 4}], ids=str)
 def test_experts_over_ranks_are_cast_by_the_largest_amax_of_all(degrees):
     """Not by that of a rank's own experts, of which each has others: no number depends on where an expert is."""
@@ -37,7 +39,7 @@ def test_experts_over_ranks_are_cast_by_the_largest_amax_of_all(degrees):
             assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-@pytest.mark.long(lambda layout: layout in ("shard 4", "replicate 2"))
+@pytest.mark.long(lambda layout: layout != "replicate 2 x shard 2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_first_step_trains_as_under_current_scaling(layout):
     """Its gradients have no zeros of a scale of 1; the records behind it are the same on all ranks."""
@@ -53,6 +55,7 @@ def test_a_first_step_trains_as_under_current_scaling(layout):
         assert all(value.all() for name, value in records.items() if name.endswith("begun"))
 
 
+@pytest.mark.long(lambda strategy, experts: experts == (strategy == "p2p"))
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("strategy", ["all_gather", "p2p", "a2a"])
 def test_ranks_of_a_sequence_cast_its_parts_by_one_scale(strategy, experts):

@@ -56,7 +56,7 @@ def differences(one, many, *, loss, gradient):
     return found
 
 
-@pytest.mark.long(lambda layout, micro_batches: micro_batches == 1)
+@pytest.mark.long(lambda layout, micro_batches: micro_batches == 1 or layout == "shard 4")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float32_equals_one_rank(on_one_rank, layout, micro_batches):
@@ -66,7 +66,11 @@ def test_float32_equals_one_rank(on_one_rank, layout, micro_batches):
     assert differences(on_one_rank(*setting), many, loss=1e-6, gradient=1e-5) == []
 
 
-@pytest.mark.long(lambda layout, recipe: recipe != "delayed" and (layout, recipe) != ("shard 2", "current"))
+@pytest.mark.long(
+    lambda layout, recipe: (
+        (layout, recipe) not in (("shard 2", "delayed"), ("shard 2", "current"), ("replicate 2 x shard 2", "delayed"))
+    )
+)
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "rowwise", "block"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_and_fp8_equal_one_rank_within_the_format(on_one_rank, layout, recipe):
@@ -97,7 +101,7 @@ def test_rows_that_the_ranks_do_not_divide(recipe, on_one_rank):
     assert differences((one[0][:3], *one[1:]), many, loss=loss, gradient=gradient) == []
 
 
-@pytest.mark.long(lambda settings, recipe: recipe is None and "model_type" in settings)
+@pytest.mark.long(lambda settings, recipe: recipe is None and settings != {"tied": True})
 @pytest.mark.parametrize(
     "settings",
     [
@@ -395,6 +399,7 @@ def after_an_abandoned_forward(abandoned, tied):
     return found
 
 
+@pytest.mark.long(lambda abandoned, tied: tied == (abandoned in ("evaluation", "exception")))
 @pytest.mark.parametrize(
     ("abandoned", "tied"),
     [(kind, tied) for kind in ("evaluation", "loss", "exception", "norm") for tied in (False, True)] + [("part", False)],
@@ -585,6 +590,7 @@ def begun_anew(left, keep):
     return found.item(), {name: sharded.full(p.grad) for name, p in model.named_parameters()}
 
 
+@pytest.mark.long(lambda keep: keep)
 @pytest.mark.parametrize("keep", [False, True])
 def test_zero_grad_of_the_model_drops_all_gradients(keep):
     wanted = ranks.run(2, begun_anew, "nothing", keep)
@@ -611,6 +617,7 @@ def backward_of_the_first(second, keep):
     return float(sum(sharded.full(p.grad).abs().sum() for p in model.parameters()))
 
 
+@pytest.mark.long(lambda second, keep: keep == (second == "rowwise"))
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("second", ["plain", "rowwise", "current"])
 def test_a_backward_whose_weights_another_recipe_has_gathered_is_refused(second, keep):

@@ -119,6 +119,7 @@ def frees(module):
     return group is not None and group.post_forward_mesh_info is not None
 
 
+@pytest.mark.long(lambda kind, recipe, degree: recipe == "current" or (kind, recipe, degree) == ("mixtral", None, 2))
 @pytest.mark.parametrize(
     ("kind", "recipe", "degree"),
     [
@@ -215,6 +216,7 @@ def asked_for_nothing(asked):
     return trained(asked, None)[2]
 
 
+@pytest.mark.long(lambda asked: asked is True)
 @pytest.mark.parametrize(("asked", "freed"), [(True, True), (False, False), ("auto", True)])
 def test_a_given_value_and_a_cpu_need_no_collective(asked, freed):
     assert ranks.run(2, asked_for_nothing, asked) == [freed, freed]

@@ -114,7 +114,11 @@ def gradients(model):
     return {name: sharded.full(p.grad) for name, p in model.named_parameters()}
 
 
-@pytest.mark.long(lambda keep, sizes: keep == (sizes is SIZES["llama"]))
+@pytest.mark.long(
+    lambda keep, sizes, function: (
+        keep == (sizes is SIZES["llama"]) or keep == (function in (two_forwards_one_backward, evaluated_before_backward))
+    )
+)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
@@ -271,7 +275,11 @@ def casts_of_a_step(keep, sizes, recipe, micro_batches, recompute):
     return found, there, bytes_of_rows, sum(weight.parameter.shard.numel() for weight in weights)
 
 
-@pytest.mark.long(lambda keep, sizes: keep == (sizes is SIZES["llama"]))
+@pytest.mark.long(
+    lambda keep, sizes, recipe, recompute: (
+        keep == (sizes is SIZES["llama"]) or keep == (isinstance(recipe, CurrentScaling) != recompute)
+    )
+)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()], ids=["delayed", "current"])
@@ -305,6 +313,7 @@ def without_joined_amaxes(kind, sizes):
     return {name: value for name, value in records.items() if ".weight." in name}, weights, records
 
 
+@pytest.mark.long(lambda sizes, kind: (sizes is SIZES["llama"]) == (kind == "fp8_group"))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("kind", ["reduce_amax", "fp8_group"])
 def test_the_scale_of_a_weight_is_that_of_the_whole_also_where_amaxes_are_not_joined(kind, sizes):
@@ -357,6 +366,7 @@ def dropped(keep, sizes):
     return [reference() is None for reference in there]
 
 
+@pytest.mark.long(lambda keep, sizes: keep == (sizes is SIZES["llama"]))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_model_that_is_dropped_is_freed(keep, sizes):

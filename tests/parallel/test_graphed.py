@@ -207,6 +207,7 @@ def test_a_group_is_one():
             octavo.graphed(layer, layer.parameters(), group=group)
 
 
+@pytest.mark.long(lambda recipe: recipe == "current")
 @ranks.alone
 @pytest.mark.parametrize("recipe", replicas.RECIPES)
 def test_replicas_are_those_of_distributed_data_parallel(recipe):

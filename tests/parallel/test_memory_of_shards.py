@@ -74,6 +74,7 @@ def held_by_fsdp(recipe_name, sizes):
     return found
 
 
+@pytest.mark.long(lambda recipe, experts: experts == (recipe == "rowwise"))
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("recipe", [None, "delayed", "rowwise"])
 def test_gathered_weights_and_whole_gradients(recipe, experts):

@@ -28,6 +28,7 @@ def train(recipe, which):
     return [(loss, norm) for loss, norm, _, _ in found], found[-1][2], records, weights
 
 
+@pytest.mark.long(lambda recipe: recipe == "current")
 @pytest.mark.parametrize(("recipe", "which"), [("delayed", "mixed"), ("rowwise", "one"), ("current", "one")])
 def test_two_ranks_equal_one(recipe, which):
     (one,) = ranks.run(1, train, recipe, which)

@@ -175,7 +175,7 @@ def test_slices_of_experts_accumulate_and_recompute(tensor, shape):
     check(tensor, {"tensor_parallel_degree": tensor}, cells)
 
 
-@pytest.mark.long(lambda layout: layout in ("gathered", "replicate"))
+@pytest.mark.long(lambda layout: layout in ("gathered", "replicate", "heads"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beside_other_degrees(layout):
     cells = [("all-biases", {}), ("multi-head", {"given": {"tokens": 11}}), ("neox", {"given": {"documents": True}})]
@@ -188,6 +188,7 @@ def test_with_other_options():
     check(2, TENSOR, list(OPTIONS.values()), limit=3e-5)
 
 
+@pytest.mark.long(lambda world, degrees: degrees == {"tensor_parallel_degree": 4})
 @pytest.mark.parametrize(("world", "degrees"), [(2, TENSOR), (4, TENSOR), (4, {"tensor_parallel_degree": 4})], ids=str)
 def test_casts_and_scales_are_those_of_one_rank_to_the_bit(world, degrees):
     cells = [("delayed", "all"), ("delayed", "samples"), ("delayed", "none"), ("current", "all")]
@@ -376,6 +377,7 @@ def test_logits_and_hidden_states_are_whole(degrees):
         assert found[4] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.long(lambda world, fp8_dtype: (world == 4) == (fp8_dtype is None))
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("fp8_dtype", [None, torch.float8_e5m2], ids=str)
 def test_the_loss_of_slices_is_that_of_all_words(world, fp8_dtype):

@@ -42,6 +42,7 @@ def weights(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.long(lambda pattern, recipe: (pattern is None) == (recipe == "delayed"))
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("pattern", ["*.experts.*", None])
 def test_a_folder_is_fine_tuned_and_frozen_experts_keep_every_bit(pattern, recipe, folder, tiny_run, tmp_path):
