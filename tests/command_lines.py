@@ -55,9 +55,12 @@ def compat(arguments):
 
 
 def python(arguments):
-    """`python -m module …` or `python -c code …`, with the folders of PYTHONPATH before all others."""
+    """`python -m module …` or `python -c code …`, with the folders of PYTHONPATH before all others and their sitecustomize."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
+    sys.orig_argv = [sys.executable, *arguments]
+    sites = [Path(folder, "sitecustomize.py") for folder in folders if folder]
+    kept = [runpy.run_path(str(site)) for site in sites if site.is_file()][:1]  # noqa: F841 - its names live as long as modules
     option, what, *rest = arguments
     sys.argv = [option, *rest]
     if option == "-m":

@@ -177,6 +177,26 @@ def tiny_run(tmp_path, tiny_run_in):
     return lambda name="tiny", **settings: tiny_run_in(tmp_path / name, **settings)
 
 
+_trials = {}
+
+
+@pytest.fixture
+def trials_once(monkeypatch):
+    """The doctor's trials are processes that import torch: one that was run in the same environment is not repeated."""
+    from octavo import libraries
+
+    trial = libraries.trial
+
+    def once(code, change):
+        here = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        key = code, frozenset(change.items()), frozenset(here.items())
+        if key not in _trials:
+            _trials[key] = trial(code, change)
+        return _trials[key]
+
+    monkeypatch.setattr(libraries, "trial", once)
+
+
 @pytest.fixture
 def awkward():
     """A factory of matrices that casts must get right: `awkward(rows, columns, dtype)` with 32 powers of two, 0, ±inf, NaN."""

@@ -499,6 +499,7 @@ def test_prepare_first_then_train_makes_the_same_run(tiny_run, tmp_path, capsys)
     ]
 
 
+@pytest.mark.usefixtures("trials_once")
 def test_doctor_speaks_text_and_json(capsys):
     assert main(["doctor"]) == 0
     assert f"octavo {octavo.__version__}" in capsys.readouterr().out
@@ -539,6 +540,7 @@ def test_of_several_ranks_one_says_what_concerns_all(rank, error, code, said, mo
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.usefixtures("trials_once")
 def test_what_a_launcher_left_in_the_environment_does_not_silence_a_command(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")  # as in a pod that is the second node of a job
     assert main(["doctor", "--json"]) == 0

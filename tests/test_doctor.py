@@ -17,6 +17,8 @@ from octavo.doctor import Package, examine, render
 from octavo.hardware import Device, lookup
 from octavo.kernels.attention import library
 
+pytestmark = pytest.mark.usefixtures("trials_once")
+
 
 @pytest.fixture(scope="module")
 def found():

@@ -58,7 +58,7 @@ def test_what_two_ranks_save_one_restores(tmp_path, forked_workers):
     assert "…" not in text.getvalue()
 
 
-def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1):
+def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1, forked_workers):
     break_rank_1("raise RuntimeError('no device')")
     (figures,) = run(tmp_path, entries=["octavo-bf16"])["rows"]
     assert figures["error"] == "rank 1: RuntimeError: no device"

@@ -44,6 +44,7 @@ def run_forked(folder, *command, environment):
     line = ["--nproc-per-node=2", f"--master-port={port()}", "-m", "octavo.compat", *map(str, command)]
     process = command_lines.CommandLine(command_lines.torchrun, folder, line, 2, environment=environment)
     assert process.wait(timeout=300) == 0, process.stderr
+    return process.stdout, process.stderr
 
 
 def numbers(text, first):
@@ -68,7 +69,7 @@ def test_fp8_by_smps_snippet_with_backward_inside_and_outside():
     assert numbers(out, "norms")[0] == pytest.approx([expected[1], expected[3], loss.item()], rel=1e-6)
 
 
-def test_half_precision_by_fsdps_policy_and_float32_beside_hugging_face():
+def test_half_precision_by_fsdps_policy_and_float32_beside_hugging_face(tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(num_key_value_heads=2, **TINY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,7 +83,8 @@ def test_half_precision_by_fsdps_policy_and_float32_beside_hugging_face():
         optimizer.step()
         optimizer.zero_grad()
         expected.append([step, loss.item(), norm.item()])
-    out, messages = run(SCRIPTS / "mixed_precision.py", "float32", "bfloat16", ranks=2)
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TRITON_INTERPRET": "1"}
+    out, messages = run_forked(tmp_path, SCRIPTS / "mixed_precision.py", "float32", "bfloat16", environment=environment)
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 2e-2)):
         for found, wanted in zip(numbers(out, dtype), expected, strict=True):
             assert found == pytest.approx(wanted, rel=tolerance)
