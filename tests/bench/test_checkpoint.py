@@ -58,7 +58,8 @@ def test_what_two_ranks_save_one_restores(tmp_path, forked_workers):
     assert "…" not in text.getvalue()
 
 
-def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1, forked_workers):
+def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1, forked_workers, monkeypatch):
+    monkeypatch.setattr("octavo.bench.group.GRACE_SECONDS", 1.0)  # no process ends
     break_rank_1("raise RuntimeError('no device')")
     (figures,) = run(tmp_path, entries=["octavo-bf16"])["rows"]
     assert figures["error"] == "rank 1: RuntimeError: no device"
