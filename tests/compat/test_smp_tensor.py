@@ -80,6 +80,7 @@ def test_checkpoints_of_tensor_ranks_load_at_every_degree(tmp_path, number, othe
                 assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
 
 
+@pytest.mark.long(lambda number, degrees: (number, degrees) not in ((2, {}), (4, {"expert_parallel_degree": 2})))
 @pytest.mark.parametrize(
     ("number", "degrees"),
     [(2, {}), (2, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 2}), (4, {"expert_parallel_degree": 4})],
@@ -101,7 +102,7 @@ def test_weights_of_experts_stay(degrees):
         assert found == {"rank 0": 0, "all": 0}
 
 
-@pytest.mark.long(lambda number: number == 4)
+@pytest.mark.long(lambda number, experts: number == 4 or not experts)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize(
     ("experts", "other"), [({"expert_parallel_degree": 2}, {}), ({}, {"expert_parallel_degree": 2})], ids=["whole", "slices"]

@@ -123,6 +123,7 @@ def test_what_two_ranks_hold_and_save_is_in_the_plan():
         assert cached == pytest.approx(saved.kept_weights(setup, spec) if recipe else 0, abs=256), whole
 
 
+@pytest.mark.long(lambda recipe: recipe in ("current", "block"))
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
 def test_what_two_ranks_hold_and_save_of_slices_of_experts_is_in_the_plan(recipe):
     """Small tensors of the router are estimates, as on one rank."""
@@ -136,6 +137,7 @@ def test_what_two_ranks_hold_and_save_of_slices_of_experts_is_in_the_plan(recipe
     assert cached == pytest.approx(saved.kept_weights(setup, setup.spec) if recipe else 0, abs=256)
 
 
+@pytest.mark.long(lambda recipe: recipe in (None, "current"))
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
 def test_what_two_ranks_hold_and_save_of_whole_experts_is_in_the_plan(recipe):
     whole = setup_of(spec_of(MIXTURE), 2, 48, recipe, tensor=2, expert=2, row_tile=1)

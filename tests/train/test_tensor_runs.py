@@ -176,6 +176,7 @@ def test_a_run_continues_with_slices_whole_experts_or_on_one_rank(tiny_run):
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in wanted.items()}
 
 
+@pytest.mark.long(lambda recipe: recipe == "rowwise")
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
 def test_a_run_under_other_recipes_is_near_that_of_one_rank(tiny_run, recipe):
     """The first block under another recipe than the others."""
