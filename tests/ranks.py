@@ -29,7 +29,7 @@ import torch
 import torchvision_shim  # noqa: F401 - a rank imports this module first
 
 alone = pytest.mark.xdist_group("ranks")
-"""For modules that use `run`: their tests share a worker, so that worlds do not compete for the cores."""
+"""For modules that use `run`. Without effect today: pytest 9.2 ignores groups, and so does the scheduler of conftest.py."""
 
 # CUDA does not survive a fork, and what is imported beforehand may have touched it.
 context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
