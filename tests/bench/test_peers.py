@@ -503,6 +503,21 @@ def test_transformer_engines_decoder_is_octavos_in_every_family(tmp_path, transf
         assert error < 0.03, name  # of the embedding's gradient in bf16: it has passed through every block
 
 
+def printed_by_two_ranks(folder, script, *arguments):
+    """The JSON that each of two ranks of a script prints last."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        given = ["-c", script, *arguments]
+        processes.append(command_lines.CommandLine(command_lines.python, folder / rank, given, environment=place))
+    codes = [process.wait(timeout=300) for process in processes]
+    assert codes == [0, 0], [process.stderr for process in processes]
+    return [json.loads(process.stdout.splitlines()[-1]) for process in processes]
+
+
 SHARES = """
 import dataclasses, json, sys
 import torch
@@ -551,18 +566,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize("names", [["te-bf16"], ["all_gather", "p2p", "a2a"]], ids=["shards", "context"])
 def test_transformer_engines_decoder_over_two_ranks_is_octavos(names, tmp_path, transformer_engine):
     """Shards, parts of the sequences, their positions, targets and exchange, and recomputation."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        arguments = ["-c", SHARES, *names]
-        processes.append(command_lines.CommandLine(command_lines.python, tmp_path / rank, arguments, environment=place))
-    codes = [process.wait(timeout=300) for process in processes]
-    assert codes == [0, 0], [process.stderr for process in processes]
-    for process in processes:
-        found = json.loads(process.stdout.splitlines()[-1])
+    for found in printed_by_two_ranks(tmp_path, SHARES, *names):
         assert list(found) == names
         for name, (ours, theirs, error, shape) in found.items():
             assert theirs == pytest.approx(ours, rel=0.01), name
@@ -630,17 +634,7 @@ world.shutdown()
 
 def test_transformer_engines_split_decoder_is_the_whole_one(tmp_path, transformer_engine):
     """Parts of matrices and of sequences: loss, gradients of every parameter, attention, and a step."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(command_lines.CommandLine(command_lines.python, tmp_path / rank, ["-c", TENSOR], environment=place))
-    codes = [process.wait(timeout=300) for process in processes]
-    assert codes == [0, 0], [process.stderr for process in processes]
-    for process in processes:
-        wanted, found, errors, moved, attention = json.loads(process.stdout.splitlines()[-1])
+    for wanted, found, errors, moved, attention in printed_by_two_ranks(tmp_path, TENSOR):
         assert found == pytest.approx(wanted, rel=2e-3)
         assert {name: error for name, error in errors.items() if not error < 0.08} == {}
         assert moved

@@ -270,7 +270,7 @@ class RowParallelGemms(_TensorGemms):
     _flight_of_columns: Pending[QuantizedTensor] | None = None
     """The same of its cast for the weight's gradient, with scales of rows or blocks."""
     _gathered: QuantizedTensor = NOTHING
-    """That gradient, of all tokens, from the input's gradient to the weight's."""
+    """The gathered output gradient, kept from the input's gradient to the weight's."""
 
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
         """Of this rank's tokens."""

@@ -215,9 +215,16 @@ def launch(
             objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
             FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
+    return result(loss, logits, grad_scale, q)
+
+
+def result(losses: Tensor, logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> tuple[Tensor, Gradient | None]:
+    """The sum of the rows' losses, and the gradient that a kernel has written over the logits, or to `fp8`."""
     if grad_scale is None:
-        return loss.sum(), None
-    return loss.sum(), Gradient(logits) if q is None else Gradient(None, q, grad_scale / fp8_max)
+        return losses.sum(), None
+    if fp8 is None:
+        return losses.sum(), Gradient(logits)
+    return losses.sum(), Gradient(None, fp8, grad_scale / torch.finfo(fp8.dtype).max)
 
 
 def cross_entropy_(

@@ -28,6 +28,7 @@ from octavo.kernels.cross_entropy import (
     gradient_of_row,
     load_logits,
     loss_of_row,
+    result,
     row_shape,
     sum_exponentials,
 )
@@ -155,13 +156,11 @@ def launch_gradient(
             SLICES=len(of_slices), FP8_MAX=fp8_max, PADDED=words.number < width, SMOOTH=objective.label_smoothing != 0,
             BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
-    if grad_scale is None:
-        return loss.sum(), None
-    return loss.sum(), Gradient(logits) if q is None else Gradient(None, q, grad_scale / fp8_max)
+    return result(loss, logits, grad_scale, q)
 
 
 def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool = True) -> Tensor:
-    """What other slices need of this one, float32 [3 or 4, N], as the module says.
+    """Statistics of a slice, float32 [3 or 4, N]; their rows are those of the module's docstring.
 
     logits: [N, W], row-major. target: int64 [N], of all words. keep: the gradient will read the logits again.
     """

@@ -38,16 +38,7 @@ def check_tensor(spec: ModelSpec, degree: int, *, spread: bool = False, dtype: t
     """
     if degree == 1:
         return
-    if spec.mixtures and spec.assignment != "largest":
-        raise InputError(
-            f'moe_load_balancing = "{spec.assignment}" with {KEY} = {degree}: each rank would assign its own tokens alone. Set '
-            f'moe_load_balancing = "aux_loss", or {KEY} = 1.'
-        )
-    if spec.mixtures and spec.jitter:
-        raise InputError(
-            f"router_jitter_noise = {spec.jitter} with {KEY} = {degree}: the ranks would draw the same noise for different "
-            f"tokens. Set router_jitter_noise = 0.0, or {KEY} = 1."
-        )
+    check_router(spec, degree)
     if dtype == torch.float16:
         raise InputError(f"dtype = torch.float16 with {KEY} = {degree}: give dtype = torch.bfloat16, or {KEY} = 1.")
     if faults := _faults(spec, degree, spread):
@@ -55,6 +46,25 @@ def check_tensor(spec: ModelSpec, degree: int, *, spread: bool = False, dtype: t
         below, above = [n for n in legal if n < degree][-1:], [n for n in legal if n > degree][:1]
         near = " or ".join(str(n) for n in (*below, *above))
         raise InputError(f"{KEY} = {degree}: {'; '.join(faults)}. Set {KEY} to {near}, which fits {spec.family}.")
+
+
+def check_router(spec: ModelSpec, degree: int, *, section: str = "", key: str = KEY) -> None:
+    """Raise an InputError for a router whose ranks, each with its own tokens, would not do what one rank does.
+
+    section, key: "moe." and the degree's key, of a run file.
+    """
+    if not spec.mixtures:
+        return
+    if spec.assignment != "largest":
+        raise InputError(
+            f'{section}moe_load_balancing = "{spec.assignment}" with {key} = {degree}: each rank would assign its own tokens '
+            f'alone. Set {section}moe_load_balancing = "aux_loss", or {key} = 1.'
+        )
+    if spec.jitter:
+        raise InputError(
+            f"{section}router_jitter_noise = {spec.jitter} with {key} = {degree}: the ranks would draw the same noise for "
+            f"different tokens. Set {section}router_jitter_noise = 0.0, or {key} = 1."
+        )
 
 
 def _faults(spec: ModelSpec, degree: int, spread: bool) -> list[str]:
@@ -94,7 +104,7 @@ def words_of(vocabulary: int, tensor: TensorGroup, rank: int | None = None) -> W
     """The words of this rank, or of another one."""
     rows = rows_of_words(vocabulary, tensor.size)
     first = min((tensor.rank if rank is None else rank) * rows, vocabulary)
-    return Words(tensor, first, min(rows, vocabulary - first), vocabulary)
+    return Words(first, min(rows, vocabulary - first), vocabulary, tensor)
 
 
 def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
+from octavo.kernels.cross_entropy_slices import Slice
 from octavo.kernels.embedding.backward import embedding_backward
 from octavo.kernels.embedding.forward import embedding
 
@@ -23,19 +24,14 @@ ELSEWHERE, UNKNOWN = -1, -2
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of a vocabulary of which this rank of a tensor group holds the rows.
+class Words(Slice):
+    """The words of a vocabulary of which this rank of a tensor group holds the rows; further rows are padding.
 
     Attributes:
         tensor: the ranks.
-        first, number: the words from `first` on; further rows are padding.
-        vocabulary: of all ranks.
     """
 
     tensor: TensorGroup
-    first: int
-    number: int
-    vocabulary: int
 
     def local(self, ids: Tensor) -> Tensor:
         """Ids counted from this rank's first: `ELSEWHERE` of other ranks' words, `UNKNOWN` outside of the vocabulary."""

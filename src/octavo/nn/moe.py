@@ -192,19 +192,16 @@ class LayerNormMoE(ResidualLayer):
         return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
 
 
-def saved_by_moe(
-    tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int, *, own: int | None = None
-) -> SavedBytes:
+def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int, *, routed: int) -> SavedBytes:
     """Bytes that `LayerNormMoE` saves for backward: first of the residual stream. Small tensors of the router are estimates.
 
     of: of this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
-    `Routes`. own: those of the tokens that this rank of a tensor group norms and routes; None: all.
+    `Routes`. routed: those of the tokens whose norm and router this rank computes, of a tensor group's a part.
     """
-    routed = tokens if own is None else own
     element, copies = of.use.compute_bytes, tokens * top_k
     activations = [*saved_by_norm(routed, of.hidden_size, element, kind), routed * of.hidden_size * element]
     spread = of.experts < experts
-    if (spread or own is not None) and repeats_input(of.first):  # the experts' input, beside the router's
+    if (spread or routed < tokens) and repeats_input(of.first):  # the experts' input, beside the router's
         activations.append((copies if spread else tokens) * of.hidden_size * element)
     # `chosen`, two `scores`, and `rows`
     probabilities, of_copies = 6 * routed * experts * 4, routed * top_k * (8 + 2 * 4) + copies * 4

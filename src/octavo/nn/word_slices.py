@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.collectives.work import start_gather
 from octavo.kernels.cross_entropy import Gradient, Objective
-from octavo.kernels.cross_entropy_slices import Slice, cross_entropy_of_statistics_, statistics
+from octavo.kernels.cross_entropy_slices import cross_entropy_of_statistics_, statistics
 from octavo.nn.embedding import Words
 
 
@@ -22,7 +22,6 @@ def cross_entropy_of_slices_(
 
     Columns behind `words.number` are padding, whose gradient is 0. Collective.
     """
-    own = Slice(words.first, words.number, words.vocabulary)
-    found = statistics(logits, target, own, objective, keep=grad_scale is not None)
+    found = statistics(logits, target, words, objective, keep=grad_scale is not None)
     of_ranks = start_gather(found, words.tensor.group).wait()  # [n, 3 or 4, N]
-    return cross_entropy_of_statistics_(logits, target, of_ranks, grad_scale, objective, own, fp8)
+    return cross_entropy_of_statistics_(logits, target, of_ranks, grad_scale, objective, words, fp8)

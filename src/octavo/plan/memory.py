@@ -219,8 +219,8 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         tokens = setup.tokens_of_experts
-        exchanged = tokens * spec.visited if setup.expert > 1 else 0
-        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, exchanged, of)
+        dispatched = tokens * spec.visited if setup.expert > 1 else 0
+        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of)
     return backward_bytes_of_mlp(
         setup.own_tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp, tensor=setup.tensor
     )

@@ -258,8 +258,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         tokens = setup.tokens_of_experts
-        own = setup.own_tokens if tokens != setup.own_tokens else None
-        mlp = saved_by_moe(tokens, of, spec.experts, spec.visited, spec.normalization, setup.row_tile, own=own)
+        how = spec.experts, spec.visited, spec.normalization, setup.row_tile
+        mlp = saved_by_moe(tokens, of, *how, routed=setup.own_tokens)
     else:
         mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp, runs=setup.tensor)
         _keep_own_tokens(setup, mlp, spec, recipes.fc1, rowwise=setup.recomputes_mlp)

@@ -36,16 +36,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
             f'"bfloat16", or {KEY} = 1.'
         )
     spec = model.spec
-    if spec.mixtures and spec.assignment != "largest":
-        raise InputError(
-            f'moe.moe_load_balancing = "{spec.assignment}" with {KEY} = {degree}: each rank would assign its own tokens alone. '
-            f'Set moe.moe_load_balancing = "aux_loss", or {KEY} = 1.'
-        )
-    if spec.mixtures and spec.jitter:
-        raise InputError(
-            f"moe.router_jitter_noise = {spec.jitter} with {KEY} = {degree}: the ranks would draw the same noise for different "
-            f"tokens. Set moe.router_jitter_noise = 0.0, or {KEY} = 1."
-        )
+    parts.check_router(spec, degree, section="moe.", key=KEY)
     spread = degrees.expert > 1
     if fault := tensor_fault(spec, degree, spread=spread):
         legal = [ranks for ranks in divisors(degrees.world) if not tensor_fault(spec, ranks, spread=spread)]
