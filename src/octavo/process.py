@@ -25,6 +25,11 @@ from collections.abc import Callable
 from typing import Any
 
 
+def _switch(variable: str) -> bool:
+    """An environment variable that is on unless it is set to 0, false, off or no."""
+    return os.environ.get(variable, "1").lower() not in ("0", "false", "off", "no")
+
+
 class Process:
     """One process's; each attribute says what ends its entries."""
 
@@ -62,7 +67,15 @@ class Process:
         """Shape → the algorithm of cuBLASLt that was the fastest here; `octavo.kernels.algorithms.choices` names them."""
         self.without_collectives = 0
         """Contexts of `without_collectives` that have not ended."""
-        self.flash_attention = os.environ.get("OCTAVO_FLASH_ATTENTION", "1").lower() not in ("0", "false", "off", "no")
+        self.peer_copies = _switch("OCTAVO_PEER_COPIES")
+        """Tensor ranks of one host may exchange by copies between their GPUs."""
+        self.exchange_uses: dict[Any, int] = {}
+        """(kind, ranks, bytes) of an exchange → times that it was seen. Ends when it is measured."""
+        self.exchanges: dict[Any, Any] = {}
+        """The same → microseconds by NCCL and by copies; `octavo.collectives.copies.choices` names them."""
+        self.peer_memories: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Memory of this process that other ranks write."""
+        self.flash_attention = _switch("OCTAVO_FLASH_ATTENTION")
         """FlashAttention-4 may run; `octavo.kernels.attention.flash.enable` changes it."""
         self.placeholders: dict[Any, Any] = {}
         """(device, dtype) → NaN, of which every weight that is gathered as FP8 is a view; as large as the largest was."""

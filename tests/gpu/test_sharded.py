@@ -96,6 +96,13 @@ def test_matrices_over_two_ranks_train_as_whole_ones(family, expert, recipe):
     assert max(others) < (0.5 if recipe else 0.25 if family == "mixtral" else 0.1), errors
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks of one GPU have no memory that others write")
+def test_exchanges_by_copies_have_the_bits_of_nccl():
+    for wrong, way, _ in ranks.run(2, tensor_ranks.exchanged, timeout=300):
+        assert way.startswith("exchanges by copies")
+        assert not wrong
+
+
 def test_dropout_over_two_ranks_has_the_masks_of_one():
     setting = {"dtype": torch.bfloat16, "params_dtype": torch.float32, "steps": 1, "seed": 7}
     for more in ({"hidden_dropout": 0.2}, {"hidden_dropout": 0.2, "use_parallel_residual": False}):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import first_casts
 import octavo
+from octavo.collectives import tensor as tensor_groups
 from octavo.collectives.blocks import parameters_of, with_block
 from octavo.collectives.tensor import TensorGroup
 from octavo.collectives.whole import whole_tensor
@@ -80,8 +81,10 @@ def started(shape, degrees, recipe=None, dtype=torch.float32, **options):
     """A model of random weights, over the ranks or (degrees None) on one."""
     if degrees is not None:
         octavo.init(degrees)
-    changes = SHAPES[shape] if isinstance(shape, str) else shape
-    return octavo.transform(llama(**changes), recipe, dtype=dtype, **options)
+    model = llama(**(SHAPES[shape] if isinstance(shape, str) else shape))
+    if torch.cuda.is_available():
+        model.cuda()  # that of one rank too
+    return octavo.transform(model, recipe, dtype=dtype, **options)
 
 
 def optimizer_of(model):
@@ -159,6 +162,61 @@ def numbers_of_ranks():
     torch.set_rng_state(state)
     assert (own(), own(), torch.rand(4).tolist()) == found
     return found
+
+
+def exchanged():
+    """Exchanges by copies between the ranks' GPUs beside NCCL's: names of those whose numbers differ.
+
+    Of many sizes, several under way, read late and in another order, beside products that take longer on one rank."""
+    torch.cuda.set_device(dist.get_rank())
+    tensor, device, wrong = TensorGroup(dist.group.WORLD), torch.device("cuda", dist.get_rank()), []
+    draw = torch.Generator(device).manual_seed(9 + tensor.rank)
+    slow = torch.randn(2048, 2048, device=device)
+    kinds = [
+        (rows, columns, dtype)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32)
+        for rows, columns in ((1024, 2048), (24, 100000), (4099, 777), (2048, 4096))
+    ]
+
+    def drawn(*shape, dtype):
+        return torch.randn(shape, device=device, generator=draw).to(dtype)
+
+    def by_nccl(call, *arguments):
+        with mock.patch.object(tensor_groups, "by_copies", lambda *_: False):
+            return call(*arguments)
+
+    def compared(name, found, wanted):
+        # Sums of more than two are rounded once here, and NCCL's again and again.
+        exact = found.dtype.itemsize == 1 or tensor.size == 2 or name.startswith("gather")
+        if not (
+            torch.equal(*(x.view(torch.uint8) for x in (found, wanted))) if exact else torch.allclose(found, wanted, atol=0.1)
+        ):
+            wrong.append(name)
+
+    with mock.patch.object(tensor_groups, "by_copies", lambda *_: True):
+        for round in range(12):
+            under_way = []
+            for number, (rows, columns, dtype) in enumerate(kinds[round % 3 :: 2] if round else kinds):
+                if (round + number + tensor.rank) % 2:
+                    for _ in range(20):
+                        slow @ slow
+                name = f"round {round}, {rows} x {columns} {dtype}"
+                own = drawn(rows, columns, dtype=dtype)
+                under_way.append((f"gather {name}", tensor.start_gather(own.clone()), by_nccl(tensor.gather, own)))
+                if dtype.itemsize > 1:
+                    parts = drawn(rows * tensor.size, columns, dtype=dtype)
+                    wanted = by_nccl(tensor.scatter, parts)
+                    under_way.append((f"sum {name}", tensor.start_scatter(parts.clone()), wanted))
+                    made = tensor.summed(lambda part: parts[part] * 1, (rows, columns), dtype, device, parts=True)
+                    compared(f"summed {name}", made, wanted)
+                while len(under_way) > (round % 4):
+                    name, flight, wanted = under_way.pop(-1 if round % 2 else 0)
+                    compared(name, flight.wait(), wanted)
+            for name, flight, wanted in under_way:
+                with contextlib.ExitStack() as stack:
+                    found = torch.cat(stack.enter_context(flight.parts())) if name.startswith("gather") else flight.wait()
+                    compared(name, found, wanted)
+    return wrong, tensor.exchanges, tensor.rank
 
 
 def evaluated(degrees, shape):

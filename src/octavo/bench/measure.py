@@ -53,7 +53,7 @@ class Measurement:
         seconds: each timed step of the first rank, in order.
         loss: of the last step, mean over the ranks.
         loss_step: number of that step, counted from the first weights.
-        peak_gib: the allocator's peak in the timed steps, maximum over the ranks; None on a CPU.
+        peak_gib: the allocator's peak in the timed steps, with memory that other ranks write, maximum over the ranks; None on a CPU.
         interleaved: its turns alternated with other entries'.
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.
@@ -61,6 +61,7 @@ class Measurement:
         attention_errors: relative errors of its attention; None if it was not compared with the reference.
         reshard_after_forward: blocks are freed behind their forward; None for a model that is not sharded.
         products: the algorithm of each of Octavo's measured products, a table a rank (`octavo.kernels.algorithms.choices`).
+        exchanges: how tensor ranks of Octavo exchange rows (`octavo.collectives.copies.choices`).
         start: the number of this start of its processes, from 1; None where they start once.
         breakdown: kernel times (`octavo.bench.profile.breakdown`); empty unless recorded.
         error: the reason for missing figures.
@@ -79,6 +80,7 @@ class Measurement:
     experts: str | None = None
     reshard_after_forward: bool | None = None
     products: list[dict[str, str]] = field(default_factory=list)
+    exchanges: dict[str, str] = field(default_factory=dict)
     start: int | None = None
     breakdown: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -93,6 +95,7 @@ class Measurement:
         self.seconds += answers[0]["seconds"]
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
         self.peak_gib = largest(answers, "peak_gib")
+        self.exchanges = answers[0].get("exchanges", {})
         self.products = [answer.get("products", {}) for answer in answers]
         self.loss_step, self.attention = answers[0].get("loss_step"), answers[0].get("attention")
         if not math.isfinite(self.loss):
@@ -173,6 +176,7 @@ def measure_case(
         warmup: steps before them, compilation included.
         profiled: steps after them, whose kernel times are recorded.
         traces: folder for a trace of the profiled steps of each entry.
+        exchanges: how tensor ranks of Octavo exchange rows (`octavo.collectives.copies.choices`).
         start: the number of this start, for the rows.
         finished: takes the entries that are complete, each time that another is.
     """

@@ -121,6 +121,7 @@ def row(case: AnyCase, measured: Measured, target: Target) -> dict[str, Any]:
         **({} if measured.experts is None else {"experts": measured.experts}),
         **({} if measured.reshard_after_forward is None else {"reshard_after_forward": measured.reshard_after_forward}),
         **({"products": measured.products} if any(measured.products) else {}),
+        **({"exchanges": measured.exchanges} if measured.exchanges else {}),
         "batch": case.batch,
         **({} if case.micro_batches == 1 else {"micro_batches": case.micro_batches}),
         **({"image_size": case.image_size} if isinstance(case, VisionCase) else {}),

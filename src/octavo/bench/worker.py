@@ -33,6 +33,7 @@ from octavo.bench.suites import SUITES
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.reader import restore
 from octavo.checkpoint.shard_io import raw
+from octavo.collectives import copies
 from octavo.collectives.whole import whole_tensor
 from octavo.fp8.scaling import state_records
 from octavo.hardware import GIB
@@ -93,7 +94,8 @@ class Worker:
         """Time steps; returns their seconds, the last loss, its step, the kernels of attention and products, memory in GiB.
 
         `loss_step`: steps trained since the first weights. `peak_gib`: the allocator's peak since the warm-up. `held_gib`:
-        memory kept until the next turn. `needed_gib`: the peak of the memory reserved on the device.
+        memory kept until the next turn. `needed_gib`: the peak of the memory reserved on the device. Memory that other ranks
+        write counts in the first and the last.
         """
         if self.released:
             self._step()  # allocates it again, outside of the timed steps; without a GPU too, where it is one more step
@@ -106,12 +108,12 @@ class Worker:
         figures: dict[str, Any] = {"seconds": [self._between(*pair) for pair in itertools.pairwise(marks)]}
         figures |= {"loss": float(loss), "loss_step": self.trained}
         if self.entry.group is None:
-            figures["products"] = algorithms.choices()
+            figures |= {"products": algorithms.choices(), "exchanges": copies.choices()}
         self.released = True
         if not self.on_gpu:
             return {**figures, "attention": self._attention()}
-        figures["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
-        figures["needed_gib"] = torch.cuda.max_memory_reserved(self.device) / GIB
+        figures["peak_gib"] = (torch.cuda.max_memory_allocated(self.device) + copies.memory_bytes()) / GIB
+        figures["needed_gib"] = (torch.cuda.max_memory_reserved(self.device) + copies.memory_bytes()) / GIB
         torch.cuda.empty_cache()
         return {**figures, "held_gib": torch.cuda.memory_reserved(self.device) / GIB, "attention": self._attention()}
 

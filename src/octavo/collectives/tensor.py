@@ -15,7 +15,8 @@ restores the default generators, as recomputation and checkpoints do, repeats bo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.collectives.copies import Exchange, PeerMemory, by_copies, choices, reach
 from octavo.collectives.work import Pending, reduce_scatter, start_gather
+from octavo.kernels.attention.join import add_up
+
+LEAST_BYTES = 2**20
+"""Of a rank's block that may be copied; smaller ones go by NCCL."""
 
 
 class TensorGroup:
@@ -46,6 +52,8 @@ class TensorGroup:
         self._group, self.sharing = group, sharing
         self.size = dist.get_world_size(group) if size is None else size
         self.rank = dist.get_rank(group) if rank is None else rank
+        self._peers: PeerMemory | str | None = None
+        """For exchanges by copies; the reason where the ranks have none; None before the first exchange of a GPU."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -56,13 +64,22 @@ class TensorGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
         return self  # ranks belong to the process, not to a layer
 
-    def start_gather(self, rows: Tensor) -> Pending[Tensor]:
-        """Begin to gather rows [m, C] of any dtype, FP8 too, from all ranks: [n · m, C]."""
+    def start_gather(self, rows: Tensor) -> Gathering:
+        """Begin to gather rows [m, C] of any dtype, FP8 too, from all ranks."""
         rows = rows.contiguous()
-        dtype = rows.dtype
-        one_byte = dtype.itemsize == 1  # backends do not know FP8
-        pending = start_gather(rows.view(torch.uint8) if one_byte else rows, self.group)
-        return Pending([], lambda: pending.wait().flatten(0, 1).view(dtype), [rows])
+        memory = self._memory("gather", rows.shape, rows.dtype, rows.device)
+        return self._gathering(rows) if memory is None else self._copying(memory, rows)
+
+    def _gathering(self, rows: Tensor) -> Gathering:
+        one_byte = rows.dtype.itemsize == 1  # backends do not know FP8
+        return Gathering(self, rows, start_gather(rows.view(torch.uint8) if one_byte else rows, self.group))
+
+    def _copying(self, memory: PeerMemory, rows: Tensor) -> Gathering:
+        exchange = memory.begin(tuple(rows.shape), rows.dtype)
+        for other in self._others():
+            exchange.send(other, rows)
+        exchange.close()
+        return Gathering(self, rows, exchange)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, [n · m, C]."""
@@ -71,13 +88,78 @@ class TensorGroup:
     def start_scatter(self, parts: Tensor) -> Pending[Tensor]:
         """Begin to add up parts [n · m, C], of which this rank receives its rows [m, C]; the sum is in their dtype."""
         parts = parts.contiguous()
+        own = parts.chunk(self.size)[self.rank]
+        memory = self._memory("sum", own.shape, own.dtype, own.device)
+        return self._reducing(parts) if memory is None else self._adding(memory, parts)
+
+    def _reducing(self, parts: Tensor) -> Pending[Tensor]:
         out = parts.new_empty(parts.shape[0] // self.size, *parts.shape[1:])
         work = reduce_scatter(out.view(-1), parts.view(-1), group=self.group, async_op=True)
         return Pending([work], lambda: out, [parts])
 
+    def _adding(self, memory: PeerMemory, parts: Tensor) -> Pending[Tensor]:
+        of_ranks = parts.chunk(self.size)
+        exchange = memory.begin(tuple(of_ranks[0].shape), parts.dtype)
+        for other in self._others():
+            exchange.send(other, of_ranks[other])
+        exchange.close()
+        return Pending([], lambda: _added(exchange, of_ranks[self.rank]), [parts])
+
     def scatter(self, parts: Tensor) -> Tensor:
         """This rank's rows [m, C] of the sum of all ranks' parts [n · m, C]."""
         return self.start_scatter(parts).wait()
+
+    def summed(
+        self, product: Callable[[slice], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, parts: bool
+    ) -> Tensor:
+        """As `scatter`, of what is still to be computed; shape: [m, C] of the sum.
+
+        product: computes some of the rows [n · m, C]. parts: those of a rank are worth a product of their own, so that the
+        other ranks' are on their way while this rank's are computed.
+        """
+        rows = [slice(rank * shape[0], (rank + 1) * shape[0]) for rank in range(self.size)]
+        memory = self._memory("sum", shape, dtype, device) if parts else None
+        if memory is None:
+            in_parts = parts and device.type == "cpu"
+            return self.scatter(torch.cat([*map(product, rows)]) if in_parts else product(slice(0, rows[-1].stop)))
+        exchange = memory.begin(tuple(shape), dtype)
+        for other in self._others():
+            exchange.send(other, product(rows[other]))
+        exchange.close()
+        return _added(exchange, product(rows[self.rank]))
+
+    def _others(self) -> list[int]:
+        """The other ranks, each rank with another first one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _memory(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> PeerMemory | None:
+        """The memory for copies if these are faster than NCCL for blocks of this shape; all ranks find the same. Collective."""
+        block = math.prod(shape) * dtype.itemsize
+        if device.type != "cuda" or block < LEAST_BYTES or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._peers is None:
+            self._peers = reach(self.group, device, block)
+        memory = self._peers
+        if isinstance(memory, str):
+            return None
+
+        def ways() -> tuple[Callable[[], object], ...]:
+            if kind == "gather":
+                rows = torch.zeros(shape, dtype=dtype, device=device)
+                return lambda: self._gathering(rows).wait(), lambda: self._copying(memory, rows).wait()
+            parts = torch.zeros(shape[0] * self.size, *shape[1:], dtype=dtype, device=device)
+            return lambda: self._reducing(parts).wait(), lambda: self._adding(memory, parts).wait()
+
+        return memory if by_copies(kind, block, memory, ways) else None
+
+    @property
+    def exchanges(self) -> str:
+        """How rows are exchanged, in words."""
+        if self._peers is None or isinstance(self._peers, str):
+            return "exchanges by NCCL" + (f" ({self._peers})" if self._peers else "")
+        measured = choices(self.size)
+        named = "".join(f"; {exchange}: {way}" for exchange, way in measured.items())
+        return f"exchanges by copies between GPUs where these are faster than NCCL{named}"
 
     def sum_(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, in place."""
@@ -159,6 +241,40 @@ class TensorGroup:
     def replicated(self, parameter: Tensor | None) -> Tensor | None:
         """A parameter that every rank holds and reads for its own tokens or heads: its gradient is the sum of all ranks'."""
         return None if parameter is None else _Replicated.apply(parameter, self)
+
+
+class Gathering:
+    """Rows [m, C] of all ranks under way; `wait` or `parts`, once, give them."""
+
+    def __init__(self, tensor: TensorGroup, rows: Tensor, under_way: Pending[Tensor] | Exchange) -> None:
+        self._tensor, self._rows, self._under_way = tensor, rows, under_way
+
+    def wait(self) -> Tensor:
+        """All rows, [n · m, C]."""
+        if isinstance(self._under_way, Pending):
+            return self._under_way.wait().flatten(0, 1).view(self._rows.dtype)
+        rows = self._rows.new_empty(self._tensor.size * self._rows.shape[0], *self._rows.shape[1:])
+        with self.parts() as parts:
+            for place, part in zip(rows.chunk(self._tensor.size), parts, strict=True):
+                place.copy_(part)
+        return rows
+
+    @contextlib.contextmanager
+    def parts(self) -> Iterator[list[Tensor]]:
+        """The rows of each rank, to be read inside."""
+        if isinstance(self._under_way, Pending):
+            yield list(self.wait().chunk(self._tensor.size))
+            return
+        with self._under_way.blocks() as blocks:
+            yield [self._rows if block is None else block for block in blocks]
+
+
+def _added(exchange: Exchange, own: Tensor) -> Tensor:
+    """The sum of all ranks' blocks, rounded once."""
+    out = torch.empty_like(own)
+    with exchange.blocks() as blocks:
+        add_up(out.view(1, 1, -1), [(own if block is None else block).view(1, 1, -1) for block in blocks])
+    return out
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

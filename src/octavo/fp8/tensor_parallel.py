@@ -25,14 +25,15 @@ launch. In backward, gathers of inputs and sums of gradients run beside the prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.collectives.tensor import TensorGroup, narrowed, widened
+from octavo.collectives.tensor import Gathering, TensorGroup, narrowed, widened
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
 from octavo.fp8.linear import LinearGemms, operands
@@ -45,6 +46,30 @@ from octavo.kernels.reference import BLOCK
 
 LEAST_OPERATIONS = 2**34
 """Multiplications and additions of a rank's rows that are worth a product of their own on a GPU: some 20 microseconds."""
+
+
+class _Gathering:
+    """A rowwise operand of all ranks under way; `wait` or `parts`, once, give it."""
+
+    def __init__(self, data: Gathering, scale_inv: Gathering | Tensor | None) -> None:
+        self._data, self._scale_inv = data, scale_inv
+
+    def wait(self) -> QuantizedTensor:
+        """[n · m, C]."""
+        scale_inv = self._scale_inv
+        return QuantizedTensor(self._data.wait(), scale_inv.wait() if isinstance(scale_inv, Gathering) else scale_inv)
+
+    @contextlib.contextmanager
+    def parts(self) -> Iterator[list[QuantizedTensor]]:
+        """[m, C] of each rank, to be read inside."""
+        scale_inv = self._scale_inv
+        with contextlib.ExitStack() as stack:
+            parts = stack.enter_context(self._data.parts())
+            if isinstance(scale_inv, Gathering):
+                scales = stack.enter_context(scale_inv.parts())
+                yield [QuantizedTensor(*pair) for pair in zip(parts, scales, strict=True)]
+            else:
+                yield [QuantizedTensor(part, scale_inv) for part in parts]
 
 
 class _TensorGemms(LinearGemms):
@@ -71,13 +96,12 @@ class _TensorGemms(LinearGemms):
         self.tensor = tensor
         self._of_rows = recipe is not None and not has_one_scale(recipe, self._gathers)  # or of blocks
 
-    def _start_gather(self, x: QuantizedTensor) -> Pending[QuantizedTensor]:
+    def _start_gather(self, x: QuantizedTensor) -> _Gathering:
         """Begin to gather a rowwise operand, and scales that belong to its rows."""
         data, scale_inv = self.tensor.start_gather(_rows(x)), x.rowwise_scale_inv
         if not self._of_rows or scale_inv is None:
-            return Pending([], lambda: QuantizedTensor(data.wait(), scale_inv))
-        scales = self.tensor.start_gather(scale_inv)
-        return Pending([], lambda: QuantizedTensor(data.wait(), scales.wait()))
+            return _Gathering(data, scale_inv)
+        return _Gathering(data, self.tensor.start_gather(scale_inv))
 
     def _start_gather_columns(self, x: QuantizedTensor) -> Pending[QuantizedTensor]:
         """Begin to gather a columnwise operand with scales of rows or blocks, the tokens of all ranks side by side."""
@@ -133,32 +157,54 @@ class _TensorGemms(LinearGemms):
     def _of_gathered(
         self,
         x: QuantizedTensor,
-        flight: Pending[QuantizedTensor],
+        flight: _Gathering,
         columns: int,
         product: Callable[[QuantizedTensor, Tensor | None], Tensor],
+        *,
+        for_weight: bool = False,
     ) -> tuple[Tensor, QuantizedTensor]:
-        """The product [n · m, columns] of the gathered rows of x [m, C], and these.
+        """The product [n · m, columns] of the gathered rows of x [m, C], and these as the weight's gradient reads them.
 
-        product: of some rows, into a matrix if there is one. flight: the gather of `x`, under way.
+        product: of some rows, into a matrix if there is one. flight: the gather of `x`, under way. for_weight: these rows are
+        wanted; else they are `NOTHING`.
         """
         own = _rows(x)
-        rows, on_cpu = own.shape[0], own.device.type == "cpu"
-        if not on_cpu and 2 * own.numel() * columns < LEAST_OPERATIONS:
+        if not self._pays(own, columns):
             whole = flight.wait()
-            return product(whole, None), whole
-        y = own.new_empty(rows * self.tensor.size, columns, dtype=self.out_dtype)
-        start, stop = rows * self.tensor.rank, rows * (self.tensor.rank + 1)
-        product(x, y[start:stop])
-        gathered = flight.wait()
-        for others in (slice(0, start), slice(stop, len(y))):
-            if others.start < others.stop:
-                product(self._part(gathered, others), y[others])
-        return y, gathered
+            return product(whole, None), self._for_weight(whole) if for_weight else NOTHING
+        y = own.new_empty(own.shape[0] * self.tensor.size, columns, dtype=self.out_dtype)
+        of_ranks = y.chunk(self.tensor.size)
+        product(x, of_ranks[self.tensor.rank])
+        with flight.parts() as parts:
+            for rank, (part, place) in enumerate(zip(parts, of_ranks, strict=True)):
+                if rank != self.tensor.rank:
+                    product(part, place)
+            return y, self._joined(parts) if for_weight else NOTHING
+
+    def _pays(self, own: Tensor, columns: int) -> bool:
+        """Whether a product of a rank's rows [m, C] takes long enough for a launch of its own; on a CPU always."""
+        return own.device.type == "cpu" or 2 * own.numel() * columns >= LEAST_OPERATIONS
+
+    def _gathered_for_weight(self, flight: _Gathering) -> QuantizedTensor:
+        """Gathered rows as the product of the weight's gradient reads them."""
+        with flight.parts() as parts:
+            return self._joined(parts)
+
+    def _joined(self, parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """The rows of all ranks, rowwise with one scale or none, as the product of the weight's gradient reads them."""
+        if self.recipe is None:
+            return QuantizedTensor(torch.cat([part.high_precision for part in parts]), None)
+        rows, columns = _rows(parts[0]).shape
+        out = _rows(parts[0]).new_empty(columns, rows * self.tensor.size)
+        for part, place in zip(parts, out.chunk(self.tensor.size, 1), strict=True):
+            transpose(_rows(part), place)
+        return QuantizedTensor(None, None, out, parts[0].rowwise_scale_inv)
 
     def _part(self, x: QuantizedTensor, rows: slice) -> QuantizedTensor:
-        """Some rows of a rowwise operand."""
+        """Some rows of a rowwise operand of all tokens."""
         scale_inv = x.rowwise_scale_inv
-        return QuantizedTensor(_rows(x)[rows], scale_inv[rows] if self._of_rows and scale_inv is not None else scale_inv)
+        of_rows = scale_inv is not None and scale_inv.dim() > 0  # or of blocks
+        return QuantizedTensor(_rows(x)[rows], scale_inv[rows] if of_rows and scale_inv is not None else scale_inv)
 
     def _for_weight(self, x: QuantizedTensor) -> QuantizedTensor:
         """A rowwise operand with one scale, or none, as the product of the weight's gradient reads it."""
@@ -196,21 +242,21 @@ class ColumnParallelGemms(_TensorGemms):
         assert out is None  # of parts alone
         return self._output(x, w, bias)[0]
 
-    def _output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None) -> tuple[Tensor, QuantizedTensor]:
-        """The output, and the gathered input."""
+    def _output(
+        self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, for_weight: bool = False
+    ) -> tuple[Tensor, QuantizedTensor]:
+        """The output, and the gathered input if it is wanted for the weight's gradient."""
         product = super().output
         flight, columns = self._start_gather(x), _rows(w).shape[0]
-        return self._of_gathered(x, flight, columns, lambda part, out: product(part, w, bias, out=out))
+        return self._of_gathered(x, flight, columns, lambda part, out: product(part, w, bias, out=out), for_weight=for_weight)
 
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
         """As `LinearGemms`; the input that it returns is gathered, but for scales of rows or blocks."""
         w = self.restored_weight(w, rowwise=True)
-        y, gathered = self._output(x, w, bias)
-        if not self.wants_weight:
-            return y, NOTHING, w
-        return y, x if self._of_rows else self._for_weight(gathered), w
+        y, gathered = self._output(x, w, bias, for_weight=self.wants_weight and not self._of_rows)
+        return y, x if self.wants_weight and self._of_rows else gathered, w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
         """As `LinearGemms`; of the input this rank's rows."""
@@ -234,10 +280,10 @@ class ColumnParallelGemms(_TensorGemms):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gather of the input overlaps the product for its gradient; the reduce-scatter of that overlaps the weight's."""
         flight = self._start_gather_for_weight(x, dy) if self.wants_weight else None
-        dx = self.tensor.start_scatter(super().grad_input(dy, w)) if self.wants_x else None
-        dw = None
-        if self.wants_weight:
-            dw = self._complete(self.grad_weight(dy, x if flight is None else flight.wait()))
+        parts = super().grad_input(dy, w) if self.wants_x else None
+        x = x if flight is None else flight.wait()  # its blocks are read before the sum's are sent
+        dx = None if parts is None else self.tensor.start_scatter(parts)
+        dw = self._complete(self.grad_weight(dy, x)) if self.wants_weight else None
         return None if dx is None else dx.wait(), dw
 
     def _start_gather_for_weight(self, x: QuantizedTensor, dy: QuantizedTensor) -> Pending[QuantizedTensor] | None:
@@ -247,7 +293,7 @@ class ColumnParallelGemms(_TensorGemms):
         if x.columnwise_data is not None or (self.recipe is None and _same_rows(x, dy)):
             return None
         flight = self._start_gather(x)
-        return Pending([], lambda: self._for_weight(flight.wait()))
+        return Pending([], lambda: self._gathered_for_weight(flight))
 
     def _complete(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient of a weight or bias with the sums of the rows that other ranks hold too."""
@@ -265,12 +311,12 @@ class RowParallelGemms(_TensorGemms):
     """
 
     _gathers = Operand.GRAD_OUTPUT
-    _flight: Pending[QuantizedTensor] | None = None
+    _flight: _Gathering | None = None
     """The gather of the output's gradient, under way."""
     _flight_of_columns: Pending[QuantizedTensor] | None = None
     """The same of its cast for the weight's gradient, with scales of rows or blocks."""
     _gathered: QuantizedTensor = NOTHING
-    """The gathered output gradient, kept from the input's gradient to the weight's."""
+    """The gathered output gradient as the weight's gradient reads it, kept from the input's to that."""
 
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
         """Of this rank's tokens."""
@@ -279,7 +325,12 @@ class RowParallelGemms(_TensorGemms):
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         """y [m, N] of x [n · m, K / n]; the bias is added once, to the sum."""
         assert out is None  # of parts alone
-        y = self.tensor.scatter(super().output(x, w, None))
+        product, rows = super().output, _rows(x)
+        shape = rows.shape[0] // self.tensor.size, _rows(w).shape[0]
+        parts = self._pays(rows[: shape[0]], shape[1])
+        y = self.tensor.summed(
+            lambda part: product(self._part(x, part), w, None), shape, self.out_dtype, rows.device, parts=parts
+        )
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def grad_output(self, producer: Producer, *, slot_index: Tensor | None = None) -> QuantizedTensor:
@@ -310,8 +361,9 @@ class RowParallelGemms(_TensorGemms):
         product, w = super().grad_input, self.restored_weight(w)
         columns = (w.high_precision if self.recipe is None else w.columnwise[0].t()).shape[1]
         flight, self._flight = self._flight, None
-        dx, whole = self._of_gathered(dy, flight, columns, lambda part, out: product(part, w, out=out))
-        self._gathered = whole if self.wants_weight and not self._of_rows else NOTHING
+        dx, self._gathered = self._of_gathered(
+            dy, flight, columns, lambda part, out: product(part, w, out=out), for_weight=self.wants_weight and not self._of_rows
+        )
         return dx
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = True) -> Tensor:
@@ -320,9 +372,9 @@ class RowParallelGemms(_TensorGemms):
             columns, self._flight_of_columns = self._flight_of_columns, None
             return super().grad_weight(columns.wait(), x, recurring=recurring)
         flight, self._flight = self._flight, None
-        whole = self._gathered if flight is None else flight.wait()
+        gathered = self._gathered if flight is None else self._gathered_for_weight(flight)
         self._gathered = NOTHING
-        return super().grad_weight(self._for_weight(whole), x, recurring=recurring)
+        return super().grad_weight(gathered, x, recurring=recurring)
 
 
 def _rows(x: QuantizedTensor) -> Tensor:

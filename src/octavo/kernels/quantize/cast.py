@@ -162,13 +162,13 @@ def launch(x: Tensor, quantizer: Quantizer, partial: Tensor | None = None) -> Qu
 
 
 @triton.jit
-def _transpose(q_ptr, out_ptr, rows, words, stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+def _transpose(q_ptr, out_ptr, rows, words, stride, out_stride, GROUPS: tl.constexpr, WORDS: tl.constexpr):
     """Transpose bytes [rows, 4 words], read as int32: squares of four rows and four columns in registers."""
     g, w, inside = tile_of(tl.program_id(0), rows // 4, words, GROUPS, WORDS)
     a, b, c, d = load_row_groups(q_ptr, g, w, stride, inside)
     columns = transpose_words(a, b, c, d)
     for i in tl.static_range(4):
-        store_packed(columns[i], out_ptr, g, w * 4 + i, rows, inside)
+        store_packed(columns[i], out_ptr, g, w * 4 + i, out_stride, inside)
 
 
 def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
@@ -176,17 +176,17 @@ def launch_transpose(q: Tensor, out: Tensor) -> Tensor:
     rows, words = q.shape[0], q.shape[1] // 4
     if q.numel():
         _transpose[(cdiv(rows, 4 * _TRANSPOSE_GROUPS) * cdiv(words, _TRANSPOSE_WORDS),)](
-            q.view(torch.int32), out.view(torch.uint8), rows, words, q.stride(0) // 4,
+            q.view(torch.int32), out.view(torch.uint8), rows, words, q.stride(0) // 4, out.stride(0),
             GROUPS=_TRANSPOSE_GROUPS, WORDS=_TRANSPOSE_WORDS, num_warps=_TRANSPOSE_WARPS,
         )  # fmt: skip
     return out
 
 
 def transpose(q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Transpose an FP8 matrix [R, C], its rows in any stride, to a new contiguous [C, R] or to `out`."""
+    """Transpose an FP8 matrix [R, C] to a new contiguous [C, R] or to `out`; rows of both in any stride."""
     out = q.new_empty(q.shape[1], q.shape[0]) if out is None else out
-    in_words = not any(n % 4 for n in (*q.shape, q.stride(0), q.storage_offset(), out.storage_offset()))
-    if q.device.type == "cuda" and q.stride(1) == 1 and in_words:
+    in_words = not any(n % 4 for x in (q, out) for n in (*x.shape, x.stride(0), x.storage_offset()))
+    if q.device.type == "cuda" and q.stride(1) == out.stride(1) == 1 and in_words:
         return launch_transpose(q, out)
     out.view(torch.uint8).copy_(q.view(torch.uint8).t())
     return out

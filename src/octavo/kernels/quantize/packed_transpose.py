@@ -27,12 +27,12 @@ def load_row_groups(x_ptr, g, c, stride, inside):
 
 
 @triton.jit
-def store_packed(packed, columnwise_ptr, g, c, rows, inside):
-    """Store words [G, C] of a matrix of so many rows transposed: column c is row c of the result.
+def store_packed(packed, columnwise_ptr, g, c, stride, inside):
+    """Store words [G, C] of a matrix transposed: column c is row c of the result, whose rows are `stride` bytes apart.
 
     inside: by groups, not rows, so that the compiler sees equal masks of neighbours and stores several words at once.
     """
-    at = columnwise_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (rows // 4) + g[None, :]
+    at = columnwise_ptr.to(tl.pointer_type(tl.int32)) + c[:, None].to(tl.int64) * (stride // 4) + g[None, :]
     tl.store(at, tl.trans(packed), mask=tl.trans(inside))
 
 
