@@ -330,14 +330,27 @@ def build_model(
 
 
 def place(
-    model: nn.Module, device: torch.device, sharding: Sharding | None, values: Callable[[], Values], *, averaged: bool
+    model: nn.Module,
+    device: torch.device,
+    sharding: Sharding | None,
+    values: Callable[[], Values],
+    *,
+    averaged: bool,
+    of_one_rank: bool = False,
 ) -> nn.Module:
-    """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded."""
+    """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded.
+
+    of_one_rank: FSDP2 holds the parameters of tensor ranks that nobody shares, too. Its hooks and copies, of no use there, take
+    as long to launch as the products.
+    """
+    shards = sharding is not None and (sharding.shards or of_one_rank)
     _, parts = parts_of(model)
     attributes = attributes_of(model)
     # 4. Shard.
     if sharding is not None:
         refuse_hooks(model)
+        _share_sequences(model, sharding)
+    if sharding is not None and shards:
         sharding = settle_gathering(model, parts, sharding)
         _shard(model, parts, sharding, averaged=averaged)
     # 5. and 6. Materialise, load.
@@ -349,8 +362,9 @@ def place(
         refuse_own_calls(model)
     # 7. Gather, or keep.
     if sharding is not None:
-        gather_weights_in_fp8(model, parts, sharding)
         save_whole(model)
+    if sharding is not None and shards:
+        gather_weights_in_fp8(model, parts, sharding)
     else:
         keep_columnwise(parts or [model], memory_of_gpu(device))
     return model.train()
@@ -362,7 +376,6 @@ def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, 
         experts = spec.experts if spec is not None and spec.mixtures else 0
         tensor = 1 if sharding.tensor_group is None else sharding.tensor_group.size()
         check_experts(experts, sharding.expert_mesh.size(-1), sharding.mesh.size(-1), name, tensor)
-    _share_sequences(model, sharding)
     if isinstance(model, Decoder):
         shard(model, parts, sharding, summed=True, ends=model.ends())
     else:

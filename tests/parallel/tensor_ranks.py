@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 import first_casts
 import octavo
 from octavo.collectives import tensor as tensor_groups
-from octavo.collectives.blocks import parameters_of, with_block
+from octavo.collectives.blocks import local_of, parameters_of, with_block
 from octavo.collectives.tensor import TensorGroup
 from octavo.collectives.whole import whole_tensor
 from octavo.collectives.work import Pending
@@ -182,7 +182,7 @@ def exchanged():
         return torch.randn(shape, device=device, generator=draw).to(dtype)
 
     def by_nccl(call, *arguments):
-        with mock.patch.object(tensor_groups, "by_copies", lambda *_: False):
+        with mock.patch.object(tensor_groups, "by_copies", return_value=False):
             return call(*arguments)
 
     def compared(name, found, wanted):
@@ -193,7 +193,7 @@ def exchanged():
         ):
             wrong.append(name)
 
-    with mock.patch.object(tensor_groups, "by_copies", lambda *_: True):
+    with mock.patch.object(tensor_groups, "by_copies", return_value=True):
         for round in range(12):
             under_way = []
             for number, (rows, columns, dtype) in enumerate(kinds[round % 3 :: 2] if round else kinds):
@@ -207,7 +207,7 @@ def exchanged():
                     parts = drawn(rows * tensor.size, columns, dtype=dtype)
                     wanted = by_nccl(tensor.scatter, parts)
                     under_way.append((f"sum {name}", tensor.start_scatter(parts.clone()), wanted))
-                    made = tensor.summed(lambda part: parts[part] * 1, (rows, columns), dtype, device, parts=True)
+                    made = tensor.summed(parts.__getitem__, (rows, columns), dtype, device, parts=True)
                     compared(f"summed {name}", made, wanted)
                 while len(under_way) > (round % 4):
                     name, flight, wanted = under_way.pop(-1 if round % 2 else 0)
@@ -478,9 +478,9 @@ def refusals(degree, shapes):
     said["samples"] = refused(lambda: model(**rolled))
     said["embedding behind an error"] = refused(lambda: embedding(given["input_ids"]))
     model(**given).loss.backward()
-    before = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    before = [local_of(parameter.grad).clone() for parameter in model.parameters()]
     said["clip"] = refused(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
-    same = (torch.equal(a, p.grad.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    same = (torch.equal(a, local_of(p.grad)) for a, p in zip(before, model.parameters(), strict=True))
     assert all(same)
     far = given["input_ids"].clone()
     far[1, 2] = VOCABULARY
@@ -634,7 +634,7 @@ def norms_and_whole_tensors(degrees):
         "norm": refused(part.grad.norm),
         "state": refused(model.state_dict()["layers.0.self_attention.qkv.weight"].full_tensor),
     }
-    norm.full_tensor(), norm.grad.norm()  # are whole
+    norm.grad.norm()  # is whole
     plain = torch.nn.Linear(3, 3)
     plain(torch.ones(1, 3)).sum().backward()
     clip_grad_norm_(plain.parameters(), 1e-3)

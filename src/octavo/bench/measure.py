@@ -53,7 +53,8 @@ class Measurement:
         seconds: each timed step of the first rank, in order.
         loss: of the last step, mean over the ranks.
         loss_step: number of that step, counted from the first weights.
-        peak_gib: the allocator's peak in the timed steps, with memory that other ranks write, maximum over the ranks; None on a CPU.
+        peak_gib: the allocator's peak in the timed steps, with memory that other ranks write, maximum over the ranks; None on a
+            CPU.
         interleaved: its turns alternated with other entries'.
         build_seconds: from the start of its process to a built and filled model.
         start_seconds: from the start of its process to the end of the first step; None without a warm-up.

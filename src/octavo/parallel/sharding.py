@@ -56,6 +56,11 @@ class Sharding:
     sync_each_micro_batch: bool = False
 
     @property
+    def shards(self) -> bool:
+        """Whether ranks share out parameters, or average their gradients; False for tensor ranks alone."""
+        return self.mesh.size() > 1 or self.expert_mesh is not None
+
+    @property
     def frees_blocks(self) -> bool:
         """`reshard_after_forward`, which is decided."""
         assert not isinstance(self.reshard_after_forward, str), "octavo.parallel.gathered.settle_gathering decides it"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.collectives.attention import backward_bytes
+from octavo.collectives.tensor import LEAST_BYTES
 from octavo.config.recompute import recomputes_block
 from octavo.fp8.buffers import ScaleBuffer
 from octavo.fp8.quantizer import has_one_scale
@@ -127,7 +128,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     stream = setup.own_tokens * spec.hidden_size * setup.compute_bytes
     # The stream of all tokens in front of the head, and the gradient of the embedding's result.
     gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
-    buffers = WORKSPACE + _buffers(setup, spec)
+    buffers = WORKSPACE + _buffers(setup, spec) + _peer_memory(setup, spec)
     always = {"parameters": share, "optimizer states": STATES * trained, "buffers": buffers}
     before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
@@ -261,6 +262,12 @@ def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
     width = setup.reduce_bytes if setup.sharded else setup.params_bytes
     here = setup.parameters - setup.frozen - spec.mixtures * _elsewhere(setup, spec)
     return here * width if setup.accumulates else 0
+
+
+def _peer_memory(setup: Setup, spec: ModelSpec) -> int:
+    """Bytes that the other ranks of a tensor group write (`octavo.collectives.copies`): two blocks of each."""
+    block = setup.own_tokens * spec.hidden_size * setup.compute_bytes
+    return 2 * (setup.tensor - 1) * block if block >= LEAST_BYTES else 0
 
 
 def _not_summed(setup: Setup, spec: ModelSpec) -> int:

@@ -137,8 +137,8 @@ class Setup:
 
     @property
     def sharded(self) -> bool:
-        """Parameters are gathered for their use."""
-        return self.world > 1
+        """Parameters are gathered for their use, or have replicas: not those of tensor ranks alone."""
+        return self.world > self.tensor or min(self.world, self.expert) > 1
 
     @property
     def recomputes_mlp(self) -> bool:

@@ -74,7 +74,7 @@ class ShardedModel(FullyShardedDataParallel):
             values = _values(module, noted, given.param_init_fn, sync=given.sync_module_states)
             device = _device(given.device_id)
             if sharding is not None or not _is_on(module, device):
-                place(module, device, sharding, values, averaged=True).train(training)
+                place(module, device, sharding, values, averaged=True, of_one_rank=True).train(training)  # for its state dicts
         if sharding is not None and sharding.context is not None:
             slices.join_inputs(module, sharding.context)
         self._fsdp_wrapped_module = module
