@@ -70,7 +70,7 @@ class Process:
         self.peer_copies = _switch("OCTAVO_PEER_COPIES")
         """Tensor ranks of one host may exchange by copies between their GPUs."""
         self.exchange_uses: dict[Any, int] = {}
-        """(kind, ranks, bytes) of an exchange → times that it was seen. Ends when it is measured."""
+        """(kind, ranks, bits of the bytes) of an exchange → times that it was seen. Ends when it is measured."""
         self.exchanges: dict[Any, Any] = {}
         """The same → microseconds by NCCL and by copies; `octavo.collectives.copies.choices` names them."""
         self.peer_memories: weakref.WeakSet[Any] = weakref.WeakSet()

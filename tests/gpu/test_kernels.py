@@ -262,7 +262,8 @@ def test_transposes_a_part_of_a_matrix():
     for first, columns in ((128, 260), (4, 132), (3, 132), (0, 70)):  # in words, in words, and neither
         whole = torch.randint(256, (260, 1024), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
         part = whole[:, first : first + columns]
-        for found in (transpose(part), transpose(part, part.new_empty(columns, 260))):
+        beside = part.new_empty(columns, 520)[:, 260:]
+        for found in (transpose(part), transpose(part, part.new_empty(columns, 260)), transpose(part, beside)):
             assert torch.equal(found.view(torch.uint8), part.view(torch.uint8).t())
 
 

@@ -98,9 +98,25 @@ def test_matrices_over_two_ranks_train_as_whole_ones(family, expert, recipe):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks of one GPU have no memory that others write")
 def test_exchanges_by_copies_have_the_bits_of_nccl():
-    for wrong, way, _ in ranks.run(2, tensor_ranks.exchanged, timeout=300):
-        assert way.startswith("exchanges by copies")
+    for wrong, way in ranks.run(2, tensor_ranks.exchanged, timeout=300):
         assert not wrong
+        assert way.startswith("gather of 8 to 16 MiB, 2 ranks: ")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks of one GPU have no memory that others write")
+@pytest.mark.parametrize("recipe", [None, "delayed", "rowwise", "block"])
+def test_steps_with_every_exchange_by_copies(recipe):
+    setting = {"recipe": recipe, "dtype": torch.bfloat16, "params_dtype": torch.float32, "steps": 2}
+    shapes = [tensor_ranks.ALIGNED | {"num_key_value_heads": heads, "num_hidden_layers": 3} for heads in (1, 4)]
+    if recipe is None:
+        shapes.append(tensor_ranks.MIXTURE)
+    found, written = ranks.run(2, tensor_ranks.cells_by_copies, {"tensor_parallel_degree": 2}, [(s, setting) for s in shapes])[
+        0
+    ]
+    assert written > 0
+    wanted, _ = ranks.run(2, tensor_ranks.cells, {"tensor_parallel_degree": 2}, [(s, setting) for s in shapes])
+    for by_copies, by_nccl in zip(found, wanted, strict=True):  # the same products of the same rows, and sums of two numbers
+        assert max(tensor_ranks.errors(by_copies, by_nccl).values()) < 1e-2
 
 
 def test_dropout_over_two_ranks_has_the_masks_of_one():

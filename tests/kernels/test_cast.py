@@ -60,3 +60,9 @@ def test_transposes_every_byte(rows, columns):
     ):
         assert out.is_contiguous()
         assert torch.equal(out.view(torch.uint8), q.view(torch.uint8).t())
+    beside = torch.full((columns, 3 * rows), 7, dtype=torch.uint8).view(q.dtype)
+    launch_transpose(q, beside[:, rows : 2 * rows])
+    beside = beside.view(torch.uint8)
+    assert torch.equal(beside[:, rows : 2 * rows], q.view(torch.uint8).t())
+    assert (beside[:, :rows] == 7).all()
+    assert (beside[:, 2 * rows :] == 7).all()

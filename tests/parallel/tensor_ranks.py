@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import first_casts
 import octavo
+from octavo.collectives import copies
 from octavo.collectives import tensor as tensor_groups
 from octavo.collectives.blocks import local_of, parameters_of, with_block
 from octavo.collectives.tensor import TensorGroup
@@ -25,6 +26,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.collectives.work import Pending
 from octavo.errors import InputError
 from octavo.fp8 import experts as fp8_experts
+from octavo.fp8 import tensor_parallel as tensor_products
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import LinearQuantizer
 from octavo.fp8.recipe import RECIPES, Granularity, Operand
@@ -216,7 +218,26 @@ def exchanged():
                 with contextlib.ExitStack() as stack:
                     found = torch.cat(stack.enter_context(flight.parts())) if name.startswith("gather") else flight.wait()
                     compared(name, found, wanted)
-    return wrong, tensor.exchanges, tensor.rank
+    for _ in range(2):  # the second is measured
+        tensor.gather(drawn(1024, 4096, dtype=torch.bfloat16))
+    return wrong, tensor.exchanges
+
+
+@contextlib.contextmanager
+def all_by_copies():
+    """Every exchange of GPUs by copies, and every product of gathered rows and sum in parts."""
+    with (
+        mock.patch.object(tensor_groups, "by_copies", return_value=True),
+        mock.patch.object(tensor_groups, "LEAST_BYTES", 0),
+        mock.patch.object(tensor_products, "LEAST_OPERATIONS", 0),
+    ):
+        yield
+
+
+def cells_by_copies(degrees, cells_):
+    """`cells` with every exchange by copies; the bytes that other ranks write."""
+    with all_by_copies():
+        return cells(degrees, cells_), copies.memory_bytes()
 
 
 def evaluated(degrees, shape):

@@ -11,7 +11,7 @@ No block is overwritten before it is read. The blocks of exchange k are overwrit
 the barrier of k + 1; a rank comes to that barrier when it has read those of k: an exchange that begins waits for the reads of
 the one before, and blocks that nobody has read by then are moved to memory of their own.
 
-Which of the two is faster for an exchange is measured at its second use, and agreed over its ranks; `choices` names it.
+Whether NCCL or copies are faster for an exchange is measured at its second use, and agreed over its ranks; `choices` names it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from torch import Tensor
 from octavo.kernels.timing import median_us
 from octavo.process import process
 
+LEAST_BYTES = 2**20
+"""Of a rank's block that may be copied; smaller ones go by NCCL."""
 _ALIGNMENT = 256
 """Bytes: of a block's begin, for products that read it."""
 _HIDE_CYCLES = 400_000
@@ -43,14 +45,19 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        """The other ranks, each rank with another first one."""
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self.ready = torch.cuda.Event()
         self._room = 0
-        process.peer_memories.add(self)
         self._handle: Any = None
         self._slots: dict[int, Tensor] = {}
         """Of each rank: [2, other ranks, room] bytes."""
+        self._views: dict[Any, dict[int, Tensor]] = {}
+        self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(2)]
         self._turn = 0
         self._last: Exchange | None = None
+        process.peer_memories.add(self)
 
     def reserve(self, block: int) -> None:
         """Have room for blocks of so many bytes. Collective where it has not."""
@@ -63,10 +70,12 @@ class PeerMemory:
 
         torch.cuda.synchronize(self._device)  # all have done so when they meet: nobody writes the present memory any more
         shape = 2, self.size - 1, block
-        memory = symmetric_memory.empty(math.prod(shape), dtype=torch.uint8, device=self._device)
-        self._handle = symmetric_memory.rendezvous(memory, self._group)
-        self._slots = {rank: self._handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.size)}
+        with torch.inference_mode(False):  # training writes what an evaluation has reserved
+            memory = symmetric_memory.empty(math.prod(shape), dtype=torch.uint8, device=self._device)
+            self._handle = symmetric_memory.rendezvous(memory, self._group)
+            self._slots = {rank: self._handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.size)}
         self._room, self._last = block, None
+        self._views.clear()
 
     @property
     def bytes(self) -> int:
@@ -80,8 +89,28 @@ class PeerMemory:
             self.stream.wait_event(self._last.read)
         self.reserve(math.prod(shape) * dtype.itemsize)
         self._turn = 1 - self._turn
-        self._last = Exchange(self, {rank: slots[self._turn] for rank, slots in self._slots.items()}, shape, dtype)
+        to = self._blocks("to", shape, dtype), self._blocks("from", shape, dtype)
+        self._last = Exchange(self, *to, *self._events[self._turn])
         return self._last
+
+    def _blocks(self, way: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[int, Tensor]:
+        """By rank, the blocks of an exchange in the present slot "to" the other ranks, there, or "from" them, here."""
+        key = way, self._turn, shape, dtype
+        if key not in self._views:
+            with torch.inference_mode(False):
+                self._views[key] = {
+                    other: self._block(*((self.rank, other) if way == "to" else (other, self.rank)), shape, dtype)
+                    for other in self.others
+                }
+        return self._views[key]
+
+    def _block(self, sender: int, receiver: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        place = sender - (sender > receiver)  # among the receiver's other ranks
+        return self._slots[receiver][self._turn, place, : math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def meet(self) -> None:
+        """A barrier of all ranks behind this rank's copies, on the current stream."""
+        self._handle.barrier()
 
     def times_us(self, ways: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
         """Median microseconds of each call, of the slowest rank. Collective."""
@@ -92,70 +121,63 @@ class PeerMemory:
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
         return tuple(times.tolist())
 
-    def meet(self) -> torch.cuda.Event:
-        """The end of a barrier of all ranks behind this rank's copies."""
-        with torch.cuda.stream(self.stream):
-            self._handle.barrier()
-        return self.stream.record_event()
-
 
 class Exchange:
-    """Blocks on their way from each rank to each other: `send` to all others and `close`, then `blocks`, in this order."""
+    """Blocks on their way from each rank to each other: `send` to all others, then `blocks`, in this order.
 
-    def __init__(self, memory: PeerMemory, slots: dict[int, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._memory, self._slots, self._shape, self._dtype = memory, slots, shape, dtype
-        self._bytes = math.prod(shape) * dtype.itemsize
+    to, here: of each other rank, where this one's block goes, and where its block arrives. arrived, read: events behind the
+    arrival of all blocks, and behind what reads them.
+    """
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        to: dict[int, Tensor],
+        here: dict[int, Tensor],
+        arrived: torch.cuda.Event,
+        read: torch.cuda.Event,
+    ) -> None:
+        self._memory, self._to, self._here, self._arrived, self.read = memory, to, here, arrived, read
         self._held: list[Tensor] = []
-        self._arrived: torch.cuda.Event | None = None
-        self._moved: list[Tensor | None] | None = None
+        self._moved: dict[int, Tensor] | None = None
         self._open = False
-        self.read = torch.cuda.Event()
-        """Behind what reads the blocks."""
 
-    def send(self, rank: int, block: Tensor) -> None:
-        """Copy a contiguous block, complete on the current stream, to another rank."""
-        stream = self._memory.stream
-        stream.wait_stream(torch.cuda.current_stream(block.device))
-        with torch.cuda.stream(stream):
-            self._slots[rank][_place(self._memory.rank, rank), : self._bytes].copy_(block.view(-1).view(torch.uint8))
-        self._held.append(block)  # alive until the current stream waits for the copies
-
-    def close(self) -> None:
-        """All blocks are sent."""
-        self._arrived = self._memory.meet()
+    def send(self, blocks: dict[int, Tensor]) -> None:
+        """Copy blocks, contiguous and complete on the current stream, to other ranks; behind the last one the ranks meet."""
+        memory, stream = self._memory, self._memory.stream
+        memory.ready.record(torch.cuda.current_stream(stream.device))
+        memory.ready.wait(stream)
+        self._held += blocks.values()  # alive until the current stream waits for the copies
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for rank, block in blocks.items():
+                self._to[rank].copy_(block)
+            if len(self._held) == len(self._to):
+                memory.meet()
+                self._arrived.record(stream)
 
     @contextlib.contextmanager
-    def blocks(self) -> Iterator[list[Tensor | None]]:
-        """The other ranks' blocks by rank, None at this rank's place, to be read inside on the current stream."""
+    def blocks(self) -> Iterator[dict[int, Tensor]]:
+        """The other ranks' blocks, to be read inside on the current stream."""
         if self._moved is not None:
             yield self._moved
             return
         self._open = True
-        yield self._views()
-        self.read.record()
-        self._open, self._moved = False, []
+        yield self._wait()
+        self.read.record(torch.cuda.current_stream(self._memory.stream.device))
+        self._open, self._moved = False, {}
 
     def end(self) -> None:
         """Move blocks that nobody has read to memory of their own."""
         assert not self._open, "an exchange begins while another's blocks are read"
         if self._moved is None:
-            self._moved = [None if block is None else block.clone() for block in self._views()]
-            self.read.record()
+            self._moved = {rank: block.clone() for rank, block in self._wait().items()}
+            self.read.record(torch.cuda.current_stream(self._memory.stream.device))
 
-    def _views(self) -> list[Tensor | None]:
-        assert self._arrived is not None
-        torch.cuda.current_stream(self._memory.stream.device).wait_event(self._arrived)
+    def _wait(self) -> dict[int, Tensor]:
+        assert len(self._held) == len(self._to), "blocks are awaited before all are sent"
+        self._arrived.wait(torch.cuda.current_stream(self._memory.stream.device))
         self._held.clear()
-        own, rank = self._slots[self._memory.rank], self._memory.rank
-        return [
-            None if other == rank else own[_place(other, rank), : self._bytes].view(self._dtype).view(self._shape)
-            for other in range(self._memory.size)
-        ]
-
-
-def _place(sender: int, receiver: int) -> int:
-    """The sender's block among those of the other ranks."""
-    return sender - (sender > receiver)
+        return self._here
 
 
 def reach(group: dist.ProcessGroup, device: torch.device, block: int) -> PeerMemory | str:
@@ -183,9 +205,10 @@ def _agreed(found: list[str], group: dist.ProcessGroup) -> str:
 def by_copies(kind: str, block: int, memory: PeerMemory, ways: Callable[[], tuple[Callable[[], object], ...]]) -> bool:
     """Whether copies are faster than NCCL for an exchange of blocks of so many bytes; all ranks find the same. Collective.
 
-    kind: of the exchange. ways: makes calls of it by NCCL and by copies, for a measurement at its second use.
+    kind: of the exchange. ways: makes calls of it by NCCL and by copies, for a measurement at the second use of a size; sizes
+    between two powers of two are one, so that sequences of many lengths are measured a few times.
     """
-    key = kind, memory.size, block
+    key = kind, memory.size, block.bit_length()
     if key not in process.exchanges:
         uses = process.exchange_uses[key] = process.exchange_uses.get(key, 0) + 1
         if uses == 1:
@@ -198,10 +221,11 @@ def by_copies(kind: str, block: int, memory: PeerMemory, ways: Callable[[], tupl
 def choices(ranks: int | None = None) -> dict[str, str]:
     """The way of each measured exchange, with the microseconds that it takes alone by NCCL and by copies; of so many ranks."""
     found = {}
-    for (kind, size, block), (by_nccl, copied) in process.exchanges.items():
+    for (kind, size, bits), (by_nccl, copied) in process.exchanges.items():
         if ranks in (None, size):
             way = "copies" if copied < by_nccl else "NCCL"
-            found[f"{kind}, {size} ranks, blocks of {block} bytes"] = f"{way} (NCCL {by_nccl:.0f} µs, copies {copied:.0f} µs)"
+            name = f"{kind} of {2 ** (bits - 21)} to {2 ** (bits - 20)} MiB, {size} ranks"
+            found[name] = f"{way} (NCCL {by_nccl:.0f} µs, copies {copied:.0f} µs)"
     return found
 
 

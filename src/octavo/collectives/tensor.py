@@ -24,12 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.collectives.copies import Exchange, PeerMemory, by_copies, choices, reach
+from octavo.collectives.copies import LEAST_BYTES, Exchange, PeerMemory, by_copies, choices, reach
 from octavo.collectives.work import Pending, reduce_scatter, start_gather
 from octavo.kernels.attention.join import add_up
-
-LEAST_BYTES = 2**20
-"""Of a rank's block that may be copied; smaller ones go by NCCL."""
 
 
 class TensorGroup:
@@ -76,9 +73,7 @@ class TensorGroup:
 
     def _copying(self, memory: PeerMemory, rows: Tensor) -> Gathering:
         exchange = memory.begin(tuple(rows.shape), rows.dtype)
-        for other in self._others():
-            exchange.send(other, rows)
-        exchange.close()
+        exchange.send(dict.fromkeys(memory.others, rows))
         return Gathering(self, rows, exchange)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -100,9 +95,7 @@ class TensorGroup:
     def _adding(self, memory: PeerMemory, parts: Tensor) -> Pending[Tensor]:
         of_ranks = parts.chunk(self.size)
         exchange = memory.begin(tuple(of_ranks[0].shape), parts.dtype)
-        for other in self._others():
-            exchange.send(other, of_ranks[other])
-        exchange.close()
+        exchange.send({other: of_ranks[other] for other in memory.others})
         return Pending([], lambda: _added(exchange, of_ranks[self.rank]), [parts])
 
     def scatter(self, parts: Tensor) -> Tensor:
@@ -123,14 +116,9 @@ class TensorGroup:
             in_parts = parts and device.type == "cpu"
             return self.scatter(torch.cat([*map(product, rows)]) if in_parts else product(slice(0, rows[-1].stop)))
         exchange = memory.begin(tuple(shape), dtype)
-        for other in self._others():
-            exchange.send(other, product(rows[other]))
-        exchange.close()
+        for other in memory.others:
+            exchange.send({other: product(rows[other])})
         return _added(exchange, product(rows[self.rank]))
-
-    def _others(self) -> list[int]:
-        """The other ranks, each rank with another first one."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _memory(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> PeerMemory | None:
         """The memory for copies if these are faster than NCCL for blocks of this shape; all ranks find the same. Collective."""
@@ -154,12 +142,10 @@ class TensorGroup:
 
     @property
     def exchanges(self) -> str:
-        """How rows are exchanged, in words."""
+        """How rows are exchanged, in words; empty before a GPU has."""
         if self._peers is None or isinstance(self._peers, str):
-            return "exchanges by NCCL" + (f" ({self._peers})" if self._peers else "")
-        measured = choices(self.size)
-        named = "".join(f"; {exchange}: {way}" for exchange, way in measured.items())
-        return f"exchanges by copies between GPUs where these are faster than NCCL{named}"
+            return f"by NCCL: {self._peers}" if self._peers else ""
+        return "; ".join(f"{exchange}: {way}" for exchange, way in choices(self.size).items())
 
     def sum_(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, in place."""
@@ -266,14 +252,15 @@ class Gathering:
             yield list(self.wait().chunk(self._tensor.size))
             return
         with self._under_way.blocks() as blocks:
-            yield [self._rows if block is None else block for block in blocks]
+            yield [blocks.get(rank, self._rows) for rank in range(self._tensor.size)]
 
 
 def _added(exchange: Exchange, own: Tensor) -> Tensor:
     """The sum of all ranks' blocks, rounded once."""
     out = torch.empty_like(own)
     with exchange.blocks() as blocks:
-        add_up(out.view(1, 1, -1), [(own if block is None else block).view(1, 1, -1) for block in blocks])
+        terms = [blocks.get(rank, own) for rank in range(len(blocks) + 1)]  # in one order on all ranks
+        add_up(out.view(1, 1, -1), [term.view(1, 1, -1) for term in terms])
     return out
 
 

@@ -44,6 +44,8 @@ class Description:
     """The reason why a model of a known kind keeps its own code; else empty."""
     split: str = ""
     """The ranks that hold parts of each matrix, whose shapes are those of the whole; else empty."""
+    exchanges: str = ""
+    """How those ranks exchange rows of each size, by what was measured here; empty before a second step on GPUs."""
     gathered: str = ""
     """How long blocks stay gathered, with the reason, if `reshard_after_forward = "auto"` chose it; else empty."""
 
@@ -64,6 +66,7 @@ class Description:
         own = [f"own code: {self.own_code}"] if self.own_code else []
         gathered = [f"gathered: {self.gathered}"] if self.gathered else []
         split = [f"split: {self.split}"] if self.split else []
+        split += [f"exchanges: {self.exchanges}"] if self.exchanges else []
         kernels = [f"products: {self.products}", f"attention: {self.attention}"]
         return "\n".join([head, *own, *kernels, *split, *gathered, "", *rows])
 
@@ -97,11 +100,14 @@ def describe(model: nn.Module) -> Description:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kernels = kernels_on(device.type, capability, model, native=gemm.is_native(device))
     tensor = getattr(model, "tensor", None)
-    split = ""
+    split = exchanges = ""
     if isinstance(tensor, TensorGroup):
         split = f"{tensor.size} ranks hold parts of each matrix, and between products parts of the tokens"
         split += "; experts are whole, and spread over ranks" if getattr(model, "spread", False) else ""
-    return Description(tuple(layers), *kernels, split=split, gathered=getattr(model, "octavo_gathered", ""))
+        exchanges = tensor.exchanges
+    return Description(
+        tuple(layers), *kernels, split=split, exchanges=exchanges, gathered=getattr(model, "octavo_gathered", "")
+    )
 
 
 def kernels_on(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.collectives.attention import backward_bytes
-from octavo.collectives.tensor import LEAST_BYTES
+from octavo.collectives.copies import LEAST_BYTES
 from octavo.config.recompute import recomputes_block
 from octavo.fp8.buffers import ScaleBuffer
 from octavo.fp8.quantizer import has_one_scale
