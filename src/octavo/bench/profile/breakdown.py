@@ -27,11 +27,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     # Octavo's kernels, by their whole names.
     ("norms", r"^_?(norm|backward)_(rows|tiles)$"),
     ("activation", r"^activation_(backward_)?(tiles|packed)$"),
-    ("attention", r"^(attention_forward|backward_(queries|keys)|_join_results|_add_terms)$"),
+    ("attention", r"^(attention_forward|backward_(queries|keys)|_join_results)$"),
     ("scales", r"^_(scale_of|update_scales|inverses)$"),
     ("casts", r"^_?(cast_\w+|gather_(tiles|packed)|widen|row_column_amaxes|amax_of)$"),
     ("fp8 products", r"^_products_of_(rows|weights)$"),  # of experts
-    ("copies and elementwise", r"^_((add|count|place)_copies|add_up_before)$"),  # of experts
+    ("copies and elementwise", r"^_((add|count|place)_copies|add_up_before|add_terms)$"),
     ("communication", r"nccl|all_?gather|reduce_?scatter|all_?reduce|symm_mem|barrier_kernel|memcpy ptop"),
     ("attention", r"sdpa|flash|fmha|attention|dot_do_o|convert_dq"),
     # cuBLAS writes a letter for each type: q and r are the two FP8 formats, t is bfloat16, h float16, s float32.
