@@ -74,4 +74,4 @@ def launch(x: Tensor) -> Tensor:
 def column_sums(x: Tensor) -> Tensor:
     """x [R, C], any float dtype, summed over its rows: float32 [C]."""
     eager = x.device.type == "cuda" and not torch.compiler.is_compiling()
-    return launch(x) if eager else x.sum(0, dtype=torch.float32)
+    return launch(x) if eager else x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))

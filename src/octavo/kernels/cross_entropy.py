@@ -237,12 +237,12 @@ def cross_entropy_(
     """
     if logits.device.type == "cuda":
         return launch(logits, target, grad_scale, objective, fp8)
-    one = logits.new_ones((), dtype=torch.float32)
+    one = logits.new_ones((), dtype=torch.promote_types(logits.dtype, torch.float32))
     if fp8 is None or grad_scale is None:
         loss, grad = reference.cross_entropy(logits, target, one if grad_scale is None else grad_scale, *objective)
         return loss, None if grad_scale is None else Gradient(grad)
     fp8_max = torch.finfo(fp8.dtype).max
-    loss, grad = reference.cross_entropy(logits.float(), target, one, *objective)
+    loss, grad = reference.cross_entropy(reference.wide(logits), target, one, *objective)
     fp8.copy_(reference.cast(grad, grad.new_tensor(fp8_max), fp8.dtype, fp8_max))
     return loss, Gradient(None, fp8, grad_scale / fp8_max)
 

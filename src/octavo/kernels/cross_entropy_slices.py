@@ -168,12 +168,12 @@ def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objectiv
         return launch_statistics(logits, target, words, objective, keep=keep)
     own = logits[:, : words.number].double()
     top = own.amax(-1) if words.number else own.new_full(own.shape[:1], -torch.inf)
-    base = (top * LOG2_E.value).float()
+    base = (top * LOG2_E.value).to(torch.promote_types(logits.dtype, torch.float32))
     sums = (own * LOG2_E.value - _finite(base)[:, None]).exp2().sum(-1)
     at, here = _own_targets(target, words)
     picked = functional.pad(own, (0, 1)).gather(1, torch.where(here, at, words.number)[:, None])[:, 0]
     found = [base, sums, picked]
-    return torch.stack([x.float() for x in ([*found, own.sum(-1)] if objective.label_smoothing else found)])
+    return torch.stack([x.to(base.dtype) for x in ([*found, own.sum(-1)] if objective.label_smoothing else found)])
 
 
 def cross_entropy_of_statistics_(
@@ -197,7 +197,7 @@ def cross_entropy_of_statistics_(
     if summed:
         losses = losses + objective.label_smoothing * total - even * summed[0].sum(0)
     losses = (losses + objective.z_loss * total.square()).masked_fill(unknown, torch.nan)
-    loss = torch.where(real, losses, 0.0).sum().float()
+    loss = torch.where(real, losses, 0.0).sum().to(of_slices.dtype)
     if grad_scale is None:
         return loss, None
     own = logits[:, : words.number].double()
@@ -205,7 +205,7 @@ def cross_entropy_of_statistics_(
     grad = functional.pad(grad.masked_fill_(unknown[:, None], torch.nan), (0, logits.shape[1] - words.number))
     at, here = _own_targets(target, words)
     change = torch.where(here, objective.label_smoothing - 1.0, 0.0).double()
-    grad = grad.scatter_add_(1, torch.where(here, at, 0)[:, None], change[:, None]).mul_(real[:, None]).float()
+    grad = grad.scatter_add_(1, torch.where(here, at, 0)[:, None], change[:, None]).mul_(real[:, None]).to(of_slices.dtype)
     if fp8 is None:
         return loss, Gradient(logits.copy_(grad.mul_(grad_scale)))
     fp8_max = torch.finfo(fp8.dtype).max

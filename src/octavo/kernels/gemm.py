@@ -369,13 +369,14 @@ def _emulated(
         return torch.addmm(start.expand(b.shape[0]), _to_bf16(a), _to_bf16(b).t(), beta=beta, alpha=alpha)
     # PyTorch's autocast would round these sums before they are scaled, and in float16 they would overflow.
     with torch.autocast(a.device.type, enabled=False):
+        wide = torch.promote_types(out_dtype, torch.float32)
         if tensorwise:
-            out = (a.float() @ b.float().t()) * (a_scale_inv * b_scale_inv)
+            out = (a.to(wide) @ b.to(wide).t()) * (a_scale_inv * b_scale_inv)
         elif _by_row(a, a_scale_inv) and _by_row(b, b_scale_inv):
-            out = (a.float() @ b.float().t()) * a_scale_inv * b_scale_inv.t()
+            out = (a.to(wide) @ b.to(wide).t()) * a_scale_inv * b_scale_inv.t()
         else:
-            out = reference.dequantize(a, a_scale_inv) @ reference.dequantize(b, b_scale_inv).t()
-    return _to(out if bias is None else out + bias.float(), out_dtype)
+            out = reference.dequantize(a, a_scale_inv).to(wide) @ reference.dequantize(b, b_scale_inv).to(wide).t()
+    return _to(out if bias is None else out + bias.to(wide), out_dtype)
 
 
 @torch.library.custom_op("octavo::emulated_mm", mutates_args=())

@@ -238,7 +238,7 @@ def norm(
     h = x if delta is None else x + delta
     normed, stats = reference.norm(kind, h, weight, bias, eps, zero_centered=zero_centered)
     if beside is not None:
-        normed = beside.copy_(normed).float()
+        normed = reference.wide(beside.copy_(normed))
     return h, stats, quantize(normed, quantizer)
 
 

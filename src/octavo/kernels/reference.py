@@ -1,6 +1,7 @@
 """Every operation in plain PyTorch: the definition of correct for the fused kernels, and the implementation for CPUs.
 
-Each function computes in float32 and is short enough to be believed by reading.
+Each function computes in float32, or in float64 of float64 tensors, and is short enough to be believed by reading. FP8 scales
+are float32, and casts round float32.
 Shapes: R rows, C columns, the dimension that a product sums over.
 """
 
@@ -14,6 +15,11 @@ from torch import Tensor
 
 BLOCK = 128
 FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it has that."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> Tensor:
@@ -100,7 +106,7 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
 
 def gain(weight: Tensor, *, zero_centered: bool) -> Tensor:
     """The factors of a norm, float32: weight, or 1 + weight."""
-    return 1 + weight.float() if zero_centered else weight.float()
+    return 1 + wide(weight) if zero_centered else wide(weight)
 
 
 def norm(
@@ -111,8 +117,8 @@ def norm(
     kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
     √(variance + eps) · weight + bias, with mean and 1/σ [2, ...]. zero_centered: 1 + weight in place of weight.
     """
-    h, w = h.float(), gain(weight, zero_centered=zero_centered)
-    b = None if bias is None else bias.float()
+    h, w = wide(h), gain(weight, zero_centered=zero_centered)
+    b = None if bias is None else wide(bias)
     if kind == "LayerNorm":
         normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), w, b, eps)
         return normed, torch.stack((mean[..., 0], rstd[..., 0]))
@@ -128,15 +134,15 @@ def norm_backward(
 
     dy: [R, C], of the normed result. stats: those of `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
-    centred, grad, h = kind == "LayerNorm", dy.float() * gain(weight, zero_centered=zero_centered), h.float()
+    centred, grad, h = kind == "LayerNorm", wide(dy) * gain(weight, zero_centered=zero_centered), wide(h)
     rstd = (stats[1] if centred else stats)[:, None]
     normed = (h - stats[0, :, None]) * rstd if centred else h * rstd
     dh = grad - normed * (grad * normed).mean(-1, keepdim=True)
     if centred:
         dh -= grad.mean(-1, keepdim=True)
     dh *= rstd
-    dh = dh if d_residual is None else dh + d_residual.float()
-    return dh, (dy.float() * normed).sum(0), dy.float().sum(0) if centred else None
+    dh = dh if d_residual is None else dh + wide(d_residual)
+    return dh, (wide(dy) * normed).sum(0), wide(dy).sum(0) if centred else None
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -244,11 +250,11 @@ def activation(name: str, x: Tensor, block: int) -> Tensor:
     """
     curve, gated, clamp = activation_named(name)
     if not gated:
-        return CURVES[curve][0](x.float())
+        return CURVES[curve][0](wide(x))
     # Split before the conversion: otherwise a compiler keeps all of x in float32 for backward (30 GiB at 16,384 tokens of a
     # Llama-8B).
     gate, up = x.unflatten(-1, (-1, 2, block)).unbind(-2)
-    value, factor = _gated(clamp, curve, gate.float(), up.float())
+    value, factor = _gated(clamp, curve, wide(gate), wide(up))
     return (value * factor).flatten(-2)
 
 
@@ -257,9 +263,9 @@ def activation_backward(name: str, dy: Tensor, x: Tensor, block: int) -> Tensor:
     curve, gated, clamp = activation_named(name)
     slope = CURVES[curve][1]
     if not gated:
-        return dy.float() * slope(x.float())
-    gate, up = (part.float() for part in x.unflatten(-1, (-1, 2, block)).unbind(-2))
-    dy = dy.unflatten(-1, (-1, block)).float()
+        return wide(dy) * slope(wide(x))
+    gate, up = (wide(part) for part in x.unflatten(-1, (-1, 2, block)).unbind(-2))
+    dy = wide(dy.unflatten(-1, (-1, block)))
     value, factor = _gated(clamp, curve, gate, up)
     if clamp is None:
         d_gate, d_up = dy * factor * slope(gate), dy * value
@@ -284,7 +290,7 @@ def embedding_backward(d_out: Tensor, ids: Tensor, words: int, padding: int | No
 def rope(x_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     """Rotate the two halves of each head's first R columns by the angles of its position, in float32; x's dtype."""
     x, rest = x_BTHD.tensor_split([cos_BTR.shape[-1]], -1)
-    x = x.float()
+    x = wide(x)
     first, second = x.chunk(2, -1)
     rotated = torch.cat((-second, first), -1)
     turned = (x * cos_BTR[:, :, None] + rotated * sin_BTR[:, :, None]).to(x_BTHD.dtype)
@@ -295,7 +301,7 @@ def rope_backward(d_BTHD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> Tensor:
     """The gradient of `rope`'s x, float32, from that of its result."""
     (cos_1, cos_2), (sin_1, sin_2) = (table[:, :, None].chunk(2, -1) for table in (cos_BTR, sin_BTR))
     half = cos_1.shape[-1]
-    first, second, rest = d_BTHD.float().split([half, half, d_BTHD.shape[-1] - 2 * half], -1)
+    first, second, rest = wide(d_BTHD).split([half, half, d_BTHD.shape[-1] - 2 * half], -1)
     return torch.cat((first * cos_1 + second * sin_2, second * cos_2 - first * sin_1, rest), -1)
 
 
@@ -315,7 +321,7 @@ def split_rotate(
 
 def join_rotated(dq_BTHD: Tensor, dk_BTGD: Tensor, dv_BTGD: Tensor, cos_BTR: Tensor | None, sin_BTR: Tensor | None) -> Tensor:
     """The gradient of the joint product, float32 [B, T, W], from those of `split_rotate`'s results."""
-    dq, dk, dv = dq_BTHD.float(), dk_BTGD.float(), dv_BTGD.float()
+    dq, dk, dv = wide(dq_BTHD), wide(dk_BTGD), wide(dv_BTGD)
     if cos_BTR is not None and sin_BTR is not None:
         dq, dk = rope_backward(dq, cos_BTR, sin_BTR), rope_backward(dk, cos_BTR, sin_BTR)
     groups = dk.shape[2]
@@ -324,7 +330,7 @@ def join_rotated(dq_BTHD: Tensor, dk_BTGD: Tensor, dv_BTGD: Tensor, cos_BTR: Ten
 
 def _grouped_heads(qkv_BTW: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, G, P, T, D], k and v [B, G, 1, T, D] of a joint product in float32, P = H/G."""
-    parts = qkv_BTW.float().unflatten(-1, (groups, heads // groups + 2, -1)).permute(0, 2, 3, 1, 4)
+    parts = wide(qkv_BTW).unflatten(-1, (groups, heads // groups + 2, -1)).permute(0, 2, 3, 1, 4)
     q, k, v = parts.split([heads // groups, 1, 1], 2)
     return q, k, v
 
@@ -348,7 +354,7 @@ def attention_backward(
     """The gradient of `attention`'s joint product, in its dtype; out and lse are the results of `attention`, d_out like out."""
     dtype = qkv_BTW.dtype
     q, k, v = _grouped_heads(qkv_BTW, heads, groups)
-    d_o, o = (x.float().unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))
+    d_o, o = (wide(x).unflatten(-1, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4) for x in (d_out, out))
     p = (q @ k.mT * scale - lse.unflatten(1, (groups, -1))[..., None]).exp()
     ds = (p * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))).to(dtype).float()
     dv = (p.to(dtype).float().mT @ d_o).sum(2, keepdim=True)
@@ -370,7 +376,7 @@ def cross_entropy(
     the weight of log²Σexp(logits), which keeps the logits near 0. Statistics are float32. A target outside the vocabulary makes
     the loss and its row of the gradient NaN.
     """
-    logits = logits_NV.float()
+    logits = wide(logits_NV)
     real = target_N != ignore_index
     unknown = real & ((target_N < 0) | (target_N >= logits.shape[1]))
     index = torch.where(real & ~unknown, target_N, 0)[:, None]
@@ -381,7 +387,7 @@ def cross_entropy(
         losses = losses - label_smoothing * log_probabilities.mean(-1)
     losses = (losses + z_loss * total.square()).masked_fill(unknown, torch.nan)
     grad = log_probabilities.exp() * (1 + 2 * z_loss * total)[:, None] - label_smoothing / logits.shape[1]
-    grad.scatter_add_(1, index, torch.full_like(index, label_smoothing - 1, dtype=torch.float32))
+    grad.scatter_add_(1, index, torch.full_like(index, label_smoothing - 1, dtype=grad.dtype))
     grad.masked_fill_(unknown[:, None], torch.nan)
     return (losses * real).sum(), (grad * (real[:, None] * grad_scale)).to(logits_NV.dtype)
 
@@ -391,7 +397,7 @@ def adamw(
     weight_decay: float, step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One step of AdamW (Loshchilov and Hutter, 2019) in float32: the new parameter and moments. `step` [] counts from 1."""
-    param, grad, exp_avg, exp_avg_sq = (x.float() for x in (param, grad, exp_avg, exp_avg_sq))
+    param, grad, exp_avg, exp_avg_sq = (wide(x) for x in (param, grad, exp_avg, exp_avg_sq))
     correction1, correction2 = (1 - beta ** step.double() for beta in (beta1, beta2))
     param = param * (1 - lr * weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * grad
@@ -406,4 +412,4 @@ def dequantize(data: Tensor, scale_inv: Tensor) -> Tensor:
     if scale_inv.dim() == 2 and scale_inv.shape != (rows, 1):
         high = 1 if scale_inv.shape[0] == rows else BLOCK
         scale_inv = scale_inv.repeat_interleave(high, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return data.float() * scale_inv
+    return wide(data) * scale_inv

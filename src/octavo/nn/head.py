@@ -24,6 +24,7 @@ from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.cross_entropy import Gradient, Objective, cross_entropy_, scale_
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
+from octavo.kernels.reference import wide
 from octavo.nn.embedding import Words
 from octavo.nn.linear import compute_dtype
 from octavo.nn.word_slices import cross_entropy_of_slices_
@@ -193,7 +194,8 @@ class _Fp8Head(_Head):
         data = _filled_up(data[:, self.part], kept.shape[0]).contiguous()
         if self.d_weight is None:
             several = self.part.stop - self.part.start < self.rows
-            dtype = torch.float32 if several or self.hidden.dtype == torch.float16 else self.weight.dtype
+            wider = several or self.hidden.dtype == torch.float16
+            dtype = torch.promote_types(self.weight.dtype, torch.float32) if wider else self.weight.dtype
             self.d_weight = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
         step = max(1, TRANSPOSED_BYTES // (kept.shape[0] * _ALIGNED)) * _ALIGNED
         for start in range(0, self.words, step):
@@ -253,10 +255,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fp8: LinearGemms | None, fp8_logits: bool, grads: bool, words: Words | None,
     ) -> Tensor:  # fmt: skip
         want_hidden, want_weight = (grads and need for need in ctx.needs_input_grad[:2])
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        loss = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         # float16 has no room for a gradient divided by a step's targets: backward divides and scales in float32.
         late = hidden.dtype == torch.float16
-        factor = num_items.float().reciprocal()
+        factor = num_items.to(loss.dtype).reciprocal()
         grad_scale = (torch.ones_like(factor) if late else factor) if want_hidden or want_weight else None
         if fp8 is not None and (fp8_logits or want_hidden or want_weight):
             head: _Head = _Fp8Head(hidden, weight, want_hidden, want_weight, fp8, fp8_logits)
@@ -275,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight = head.gradients()
         del head
         if want_weight and d_weight is None:
-            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+            d_weight = torch.zeros_like(weight, dtype=loss.dtype)
         if d_weight is not None and not late:
             d_weight = d_weight.to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, factor if late else None)
@@ -318,5 +320,5 @@ def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
         return torch.addmm(total, grad.t(), hidden, out_dtype=torch.float32, out=total)
     # A frequent word's sum ends beyond float16.
     widened = grad.dtype == torch.float16 or gemm.widens(grad)
-    part = (grad.t().float() @ hidden.float()) if widened else (grad.t() @ hidden).float()
+    part = (grad.t().float() @ hidden.float()) if widened else wide(grad.t() @ hidden)
     return part if total is None else total.add_(part)

@@ -39,7 +39,7 @@ def check_input(
         if x is None:
             continue
         first = x if first is None else first
-        if x.dtype not in dtypes:
+        if x.dtype not in (dtypes if x.is_cuda else FLOATS_OF_PYTORCH):  # kernels have no float64
             raise InputError(
                 f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
                 "embedding; convert other numbers, as in x.to(torch.bfloat16)."
@@ -156,7 +156,7 @@ def backward_through_norm(
     refuse_second_derivative("norms")
     d_residual = None if d_residual is None else flat(d_residual)
     # Autograd would round the gradient of the weight by a kernel of its own. That of a bias may have another dtype.
-    dtype = torch.float32 if want_bias else weight.dtype
+    dtype = torch.promote_types(weight.dtype, torch.float32) if want_bias else weight.dtype
     dx, d_weight, d_bias = norm_backward(
         form.kind, d_normed, flat(h), weight, stats, d_residual,
         want_weight=want_weight or want_bias, dtype=dtype, zero_centered=form.zero_centered,
