@@ -73,7 +73,7 @@ from octavo.models.tensor_parallel import own_code_message as no_tensor_message
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import DEQUANTISE, Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
-from octavo.nn.norm import FLOATS
+from octavo.nn.norm import FLOATS, FLOATS_OF_PYTORCH
 from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
@@ -176,7 +176,8 @@ def transform(
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
             with initial values by octavo.init's `random_seed`, the same on any number of ranks.
         recipe: the recipe of the later `fp8_autocast`. Here it only chooses the dtype in which sharded weights are gathered.
-        dtype: of activations and of products outside FP8.
+        dtype: of activations and of products outside FP8. torch.float64, on a CPU, is for comparisons of layouts: sums do not
+            depend on their order then, and casts to FP8 are those of every layout.
         device: of the result; when absent the model's (with several ranks: this rank's).
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
@@ -202,7 +203,8 @@ def transform(
     fp8_head = False if fp8_head is None and not recipe.native else fp8_head
     _check_arguments(model, dtype, params_dtype, skip, layers, cp_comm_type, moe)
     load_from = None if load_from is None else local_path(load_from, "octavo.transform: load_from")
-    params_dtype = params_dtype or params_dtype_of(model)
+    exact = torch.float64 in (dtype, params_dtype)
+    params_dtype = params_dtype or (dtype if exact else params_dtype_of(model))
     sharding = sharding_of(state, recipe, dtype=dtype, params_dtype=params_dtype, strategy=cp_comm_type)
     begin()  # so that the other ranks can say where they are if one alone calls octavo.save
     if sharding is not None and load_from is None:  # with a folder a rank may make a model for itself
@@ -225,11 +227,17 @@ def transform(
         moe=moe if isinstance(moe, MoeConfig) else MoeConfig.from_dict(moe or {}, where="octavo.transform(moe=…)"),
         averaged=True,
     )
+    device = torch.device(_device_of(model) if device is None else device)
+    if exact and not (dtype == params_dtype and device.type in ("cpu", "meta")):
+        raise InputError(
+            f"dtype = {dtype}, params_dtype = {params_dtype} on {device.type}: torch.float64 is for both, and for CPUs. "
+            "Set dtype = torch.bfloat16 and params_dtype = torch.float32."
+        )
     transformed = build_model(
         model,
         options,
         config=config,
-        device=_device_of(model) if device is None else device,
+        device=device,
         sharding=sharding,
         load_from=load_from,
         from_rank0=all_ranks() if load_state_dict_from_rank0 and sharding is not None else None,
@@ -432,7 +440,7 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.transform got {type(model).__name__}: give a torch.nn.Module.")
     for name, given in (("dtype", dtype), ("params_dtype", params_dtype)):
-        if given not in (FLOATS if name == "dtype" else (None, *FLOATS)):
+        if given not in (FLOATS_OF_PYTORCH if name == "dtype" else (None, *FLOATS_OF_PYTORCH)):
             raise InputError(f"{name} = {given!r} is not supported: use {', '.join(map(str, FLOATS))}.")
     if isinstance(skip, str) or not all(isinstance(pattern, str) for pattern in skip):
         raise InputError(f'skip = {skip!r} is not a list of patterns: use a list of text, such as ["layers.0.*"].')

@@ -24,6 +24,7 @@ from octavo.kernels.experts.activation import expert_activation, expert_activati
 from octavo.kernels.experts.permute import add_copies
 from octavo.kernels.experts.routes import Routes, make_routes
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
+from octavo.kernels.reference import wide
 from octavo.nn.linear import init_linear_
 from octavo.nn.mlp import MlpUse
 from octavo.nn.te_arguments import Draws, Init
@@ -115,8 +116,8 @@ class _Trip:
         self.exchange, self.fp8 = exchange, fp8
         with torch.no_grad():
             copies = x[exchange.tokens]  # while the host waits for the sizes
-            weights = torch.empty_like(exchange.rows, dtype=torch.float32).flatten()
-            weights.scatter_(0, exchange.rows.flatten(), scores.flatten())
+            weights = torch.empty_like(exchange.rows, dtype=torch.promote_types(scores.dtype, torch.float32)).flatten()
+            weights.scatter_(0, exchange.rows.flatten(), scores.to(weights.dtype).flatten())
             exchange.sizes()
             self.copies, self.weights = exchange.dispatch(copies, fp8=fp8), exchange.dispatch(weights[:, None])
 
@@ -144,7 +145,8 @@ class _ExpertsFunction(torch.autograd.Function):
         exchange, tokens_here = None if trip is None else trip.exchange, x.shape[0]
         if trip is not None:
             x, scores = trip.copies.wait(), trip.weights.wait()
-        weights = torch.zeros(len(tokens), device=x.device).scatter_(0, rows.flatten().long(), scores.float().flatten())
+        scores = wide(scores)
+        weights = scores.new_zeros(len(tokens)).scatter_(0, rows.flatten().long(), scores.flatten())
         x_q = fc1.input(PermutedRows(x, routes))
         hidden = fc1.output(x_q, w1)
         activated = fc2.input(

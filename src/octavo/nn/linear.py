@@ -95,7 +95,7 @@ def product(
         calibration.observe(state, Operand.INPUT, x)
         calibration.observe(state, Operand.WEIGHT, weight)
         return high_precision(x, weight.to(out_dtype), bias)
-    if x.dtype == torch.float64 and recipe is not None and x.is_cuda:
+    if x.dtype == torch.float64 and recipe is not None and (x.is_cuda or weight.dtype != torch.float64):
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     how = state, weight, recipe, out_dtype, first
     gemms = LinearGemms(*how) if tensor is None else RowParallelGemms(tensor, *how)

@@ -27,6 +27,11 @@ FLOATS_OF_PYTORCH = (*FLOATS, torch.float64)
 """Dtypes of the inputs of layers that run as PyTorch's outside of FP8."""
 
 
+def _computes_in_float64(layer: nn.Module, x: Tensor) -> bool:
+    """A layer of float64 parameters on a CPU: kernels have no float64."""
+    return x.dtype == torch.float64 and not x.is_cuda and any(p.dtype == torch.float64 for p in layer.parameters())
+
+
 def check_input(
     layer: nn.Module, *inputs: Tensor | None, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> None:
@@ -39,7 +44,7 @@ def check_input(
         if x is None:
             continue
         first = x if first is None else first
-        if x.dtype not in (dtypes if x.is_cuda else FLOATS_OF_PYTORCH):  # kernels have no float64
+        if x.dtype not in dtypes and not _computes_in_float64(layer, x):
             raise InputError(
                 f"{type(layer).__name__} got an input of {x.dtype}: use {', '.join(map(str, dtypes))}. Token ids go through an "
                 "embedding; convert other numbers, as in x.to(torch.bfloat16)."

@@ -86,7 +86,7 @@ def sharding_of(
         tensor_group=None if ranks.tp_size == 1 else ranks.tp_process_group,
         recipe=recipe,
         param_dtype=gather_dtype(ranks.config, dtype, params_dtype),
-        reduce_dtype=torch_dtype(ranks.config.reduce_dtype),
+        reduce_dtype=dtype if dtype == torch.float64 else torch_dtype(ranks.config.reduce_dtype),
         reshard_after_forward=ranks.config.reshard_after_forward,
         expert_dispatch_fp8=ranks.config.expert_dispatch_fp8,
         sync_each_micro_batch=ranks.config.sync_each_micro_batch,

@@ -164,7 +164,7 @@ def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.Pro
 
 @torch.no_grad()
 def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
-    """Norm of all gradients together, of each element once: a float32 scalar, summed in float32.
+    """Norm of all gradients together, of each element once: a float32 scalar, summed in float32 (float64).
 
     parameters: with their blocks. Collective where they have parts.
     """
@@ -187,8 +187,9 @@ def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
     for groups, gradients in of_blocks.items():
         by_groups.setdefault(groups, []).extend(gradients)
     parts = []
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     for groups, gradients in by_groups.items():
-        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, wide)))
         if groups:
             part = part.square()
             for group in groups:

@@ -92,10 +92,10 @@ def expert_activation_backward(
     """
     if routes.tile == TILE:
         return launch_backward(name, dy, x, weights, routes, quantizer, recompute)
-    y, weighted = reference.activation(name, x, _block(name, x)), dy.float() * weights[:, None]
+    y, weighted = reference.activation(name, x, _block(name, x)), reference.wide(dy) * weights[:, None]
     dx = quantize_rows(reference.activation_backward(name, weighted, x, _block(name, x)), routes, quantizer)
     again = None if recompute is None else quantize_rows(y * weights[:, None], routes, recompute)
-    return dx, again, (dy.float() * y).sum(1)
+    return dx, again, (reference.wide(dy) * y).sum(1)
 
 
 def _block(name: str, x: Tensor) -> int:

@@ -172,7 +172,7 @@ def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
     """
     tokens, visited = rows.shape
     if tile != TILE:
-        return y[rows.long()].float().sum(1).to(y.dtype)
+        return reference.wide(y[rows.long()]).sum(1).to(y.dtype)
     y = adjacent_columns(y)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():

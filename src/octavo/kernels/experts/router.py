@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference import wide
+
 
 def _in_pieces(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
@@ -27,13 +29,13 @@ def _pieces(x: Tensor) -> list[Tensor]:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H] · weight [E, H]ᵀ: float32 [T, E]."""
+    """x [T, H] · weight [E, H]ᵀ: float32 (float64) [T, E]."""
     if _in_pieces(x) and weight.dtype == torch.float32:
         parts = torch.cat(_pieces(weight))
         return torch.mm(x, parts.t(), out_dtype=torch.float32).unflatten(1, (-1, len(weight))).sum(1)
     if x.device.type == "cuda" and x.dtype == weight.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return x.float() @ weight.float().t()
+    return wide(x) @ wide(weight).t()
 
 
 def gradients(
@@ -56,8 +58,8 @@ def gradients(
             left = joined if len(others) == 1 else torch.cat([one for one, _ in pairs], 1)
             return torch.addmm(dx, left, torch.cat([other for _, other in pairs])), d_weight
     elif want_weight:
-        d_weight = (grad.t() @ x.float()).to(weight.dtype)
+        d_weight = (grad.t() @ wide(x)).to(weight.dtype)
     if not want_x:
         return None, d_weight
-    product = grad @ weight.float()
+    product = grad @ wide(weight)
     return (product if dx is None else product + dx).to(x.dtype), d_weight
