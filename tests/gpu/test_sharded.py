@@ -97,10 +97,12 @@ def test_matrices_over_two_ranks_train_as_whole_ones(family, expert, recipe):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks of one GPU have no memory that others write")
-def test_exchanges_by_copies_have_the_bits_of_nccl():
-    for wrong, way in ranks.run(2, tensor_ranks.exchanged, timeout=300):
+@pytest.mark.parametrize(("world", "rounds"), [(2, 12), (4, 2)])
+def test_exchanges_by_copies_have_the_bits_of_nccl(world, rounds):
+    """Four ranks share two GPUs where there are no more."""
+    for wrong, way in ranks.run(world, tensor_ranks.exchanged, rounds, timeout=120):
         assert not wrong
-        assert way.startswith("gather of 8 to 16 MiB, 2 ranks: ")
+        assert way.startswith(f"gather of 8 to 16 MiB, {world} ranks: ")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks of one GPU have no memory that others write")

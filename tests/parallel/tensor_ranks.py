@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from unittest import mock
 
 import torch
@@ -166,12 +167,15 @@ def numbers_of_ranks():
     return found
 
 
-def exchanged():
+def exchanged(rounds):
     """Exchanges by copies between the ranks' GPUs beside NCCL's: names of those whose numbers differ.
 
     Of many sizes, several under way, read late and in another order, beside products that take longer on one rank."""
-    torch.cuda.set_device(dist.get_rank())
-    tensor, device, wrong = TensorGroup(dist.group.WORLD), torch.device("cuda", dist.get_rank()), []
+    tensor, gpus, wrong = TensorGroup(dist.group.WORLD), torch.cuda.device_count(), []
+    device = torch.device("cuda", tensor.rank % gpus)
+    torch.cuda.set_device(device)
+    if gpus < tensor.size:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     draw = torch.Generator(device).manual_seed(9 + tensor.rank)
     slow = torch.randn(2048, 2048, device=device)
     kinds = [
@@ -196,7 +200,7 @@ def exchanged():
             wrong.append(name)
 
     with mock.patch.object(tensor_groups, "by_copies", return_value=True):
-        for round in range(12):
+        for round in range(rounds):
             under_way = []
             for number, (rows, columns, dtype) in enumerate(kinds[round % 3 :: 2] if round else kinds):
                 if (round + number + tensor.rank) % 2:
