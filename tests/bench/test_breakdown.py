@@ -83,13 +83,16 @@ def launched():
                 yield file, name
 
 
+_OF_SEVERAL = {"_scale_of": "scales"} | dict.fromkeys(("_add_copies", "_add_terms"), "copies and elementwise")
+
+
 def test_octavos_kernels_have_the_kind_of_their_file():
     found = list(launched())
     assert {("quantize.cast", "cast_packed"), ("norm_rows", "norm_rows"), ("attention.forward", "attention_forward")} <= set(
         found
     )
     for file, name in found:
-        expected = {"_scale_of": "scales", "_add_copies": "copies and elementwise"}.get(name) or FAMILIES[file]
+        expected = _OF_SEVERAL.get(name) or FAMILIES[file]
         assert kind_of(name) == expected, (file, name)
 
 

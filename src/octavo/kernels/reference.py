@@ -106,7 +106,8 @@ def update_scales(history: Tensor, scale: Tensor, fp8_max: Tensor, *, algo: str,
 
 def gain(weight: Tensor, *, zero_centered: bool) -> Tensor:
     """The factors of a norm, float32: weight, or 1 + weight."""
-    return 1 + wide(weight) if zero_centered else wide(weight)
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return 1 + weight if zero_centered else weight
 
 
 def norm(
@@ -117,8 +118,9 @@ def norm(
     kind: "RMSNorm", h / √(mean(h²) + eps) · weight, with the statistics 1/σ [...]; or "LayerNorm", (h − mean) /
     √(variance + eps) · weight + bias, with mean and 1/σ [2, ...]. zero_centered: 1 + weight in place of weight.
     """
-    h, w = wide(h), gain(weight, zero_centered=zero_centered)
-    b = None if bias is None else wide(bias)
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    h, w = h.to(dtype), gain(weight, zero_centered=zero_centered)
+    b = None if bias is None else bias.to(dtype)
     if kind == "LayerNorm":
         normed, mean, rstd = torch.native_layer_norm(h, (h.shape[-1],), w, b, eps)
         return normed, torch.stack((mean[..., 0], rstd[..., 0]))
@@ -134,15 +136,17 @@ def norm_backward(
 
     dy: [R, C], of the normed result. stats: those of `norm`. d_residual: [R, C], the gradient of h by other paths.
     """
-    centred, grad, h = kind == "LayerNorm", wide(dy) * gain(weight, zero_centered=zero_centered), wide(h)
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    dy, h = dy.to(dtype), h.to(dtype)
+    centred, grad = kind == "LayerNorm", dy * gain(weight, zero_centered=zero_centered)
     rstd = (stats[1] if centred else stats)[:, None]
     normed = (h - stats[0, :, None]) * rstd if centred else h * rstd
     dh = grad - normed * (grad * normed).mean(-1, keepdim=True)
     if centred:
         dh -= grad.mean(-1, keepdim=True)
     dh *= rstd
-    dh = dh if d_residual is None else dh + wide(d_residual)
-    return dh, (wide(dy) * normed).sum(0), wide(dy).sum(0) if centred else None
+    dh = dh if d_residual is None else dh + d_residual.to(dtype)
+    return dh, (dy * normed).sum(0), dy.sum(0) if centred else None
 
 
 def _silu_slope(x: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
     for groups, gradients in of_blocks.items():
         by_groups.setdefault(groups, []).extend(gradients)
     parts = []
-    wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    wide = torch.float64 if torch.float64 in {p.dtype for p in parameters} else torch.float32
     for groups, gradients in by_groups.items():
         part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, wide)))
         if groups:
