@@ -6,6 +6,7 @@ as one JSON document; errors, and progress of a `--json` command, go to stderr. 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -265,6 +266,34 @@ def describe(
 
     figures, text = describe_run(local_path(run, "RUN"), overrides or (), target(world_size, gpu))
     _print_once(figures if as_json else text)
+
+
+@app.command(cls=WithOverrides, epilog="Example: octavo verify presets/demo.toml --ranks 4 parallel.tensor_parallel_degree=2")
+def verify(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=2, metavar="N", help="CPU ranks of the layout.")] = 2,
+    output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="A file for the differences.")] = "verify.json",
+    as_json: AsJson = False,
+) -> None:
+    """Compare the layout of a run on CPU ranks with one rank: a small model, in float64, whose sums have no order.
+
+    The exit code is 1 if something differs; the first of it is named.
+    """
+    refuse_ranks_of_ranks(ranks)
+    config, path = _config(run_file, overrides), local_path(output, "--output")
+    from octavo.bench.files import check_file
+    from octavo.storage import write_atomic
+    from octavo.verify.certificate import verify as compared
+
+    check_file(path, "--output", ".json")
+    console = _console(stderr=True, quiet=not sys.stderr.isatty())
+    given = [override.partition("=")[0] for override in overrides or ()]
+    figures, text = compared(config, ranks, given=given, say=lambda line: console.print(line, markup=False, highlight=False))
+    write_atomic(path, json.dumps(figures, indent=1) + "\n")
+    _print(figures if as_json else [*text, f"each difference is in {path}"])
+    if not figures["verified"]:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command(epilog="Example: octavo export runs/demo --to demo-hf")

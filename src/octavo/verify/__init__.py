@@ -1,0 +1,7 @@
+"""`octavo verify`: does a layout of ranks compute what one rank computes?
+
+certificate.py    the comparisons of a run file's layout, their report
+small.py          the run on a model small enough for CPU ranks, on generated samples
+worker.py         its steps on a rank; what the ranks hold, whole
+compare.py        the differences of two such results
+"""

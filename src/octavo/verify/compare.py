@@ -1,0 +1,41 @@
+"""Differences of two results of `octavo.verify.worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Difference(NamedTuple):
+    """Of a tensor: its name, ‖found − wanted‖ / ‖wanted‖, and whether that is within the bound."""
+
+    name: str
+    error: float
+    within: bool
+
+
+def is_record(name: str) -> bool:
+    """A scale, or the history of one."""
+    return name.startswith(("scale ", "history "))
+
+
+def _limit(name: str) -> float:
+    return 2.0**-22 if name.startswith("loss ") else 0.0
+
+
+def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound: float) -> list[Difference]:
+    """Of each tensor, in the order of the steps that made them; scales and histories are equal to the bit or are not.
+
+    bound: of an error; losses are float32. A tensor that one of them lacks differs by infinity.
+    """
+    result = []
+    for name in {**wanted, **found}:
+        if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
+            result.append(Difference(name, float("inf"), False))
+            continue
+        one, other = found[name].double(), wanted[name].double()
+        error = ((one - other).norm() / (other.norm() + 1e-30)).item()
+        result.append(Difference(name, error, error == 0 if is_record(name) else error <= max(bound, _limit(name))))
+    return result

@@ -1,0 +1,161 @@
+"""The run of a run file on a small model: everything that decides how ranks share the work stays, sizes shrink.
+
+Kept are the family, ties, biases, the kinds of layers (two of each), query heads that share key-value heads, experts, what the
+parts of a tensor rank leave of a block of 128 and words of a multiple of 16, windows shorter than a sequence, and the run's
+recipe, recomputation, offloading, frozen parameters, losses and optimizer. Dropout and noise of routers are 0. Samples are
+random tokens with targets left out, and documents that begin anew where the run has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from octavo.config.degrees import Degrees
+from octavo.config.effects import with_values
+from octavo.config.run import RunConfig
+from octavo.data.packing import IGNORED, Batch
+from octavo.errors import InputError
+from octavo.models.spec import ModelSpec
+
+HEAD_DIM = 16
+MICRO_BATCH, ACCUMULATION, STEPS = 2, 2, 3
+_WORDS, _SLICE = 16, 128
+"""Multiple of a rank's words, and the block of an FP8 slice."""
+_NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
+
+
+def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
+    """A copy of a Hugging Face config with the smallest sizes that these degrees divide as they divide its own."""
+    import copy
+
+    small = copy.deepcopy(hf_config)
+    heads, kv_heads = _heads(spec, degrees)
+    layers = _layers(spec)
+    ffn = _of_slices(spec.ffn_size, degrees.tensor)
+    sizes: dict[str, Any] = {
+        "hidden_size": heads * HEAD_DIM,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": _of_slices(spec.dense_ffn_size or spec.ffn_size, degrees.tensor),
+        "moe_intermediate_size": ffn,
+        "num_hidden_layers": len(layers),
+        "vocab_size": vocabulary(spec, degrees),
+        "sliding_window": _window(degrees),
+        **dict.fromkeys(("num_local_experts", "num_experts"), _experts(spec, degrees)),
+        "num_experts_per_tok": min(spec.visited, _experts(spec, degrees)),
+        **{key: number for number, key in enumerate(("pad_token_id", "bos_token_id", "eos_token_id"))},
+        **dict.fromkeys(_NO_NOISE, 0.0),
+    }
+    for key, value in sizes.items():
+        if getattr(small, key, None) is not None:
+            setattr(small, key, value)
+    if getattr(small, "layer_types", None) is not None:
+        small.layer_types = [hf_config.layer_types[layer] for layer in layers]
+    if spec.dense:
+        small.mlp_only_layers, small.decoder_sparse_step = [layers.index(n) for n in layers if n in spec.dense], 1
+    small.use_cache = False
+    return small
+
+
+def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
+    """The run with these samples in a step, of short sequences, whose norm is clipped."""
+    values = {
+        "data.sequence_length": length(degrees),
+        "train.global_batch": samples,
+        "train.steps": STEPS,
+        "optimizer.warmup_steps": 0,
+        "optimizer.schedule": "constant",
+        "optimizer.clip": 0.5 if config.optimizer.clip > 0 else config.optimizer.clip,
+    }
+    return with_values(config, values)
+
+
+def length(degrees: Degrees) -> int:
+    """Tokens of a sequence."""
+    return math.lcm(2 * degrees.context * degrees.tensor, 8) * max(1, 32 // math.lcm(2 * degrees.context * degrees.tensor, 8))
+
+
+def vocabulary(spec: ModelSpec, degrees: Degrees) -> int:
+    """Words, which leave of the ranks' rows what the model's leave."""
+    rows = _WORDS * degrees.tensor
+    return 2 * rows + spec.vocabulary % rows
+
+
+def _window(degrees: Degrees) -> int:
+    return length(degrees) // 2 - 3
+
+
+def _heads(spec: ModelSpec, degrees: Degrees) -> tuple[int, int]:
+    """Query heads and key-value heads."""
+    parts, group = degrees.tensor * degrees.context, spec.heads // spec.kv_heads
+    kv_heads = next((n for n in (parts, degrees.tensor) if spec.kv_heads % n == 0), spec.kv_heads)
+    kv_heads = max(kv_heads, min(2, spec.kv_heads))
+    each = math.lcm(kv_heads, parts) // kv_heads
+    return kv_heads * (max(each, 2) if group > 1 else each), kv_heads
+
+
+def _of_slices(size: int, ranks: int) -> int:
+    """A size whose slices leave of a block what those of `size` leave."""
+    left = size // ranks % _SLICE
+    return ranks * (left if left >= 32 else _SLICE + left)
+
+
+def _experts(spec: ModelSpec, degrees: Degrees) -> int:
+    return min(spec.experts, max(4, 2 * degrees.expert))
+
+
+def _layers(spec: ModelSpec) -> Sequence[int]:
+    """Two layers of each kind, in their order."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for layer in range(spec.layers):
+        windowed = bool(spec.windows) and spec.windows[layer] is not None
+        kinds.setdefault((windowed, layer in spec.dense), []).append(layer)
+    return sorted(layer for those in kinds.values() for layer in those[:2])
+
+
+class Samples:
+    """The samples of each step, the same on every layout; `step` gives those of a data-parallel rank, by micro-batches.
+
+    documents: a second one begins within each sequence.
+    """
+
+    def __init__(
+        self, words: int, tokens: int, *, rank: int, ranks: int, micro_batch: int, documents: bool, padding: bool, seed: int
+    ) -> None:
+        self._words, self._tokens, self._rank, self._ranks, self._micro_batch = words, tokens, rank, ranks, micro_batch
+        self._documents, self._padding, self._seed = documents, padding, seed
+
+    def step(self, first: int) -> list[Batch]:
+        """This rank's micro-batches of the step that begins with this sample."""
+        draw = torch.Generator().manual_seed(1_000_003 * self._seed + first)
+        found = []
+        for _ in range(ACCUMULATION):
+            shape = self._ranks * self._micro_batch, self._tokens
+            ids = torch.randint(3, self._words, shape, generator=draw)
+            labels = ids.masked_fill(torch.rand(shape, generator=draw) < 0.2, IGNORED)
+            positions = torch.arange(self._tokens).expand(shape).clone()
+            lengths = torch.full(shape[:1], self._tokens)
+            if self._documents:
+                begins = torch.randint(2, self._tokens - 2, shape[:1], generator=draw)
+                later = positions >= begins[:, None]
+                labels[positions == begins[:, None]] = IGNORED
+                positions = torch.where(later, positions - begins[:, None], positions)
+            if self._padding:
+                lengths = torch.randint(self._tokens // 2, self._tokens + 1, shape[:1], generator=draw)
+                labels[torch.arange(self._tokens) >= lengths[:, None]] = IGNORED
+            rows = slice(self._rank * self._micro_batch, (self._rank + 1) * self._micro_batch)
+            found.append(Batch(ids[rows], labels[rows], positions[rows], lengths[rows]))
+        return found
+
+
+def check_small(spec: ModelSpec | None, name: str, reason: str) -> ModelSpec:
+    """Raise an InputError for a model that is not Octavo's decoder."""
+    if spec is None:
+        why = f": {reason}" if reason else ""
+        raise InputError(f"octavo verify shrinks Octavo's decoders, and {name} keeps its own code{why}. It cannot be verified.")
+    return spec
