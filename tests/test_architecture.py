@@ -34,7 +34,7 @@ LAYERS = (
     ("run",),
     ("plan",),
     ("train",),
-    ("doctor", "bench", "compat", "arguments"),
+    ("doctor", "bench", "compat", "arguments", "verify"),
     ("migrate",),
     ("cli",),
     ("__main__",),

@@ -81,16 +81,18 @@ def verify(
     if ranks < 2:
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
     hf_config = load_config(config.model.source, config.model.config)
-    spec = check_small(*_named(hf_config))
+    spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
+    spec = check_small(spec, hf_config.model_type, reason)
     config, lowered = _lowered(config, ranks, given)
-    several = with_values(config, {"train.global_batch": config.train.global_batch * ranks})  # samples are of `small`
-    degrees, comparisons = check(several, target=Target(world_size=ranks)).degrees, []
+    # Samples are of `small`, and weights are random.
+    run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False})
+    degrees, comparisons = check(run, target=Target(world_size=ranks)).degrees, []
     with tempfile.TemporaryDirectory() as folder:
-        run = _Runs(Path(folder), config, degrees, say)
-        comparisons.append(Comparison("without FP8", "one rank", run.compared(1, fp8=False, bound=BOUND)))
+        runs = _Runs(Path(folder), config, degrees, say)
+        comparisons.append(Comparison("without FP8", "one rank", runs.compared(1, fp8=False, bound=BOUND)))
         if config.fp8.enabled is not False and max(degrees.tensor, degrees.context, degrees.expert) > 1:
             exact = degrees.tensor == 1 or {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
-            found = run.compared(degrees.data, fp8=True, bound=BOUND if exact else BOUND_OF_ROWS)
+            found = runs.compared(degrees.data, fp8=True, bound=BOUND if exact else BOUND_OF_ROWS)
             beside = "one rank" if degrees.data == 1 else f"{degrees.data} data-parallel ranks"
             kept = [each for each in found if exact or not is_record(each.name)]
             comparisons.append(Comparison(f"{config.fp8.recipe} scaling", beside, kept))
@@ -172,11 +174,6 @@ def _on_cpus() -> Iterator[None]:
                 del os.environ[key]
             else:
                 os.environ[key] = value
-
-
-def _named(hf_config: Any) -> tuple[Any, str, str]:
-    spec, reason = decoder_spec(hf_config)
-    return spec, hf_config.model_type, reason
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:

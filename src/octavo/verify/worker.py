@@ -97,7 +97,11 @@ def _trained(task: Task, config: RunConfig, seed: int) -> dict[str, Tensor]:
     optimizer.register_step_pre_hook(keep)
     for step in range(1, small.STEPS + 1):
         done = train_step(context, step)
-        found[f"loss of step {step}"], found[f"norm of step {step}"] = torch.tensor(done.loss), torch.tensor(done.grad_norm)
+        if step == 1 and config.optimizer.clip > 0:  # as they were before
+            factor = max(1.0, (done.grad_norm + 1e-6) / config.optimizer.clip)
+            found = {name: gradient * factor for name, gradient in found.items()}
+        numbers = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64)
+        found[f"loss of step {step}"], found[f"norm of step {step}"] = numbers.unbind()
     found |= _whole(model, "parameter", lambda p: p)
     for moment in ("exp_avg", "exp_avg_sq"):
         found |= _whole(model, moment, partial(_moment, optimizer, moment))
@@ -169,7 +173,7 @@ def main(folder: Path, name: str) -> int:
             warn(str(error))
         return error.exit_code or EXIT_FAILED
     if state.rank == 0:
-        save_file({key: value.contiguous() for key, value in found.items()}, folder / f"{name}.safetensors")
+        save_file({key: value.contiguous().clone() for key, value in found.items()}, folder / f"{name}.safetensors")
     return 0
 
 
