@@ -1,7 +1,9 @@
 """`octavo verify`: does a layout of ranks compute what one rank computes?
 
-certificate.py    the comparisons of a run file's layout, their report
-small.py          the run on a model small enough for CPU ranks, on generated samples
-worker.py         its steps on a rank; what the ranks hold, whole
-compare.py        the differences of two such results
+    certificate.py    the comparisons of a run file's layout, and their report
+    small.py          the run on a model that is small enough for CPU ranks, on generated samples
+    worker.py         its steps on a rank, and what the ranks hold, whole
+    compare.py        the differences of two such results
+
+May import train and the levels above.
 """
