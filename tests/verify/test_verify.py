@@ -74,7 +74,7 @@ def test_what_the_run_recomputes_and_offloads_is_equal(section):
 
 
 NAMED = {
-    "norms' gradients are not summed": "gradient layers.0.self_attention.layernorm.weight",
+    "norms' gradients are not summed": "gradient layers.0.ffn.layernorm.weight",
     "replicated parameters count twice in the norm": "norm of step 1",
     "a target at a seam is nobody's": "gradient embedding.weight",
     "amaxes of the histories are not joined": "gradient ",
@@ -144,5 +144,7 @@ def test_the_command(tmp_path):
     found = json.loads(output.read_text())
     assert found["verified"]
     assert [each["beside"] for each in found["comparisons"]] == ["one rank", "one rank"]
-    assert len(found["comparisons"][1]["errors"]) > 200
+    errors = found["comparisons"][1]["errors"]
+    assert len(errors) > 200
+    assert next(iter(errors)).startswith("gradient embedding.weight")
     assert "GPU" in found["not_covered"]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+_KINDS = ("gradient", "loss", "norm", "parameter", "exp_avg", "exp_avg_sq", "scale", "history")
+
 
 class Difference(NamedTuple):
     """Of a tensor: its name, ‖found − wanted‖ / ‖wanted‖, and whether that is within the bound."""
@@ -26,12 +28,12 @@ def _limit(name: str) -> float:
 
 
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound: float) -> list[Difference]:
-    """Of each tensor, in the order of the steps that made them; scales and histories are equal to the bit or are not.
+    """Of each tensor, by kind in the order of a step; scales and histories are equal to the bit or are not.
 
     bound: of an error; losses are float32. A tensor that one of them lacks differs by infinity.
     """
     result = []
-    for name in {**wanted, **found}:
+    for name in sorted({*wanted, *found}, key=lambda name: (_KINDS.index(name.split()[0]), name)):
         if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
             result.append(Difference(name, float("inf"), False))
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -174,8 +175,12 @@ def main(folder: Path, name: str) -> int:
         return error.exit_code or EXIT_FAILED
     if state.rank == 0:
         save_file({key: value.contiguous().clone() for key, value in found.items()}, folder / f"{name}.safetensors")
+    if state.world_size > 1:
+        dist.barrier()  # one that leaves early would break the connections of the others
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    code = main(Path(sys.argv[1]), sys.argv[2])
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads may abort a process that ends as others do
