@@ -467,6 +467,19 @@ def test_an_argument_of_the_wrong_kind_is_refused_and_changes_nothing(arguments,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_loop_for_several_ranks_runs_on_one():
+    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    model, ids = transform(LlamaForCausalLM(config), dtype=torch.float32), tokens()
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        model(ids, labels=ids).loss.backward()
+    twice = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    for gradient, parameter in zip(twice, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, 2 * parameter.grad)
+
+
 def test_a_model_without_a_layer_for_fp8_is_told():
     with pytest.warns(UserWarning, match="Conv2d has no linear layer"):
         octavo.transform(nn.Conv2d(3, 3, 3))

@@ -438,6 +438,9 @@ class Decoder(PretrainedInterface):
         routing, losses = new if self._routing is None else map(torch.add, self._routing, new)
         self._routing = routing, losses
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Nothing: no sum over ranks waits for a step's last micro-batch here. FSDP2's method is in front of it over shards."""
+
     def take_routing(self) -> tuple[Tensor, Tensor] | None:
         """Routing of this rank in the forwards of training since the last call; summed over ranks it is that of all tokens.
 
