@@ -41,7 +41,8 @@ def compared(config, world, degrees, *, fp8, fault=None):
         run["parallel"] |= layout
         task = {"run": run, "like": dataclasses.asdict(fitted), "fp8": fp8, "data": fitted.data, "seeds": [3]}
         found.append(ranks.run(size, results, task, name)[0])
-    return differences(*found, certificate.BOUND)
+    exact = not fp8 or certificate.casts_alike(config, fitted)
+    return differences(*found, certificate.EQUAL if exact else certificate.ALIKE)
 
 
 TENSOR = {"tensor_parallel_degree": 2}
@@ -71,6 +72,27 @@ def test_a_layout_is_equal(source, world, degrees, fp8):
 def test_what_the_run_recomputes_and_offloads_is_equal(section):
     config = run_of("llama-1b", train=RUN["train"] | section)
     assert all(each.within for each in compared(config, 2, TENSOR, fp8=True))
+
+
+@pytest.mark.parametrize("source", ["llama-1b", "mixtral-8x7b"])
+def test_scales_of_current_scaling_are_equal(source):
+    found = compared(run_of(source, fp8={"recipe": "current"}), 2, TENSOR, fp8=True)
+    assert [each for each in found if not each.within] == []
+    assert sum(each.name.startswith("scale ") for each in found) == 26
+
+
+@pytest.mark.parametrize(
+    ("source", "degrees", "recipe"),
+    [
+        ("mixtral-8x7b", {"expert_parallel_degree": 2}, "delayed"),
+        ("llama-1b", {"context_parallel_degree": 2}, "rowwise"),
+        ("mixtral-8x7b", TENSOR, "rowwise"),
+    ],
+)
+def test_casts_that_are_others_by_rule_are_bounded(source, degrees, recipe):
+    found = compared(run_of(source, fp8={"recipe": recipe}), 2, degrees, fp8=True)
+    assert [each for each in found if not each.within and not is_record(each.name)] == []
+    assert max(each.error for each in found if each.name.startswith("gradient ")) > certificate.EQUAL.tensor
 
 
 NAMED = {

@@ -11,7 +11,7 @@ No block is overwritten before it is read. The blocks of exchange k are overwrit
 the barrier of k + 1; a rank comes to that barrier when it has read those of k: an exchange that begins waits for the reads of
 the one before, and blocks that nobody has read by then are moved to memory of their own.
 
-Whether NCCL or copies are faster for an exchange is measured at its second use, and agreed over its ranks; `choices` names it.
+The faster of NCCL and copies is measured at the second use of an exchange, and agreed over its ranks; `choices` names it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _agreed(found: list[str], group: dist.ProcessGroup) -> str:
 
 
 def by_copies(kind: str, block: int, memory: PeerMemory, ways: Callable[[], tuple[Callable[[], object], ...]]) -> bool:
-    """Whether copies are faster than NCCL for an exchange of blocks of so many bytes; all ranks find the same. Collective.
+    """True if copies are faster than NCCL for an exchange of blocks of so many bytes; all ranks find the same. Collective.
 
     kind: of the exchange. ways: makes calls of it by NCCL and by copies, for a measurement at the second use of a size; sizes
     between two powers of two are one, so that sequences of many lengths are measured a few times.

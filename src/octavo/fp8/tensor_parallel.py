@@ -182,7 +182,7 @@ class _TensorGemms(LinearGemms):
             return y, self._joined(parts) if for_weight else NOTHING
 
     def _pays(self, own: Tensor, columns: int) -> bool:
-        """Whether a product of a rank's rows [m, C] takes long enough for a launch of its own; on a CPU always."""
+        """True if a product of a rank's rows [m, C] takes long enough for a launch of its own; on a CPU always."""
         return own.device.type == "cpu" or 2 * own.numel() * columns >= LEAST_OPERATIONS
 
     def _gathered_for_weight(self, flight: _Gathering) -> QuantizedTensor:

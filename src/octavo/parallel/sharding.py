@@ -57,7 +57,7 @@ class Sharding:
 
     @property
     def shards(self) -> bool:
-        """Whether ranks share out parameters, or average their gradients; False for tensor ranks alone."""
+        """True if ranks share out parameters, or average their gradients; False for tensor ranks alone."""
         return self.mesh.size() > 1 or self.expert_mesh is not None
 
     @property

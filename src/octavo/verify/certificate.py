@@ -5,8 +5,9 @@ Both compute in float64, where sums do not depend on their order (docs/numerics.
     without FP8         the layout beside one rank with the samples of all
     in the recipe       the layout beside its data-parallel ranks alone, which cast their own samples as the layout's do
 
-Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Rows and blocks of
-a tensor rank are its own: their errors are bounded, and their scales are not compared.
+Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Ranks have casts
+of their own by rule under rowwise and block scaling, and where experts are spread over ranks with other samples: errors are
+bounded by the format there, and scales are not compared.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from octavo.errors import InputError, OctavoError
 from octavo.models.families import decoder_spec
 from octavo.models.sources import load_config
 from octavo.plan.run import Target, check
-from octavo.verify.compare import Difference, differences, is_record
+from octavo.verify.compare import Bounds, Difference, differences, is_record
 from octavo.verify.small import check_small, small_config
 from octavo.verify.worker import Task
 from octavo.watchdog.launcher import launch
 
-BOUND, BOUND_OF_ROWS = 1e-10, 0.3
-"""Of a tensor's relative error: in float64, and where tensor ranks have finer scales."""
+EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
+"""In float64, and where casts are others by rule; seen there: losses 0.003, norms 0.03, the gradient of a router 0.41."""
 SEEDS = [0, 1, 2]
 NOT_COVERED = "kernels of GPUs, collectives beside products, precision that trains, dropout, sizes of the real model"
 _ONE_SCALE = ("delayed", "current", "bf16")
@@ -46,10 +47,11 @@ _LAYOUT = ("hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_de
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What was compared with what, and the differences."""
+    """A layout in a precision beside another layout, and the differences. exact: their casts are the same."""
 
     precision: str
     beside: str
+    exact: bool
     differences: Sequence[Difference]
 
     @property
@@ -72,7 +74,7 @@ def verify(
     Args:
         config: the run. Its model, data and weights are not read.
         ranks: CPU ranks, two or more.
-        given: keys of `config` that the user asked for now: such degrees must fit the ranks, others are lowered to what does.
+        given: keys from the command line. Their degrees must fit the ranks; those of the run file are lowered to divisors.
         say: shows progress.
 
     Raises:
@@ -89,13 +91,13 @@ def verify(
     degrees, comparisons = check(run, target=Target(world_size=ranks)).degrees, []
     with tempfile.TemporaryDirectory() as folder:
         runs = _Runs(Path(folder), config, degrees, say)
-        comparisons.append(Comparison("without FP8", "one rank", runs.compared(1, fp8=False, bound=BOUND)))
+        comparisons.append(Comparison("without FP8", "one rank", True, runs.compared(1, fp8=False, bounds=EQUAL)))
         if config.fp8.enabled is not False and max(degrees.tensor, degrees.context, degrees.expert) > 1:
-            exact = degrees.tensor == 1 or {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
-            found = runs.compared(degrees.data, fp8=True, bound=BOUND if exact else BOUND_OF_ROWS)
+            exact = casts_alike(config, degrees)
+            found = runs.compared(degrees.data, fp8=True, bounds=EQUAL if exact else ALIKE)
             beside = "one rank" if degrees.data == 1 else f"{degrees.data} data-parallel ranks"
             kept = [each for each in found if exact or not is_record(each.name)]
-            comparisons.append(Comparison(f"{config.fp8.recipe} scaling", beside, kept))
+            comparisons.append(Comparison(f"{config.fp8.recipe} scaling", beside, exact, kept))
     small = small_config(hf_config, spec, degrees)
     figures = {
         "ranks": ranks,
@@ -107,6 +109,11 @@ def verify(
         "not_covered": NOT_COVERED,
     }
     return figures, [_head(figures), *lowered, *map(_line, comparisons), f"not covered: {NOT_COVERED}"]
+
+
+def casts_alike(config: RunConfig, degrees: Degrees) -> bool:
+    """True if a layout casts as its data-parallel ranks alone: by one scale a tensor, its experts within tensor groups."""
+    return {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE) and degrees.tensor % degrees.expert == 0
 
 
 def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -139,13 +146,13 @@ class _Runs:
     def __init__(self, folder: Path, config: RunConfig, degrees: Degrees, say: Callable[[str], None]) -> None:
         self._folder, self._config, self._degrees, self._say = folder, config, degrees, say
 
-    def compared(self, ranks: int, *, fp8: bool, bound: float) -> list[Difference]:
+    def compared(self, ranks: int, *, fp8: bool, bounds: Bounds) -> list[Difference]:
         """Differences of the verified layout from so many data-parallel ranks."""
         own = {key: getattr(self._config.parallel, key) for key in _LAYOUT}
         name = "fp8" if fp8 else "plain"
         found = self._result(f"{name}-layout", own, self._degrees.world, fp8=fp8)
         wanted = self._result(f"{name}-beside", {"hybrid_shard_degree": 0, **dict.fromkeys(_LAYOUT[1:], 1)}, ranks, fp8=fp8)
-        return differences(found, wanted, bound)
+        return differences(found, wanted, bounds)
 
     def _result(self, name: str, degrees: Mapping[str, int], ranks: int, *, fp8: bool) -> Mapping[str, Any]:
         run = self._config.model_dump(mode="json")
@@ -181,6 +188,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
     return {
         "precision": comparison.precision,
         "beside": comparison.beside,
+        "exact": comparison.exact,
         "verified": first is None,
         "first": None if first is None else first.name,
         "largest": comparison.largest.error,
@@ -203,5 +211,7 @@ def _line(comparison: Comparison) -> str:
     what = f"{comparison.precision}, beside {comparison.beside}"
     if first is not None:
         return f"DIFFERS  {what}: {first.name} by {first.error:.1e}"
-    equal = f", {records} scales and histories equal to the bit" if records else ""
-    return f"equal    {what}: {len(comparison.differences) - records} tensors within {largest.error:.1e}{equal}"
+    tensors = f"{len(comparison.differences) - records} tensors within {largest.error:.1e}"
+    if not comparison.exact:
+        return f"alike    {what}, whose casts are others by rule: {tensors}"
+    return f"equal    {what}: {tensors}" + (f", {records} scales and histories equal to the bit" if records else "")

@@ -18,20 +18,26 @@ class Difference(NamedTuple):
     within: bool
 
 
+class Bounds(NamedTuple):
+    """The largest relative errors of losses, which are float32, of norms, and of tensors."""
+
+    loss: float
+    norm: float
+    tensor: float
+
+    def of(self, name: str) -> float:
+        """That of a result; scales and histories are equal to the bit or are not."""
+        kind = name.split()[0]
+        return 0.0 if is_record(name) else {"loss": self.loss, "norm": self.norm}.get(kind, self.tensor)
+
+
 def is_record(name: str) -> bool:
     """A scale, or the history of one."""
     return name.startswith(("scale ", "history "))
 
 
-def _limit(name: str) -> float:
-    return 2.0**-22 if name.startswith("loss ") else 0.0
-
-
-def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound: float) -> list[Difference]:
-    """Of each tensor, by kind in the order of a step; scales and histories are equal to the bit or are not.
-
-    bound: of an error; losses are float32. A tensor that one of them lacks differs by infinity.
-    """
+def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
+    """Of each tensor, by kind in the order of a step. One that a result lacks differs by infinity."""
     result = []
     for name in sorted({*wanted, *found}, key=lambda name: (_KINDS.index(name.split()[0]), name)):
         if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
@@ -39,5 +45,5 @@ def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound
             continue
         one, other = found[name].double(), wanted[name].double()
         error = ((one - other).norm() / (other.norm() + 1e-30)).item()
-        result.append(Difference(name, error, error == 0 if is_record(name) else error <= max(bound, _limit(name))))
+        result.append(Difference(name, error, error <= bounds.of(name)))
     return result

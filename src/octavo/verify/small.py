@@ -8,6 +8,7 @@ random tokens with targets left out, and documents that begin anew where the run
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +31,6 @@ _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop",
 
 def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
     """A copy of a Hugging Face config with the smallest sizes that these degrees divide as they divide its own."""
-    import copy
-
     small = copy.deepcopy(hf_config)
     heads, kv_heads = _heads(spec, degrees)
     layers = _layers(spec)

@@ -146,19 +146,17 @@ def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -
 
 
 def _scales(model: nn.Module) -> dict[str, Tensor]:
-    """The scale of each operand in its last cast, and its record under delayed scaling. Collective.
-
-    Of experts elsewhere 0, until the largest of all ranks is taken.
-    """
+    """The one scale of each operand in its last cast, of all experts, and its record under delayed scaling. Collective."""
     found = {}
     for layer, fp8 in states_of(model):
         for operand, scale in fp8.observed.items():
-            every = torch.zeros(fp8.experts or 1, *scale.shape[fp8.experts is not None :]) if scale.dim() <= 1 else scale
-            if scale.dim() <= 1:
-                every[fp8.own_experts or slice(None)] = scale.float()
-                if fp8.own_experts is not None and state.world_size > 1:
-                    dist.all_reduce(every, dist.ReduceOp.MAX)
-                found[f"scale {layer}.{operand.value}"] = every
+            if scale.dim() > 1:  # of rows or blocks
+                continue
+            every = torch.zeros(fp8.experts or 1)
+            every[fp8.own_experts or slice(None)] = scale
+            if fp8.own_experts is not None and state.world_size > 1:
+                dist.all_reduce(every, dist.ReduceOp.MAX)
+            found[f"scale {layer}.{operand.value}"] = every
         for operand, slot in fp8.slots.items():
             found[f"history {layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten())).clone()
     return found
