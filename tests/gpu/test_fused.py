@@ -19,8 +19,8 @@ DEVICE = "cuda"
 SIZES = Sizes(batch=2, tokens=192, hidden=256, ffn=320, heads=4, groups=2, head=64)
 RAGGED = Sizes(batch=3, tokens=37, hidden=90, ffn=44, heads=3, groups=3, head=30)
 ODD = Sizes(batch=3, tokens=21, hidden=45, ffn=21, heads=3, groups=1, head=15)
-WORSE, VECTORS_WORSE, SLACK = 1.1, 1.4, 2**-9
-"""The error may be a tenth larger than the reference's, and half a rounding to bfloat16 of the tensor's norm beside: attention
+WORSE, VECTORS_WORSE, SLACK = 1.15, 1.4, 2**-9
+"""The error may be 15% larger than the reference's, and half a rounding to bfloat16 of the tensor's norm beside: attention
 and products sum in another order. The few hundred numbers of a norm or a bias are a small sample."""
 
 torch_warns_of_itself = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -274,6 +274,13 @@ def errors(found, wanted):
     return result
 
 
+def distance(found, wanted):
+    """Relative error of all tensors together."""
+    squares = torch.tensor([[(found[n] - w).square().sum().item(), w.square().sum().item()] for n, w in wanted.items()])
+    error, size = squares.sum(0).sqrt().tolist()
+    return error / (size + 1e-6)
+
+
 @contextlib.contextmanager
 def exact_products():
     """FP8 products in float64, rounded once: those of a rank's part behind the sum over the ranks."""
