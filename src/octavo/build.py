@@ -78,7 +78,7 @@ from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
-from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, shard
+from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, refuse_wrappers, shard
 from octavo.parallel.gathered import memory_of_gpu, settle_gathering
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
@@ -88,6 +88,7 @@ from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.torch_states import check_torch_states
 from octavo.parallel.world import state
+from octavo.process import process
 from octavo.storage import local_path
 
 __all__ = ["BuildOptions", "build_model", "describe", "parts_of", "place", "transform"]
@@ -253,6 +254,8 @@ def _handed_over(transformed: nn.Module, model: nn.Module, *, training: bool) ->
     if next(states_of(transformed), None) is None:
         warnings.warn(f"octavo.transform: {type(model).__name__} has no linear layer that can run in FP8.", stacklevel=3)
     watch(transformed)
+    if not state.initialised:
+        process.models_of_one_rank.add(transformed)
     return transformed.train(training)
 
 
@@ -368,6 +371,8 @@ def place(
         refuse_torch_clipping(model)
         check_torch_states()
         refuse_own_calls(model)
+        if not shards:
+            refuse_wrappers(model)
     # 7. Gather, or keep.
     if sharding is not None:
         save_whole(model)

@@ -59,6 +59,8 @@ class Process:
         """Optimizers that were checked at their first step, by a hook of PyTorch's for all optimizers."""
         self.models_of_matrices: weakref.WeakSet[Any] = weakref.WeakSet()
         """Models with joined matrices, for that check."""
+        self.models_of_one_rank: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Models of `octavo.transform` before `octavo.init`, which several ranks may not train."""
 
         # Choices about this machine.
         self.product_uses: dict[Any, int] = {}

@@ -1,6 +1,7 @@
 """What the tests of tensor parallelism run on every rank: a decoder whose matrices are split beside one that is whole."""
 
 import contextlib
+import copy
 import dataclasses
 import os
 from unittest import mock
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import first_casts
 import octavo
@@ -640,6 +643,31 @@ def stepped_by_matrices(degrees, shape):
     model(**(batch() if degrees is None else own_samples(batch()))).loss.backward()
     optimizer.step()
     return whole(model, lambda parameter: parameter)
+
+
+def other_settings(degrees, which):
+    """What is said where the last rank has another setting."""
+    model, other = started("plain", degrees), world.state.rank == 1
+    model.train(not (other and which == "evaluation"))
+    model.layers[0].requires_grad_(not (other and which == "frozen"))
+    gradients = contextlib.nullcontext() if not (other and which == "no gradients") else torch.no_grad()
+    with gradients, octavo.fp8_autocast(enabled=other and which == "FP8"):
+        return refused(lambda: model(**batch()))
+
+
+def taken_for_whole(degrees, which):
+    """What is said where another library takes the parameters of a tensor rank for whole ones."""
+    model = started("plain", degrees)
+    model(**batch())
+    calls = {
+        "deepcopy": copy.deepcopy,
+        "DDP": DistributedDataParallel,
+        "FSDP1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        "FSDP2": fully_shard,
+        "FSDP2 of a block": lambda model: fully_shard(model.layers[0]) and model(**batch()),
+        "compile": lambda model: torch.compile(model, backend="eager")(**batch()),
+    }
+    return refused(lambda: calls[which](model))
 
 
 def norms_and_whole_tensors(degrees):

@@ -406,11 +406,11 @@ def test_what_cannot_be_split_is_refused():
         "float16": ("plain", {"dtype": torch.float16}),
     }
     words = {
-        "heads": "3 query heads are not divided.*to 1 or 3",
-        "size": "an intermediate size of 45 is not divided.*to 1,",
+        "heads": r"3 query heads \(num_attention_heads\) are not divided.*to 1 or 3",
+        "size": r"an intermediate size \(intermediate_size\) of 45 is not divided.*to 1,",
         "assignment": 'moe_load_balancing = "sinkhorn" with tensor_parallel_degree = 2.*Set moe_load_balancing = "aux_loss"',
         "noise": "router_jitter_noise = 0.1 with tensor_parallel_degree = 2.*Set router_jitter_noise = 0.0",
-        "expert size": "an intermediate size of 45 is not divided.*to 1,",
+        "expert size": r"an intermediate size \(intermediate_size\) of 45 is not divided.*to 1,",
         "float16": "float16 with tensor_parallel_degree = 2: give dtype",
         "samples": r"the 2 ranks that share each sequence \(tensor_parallel_degree\) were given different ones",
         "embedding": r"this rank's tokens alone.*hidden_states\[0\]",
@@ -429,6 +429,34 @@ def test_what_cannot_be_split_is_refused():
                 raise ValueError(said[name])
         assert "split: 2 ranks hold parts of each matrix" in described
         assert "96x48" in described  # of the whole
+
+
+@pytest.mark.parametrize("degrees", [TENSOR, {"context_parallel_degree": 2}], ids=["tensor", "context"])
+def test_ranks_of_a_group_have_the_same_settings(degrees):
+    words = {
+        "same": "^$",
+        "evaluation": r"differ in model\.train\(\): training on the first, evaluation on rank 1",
+        "no gradients": r"differ in torch\.no_grad: gradients on the first, no gradients on rank 1",
+        "FP8": r"differ in fp8_autocast: no FP8 on the first, DelayedScaling.* on rank 1",
+        "frozen": r"differ in requires_grad: nothing is frozen on the first, frozen are layers\.0\.",
+    }
+    for name, text in words.items():
+        for said in ranks.run(2, tensor_ranks.other_settings, degrees, name):
+            assert re.search(text, said), said
+
+
+def test_what_takes_a_part_for_a_whole_is_refused():
+    words = {
+        "deepcopy": r"octavo\.to_huggingface\(model\) has whole weights",
+        "DDP": "DistributedDataParallel, of Trainer and Accelerate too",
+        "FSDP1": "leave FullyShardedDataParallel and fully_shard out",
+        "FSDP2": "leave FullyShardedDataParallel and fully_shard out",
+        "FSDP2 of a block": "leave FullyShardedDataParallel and fully_shard out",
+        "compile": r"torch\.compile of a model with tensor_parallel_degree = 2.*Leave torch\.compile out",
+    }
+    for name, text in words.items():
+        for said in ranks.run(2, tensor_ranks.taken_for_whole, TENSOR, name):
+            assert re.search(text, said), said
 
 
 def test_optimizers_that_measure_whole_parameters_are_refused():

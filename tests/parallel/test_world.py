@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from llamas import llama
 
 import octavo
 import ranks
@@ -89,3 +90,45 @@ def end_of_a_script(failed, shut):
 @pytest.mark.parametrize(("failed", "shut"), [(False, False), (False, True), (True, False), (True, True)])
 def test_groups_are_destroyed_at_the_end_of_a_script_that_has_not_failed(failed, shut):
     assert ranks.exit_codes(2, end_of_a_script, failed, shut) == [3, 3]
+
+
+def other_configs():
+    """What `octavo.init` says where the last rank has another seed, or another degree, and the degree behind one that fits."""
+    rank, said = int(os.environ["RANK"]), []
+    for own in ({"random_seed": 3 + rank}, {"tensor_parallel_degree": 1 + rank}):
+        with pytest.raises(InputError) as error:
+            octavo.init(own)
+        said.append(str(error.value))
+    assert not octavo.state.initialised
+    octavo.init({"tensor_parallel_degree": 2})
+    return said, octavo.state.tp_size
+
+
+def test_ranks_are_given_the_same():
+    for said, degree in ranks.run(2, other_configs):
+        assert "random_seed = 3 on rank 0, and 4 on rank 1" in said[0]
+        assert "tensor_parallel_degree = 1 on rank 0, and 2 on rank 1" in said[1]
+        assert degree == 2
+
+
+def transformed_first():
+    """What models say that were transformed before the ranks were known, in training and in evaluation."""
+    own = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    models = [octavo.transform(model, dtype=torch.float32) for model in (llama(), own)]
+    octavo.init()
+    ids = torch.arange(8)[None]
+    given, said = ({"input_ids": ids, "labels": ids}, {"input": torch.ones(1, 16)}), []
+    for model, arguments in zip(models, given, strict=True):
+        with torch.no_grad():
+            model(**arguments)  # for a comparison, as a rank alone may
+        with pytest.raises(InputError) as error:
+            model(**arguments)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_model_of_one_rank_is_not_trained_on_several():
+    for said in ranks.run(2, transformed_first):
+        for text, name in zip(said, ("Decoder", "Sequential"), strict=True):
+            assert text.startswith(f"octavo.transform made this {name} before octavo.init")
+            assert text.endswith("Call octavo.init first.")

@@ -62,8 +62,12 @@ def fit_degrees(
     context_parallel_degree: int = 1,
     expert_parallel_degree: int = 1,
     world_size: int,
+    section: str = "parallel.",
 ) -> Degrees:
     """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 means world_size / tensor_parallel_degree.
+
+    Args:
+        section: in front of a key in messages; empty for `octavo.init`.
 
     Raises:
         InputError: the degrees do not fit; the message names the nearest that do.
@@ -72,9 +76,9 @@ def fit_degrees(
     asked = dict(zip(DEGREES, given, strict=True))
     if world_size < 1:
         raise InputError(f"a world of {world_size} ranks cannot train: start at least 1.")
-    problems = _problems(asked, world_size)
+    problems = _problems(asked, world_size, section)
     if problems:
-        raise _degrees_error(asked, world_size, problems)
+        raise _degrees_error(asked, world_size, problems, section)
     return Degrees(
         world=world_size,
         hybrid_shard=hybrid_shard_degree or world_size // tensor_parallel_degree,
@@ -131,10 +135,10 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
     return micro, share // micro
 
 
-def _problems(asked: dict[str, int], world: int) -> list[str]:
+def _problems(asked: dict[str, int], world: int, section: str) -> list[str]:
     """Descriptions of the degrees that do not fit; empty if all fit."""
     too_low = [
-        f"parallel.{key} = {value} must be at least {int(key != 'hybrid_shard_degree')}"
+        f"{section}{key} = {value} must be at least {int(key != 'hybrid_shard_degree')}"
         for key, value in asked.items()
         if value < (key != "hybrid_shard_degree")
     ]
@@ -163,7 +167,7 @@ def composes(tensor: int, expert: int) -> bool:
     return not (tensor % expert and expert % tensor)
 
 
-def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> InputError:
+def _degrees_error(asked: dict[str, int], world: int, problems: list[str], section: str) -> InputError:
     nearest = min(_fitting(asked, world), key=lambda candidate: _distance(asked, candidate, world))
     changed = [key for key in asked if asked[key] != nearest[key]]
     factors = ", ".join(f"{key} {value}" for key, value in asked.items())
@@ -171,10 +175,10 @@ def _degrees_error(asked: dict[str, int], world: int, problems: list[str]) -> In
     if max(asked["tensor_parallel_degree"], nearest["tensor_parallel_degree"]) > 1:
         divide = "context must divide hybrid_shard, and expert hybrid_shard x tensor"
     return InputError(
-        f"parallel degrees do not fit {world} ranks: {'; '.join(problems)}. "
+        f"parallel degrees do not fit {world} {'rank' if world == 1 else 'ranks'}: {'; '.join(problems)}. "
         f"World {world} must be replicate x hybrid_shard x tensor, and {divide}; "
         f"given {factors}. Nearest that fit: {', '.join(f'{key} {value}' for key, value in nearest.items())}. "
-        f"Change {', '.join(f'parallel.{key} to {nearest[key]}' for key in changed)}"
+        f"Change {', '.join(f'{section}{key} to {nearest[key]}' for key in changed)}"
         + (", or start more ranks with --ranks (--dry-run and describe: --world-size)." if world == 1 else ".")
     )
 

@@ -58,7 +58,8 @@ class Section(BaseModel):
 def _explain(cls: type[BaseModel], error: ValidationError) -> str:
     """All faults of a validation in one line, each with key, value and the nearest known key."""
     return "; ".join(
-        _explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in _distinct(cls, error)
+        _explain_one(cls, fault["loc"], fault["type"], fault["msg"], fault["input"], fault.get("ctx", {}))
+        for fault in _distinct(cls, error)
     )
 
 
@@ -74,7 +75,7 @@ def _distinct(cls: type[BaseModel], error: ValidationError) -> list[Any]:
     return list(found.values())
 
 
-def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, message: str, value: object, limits: Any) -> str:
     name = ".".join(str(part) for part in loc[:2])
     if kind == "extra_forbidden":
         return _explain_unknown(cls, name, value)
@@ -88,7 +89,8 @@ def _explain_one(cls: type[BaseModel], loc: tuple[int | str, ...], kind: str, me
         return f"{name} = {shorten(value)}: {message}" if loc and not isinstance(value, dict) else message
     if isinstance(value, list) and kind == "model_type":
         return f"{name} is a list of tables: write [{name}], not [[{name}]]"
-    remedy = _remedy(kind, value)
+    limit = limits.get({"greater_than_equal": "ge", "less_than_equal": "le"}.get(kind, ""))
+    remedy = _remedy(kind, value) if limit is None else f"nearest: {limit}"
     return f"{name} = {shorten(value)}: {message}" + (f" ({remedy})" if remedy else "")
 
 

@@ -69,7 +69,7 @@ _SMP = (
         "torch.sagemaker.init",
         "same",
         "starts the process groups; configuration from a dictionary, a JSON file or SM_HP_MP_PARAMETERS",
-        'octavo.init({"hybrid_shard_degree": …})',
+        'octavo.init({"hybrid_shard_degree": …, "tensor_parallel_degree": …}), with the degrees by the same names',
     ),
     Name("torch.sagemaker.is_initialized", "same", "True after init", "octavo.state.mesh is not None"),
     Name("torch.sagemaker.transform", "same", "a known model becomes Octavo's decoder, sharded", "octavo.transform(model)"),

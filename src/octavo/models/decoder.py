@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from octavo.collectives.context import ContextGroup, averaged, same_numbers, sum
 from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError
 from octavo.fp8 import checkpoints
+from octavo.fp8.autocast import current_recipe
 from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
@@ -40,7 +42,14 @@ from octavo.models.huggingface import (
     refuse_other_balancing,
 )
 from octavo.models.spec import ModelSpec
-from octavo.models.tensor_parallel import part_of_rank, refuse_other_parameters, rows_of_words, share_parameters, words_of
+from octavo.models.tensor_parallel import (
+    part_of_rank,
+    refuse_other_parameters,
+    refuse_other_settings,
+    rows_of_words,
+    share_parameters,
+    words_of,
+)
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.embedding import Embedding, SharedWeight
 from octavo.nn.experts import StackedExperts
@@ -204,6 +213,8 @@ class Decoder(PretrainedInterface):
                 share them; on a GPU, which is not waited for, these make the loss NaN (different sequences after the first
                 forward).
         """
+        if self.tensor is not None and torch.compiler.is_compiling():
+            _refuse_compiled(self.tensor.size)
         if others.pop(_STATES, False):
             others |= {"labels": labels, "num_items_in_batch": num_items_in_batch, "return_dict": return_dict}
             others |= {"output_hidden_states": output_hidden_states, "logits_to_keep": logits_to_keep}
@@ -345,6 +356,7 @@ class Decoder(PretrainedInterface):
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.
 
+        So are the settings that decide what the ranks exchange, and in the first forward which parameters are frozen.
         A GPU is waited for in the first forward alone; later its loss becomes NaN.
 
         Raises:
@@ -352,7 +364,9 @@ class Decoder(PretrainedInterface):
         """
         if (self.context is None and self.tensor is None) or torch.compiler.is_compiling():
             return None
-        given = [x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs]
+        settings = self._settings(next(x.device for x in inputs if isinstance(x, Tensor)))
+        code = torch.tensor(zlib.crc32(repr(settings).encode()))
+        given = [*(x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs), code]
         of_context = None if self.context is None else self.context.same(*given)
         of_tensor = None if self.tensor is None else same_numbers(self.tensor.group, *given)
         both = [same for same in (of_context, of_tensor) if same is not None]
@@ -367,11 +381,26 @@ class Decoder(PretrainedInterface):
         self._compared = True
         for same, group, key in ((of_context, self.context, "context"), (of_tensor, self.tensor, "tensor")):
             if same is not None and group is not None and not same:
+                sharing = f"the {group.size} ranks that share each sequence ({key}_parallel_degree)"
+                refuse_other_settings(group.group, settings, sharing)
                 raise InputError(
-                    f"the {group.size} ranks that share each sequence ({key}_parallel_degree) were given different ones: "
+                    f"{sharing} were given different ones: "
                     "give all of them the samples of octavo.state.dp_rank, of octavo.state.dp_size."
                 )
         return None
+
+    def _settings(self, device: torch.device) -> dict[str, str]:
+        """What has to be the same on ranks that share sequences, by the calls that set it."""
+        recipe = current_recipe(device)
+        settings = {
+            "model.train()": "training" if self.training else "evaluation",
+            "torch.no_grad": "gradients" if torch.is_grad_enabled() else "no gradients",
+            "fp8_autocast": "no FP8" if recipe is None else f"{recipe}",
+        }
+        if not self._compared:
+            frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+            settings["requires_grad"] = f"frozen are {', '.join(frozen)}" if frozen else "nothing is frozen"
+        return settings
 
     @property
     def _multiple(self) -> int:
@@ -569,6 +598,15 @@ class Decoder(PretrainedInterface):
         elif delayed:
             recipe = recipe.with_own_rules  # Transformer Engine has no such head, and none of its rules for it
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
+
+
+@torch.compiler.disable(reason="torch.compile of a model of tensor-parallel ranks")
+def _refuse_compiled(degree: int) -> NoReturn:
+    """Called by the code that torch.compile makes, whose own report would be of a collective inside."""
+    raise InputError(
+        f"torch.compile of a model with tensor_parallel_degree = {degree}: its collectives run beside products, by streams and "
+        "memory that compiled code does not know. Leave torch.compile out, or set tensor_parallel_degree = 1."
+    )
 
 
 def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]) -> TransformerLayer:

@@ -71,12 +71,14 @@ def _faults(spec: ModelSpec, degree: int, spread: bool) -> list[str]:
     """The sizes of a decoder that so many ranks do not divide."""
     faults = []
     if spec.heads % degree:
-        faults.append(f"{spec.heads} query heads are not divided")
+        faults.append(f"{spec.heads} query heads (num_attention_heads) are not divided")
     elif spec.kv_heads % degree and degree % spec.kv_heads:
-        faults.append(f"{spec.kv_heads} key-value heads are neither divided nor shared by equal numbers of ranks")
+        faults.append(
+            f"{spec.kv_heads} key-value heads (num_key_value_heads) are neither divided nor shared by equal numbers of ranks"
+        )
     for size in (*([] if spread and spec.mixtures else [spec.ffn_size]), *([spec.dense_ffn_size] if spec.dense else [])):
         if size % degree:
-            faults.append(f"an intermediate size of {size} is not divided")
+            faults.append(f"an intermediate size (intermediate_size) of {size} is not divided")
     return faults
 
 
@@ -255,3 +257,21 @@ def refuse_other_parameters(model: nn.Module, parameters: Sequence[tuple[str, ob
                 f"{name} was added to {type(model).__name__} after octavo.transform, and with {KEY} = {degree} a rank's part "
                 f"of it is not known. Leave it out, or set {KEY} = 1."
             )
+
+
+def refuse_other_settings(group: dist.ProcessGroup, settings: Mapping[str, str], sharing: str) -> None:
+    """Raise an InputError for the first setting in which a rank of the group differs from its first. Collective.
+
+    Args:
+        settings: call → what it has set; the same keys on every rank.
+        sharing: "the 2 ranks that …".
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, dict(settings), group=group)
+    for name, first in found[0].items():
+        for rank, other in enumerate(found):
+            if other[name] != first:
+                raise InputError(
+                    f"{sharing} differ in {name}: {first} on the first, {other[name]} on rank {rank} of the group. "
+                    "Set it alike on all of them."
+                )

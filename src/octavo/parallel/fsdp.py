@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -304,29 +304,50 @@ def _settle_after_exception(root: nn.Module, *_: Any) -> None:
         settle(root)
 
 
+def refuse_wrappers(model: nn.Module) -> None:
+    """Refuse DDP, FSDP1, FSDP2 and copies of a model whose parameters are this rank's parts, without FSDP2 around them."""
+
+    def refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+        raise InputError(
+            f"copy.deepcopy of a {type(self).__name__} whose parameters are parts of tensor-parallel ranks: "
+            "octavo.to_huggingface(model) has whole weights, and octavo.transform makes another model of them."
+        )
+
+    def refuse_sharded_blocks(module: Any, _: Any) -> None:
+        if isinstance(module.layers[0], FSDPModule):
+            _refuse_fsdp(module, None)
+
+    marks = {_FSDP_MARK: property(lambda self: False, _refuse_fsdp), _DDP_MARK: property(_refuse_ddp)}
+    derive(model, {**marks, "__deepcopy__": refuse_copy})
+    model.register_forward_pre_hook(refuse_sharded_blocks, prepend=True)
+
+
+_FSDP_MARK, _DDP_MARK = "_fsdp_use_orig_params", "_ddp_params_and_buffers_to_ignore"
+"""Attributes that FSDP1 and FSDP2 set on a module, and that DDP looks for."""
+
+
+def _refuse_fsdp(self: nn.Module, value: Any) -> None:
+    raise InputError(
+        f"{type(self).__name__} is shared out already, by octavo.transform over the ranks of octavo.init: "
+        "leave FullyShardedDataParallel and fully_shard out. Their mixed precision goes into octavo.init as param_dtype, "
+        "reduce_dtype and buffer_dtype, sharding_strategy as hybrid_shard_degree and reshard_after_forward."
+    )
+
+
+def _refuse_ddp(self: nn.Module) -> None:
+    raise InputError(
+        f"{type(self).__name__}: DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second "
+        "time: octavo.init shards this model over them and joins its gradients. Leave octavo.init out, or write the loop "
+        "without them."
+    )
+
+
 def _use_own_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
     """Give the model a class of its own, whose `zero_grad` drops all gradients.
 
     each_micro_batch_too: `set_requires_gradient_sync(False)`, which loops and libraries call to accumulate, leaves the sums
     over the shards in.
-
-    FSDP1 fails with a reason, when it sets its mark on the module, and DDP, when it looks for its own there.
     """
-    mark = "_fsdp_use_orig_params"
-
-    def refuse(self: nn.Module, value: Any) -> None:
-        raise InputError(
-            f"{type(self).__name__} is sharded already, by octavo.transform over the ranks of octavo.init: leave "
-            "FullyShardedDataParallel out. Its mixed_precision goes into octavo.init as param_dtype, reduce_dtype and "
-            "buffer_dtype, its sharding_strategy as hybrid_shard_degree and reshard_after_forward."
-        )
-
-    def refuse_ddp(self: nn.Module) -> None:
-        raise InputError(
-            f"{type(self).__name__}: DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second "
-            "time: octavo.init shards this model over them and joins its gradients. Leave octavo.init out, or write the loop "
-            "without them."
-        )
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         """Drop all gradients: of the shards, and of micro-batches that the ranks have not summed yet."""
@@ -342,9 +363,9 @@ def _use_own_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
             return
         each_micro_batch.begin(self, sharded_modules(self), last=requires_gradient_sync)
 
-    vars(model).pop(mark, None)  # FSDP2's own
+    vars(model).pop(_FSDP_MARK, None)  # FSDP2's own
     base: Any = type(model)
-    marks = {mark: property(lambda self: True, refuse), "_ddp_params_and_buffers_to_ignore": property(refuse_ddp)}
+    marks = {_FSDP_MARK: property(lambda self: True, _refuse_fsdp), _DDP_MARK: property(_refuse_ddp)}
     own = {"set_requires_gradient_sync": set_requires_gradient_sync} if each_micro_batch_too else {}
     derive(model, {**marks, **own, "zero_grad": zero_grad})
 

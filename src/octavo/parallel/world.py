@@ -35,6 +35,7 @@ from octavo.job_ranks import adopt_ranks, alone_in_job, may_bind_gpus
 from octavo.parallel import calls
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.rendezvous import round_store
+from octavo.process import process
 from octavo.storage import local_path
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -174,7 +175,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
 
     Raises:
         InputError: an unknown key, degrees that do not fit the number of ranks, variables of ranks that contradict each other
-            or leave the host of rank 0 open; nothing was started.
+            or leave the host of rank 0 open; nothing was started. A key whose value differs between ranks.
         OctavoError: the ranks did not meet.
     """
     chosen = _read(config)
@@ -190,7 +191,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
             f"WORLD_SIZE = {world} in the environment, but {', '.join(missing)} is not: start the ranks with torchrun or srun, "
             "or call torch.distributed.init_process_group first. For one rank unset WORLD_SIZE."
         )
-    degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world)
+    degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world, section="")
     if chosen.expert_dispatch_fp8 and degrees.expert == 1:
         raise InputError(
             "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token travels: "
@@ -207,10 +208,17 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     if state.mesh is None and (world > 1 or dist.is_initialized()):
         try:
             _connect(degrees, timeout)
+        except InputError:
+            shutdown()
+            raise
         except BaseException:
             if not dist.is_initialized():  # the ranks did not meet
                 state._reset()
             raise
+        if world > 1:
+            for model in process.models_of_one_rank:
+                model.register_forward_pre_hook(_refuse_of_one_rank)
+            process.models_of_one_rank.clear()
     elif world == 1 and (note := alone_in_job()):
         warn(note)
 
@@ -253,7 +261,9 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         state._owns_group = True
         atexit.register(_destroy_at_exit)
     calls.begin(wait)
-    state.control = all_ranks(wait).group
+    everyone = all_ranks(wait)
+    state.control = everyone.group
+    _refuse_other_configs(everyone.all_gather(state.config.model_dump()))
     shape = (degrees.replicate, degrees.hybrid_shard, degrees.tensor)
     mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("replicate", "hybrid_shard", "tensor"))
     # Given a replicate dimension of size 1, FSDP2 would all-reduce every gradient over it as well.
@@ -272,6 +282,26 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         state.ep_process_group = state.expert_mesh["expert"].get_group()
     else:
         state.ep_process_group = _own_group(layout.view(-1, 1))
+
+
+def _refuse_other_configs(configs: list[dict[str, Any]]) -> None:
+    """Raise an InputError, the same on every rank, unless all ranks were given the same."""
+    for rank, config in enumerate(configs):
+        for key, first in configs[0].items():
+            if config[key] != first:
+                raise InputError(
+                    f"octavo.init: {key} = {first!r} on rank 0, and {config[key]!r} on rank {rank}. Give every rank the same: "
+                    "what differs between ranks, as random numbers of other samples, follows from their place in the world."
+                )
+
+
+def _refuse_of_one_rank(model: Any, _: Any) -> None:
+    """A forward pre-hook of models that were made before the ranks were known."""
+    if state.world_size > 1 and model.training and torch.is_grad_enabled():
+        raise InputError(
+            f"octavo.transform made this {type(model).__name__} before octavo.init, for one rank: each of the "
+            f"{state.world_size} ranks would train one of its own. Call octavo.init first."
+        )
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def _grown(plan: RunPlan) -> str:
 
 
 def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
-    """The checked run, without its pretrained weights."""
+    """The checked run, without its pretrained weights; that of a folder on the ranks of its last start."""
     if not run.is_dir():
         return check(_without_weights(RunConfig.from_file(run, overrides)), target=target)
     folder = RunFolder(run)
@@ -169,6 +170,8 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
             f"{overrides[0]} is set over the keys of {str(run)!r}, which its folder keeps. Give its run file: "
             f"{folder.run_file}."
         )
+    if target.world_size is None and "WORLD_SIZE" not in os.environ:
+        target = dataclasses.replace(target, world_size=folder.ranks)
     plan = check(_without_weights(config), target=target)
     if folder.has_checkpoints and has_own_code(folder.checkpoints, plan.weights, writing_ranks()):
         plan = check(_without_weights(config), blocks="own", target=target)

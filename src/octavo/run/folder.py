@@ -66,21 +66,27 @@ class RunFolder:
             )
         return None
 
-    def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
+    @property
+    def ranks(self) -> int | None:
+        """Ranks of the last start; None before one, and of a folder whose record has none."""
+        found = self._starts()[-1:]
+        return next((each.get("ranks") for each in found if isinstance(each, dict)), None)
+
+    def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str, ranks: int) -> None:
         """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer.
 
         Raises:
             OctavoError: the disk is full or fails.
         """
         try:
-            self._write_record(config, hf_config, tokenizer, device)
+            self._write_record(config, hf_config, tokenizer, device, ranks)
         except OSError as error:  # shutil.copytree has its own, without an errno
             raise _no_space(self.path, error) from None
 
-    def _write_record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str) -> None:
+    def _write_record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str, ranks: int) -> None:
         from octavo.models.generation import load_generation_config  # imports transformers, which a finished run does not need
 
-        starts = [*self._starts(), _environment(device)]
+        starts = [*self._starts(), _environment(device, ranks)]
         write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")  # first: it makes the folder a run's
         write_atomic(self.run_file, config.to_toml())
         self.model.mkdir(exist_ok=True)
@@ -172,7 +178,7 @@ def locked(path: Path) -> Iterator[RunFolder]:
             raise
 
 
-def _environment(device: str) -> dict[str, Any]:
+def _environment(device: str, ranks: int) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -182,4 +188,5 @@ def _environment(device: str) -> dict[str, Any]:
         "packages": {name: version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "device": device,
+        "ranks": ranks,
     }
