@@ -272,7 +272,10 @@ def describe(
 def verify(
     run_file: RunFile,
     overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=2, metavar="N", help="CPU ranks of the layout.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Ranks of the layout: 2 of the CPU, or with --gpu all GPUs.")
+    ] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Two layers of full width on GPUs, overlapped and not.")] = False,
     output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="A file for the differences.")] = "verify.json",
     as_json: AsJson = False,
 ) -> None:
@@ -280,16 +283,21 @@ def verify(
 
     The exit code is 1 if something differs; the first of it is named.
     """
-    refuse_ranks_of_ranks(ranks)
+    refuse_ranks_of_ranks(ranks or 2)
     config, path = _config(run_file, overrides), local_path(output, "--output")
     from octavo.bench.files import check_file
     from octavo.storage import write_atomic
     from octavo.verify.certificate import verify as compared
+    from octavo.verify.gpu import verify_on_gpus
 
     check_file(path, "--output", ".json")
     console = _console(stderr=True, quiet=not sys.stderr.isatty())
     given = [override.partition("=")[0] for override in overrides or ()]
-    figures, text = compared(config, ranks, given=given, say=lambda line: console.print(line, markup=False, highlight=False))
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    figures, text = verify_on_gpus(config, ranks, say=say) if gpu else compared(config, ranks or 2, given=given, say=say)
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
     _print(figures if as_json else [*text, f"each difference is in {path}"])
     if not figures["verified"]:

@@ -31,9 +31,8 @@ _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop",
 
 def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
     """A copy of a Hugging Face config with the smallest sizes that these degrees divide as they divide its own."""
-    small = copy.deepcopy(hf_config)
+    small = of_layers(hf_config, spec, layers_of_each_kind(spec))
     heads, kv_heads = _heads(spec, degrees)
-    layers = _layers(spec)
     ffn = _of_slices(spec.ffn_size, degrees.tensor)
     sizes: dict[str, Any] = {
         "hidden_size": heads * HEAD_DIM,
@@ -42,7 +41,6 @@ def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
         "head_dim": HEAD_DIM,
         "intermediate_size": _of_slices(spec.dense_ffn_size or spec.ffn_size, degrees.tensor),
         "moe_intermediate_size": ffn,
-        "num_hidden_layers": len(layers),
         "vocab_size": vocabulary(spec, degrees),
         "sliding_window": _window(degrees),
         **dict.fromkeys(("num_local_experts", "num_experts"), _experts(spec, degrees)),
@@ -53,12 +51,19 @@ def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
     for key, value in sizes.items():
         if getattr(small, key, None) is not None:
             setattr(small, key, value)
-    if getattr(small, "layer_types", None) is not None:
-        small.layer_types = [hf_config.layer_types[layer] for layer in layers]
-    if spec.dense:
-        small.mlp_only_layers, small.decoder_sparse_step = [layers.index(n) for n in layers if n in spec.dense], 1
     small.use_cache = False
     return small
+
+
+def of_layers(hf_config: Any, spec: ModelSpec, layers: Sequence[int]) -> Any:
+    """A copy of a Hugging Face config with these of its layers."""
+    found = copy.deepcopy(hf_config)
+    found.num_hidden_layers = len(layers)
+    if getattr(found, "layer_types", None) is not None:
+        found.layer_types = [hf_config.layer_types[layer] for layer in layers]
+    if spec.dense:
+        found.mlp_only_layers, found.decoder_sparse_step = [layers.index(n) for n in layers if n in spec.dense], 1
+    return found
 
 
 def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
@@ -108,7 +113,7 @@ def _experts(spec: ModelSpec, degrees: Degrees) -> int:
     return min(spec.experts, max(4, 2 * degrees.expert))
 
 
-def _layers(spec: ModelSpec) -> Sequence[int]:
+def layers_of_each_kind(spec: ModelSpec) -> Sequence[int]:
     """Two layers of each kind, in their order."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(spec.layers):
