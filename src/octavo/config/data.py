@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from octavo.config.section import Section, refuse_addresses
+from octavo.config.section import OnDisk, OnDiskOrHub, Section
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of compressed files of text."""
@@ -16,7 +16,7 @@ COMPRESSED = (".gz", ".zst")
 class DataConfig(Section):
     """The training text and its sequences."""
 
-    source: str | list[str] = Field(
+    source: Annotated[str | list[str], OnDiskOrHub] = Field(
         description='"python:docstrings", "python:packages", local .txt, .jsonl, .csv or .parquet files (globs; all but '
         ".parquet also as .gz or .zst), a folder of them, or a Hugging Face data set."
     )
@@ -24,7 +24,7 @@ class DataConfig(Section):
         [],
         description="Shares of the sources in training, one positive number each, on any scale; without them all are joined.",
     )
-    validation_source: str | list[str] | None = Field(
+    validation_source: Annotated[str | list[str] | None, OnDiskOrHub] = Field(
         None, description="Text for validation, in the forms of `source`, in place of `validation_fraction`."
     )
     validation_split: str | None = Field(
@@ -37,7 +37,7 @@ class DataConfig(Section):
     split: str | None = Field(
         None, description='Split of a data set, "train" when absent; of a folder without a card all files when absent.'
     )
-    tokenizer: str = Field(
+    tokenizer: Annotated[str, OnDiskOrHub] = Field(
         "train", description='A Hugging Face folder or id, or "train": a byte-level BPE trained on the corpus.'
     )
     vocab_size: int = Field(8192, ge=257, description='Vocabulary of a tokenizer = "train".')
@@ -56,7 +56,7 @@ class DataConfig(Section):
     workers: int = Field(
         0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: each step reads its own."
     )
-    folder: str = Field(
+    folder: Annotated[str, OnDisk] = Field(
         "runs/data", description="Folder of tokenised corpora, with one folder for each distinct [data] section."
     )
 
@@ -99,16 +99,6 @@ class DataConfig(Section):
                 + (" ([] joins the sources)" if count > 1 else "")
             )
         return self
-
-    @field_validator("source", "validation_source", "tokenizer")
-    @classmethod
-    def _check_names(cls, value: Any) -> Any:
-        return refuse_addresses(value, hub=True)
-
-    @field_validator("folder")
-    @classmethod
-    def _check_paths(cls, value: Any) -> Any:
-        return refuse_addresses(value)
 
     @field_validator("sequence_length")
     @classmethod

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from octavo.config.section import Section, refuse_addresses
+from octavo.config.section import OnDiskOrHub, Section
 
 
 class ModelConfig(Section):
     """The transformer, its weights and its dtypes."""
 
-    source: str = Field(description='A Hugging Face folder or id, or a built-in shape such as "llama-1b".')
+    source: Annotated[str, OnDiskOrHub] = Field(
+        description='A Hugging Face folder or id, or a built-in shape such as "llama-1b".'
+    )
     load: bool = Field(False, description="Start from the pretrained weights of `source` instead of random ones.")
     resize: bool = Field(
         False,
@@ -32,11 +34,6 @@ class ModelConfig(Section):
         default_factory=dict,
         description="Keys of the Hugging Face config to override, such as hidden_size (random weights only).",
     )
-
-    @field_validator("source")
-    @classmethod
-    def _check_names(cls, value: Any) -> Any:
-        return refuse_addresses(value, hub=True)
 
     @model_validator(mode="after")
     def _overrides_need_random_weights(self) -> ModelConfig:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from octavo.config.synonyms import hint
 from octavo.errors import InputError, nearest
@@ -20,7 +21,7 @@ _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
 
 
 def refuse_addresses(value: Any, *, hub: bool = False) -> Any:
-    """For validators: a path or a list of them, unchanged. hub: or ids of the Hugging Face Hub.
+    """A path or a list of them, unchanged. hub: or ids of the Hugging Face Hub.
 
     Raises:
         ValueError: one is an address such as s3://…, or blank.
@@ -29,6 +30,12 @@ def refuse_addresses(value: Any, *, hub: bool = False) -> Any:
         if isinstance(each, str) and (fault := path_fault(each, hub=hub)):
             raise ValueError(f"{each!r}: {fault}" if isinstance(value, list) else fault)
     return value
+
+
+OnDisk = AfterValidator(refuse_addresses)
+"""Of a field: a path or a list of them."""
+OnDiskOrHub = AfterValidator(functools.partial(refuse_addresses, hub=True))
+"""Of a field: a path or an id of the Hugging Face Hub, or a list of them."""
 
 
 class Section(BaseModel):

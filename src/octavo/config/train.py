@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from octavo.config.recompute import Recompute
-from octavo.config.section import Section, refuse_addresses
+from octavo.config.section import OnDisk, Section
 
 LARGEST_SCALE = 2.0**60
 """Of a loss, within float32: a model without gradients must not double it for ever."""
@@ -16,7 +16,7 @@ LARGEST_SCALE = 2.0**60
 class TrainConfig(Section):
     """Steps, batches, memory and validation."""
 
-    output: str | None = Field(None, description="The run's folder; by default runs/<name of the run file>.")
+    output: Annotated[str | None, OnDisk] = Field(None, description="The run's folder; by default runs/<name of the run file>.")
     steps: int | None = Field(None, ge=1, description="Optimizer steps; or give `tokens` or `epochs`.")
     tokens: int | None = Field(None, ge=1, description="Tokens to train on, in place of `steps`; rounded up to whole steps.")
     epochs: float | None = Field(
@@ -92,11 +92,6 @@ class TrainConfig(Section):
     def validation_sequences(self) -> int:
         """Sequences in a validation, by the run file alone: its loss compares between numbers of ranks."""
         return self.validate_batches * (self.micro_batch or self.global_batch)
-
-    @field_validator("output")
-    @classmethod
-    def _check_paths(cls, value: Any) -> Any:
-        return refuse_addresses(value)
 
     @field_validator("extended")
     @classmethod
