@@ -11,7 +11,7 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.migrate.known import MORE, REST, UNKNOWN, Made, same
 
@@ -132,8 +132,24 @@ class Builtin:
     name: str
 
 
+class Marked:
+    """Base of an object of which one mark may change."""
+
+    serial: int
+    mark: ClassVar[str]
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """All that a change of it may change."""
+        return (getattr(self, self.mark),)
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        setattr(self, self.mark, *state)
+
+
 @dataclass(eq=False)
-class Function:
+class Function(Marked):
     """A function of the script.
 
     Attributes:
@@ -142,40 +158,24 @@ class Function:
         at_large: unseen code may call it.
     """
 
+    mark: ClassVar[str] = "at_large"
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     defaults: dict[str, Any]
     scope: Names
     at_large: bool = False
     serial: int = field(default_factory=lambda: next(_SERIAL))
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """All that a change of it may change."""
-        return (self.at_large,)
-
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        (self.at_large,) = state
-
 
 @dataclass(eq=False)
-class Job:
+class Job(Marked):
     """An estimator: its arguments, a copy of them when it was made, and one of when it starts."""
 
+    mark: ClassVar[str] = "lost"
     given: Table
     made: dict[str, Any]
     fitted: dict[str, Any] | None = None
     lost: bool = False
     serial: int = field(default_factory=lambda: next(_SERIAL))
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """All that a change of it may change."""
-        return (self.lost,)
-
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        (self.lost,) = state
 
 
 @dataclass(frozen=True)
