@@ -185,19 +185,12 @@ class MixtureLayer(nn.Module):
         self.self_attention = te.MultiheadAttention(
             spec.hidden_size,
             spec.heads,
-            kv_channels=spec.head_dim,
-            attention_dropout=0.0,
-            layernorm_epsilon=spec.norm_eps,
-            init_method=init,
-            output_layer_init_method=init,
             attn_mask_type="causal",
-            window_size=_window(window),
-            num_gqa_groups=spec.kv_heads,
             input_layernorm=True,
-            fuse_qkv_params=True,
             bias=False,
             normalization="RMSNorm",
             qkv_format="bshd",
+            **_attention(spec, init, window),
             **make,
         )
         self.mixture = Mixture(spec, init, fp8=fp8, **make)
@@ -214,27 +207,30 @@ def _layer(spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None
         spec.hidden_size,
         spec.ffn_size,
         spec.heads,
-        num_gqa_groups=spec.kv_heads,
-        kv_channels=spec.head_dim,
-        layernorm_epsilon=spec.norm_eps,
         hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method=init,
-        output_layer_init_method=init,
         self_attn_mask_type="causal",
-        window_size=_window(window),
         parallel_attention_mlp=spec.parallel,
-        fuse_qkv_params=True,
         bias=bias,
         activation="swiglu" if spec.gated else "gelu",
         normalization=spec.normalization,
+        **_attention(spec, init, window),
         **{"attn_input_format": "bshd", **make},
     )
     return layer
 
 
-def _window(width: int | None) -> tuple[int, int] | None:
-    return None if width is None else (width - 1, 0)
+def _attention(spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None) -> dict[str, Any]:
+    """What every attention of Transformer Engine is told about a model, alone or in a block."""
+    return {
+        "num_gqa_groups": spec.kv_heads,
+        "kv_channels": spec.head_dim,
+        "layernorm_epsilon": spec.norm_eps,
+        "attention_dropout": 0.0,
+        "init_method": init,
+        "output_layer_init_method": init,
+        "window_size": None if window is None else (window - 1, 0),
+        "fuse_qkv_params": True,
+    }
 
 
 class TeDecoder(nn.Module):
