@@ -13,8 +13,9 @@ of a script for Transformer Engine, have the fused names alone.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -29,35 +30,28 @@ from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.stored_names import stored_name
 
 
-class Uncalled(nn.Module):
-    """Base of a module that holds parameters, and that the module around computes with: its hooks would never run."""
+def _warning(register: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `nn.Module` that registers a hook, with a warning."""
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module`, with a warning."""
-        self._warn()
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module`, with a warning."""
-        self._warn()
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module`, with a warning."""
-        self._warn()
-        return super().register_full_backward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module`, with a warning."""
-        self._warn()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
-
-    def _warn(self) -> None:
+    @functools.wraps(register)
+    def warned(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
             f"a hook of a {type(self).__name__} inside of a fused layer never runs: norm and products are one computation. "
             "Hook the layer around (ffn, self_attention), or keep the model's own code: octavo.transform(blocks='own').",
-            stacklevel=3,
+            stacklevel=2,
         )
+        return register(self, *args, **kwargs)
+
+    return warned
+
+
+class Uncalled(nn.Module):
+    """Base of a module that holds parameters, and that the module around computes with: its hooks would never run."""
+
+    register_forward_hook = _warning(nn.Module.register_forward_hook)
+    register_forward_pre_hook = _warning(nn.Module.register_forward_pre_hook)
+    register_full_backward_hook = _warning(nn.Module.register_full_backward_hook)
+    register_full_backward_pre_hook = _warning(nn.Module.register_full_backward_pre_hook)
 
 
 class PlainRMSNorm(Uncalled, RMSNorm):
