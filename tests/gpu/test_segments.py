@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octavo.kernels.attention import flash
+from octavo.kernels.attention.pattern import Span
 from octavo.nn.scores import Scores
-from octavo.nn.segments import Segment, Sight, attend_segments
+from octavo.nn.segments import Sight, attend_segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FLASH = pytest.mark.skipif(flash.missing() is not None, reason=str(flash.missing()))
@@ -33,7 +34,7 @@ def packed(lengths, gap):
 )
 def test_results_and_gradients_are_those_of_float64(gap, sink, sight):
     q_places, kv_places = packed(Q_LENGTHS, gap), packed(KV_LENGTHS, gap)
-    segments = [Segment(0, 1, *q, *k) for q, k in zip(q_places, kv_places, strict=True)]
+    segments = [Span(0, 1, *q, *k) for q, k in zip(q_places, kv_places, strict=True)]
     sizes = (q_places[-1][1] + gap, HEADS), (kv_places[-1][1] + gap, GROUPS), (kv_places[-1][1] + gap, GROUPS)
     inputs = [torch.randn(1, *size, DIM, device="cuda").bfloat16().requires_grad_() for size in sizes]
     own = [torch.randn(HEADS, device="cuda", requires_grad=True)] if sink else []

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from octavo.kernels.attention.kept import keeping
+from octavo.kernels.attention.pattern import Span
 from octavo.nn import scores, segments
 from octavo.nn.scores import Scores
-from octavo.nn.segments import Segment, Sight, attend_segments
+from octavo.nn.segments import Sight, attend_segments
 
 HEADS, GROUPS, DIM, QUERIES, KEYS = 4, 2, 8, 300, 280
 
@@ -19,7 +20,7 @@ def cut(batch, tokens, pieces):
 def drawn_segments(batch=2, pieces=4):
     places = zip(cut(batch, QUERIES, pieces), cut(batch, KEYS, pieces), strict=True)
     return [
-        Segment(n, n + 1, q[2 * at], q[2 * at + 1], k[2 * at], k[2 * at + 1])
+        Span(n, n + 1, q[2 * at], q[2 * at + 1], k[2 * at], k[2 * at + 1])
         for n, (q, k) in enumerate(places)
         for at in range(pieces)
     ]
@@ -33,7 +34,7 @@ def inputs(batch=2, value=DIM):
 def written_out(q, k, v, segments, sight, sink=None):
     """One matrix of all pairs."""
     allowed = torch.zeros(len(q), QUERIES, KEYS, dtype=torch.bool)
-    for b0, b1, q0, q1, k0, k1 in segments:
+    for b0, b1, q0, q1, k0, k1, *_ in segments:
         at = torch.arange(q1 - q0)[:, None] + (q1 - q0 and (k1 - k0) - (q1 - q0)) * sight.bottom_right
         distance = torch.arange(k1 - k0) - at
         seen = torch.ones_like(distance, dtype=torch.bool)
@@ -83,7 +84,7 @@ def test_windows_before_a_query_take_the_kernels(monkeypatch):
 
 
 def test_nothing_to_attend_to():
-    for places in ([], [Segment(0, 2, 5, 5, 0, 3)], [Segment(1, 2, 0, 9, 4, 4)]):
+    for places in ([], [Span(0, 2, 5, 5, 0, 3)], [Span(1, 2, 0, 9, 4, 4)]):
         for terms in (Scores(), Scores(sink=torch.zeros(HEADS)), Scores(cap=1.0)):
             q, k, v = inputs()
             out, top = attend_segments(q, k, v, places, Sight(), scale=0.3, scores=terms, top=bool(terms.cap))

@@ -33,17 +33,6 @@ LIBRARY, PLAIN = "PyTorch's scaled_dot_product_attention", "plain PyTorch, in fl
 """Ways without a kernel of Octavo's, by name."""
 
 
-class Segment(NamedTuple):
-    """Samples b0 … b1: their queries q0 … q1 have the keys k0 … k1, the ends not included."""
-
-    b0: int
-    b1: int
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-
-
 class Sight(NamedTuple):
     """The keys that a query of a segment sees: from `left` before its own place to `right` behind it; None for all.
 
@@ -76,14 +65,14 @@ class Sight(NamedTuple):
         """The keys that a query sees at most, its own included, of `spans`."""
         return None if self.left is None else self.left + 1
 
-    def spans(self, segment: Segment) -> list[Span] | None:
+    def spans(self, segment: Span) -> list[Span] | None:
         """The segment for kernels of causal and full attention with a window; None if they cannot compute it."""
-        b0, b1, q0, q1, k0, k1 = segment
+        b0, b1, q0, q1, k0, k1 = segment[:6]
         queries, keys = q1 - q0, k1 - k0
         if not (queries and keys and b1 > b0):
             return []
         if self.left is None and self.right is None:
-            return [Span(*segment, causal=False)]
+            return [segment]
         if self.right != 0:
             return None
         if self.bottom_right:
@@ -96,14 +85,14 @@ class Sight(NamedTuple):
 
 
 def attend_segments(
-    q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], sight: Sight, *, scale: float, scores: Scores = NOTHING,
+    q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Span], sight: Sight, *, scale: float, scores: Scores = NOTHING,
     mask: Tensor | None = None, dropout: float = 0.0, top: bool = False, told: Callable[[str], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out [B, Tq, H, Dv], 0 without a key, and with `top` the largest logit of each head, float32 [H]; differentiable once.
 
     Args:
         q, k, v: [B, Tq, H, D], [B, Tk, G, D], [B, Tk, G, Dv].
-        segments: ascending, without a query or a key in two of them.
+        segments: their queries have their keys, as far as `sight` goes; ascending, without a query or a key in two of them.
         sight: the keys of each query.
         scale: of the scores.
         scores: terms of the softmax, by places in a segment.
@@ -122,7 +111,7 @@ def attend_segments(
     plain = plain or scores.sink is not None
     if told is not None:
         told(PLAIN if plain else LIBRARY)
-    cut = _cut(q, [segment[:4] for segment in segments]), *(_cut(x, [(*s[:2], *s[4:]) for s in segments]) for x in (k, v))
+    cut = _cut(q, [segment[:4] for segment in segments]), *(_cut(x, [(*s[:2], *s[4:6]) for s in segments]) for x in (k, v))
     made: list[Tensor] = []
     tops = [torch.full((q.shape[2],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)]
     for segment, own_q, own_k, own_v in zip(segments, *cut, strict=True):
@@ -242,7 +231,7 @@ def _by_samples(ranges: Sequence[Range]) -> Iterator[tuple[tuple[int, int], list
         yield samples, list(group)
 
 
-def _put_together(made: list[Tensor], segments: Sequence[Segment], q: Tensor, size: int) -> Tensor:
+def _put_together(made: list[Tensor], segments: Sequence[Span], q: Tensor, size: int) -> Tensor:
     """[B, Tq, H, size], 0 where there is no segment."""
 
     def nothing(samples: int, tokens: int) -> Tensor:

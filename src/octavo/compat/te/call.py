@@ -19,7 +19,8 @@ from octavo.compat.te.limits import LENGTHS, LONGEST, TAKEN, cap_of, check_cap_a
 from octavo.compat.te.masks import PLAIN, TYPES, is_arbitrary, mask_and_type, window_pair, without_effect
 from octavo.compat.te.sequences import check_longest, chunks, cumulative, joined, lengths_of, places, positions, shown
 from octavo.errors import InputError, check_flags, unknown
-from octavo.nn.segments import LIBRARY, Segment
+from octavo.kernels.attention.pattern import Span
+from octavo.nn.segments import LIBRARY
 
 _PLACES = {"cu_seqlens_q": "cu_seqlens_q_padded", "cu_seqlens_kv": "cu_seqlens_kv_padded"}
 """Lengths → where the sequences begin."""
@@ -196,11 +197,11 @@ class Given:
         for what in [what for what, there in reasons.items() if there]:
             say_once(f"attention: {what}, {way}", f"attention with {what} runs in {way}, and not in a kernel of Octavo's.")
 
-    def segments(self, q: Tensor, k: Tensor) -> tuple[list[Segment], Tensor | None]:
+    def segments(self, q: Tensor, k: Tensor) -> tuple[list[Span], Tensor | None]:
         """The segments, and for "arbitrary" the mask, True where a query attends to a key."""
         (batch, queries), keys = q.shape[:2], k.shape[1]
         padding = "padding" in self.kind
-        whole = [Segment(0, batch, 0, queries, 0, keys)]
+        whole = [Span(0, batch, 0, queries, 0, keys)]
         if self.packed or any(name in self.given for name in LENGTHS):
             if self.packed and not padding:
                 raise InputError(
@@ -245,7 +246,7 @@ class Given:
             )
         return ~mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
 
-    def _by_lengths(self, batch: int, queries: int, keys: int) -> list[Segment]:
+    def _by_lengths(self, batch: int, queries: int, keys: int) -> list[Span]:
         check_lengths(self.given, own_keys=self.own_keys, packed=self.packed)
         q_ends, kv_ends, q_padded, kv_padded = (self._ends(name) for name in LENGTHS)
         if kv_ends is None:
@@ -287,7 +288,7 @@ class Given:
             self.read[name] = cumulative(name, self.given[name])
         return self.read.get(name)
 
-    def _check_masks(self, segments: list[Segment]) -> None:
+    def _check_masks(self, segments: list[Span]) -> None:
         """Raise an InputError if masks beside lengths have other ones."""
         if self.mask is None:
             return

@@ -23,10 +23,11 @@ from octavo.compat.te.recompute import checkpoint
 from octavo.compat.te.rotary import check_angles, tables, turned
 from octavo.compat.te.sequences import shown
 from octavo.errors import InputError, unknown
+from octavo.kernels.attention.pattern import Span
 from octavo.nn import attention as _attention
 from octavo.nn.rotary import Rotation
 from octavo.nn.scores import Scores, alibi_slopes
-from octavo.nn.segments import LIBRARY, Segment, Sight, attend_segments
+from octavo.nn.segments import LIBRARY, Sight, attend_segments
 from octavo.nn.te_arguments import cos_and_sin
 
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
@@ -104,7 +105,7 @@ class Call(Given, _attention.Attending):
         beside = {f"{what} beside a softmax offset": there for what, there in others.items()}
         return lambda way: others if way == LIBRARY else terms if any(terms.values()) else beside
 
-    def scores(self, layer: Any, q: Tensor, keys: int, segments: list[Segment]) -> Scores:
+    def scores(self, layer: Any, q: Tensor, keys: int, segments: list[Span]) -> Scores:
         """Terms of the softmax, on the device of q. keys: Tk."""
         sink = getattr(layer, "softmax_offset", None)
         bias, slopes, heads = self.given.get("core_attention_bias"), None, q.shape[2]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import InputError
-from octavo.nn.segments import Segment
+from octavo.kernels.attention.pattern import Span
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -108,7 +108,7 @@ def places(
     return [(0, first, first + length) for first, length in zip(begins, lengths, strict=False)]
 
 
-def joined(queries: list[tuple[int, int, int]], keys: list[tuple[int, int, int]]) -> list[Segment]:
+def joined(queries: list[tuple[int, int, int]], keys: list[tuple[int, int, int]]) -> list[Span]:
     """Segments of the sequences' queries and keys.
 
     Raises:
@@ -117,7 +117,7 @@ def joined(queries: list[tuple[int, int, int]], keys: list[tuple[int, int, int]]
     if len(queries) != len(keys):
         raise InputError(f"cu_seqlens_q is of {len(queries)} sequences, and cu_seqlens_kv of {len(keys)}: give as many.")
     pairs = zip(queries, keys, strict=True)
-    return [Segment(sample, sample + 1, first, end, k0, k1) for (sample, first, end), (_, k0, k1) in pairs]
+    return [Span(sample, sample + 1, first, end, k0, k1) for (sample, first, end), (_, k0, k1) in pairs]
 
 
 def positions(ends: Sequence[int], tokens: int, *, parts: int = 1, part: int = 0) -> Tensor:

@@ -33,7 +33,7 @@ class Span(NamedTuple):
     q1: int
     k0: int
     k1: int
-    causal: bool
+    causal: bool = False
     reversed: bool = False
 
 
