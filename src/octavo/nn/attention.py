@@ -104,7 +104,27 @@ class Attending(abc.ABC):
         """x and delta [B, T, hidden] → the residual stream, and the input of the output product [B, T, H·D]."""
 
 
-class DotProductAttention(nn.Module):
+class ContextParallel(nn.Module):
+    """Base of an attention, and of the layers around one."""
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "all_gather",
+    ) -> None:
+        """Share sequences with the ranks of a group: inputs, rotary angles too, are then those of this rank's tokens, as
+        `octavo.context_parallel.split` gives them. None ends it. `cp_global_ranks` and `cp_stream` are Transformer Engine's,
+        and not needed.
+        """
+        self._share_sequences(cp_group, cp_comm_type)
+
+    def _share_sequences(self, group: dist.ProcessGroup | None, strategy: str) -> None:
+        raise NotImplementedError
+
+
+class DotProductAttention(ContextParallel):
     """softmax(q · kᵀ · scale) · v; `octavo.nn.attend` says which kernel computes it.
 
     `attn_mask_type`, for calls without a mask: "causal" or "no_mask". `attention_dropout` is applied in training only.
@@ -143,17 +163,8 @@ class DotProductAttention(nn.Module):
         self.tensor: TensorGroup | None = None
         """The ranks that have other heads, whose dropout is drawn apart."""
 
-    def set_context_parallel_group(
-        self,
-        cp_group: dist.ProcessGroup | None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "all_gather",
-    ) -> None:
-        """Share sequences with the ranks of a group: inputs are then this rank's tokens, as `octavo.context_parallel.split`
-        gives them. None ends it. `cp_global_ranks` and `cp_stream` are Transformer Engine's, and not needed.
-        """
-        self.context = None if cp_group is None else ContextGroup(cp_group, cp_comm_type)
+    def _share_sequences(self, group: dist.ProcessGroup | None, strategy: str) -> None:
+        self.context = None if group is None else ContextGroup(group, strategy)
 
     def forward(
         self,
@@ -244,7 +255,7 @@ def _norm_of_heads(
     return NORM_LAYERS[kind](head_dim, eps, params_dtype=dtype, device=device)
 
 
-class MultiheadAttention(ResidualLayer):
+class MultiheadAttention(ContextParallel, ResidualLayer):
     """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
 
     Without `input_layernorm` there is no norm, and the first product is `qkv`. With `return_layernorm_output` the norm's output
@@ -326,15 +337,8 @@ class MultiheadAttention(ResidualLayer):
             **make,
         )
 
-    def set_context_parallel_group(
-        self,
-        cp_group: dist.ProcessGroup | None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "all_gather",
-    ) -> None:
-        """As that of `DotProductAttention`. Hidden states and rotary angles are then those of this rank's tokens."""
-        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+    def _share_sequences(self, group: dist.ProcessGroup | None, strategy: str) -> None:
+        self.core_attention.set_context_parallel_group(group, cp_comm_type=strategy)
 
     def forward(
         self,

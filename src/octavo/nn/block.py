@@ -12,19 +12,19 @@ from torch.nn import functional
 
 from octavo.errors import InputError
 from octavo.kernels.attention.pattern import Pattern
-from octavo.nn.attention import Attending, MultiheadAttention
+from octavo.nn.attention import Attending, ContextParallel, MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import Experts, LayerNormMoE
 from octavo.nn.norm import NORM_LAYERS, ResidualLayer, forward_residual
 from octavo.nn.rotary import Angles
-from octavo.nn.te_arguments import Init, Tracker, check, check_dropout, check_format
+from octavo.nn.te_arguments import Creation, Init, Tracker, check, check_dropout, check_format
 
 RunBlock = Callable[..., tuple[Any, ...]]
 """Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta) and of experts their `routing`, as
 `TransformerLayer.forward_residual` does."""
 
 
-class TransformerLayer(ResidualLayer):
+class TransformerLayer(ContextParallel, ResidualLayer):
     """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
 
     With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is that of the results of attention
@@ -84,8 +84,8 @@ class TransformerLayer(ResidualLayer):
         check_dropout("drop_path_rate", drop_path_rate)
         check_format("attn_input_format", attn_input_format)
         self.hidden_dropout, self.parallel, self.layer_number = hidden_dropout, parallel_attention_mlp, layer_number
-        make: dict[str, Any] = {
-            "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
+        norm: dict[str, Any] = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+        create: Creation = {
             "init_method": init_method, "output_layer_init_method": output_layer_init_method,
             "get_rng_state_tracker": get_rng_state_tracker, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
@@ -107,7 +107,8 @@ class TransformerLayer(ResidualLayer):
             qk_norm_type=qk_norm_type,
             qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope,
-            **make,
+            **norm,
+            **create,
         )
         self.experts, self.drop_path_rate = experts, drop_path_rate
         if apply_residual_connection_post_layernorm and (parallel_attention_mlp or experts is not None):
@@ -117,15 +118,15 @@ class TransformerLayer(ResidualLayer):
                 "one out."
             )
         sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
-        make |= {"activation": activation, "activation_params": activation_params}
+        form = norm | {"activation": activation, "activation_params": activation_params}
         if experts is not None:
             if parallel_attention_mlp or mlp_bias:
                 asked = "parallel_attention_mlp" if parallel_attention_mlp else "mlp_bias"
                 raise InputError(f"TransformerLayer({asked}=True) with experts: they have no such form. Set {asked}=False.")
-            self.layernorm_moe = LayerNormMoE(*sizes, experts, **make)
+            self.layernorm_moe = LayerNormMoE(*sizes, experts, **form, **create)
         else:
             mlp_bias = bias if mlp_bias is None else mlp_bias
-            self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **make)
+            self.layernorm_mlp = LayerNormMLP(*sizes, bias=mlp_bias, **form, **create)
             self.layernorm_mlp.streams_norm = apply_residual_connection_post_layernorm
         self.layernorm: nn.Module | None = None
         self.inter_attention: nn.Module | None = None
@@ -134,15 +135,8 @@ class TransformerLayer(ResidualLayer):
             how: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
             self.layernorm = NORM_LAYERS[normalization](hidden_size, layernorm_epsilon, **how)
 
-    def set_context_parallel_group(
-        self,
-        cp_group: dist.ProcessGroup | None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "all_gather",
-    ) -> None:
-        """As that of `MultiheadAttention`."""
-        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+    def _share_sequences(self, group: dist.ProcessGroup | None, strategy: str) -> None:
+        self.self_attention.set_context_parallel_group(group, cp_comm_type=strategy)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from octavo.nn.experts import StackedExperts, saved_by_experts
 from octavo.nn.linear import compute_dtype, init_linear_
 from octavo.nn.mlp import MlpUse
 from octavo.nn.norm import NormForm, ResidualLayer, check_input, flat, reset_norm_, residual_norm, saved_by_norm, unflat
-from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of
+from octavo.nn.te_arguments import Creation, Draws, activation_of
 
 Assignment = Literal["largest", "sinkhorn", "balanced"]
 
@@ -79,11 +79,7 @@ class LayerNormMoE(ResidualLayer):
         zero_centered_gamma: bool = False,
         activation: str = "swiglu",
         activation_params: Mapping[str, float] | None = None,
-        init_method: Init | None = None,
-        output_layer_init_method: Init | None = None,
-        get_rng_state_tracker: Tracker | None = None,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **create: Unpack[Creation],
     ) -> None:
         super().__init__()
         count, visited = experts.count, experts.visited
@@ -100,15 +96,15 @@ class LayerNormMoE(ResidualLayer):
             )
         if experts.assignment not in get_args(Assignment):
             raise unknown("assignment", str(experts.assignment), get_args(Assignment))
-        make: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        make: dict[str, Any] = {"dtype": create.get("params_dtype"), "device": create.get("device")}
         self.hidden_size, self.mixture, self.norm = hidden_size, experts, NormForm(normalization, eps, zero_centered_gamma)
-        self.init_method, self.draws = init_method, Draws(get_rng_state_tracker)
+        self.init_method, self.draws = create.get("init_method"), Draws(create.get("get_rng_state_tracker"))
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
         self.router_weight = nn.Parameter(torch.empty(experts.count, hidden_size, **make))
         self.experts = StackedExperts(
             hidden_size, ffn_hidden_size, experts.count, activation_of(activation, activation_params),
-            (init_method, output_layer_init_method), self.draws, **make,
+            (self.init_method, create.get("output_layer_init_method")), self.draws, **make,
         )  # fmt: skip
         self.reset_parameters()
 

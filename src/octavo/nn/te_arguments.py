@@ -11,8 +11,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from octavo.errors import InputError, unknown
@@ -288,6 +289,16 @@ Init = Callable[[Tensor], Any]
 """Fills a weight in place, as `torch.nn.init.normal_` does."""
 Tracker = Callable[[], Any]
 """Gives an object whose `fork(name)` is a context with random numbers of its own: `octavo.state.get_rng_state_tracker`."""
+
+
+class Creation(TypedDict, total=False):
+    """How the parameters of a layer with two products are created; what is absent is as of PyTorch's layers."""
+
+    init_method: Init | None
+    output_layer_init_method: Init | None
+    get_rng_state_tracker: Tracker | None
+    params_dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 @dataclass(frozen=True)
