@@ -18,7 +18,15 @@ from torch import Tensor
 from octavo.kernels import gemm, reference
 from octavo.kernels.column_sum import add_up
 from octavo.kernels.fast_math import LOG2_E, exp, exp2, reciprocal
-from octavo.kernels.quantize.cast import larger, load_scale, record_amax, store_layouts, store_quantized, store_rounded
+from octavo.kernels.quantize.cast import (
+    cast_packed_row,
+    larger,
+    load_scale,
+    record_amax,
+    store_layouts,
+    store_quantized,
+    store_rounded,
+)
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
 from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
@@ -341,26 +349,18 @@ def activation_backward_packed(
             y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
             dx = _through_gate(dy * factor * slope, gate, LIMIT)
             d_up = _through_factor(dy * value, up, LIMIT)
-            if amax_ptr is not None:
-                largest = larger(largest, d_up)
-            if partial_ptr is not None:
-                summed_up += d_up
-            d_up = d_up * scale
-            store_layouts(d_up, rowwise_ptr, None, g * 4 + i, at + to_up, rows, width, inside, 1.0, False)
-            packed_up = packed_row(packed_up, before_up, d_up, i, columnwise_ptr.dtype.element_ty)
-            before_up = d_up
+            packed_up, before_up, largest, summed_up = cast_packed_row(
+                d_up, i, packed_up, before_up, largest, summed_up, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr,
+                g, at + to_up, rows, width, inside,
+            )  # fmt: skip
         else:
             y, slope = _value_and_slope(xs[i].to(tl.float32), CURVE, LIMIT, ALPHA)
             y, dy = _weighted(y, dy, g * 4 + i, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C)
             dx = dy * slope
-        if amax_ptr is not None:
-            largest = larger(largest, dx)
-        if partial_ptr is not None:
-            summed += dx
-        dx = dx * scale
-        store_layouts(dx, rowwise_ptr, None, g * 4 + i, at, rows, width, inside, 1.0, False)
-        packed = packed_row(packed, before, dx, i, columnwise_ptr.dtype.element_ty)
-        before = dx
+        packed, before, largest, summed = cast_packed_row(
+            dx, i, packed, before, largest, summed, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr,
+            g, at, rows, width, inside,
+        )  # fmt: skip
         if y_columnwise_ptr is not None:
             y = y * y_scale
             packed_y = packed_row(packed_y, before_y, y, i, y_columnwise_ptr.dtype.element_ty)

@@ -74,6 +74,13 @@ def _column(head, KIND: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.co
 
 
 @triton.jit
+def _tokens_of_program(tokens, batch_stride, token_stride, TOKENS: tl.constexpr):
+    """The tokens of a program, counted over all sequences, and where their angles begin."""
+    n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    return n, (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
+
+
+@triton.jit
 def _split_heads(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, n, there, angles_at, stride, first_head, KIND: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr,
@@ -107,8 +114,7 @@ def _split_rotate(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr,
     MIRRORED: tl.constexpr, TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    angles_at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
+    n, angles_at = _tokens_of_program(tokens, batch_stride, token_stride, TOKENS)
     part = tl.program_id(1)
     queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
     keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH
@@ -184,8 +190,7 @@ def _join_rotated(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.constexpr, MIRRORED: tl.constexpr,
     TOKENS: tl.constexpr, HEADS_EACH: tl.constexpr, Q_SUMS: tl.constexpr, K_SUMS: tl.constexpr, V_SUMS: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    angles_at = (n // tokens).to(tl.int64) * batch_stride + (n % tokens).to(tl.int64) * token_stride
+    n, angles_at = _tokens_of_program(tokens, batch_stride, token_stride, TOKENS)
     part = tl.program_id(1)
     queries: tl.constexpr = (H + HEADS_EACH - 1) // HEADS_EACH
     keys: tl.constexpr = (G + HEADS_EACH - 1) // HEADS_EACH

@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query hea
 import triton
 import triton.language as tl
 
-from octavo.kernels.attention.forward import LN2, inner, load, outer, query_tile, row_sums, store, zeros
+from octavo.kernels.attention.forward import LN2, inner, load, outer, query_tile, row_sums, store, tile_of_program, zeros
 from octavo.kernels.fast_math import LOG2_E
 
 
@@ -145,10 +145,7 @@ def backward_keys(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and their values, summed over the heads of their group; rows_ptr is of `backward_queries`."""
-    TILES: tl.constexpr = (T + KEYS - 1) // KEYS
-    tile = tl.program_id(0) % TILES
-    group = tl.program_id(0) // TILES % G
-    batch = (tl.program_id(0) // (TILES * G)).to(tl.int64)
+    tile, group, batch = tile_of_program(T, G, KEYS)
     P: tl.constexpr = H // G
     WIDTH: tl.constexpr = (H + 2 * G) * D
     q_ptr = qkv_ptr + batch * batch_stride + group * ((P + 2) * D)

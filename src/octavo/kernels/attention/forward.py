@@ -50,14 +50,20 @@ def store(base, n, stride, x1, x2, T: tl.constexpr, D: tl.constexpr, D1: tl.cons
 
 
 @triton.jit
+def tile_of_program(T: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr):
+    """Tile of EACH tokens, head and batch of a program."""
+    TILES: tl.constexpr = (T + EACH - 1) // EACH
+    tile = tl.program_id(0) % TILES
+    head = tl.program_id(0) // TILES % HEADS
+    return tile, head, (tl.program_id(0) // (TILES * HEADS)).to(tl.int64)
+
+
+@triton.jit
 def query_tile(
     qkv_ptr, batch_stride, T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr
 ):  # fmt: skip
     """Tile, head and batch of a program, and its queries, keys and values."""
-    TILES: tl.constexpr = (T + QUERIES - 1) // QUERIES
-    tile = tl.program_id(0) % TILES
-    head = tl.program_id(0) // TILES % H
-    batch = (tl.program_id(0) // (TILES * H)).to(tl.int64)
+    tile, head, batch = tile_of_program(T, H, QUERIES)
     P: tl.constexpr = H // G
     group_ptr = qkv_ptr + batch * batch_stride + (head // P) * ((P + 2) * D)
     return tile, head, batch, group_ptr + (head % P) * D, group_ptr + P * D, group_ptr + (P + 1) * D

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.experts.routes import TILE, Routes
-from octavo.kernels.quantize.cast import larger, record_amax, store_layouts
-from octavo.kernels.quantize.packed_transpose import packed_row, store_packed
+from octavo.kernels.quantize.cast import cast_packed_row, record_amax
+from octavo.kernels.quantize.packed_transpose import store_packed
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, of_one_scale
 from octavo.kernels.scales import inverse_
 from octavo.kernels.tiles import adjacent_columns, cdiv
@@ -71,16 +71,13 @@ def _gather_packed(
     )
     scale = tl.load(scale_ptr + expert)
     packed = tl.zeros([GROUPS, TILE_C], tl.int32)
-    before = tl.zeros([GROUPS, TILE_C], tl.float32)
-    largest = tl.zeros([GROUPS, TILE_C], tl.float32)
+    none = tl.zeros([GROUPS, TILE_C], tl.float32)
+    before, largest = none, none
     for i in tl.static_range(4):
-        x = xs[i].to(tl.float32)
-        if amax_ptr is not None:
-            largest = larger(largest, x)
-        x = x * scale
-        store_layouts(x, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
-        packed = packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty)
-        before = x
+        packed, before, largest, _ = cast_packed_row(
+            xs[i].to(tl.float32), i, packed, before, largest, none, scale, amax_ptr, None, rowwise_ptr, columnwise_ptr,
+            g, c, rows, columns, inside,
+        )  # fmt: skip
     if amax_ptr is not None:
         record_amax(amax_ptr + expert, largest)
     store_packed(packed, columnwise_ptr, g, c, rows, inside)

@@ -105,6 +105,24 @@ def cast_tiles(
 
 
 @triton.jit
+def cast_packed_row(
+    x, i: tl.constexpr, packed, before, largest, summed, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr,
+    g, c, rows, columns, inside,
+):  # fmt: skip
+    """Row i of each group of four, float32: recorded and added up, scaled, stored rowwise, and packed behind the row `before`.
+
+    Returns the packed rows, this row for the next one, the largest values and the sums.
+    """
+    if amax_ptr is not None:
+        largest = larger(largest, x)
+    if partial_ptr is not None:
+        summed += x
+    x = x * scale
+    store_layouts(x, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
+    return packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty), x, largest, summed
+
+
+@triton.jit
 def cast_packed(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
     rows, columns, stride, partial_ptr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
@@ -119,15 +137,10 @@ def cast_packed(
     largest = tl.zeros([GROUPS, TILE_C], tl.float32)
     summed = tl.zeros([GROUPS, TILE_C], tl.float32)
     for i in tl.static_range(4):
-        x = xs[i].to(tl.float32)
-        if amax_ptr is not None:
-            largest = larger(largest, x)
-        if partial_ptr is not None:
-            summed += x
-        x = x * scale
-        store_layouts(x, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
-        packed = packed_row(packed, before, x, i, columnwise_ptr.dtype.element_ty)
-        before = x
+        packed, before, largest, summed = cast_packed_row(
+            xs[i].to(tl.float32), i, packed, before, largest, summed, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr,
+            g, c, rows, columns, inside,
+        )  # fmt: skip
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
     store_packed(packed, columnwise_ptr, g, c, rows, inside)
