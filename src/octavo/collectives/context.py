@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.collectives.schedule import Split
-from octavo.collectives.work import start_gather
+from octavo.collectives.work import Ranks, start_gather
 from octavo.errors import InputError, unknown
 
 STRATEGIES = ("all_gather", "p2p", "a2a")
 """Exchanges of keys and values: gathered, passed around a ring, or heads for tokens."""
 
 
-class ContextGroup:
+class ContextGroup(Ranks):
     """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
 
     Without a `group` this rank alone, which needs no process group.
@@ -31,19 +31,11 @@ class ContextGroup:
     def __init__(self, group: dist.ProcessGroup | None, strategy: str = "all_gather") -> None:
         if strategy not in (*STRATEGIES, "auto", "own"):
             raise unknown("cp_comm_type", str(strategy), (*STRATEGIES, "auto"))
-        self._group, self.strategy, self.size, self.rank = group, strategy, 1, 0
+        super().__init__(group)
+        self.strategy, self.size, self.rank = strategy, 1, 0
         if group is not None:
             _check_group(group)
             self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks' process group."""
-        assert self._group is not None  # one rank calls no collective
-        return self._group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ContextGroup:
-        return self  # ranks belong to the process, not to a layer
 
     def resolved(self, heads: int, groups: int) -> ContextGroup:
         """This group; for "auto" with "a2a" if that can split the heads and moves fewer bytes, else with "all_gather"."""

@@ -14,23 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.collectives.work import Pending
+from octavo.collectives.work import Pending, Ranks
 from octavo.kernels.experts.travel import narrow, widen
 
 
-class ExpertGroup:
+class ExpertGroup(Ranks):
     """The ranks over which experts are spread, as many to each, in the order of the ranks.
 
     experts: of a mixture, a multiple of the ranks. fp8: tokens and the gradients of results travel in FP8 under an autocast.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int, *, fp8: bool = False) -> None:
-        self.group, self.experts, self.fp8 = group, experts, fp8
+        super().__init__(group)
+        self.experts, self.fp8 = experts, fp8
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.local = experts // self.size
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
-        return self  # ranks belong to the process, not to a layer
 
     @property
     def own(self) -> slice:

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.collectives.copies import LEAST_BYTES, Exchange, PeerMemory, by_copies, choices, reach
-from octavo.collectives.work import Pending, reduce_scatter, start_gather
+from octavo.collectives.work import Pending, Ranks, reduce_scatter, start_gather
 from octavo.kernels.attention.join import add_up
 
 
-class TensorGroup:
+class TensorGroup(Ranks):
     """The ranks of a tensor group and their collectives, on rows [m, …] of a rank and [n · m, …] of all.
 
     Args:
@@ -46,20 +46,12 @@ class TensorGroup:
         size: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self._group, self.sharing = group, sharing
+        super().__init__(group)
+        self.sharing = sharing
         self.size = dist.get_world_size(group) if size is None else size
         self.rank = dist.get_rank(group) if rank is None else rank
         self._peers: PeerMemory | str | None = None
         """For exchanges by copies; the reason where the ranks have none; None before the first exchange of a GPU."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks' process group."""
-        assert self._group is not None  # a plan calls no collective
-        return self._group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
-        return self  # ranks belong to the process, not to a layer
 
     def start_gather(self, rows: Tensor) -> Gathering:
         """Begin to gather rows [m, C] of any dtype, FP8 too, from all ranks."""
@@ -167,21 +159,24 @@ class TensorGroup:
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of x [B, T, …], the same on all ranks: [B, T / n, …]."""
-        return _flat(x).chunk(self.size)[self.rank].unflatten(0, (x.shape[0], -1))
+        return self._own_rows(_flat(x)).unflatten(0, (x.shape[0], -1))
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        return rows.chunk(self.size)[self.rank]
 
     def gathered(self, x: Tensor) -> Tensor:
         """x [B, T / n, C] of all ranks, [B, T, C], for products of parts of a matrix: their gradients are added up."""
-        made: Tensor = _Gathered.apply(x, self)
+        made: Tensor = _Exchanged.apply(x, self.gather, self.scatter)
         return made
 
     def scattered(self, x: Tensor) -> Tensor:
         """This rank's rows [B, T / n, C] of the sum of all ranks' x [B, T, C]."""
-        made: Tensor = _Scattered.apply(x, self)
+        made: Tensor = _Exchanged.apply(x, self.scatter, self.gather)
         return made
 
     def whole(self, x: Tensor) -> Tensor:
         """x [B, T / n, C] of all ranks, [B, T, C], from which all compute the same."""
-        made: Tensor = _Whole.apply(x, self)
+        made: Tensor = _Exchanged.apply(x, self.gather, self._own_rows)
         return made
 
     def words(self, x: Tensor, number: int) -> Tensor:
@@ -291,32 +286,17 @@ def narrowed(leading: Sequence[int], ranks: int) -> tuple[int, ...]:
     return *leading[:-1], leading[-1] // ranks
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.tensor = tensor
-        return _as(tensor.gather(_flat(x)), x.shape[0])
+class _Exchanged(torch.autograd.Function):
+    """Rows of x through a collective, those of the gradient through another."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _as(ctx.tensor.scatter(_flat(grad)), grad.shape[0]), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.tensor = tensor
-        return _as(tensor.scatter(_flat(x)), x.shape[0])
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return _as(there(_flat(x)), x.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _as(ctx.tensor.gather(_flat(grad)), grad.shape[0]), None
-
-
-class _Whole(_Gathered):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.tensor.own(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _as(ctx.back(_flat(grad)), grad.shape[0]), None, None
 
 
 class _Words(torch.autograd.Function):

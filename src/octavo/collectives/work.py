@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +13,30 @@ T = TypeVar("T")
 # PyTorch 2.12 renamed both, and warns of the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Ranks:
+    """The ranks of a process group that share what a layer computes; this rank alone, or those of a plan, have no group.
+
+    Attributes:
+        size: their number.
+        rank: this one's.
+    """
+
+    size: int
+    rank: int
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Their process group."""
+        assert self._group is not None  # without one nobody calls a collective
+        return self._group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # ranks belong to the process, not to a layer
 
 
 class Pending(Generic[T]):
