@@ -154,6 +154,11 @@ def _windows(config: Any, which: Literal["none", "all", "lists"]) -> tuple[int |
     return tuple(window if kind in ("sliding_attention", "local") else None for kind in kinds)
 
 
+def weight_and_bias(parts: Mapping[str, str]) -> dict[str, str | Joined]:
+    """The rows of a table for parts with a weight and a bias: beginnings of the names, Octavo's → theirs."""
+    return {ours + kind: theirs + kind for ours, theirs in parts.items() for kind in ("weight", "bias")}
+
+
 _LLAMA_NAMES = NameTable(
     model={
         "embedding.weight": "model.embed_tokens.weight",
@@ -212,21 +217,17 @@ _NEOX_NAMES = NameTable(
         "norm.bias": "gpt_neox.final_layer_norm.bias",
         "head.weight": "lm_head.weight",  # "embed_out" in folders, which transformers renames
     },
-    block={
-        "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
-        "self_attention.layernorm_qkv.layer_norm_bias": "input_layernorm.bias",
-        # Its rows are those of `Join.QKV` already: query, key and value of one head, then of the next.
-        "self_attention.layernorm_qkv.weight": "attention.query_key_value.weight",
-        "self_attention.layernorm_qkv.bias": "attention.query_key_value.bias",
-        "self_attention.proj.weight": "attention.dense.weight",
-        "self_attention.proj.bias": "attention.dense.bias",
-        "layernorm_mlp.layer_norm_weight": "post_attention_layernorm.weight",
-        "layernorm_mlp.layer_norm_bias": "post_attention_layernorm.bias",
-        "layernorm_mlp.fc1_weight": "mlp.dense_h_to_4h.weight",
-        "layernorm_mlp.fc1_bias": "mlp.dense_h_to_4h.bias",
-        "layernorm_mlp.fc2_weight": "mlp.dense_4h_to_h.weight",
-        "layernorm_mlp.fc2_bias": "mlp.dense_4h_to_h.bias",
-    },
+    block=weight_and_bias(
+        {
+            "self_attention.layernorm_qkv.layer_norm_": "input_layernorm.",
+            # Its rows are those of `Join.QKV` already: query, key and value of one head, then of the next.
+            "self_attention.layernorm_qkv.": "attention.query_key_value.",
+            "self_attention.proj.": "attention.dense.",
+            "layernorm_mlp.layer_norm_": "post_attention_layernorm.",
+            "layernorm_mlp.fc1_": "mlp.dense_h_to_4h.",
+            "layernorm_mlp.fc2_": "mlp.dense_4h_to_h.",
+        }
+    ),
     ours="layers",
     theirs="gpt_neox.layers",
 )

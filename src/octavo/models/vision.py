@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from octavo.errors import InputError
 from octavo.models.convert import Conversion, attach
 from octavo.models.exact import differences, switched_on
-from octavo.models.families import Join, Joined, NameTable
+from octavo.models.families import Join, Joined, NameTable, weight_and_bias
 from octavo.models.structure import Tensors, class_name, difference_from, tensors_of
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.plain_names import use_plain_names
@@ -26,18 +26,17 @@ from octavo.nn.plain_names import use_plain_names
 VIT_NAMES = NameTable(
     model={},
     block={
-        "self_attention.layernorm_qkv.layer_norm_weight": "norm1.weight",
-        "self_attention.layernorm_qkv.layer_norm_bias": "norm1.bias",
+        **weight_and_bias({"self_attention.layernorm_qkv.layer_norm_": "norm1."}),
         "self_attention.layernorm_qkv.weight": Joined(Join.QKV, ("attn.qkv.weight",)),
         "self_attention.layernorm_qkv.bias": Joined(Join.QKV, ("attn.qkv.bias",)),
-        "self_attention.proj.weight": "attn.proj.weight",
-        "self_attention.proj.bias": "attn.proj.bias",
-        "layernorm_mlp.layer_norm_weight": "norm2.weight",
-        "layernorm_mlp.layer_norm_bias": "norm2.bias",
-        "layernorm_mlp.fc1_weight": "mlp.fc1.weight",
-        "layernorm_mlp.fc1_bias": "mlp.fc1.bias",
-        "layernorm_mlp.fc2_weight": "mlp.fc2.weight",
-        "layernorm_mlp.fc2_bias": "mlp.fc2.bias",
+        **weight_and_bias(
+            {
+                "self_attention.proj.": "attn.proj.",
+                "layernorm_mlp.layer_norm_": "norm2.",
+                "layernorm_mlp.fc1_": "mlp.fc1.",
+                "layernorm_mlp.fc2_": "mlp.fc2.",
+            }
+        ),
     },
     ours="blocks",
     theirs="blocks",
