@@ -11,7 +11,7 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from octavo.migrate.known import MORE, REST, UNKNOWN, Made, same
 
@@ -132,45 +132,43 @@ class Builtin:
     name: str
 
 
-class Marked:
-    """Base of an object of which one mark may change."""
+class Losable:
+    """Base of an object of which no more may change than that it is lost."""
 
+    lost: bool
     serial: int
-    mark: ClassVar[str]
 
     @property
     def state(self) -> tuple[Any, ...]:
         """All that a change of it may change."""
-        return (getattr(self, self.mark),)
+        return (self.lost,)
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        setattr(self, self.mark, *state)
+        (self.lost,) = state
 
 
 @dataclass(eq=False)
-class Function(Marked):
+class Function(Losable):
     """A function of the script.
 
     Attributes:
         defaults: parameter → value, evaluated once.
         scope: names around it; those of the module alone for one that is followed where it is called.
-        at_large: unseen code may call it.
+        lost: unseen code may call it.
     """
 
-    mark: ClassVar[str] = "at_large"
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     defaults: dict[str, Any]
     scope: Names
-    at_large: bool = False
+    lost: bool = False
     serial: int = field(default_factory=lambda: next(_SERIAL))
 
 
 @dataclass(eq=False)
-class Job(Marked):
+class Job(Losable):
     """An estimator: its arguments, a copy of them when it was made, and one of when it starts."""
 
-    mark: ClassVar[str] = "lost"
     given: Table
     made: dict[str, Any]
     fitted: dict[str, Any] | None = None
@@ -288,19 +286,18 @@ class Heap:
                 self.lose(each)
         elif isinstance(value, View):
             self.leak(value.table)
-        elif isinstance(value, Function):
-            if not value.at_large:
+        elif isinstance(value, Losable):
+            known = not value.lost
+            if known:
                 self.change(value)
-                value.at_large = True
+                value.lost = True
+            if isinstance(value, Job):
+                for each in value.given.values():
+                    self.forget(each)
+            elif isinstance(value, Function) and known:
                 for each in value.defaults.values():
                     self.lose(each)
                 self.on_release(value)
-        elif isinstance(value, Job):
-            if not value.lost:
-                self.change(value)
-                value.lost = True
-            for each in value.given.values():
-                self.forget(each)
         elif isinstance(value, Task):
             self.lose(value.function)
             for each in value.args:
