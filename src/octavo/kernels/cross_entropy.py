@@ -206,9 +206,7 @@ def launch(
     """Run the kernel; see `cross_entropy_`. shape: another than `row_shape`'s."""
     rows, columns = logits.shape
     shape = shape or row_shape(columns)
-    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    q = None if grad_scale is None else fp8
-    fp8_max = 1.0 if q is None else torch.finfo(q.dtype).max
+    loss, q, fp8_max = outputs(logits, grad_scale, fp8)
     if rows:
         _cross_entropy[(rows,)](
             logits, target, loss, grad_scale, q, columns, logits.stride(0), 0 if q is None else q.stride(0),
@@ -216,6 +214,12 @@ def launch(
             FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     return result(loss, logits, grad_scale, q)
+
+
+def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
+    """For a kernel: the losses of the rows, float32 [N], the FP8 gradient where one is wanted, and its largest value."""
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    return (losses, None, 1.0) if grad_scale is None or fp8 is None else (losses, fp8, torch.finfo(fp8.dtype).max)
 
 
 def result(losses: Tensor, logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> tuple[Tensor, Gradient | None]:

@@ -28,6 +28,7 @@ from octavo.kernels.cross_entropy import (
     gradient_of_row,
     load_logits,
     loss_of_row,
+    outputs,
     result,
     row_shape,
     sum_exponentials,
@@ -145,9 +146,7 @@ def launch_gradient(
     """Run the kernel; see `cross_entropy_of_statistics_`."""
     rows, width = logits.shape
     shape = shape or row_shape(width)
-    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    q = None if grad_scale is None else fp8
-    fp8_max = 1.0 if q is None else torch.finfo(q.dtype).max
+    loss, q, fp8_max = outputs(logits, grad_scale, fp8)
     if rows:
         _cross_entropy_of_slice[(rows,)](
             logits, target, of_slices, loss, grad_scale, q, rows, words.number, width, logits.stride(0),
