@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.experts.routes import TILE, Routes
-from octavo.kernels.quantize.cast import cast_packed_row, record_amax
+from octavo.kernels.quantize.cast import cast_row_groups, record_amax
 from octavo.kernels.quantize.packed_transpose import store_packed
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, allocate, of_one_scale
 from octavo.kernels.scales import inverse_
@@ -70,14 +70,9 @@ def _gather_packed(
         _token_rows(x_ptr, t3, c, stride, inside),
     )
     scale = tl.load(scale_ptr + expert)
-    packed = tl.zeros([GROUPS, TILE_C], tl.int32)
-    none = tl.zeros([GROUPS, TILE_C], tl.float32)
-    before, largest = none, none
-    for i in tl.static_range(4):
-        packed, before, largest, _ = cast_packed_row(
-            xs[i].to(tl.float32), i, packed, before, largest, none, scale, amax_ptr, None, rowwise_ptr, columnwise_ptr,
-            g, c, rows, columns, inside,
-        )  # fmt: skip
+    packed, largest, _ = cast_row_groups(
+        xs, scale, amax_ptr, None, rowwise_ptr, columnwise_ptr, g, c, rows, columns, inside, GROUPS, TILE_C
+    )
     if amax_ptr is not None:
         record_amax(amax_ptr + expert, largest)
     store_packed(packed, columnwise_ptr, g, c, rows, inside)

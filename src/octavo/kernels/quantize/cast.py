@@ -123,15 +123,11 @@ def cast_packed_row(
 
 
 @triton.jit
-def cast_packed(
-    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
-    rows, columns, stride, partial_ptr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
+def cast_row_groups(
+    xs, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr, g, c, rows, columns, inside,
+    GROUPS: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile in groups of four rows, columnwise too."""
-    tile = tl.program_id(0)
-    g, c, inside = tile_of(tile, rows // 4, columns, GROUPS, TILE_C)
-    xs = load_row_groups(x_ptr, g, c, stride, inside)
-    scale = load_scale(scale_ptr, scale_inv_ptr, tile == 0)
+    """`cast_packed_row` of the four rows `xs` of each group; the packed rows, the largest values and the sums."""
     packed = tl.zeros([GROUPS, TILE_C], tl.int32)
     before = tl.zeros([GROUPS, TILE_C], tl.float32)
     largest = tl.zeros([GROUPS, TILE_C], tl.float32)
@@ -141,6 +137,22 @@ def cast_packed(
             xs[i].to(tl.float32), i, packed, before, largest, summed, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr,
             g, c, rows, columns, inside,
         )  # fmt: skip
+    return packed, largest, summed
+
+
+@triton.jit
+def cast_packed(
+    x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
+    rows, columns, stride, partial_ptr, GROUPS: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile in groups of four rows, columnwise too."""
+    tile = tl.program_id(0)
+    g, c, inside = tile_of(tile, rows // 4, columns, GROUPS, TILE_C)
+    xs = load_row_groups(x_ptr, g, c, stride, inside)
+    scale = load_scale(scale_ptr, scale_inv_ptr, tile == 0)
+    packed, largest, summed = cast_row_groups(
+        xs, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr, g, c, rows, columns, inside, GROUPS, TILE_C
+    )
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
     store_packed(packed, columnwise_ptr, g, c, rows, inside)
