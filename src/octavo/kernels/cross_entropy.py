@@ -151,6 +151,18 @@ def gradient_of_row(base, total, picked, log_total, scale, even, smoothing, z_lo
 
 
 @triton.jit
+def scale_and_place(start, row, grad_scale_ptr, fp8_ptr, fp8_stride, real, known, FP8_MAX: tl.constexpr):
+    """The factor of a row's gradient, 0 for an ignored target and NaN for an unknown one; and where the gradient is stored."""
+    if fp8_ptr is not None:
+        scale = FP8_MAX
+        out = fp8_ptr + row * fp8_stride
+    else:
+        scale = tl.load(grad_scale_ptr)
+        out = start
+    return tl.where(real, tl.where(known, scale, float("nan")), 0.0), out
+
+
+@triton.jit
 def _store_gradient(out, x, c, columns, base, factor, even, SMOOTH: tl.constexpr):
     """Store the gradient of a block, as if none of its columns were the target. factor: its scale over their sum."""
     grad = exponentials(x, base) * factor
@@ -181,13 +193,7 @@ def _cross_entropy(
     loss = tl.where(known, loss, float("nan"))
     tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
     if grad_scale_ptr is not None:
-        if fp8_ptr is not None:
-            scale = FP8_MAX
-            out = fp8_ptr + row * fp8_stride
-        else:
-            scale = tl.load(grad_scale_ptr)
-            out = start
-        scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
+        scale, out = scale_and_place(start, row, grad_scale_ptr, fp8_ptr, fp8_stride, real, known, FP8_MAX)
         factor, even, at_picked = gradient_of_row(base, total, picked, log_total, scale, even, smoothing, z_loss, SMOOTH)
         tl.debug_barrier()  # every warp has read its target's logit before any overwrites it
         for first in range(BLOCK, columns, BLOCK):

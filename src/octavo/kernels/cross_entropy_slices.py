@@ -31,6 +31,7 @@ from octavo.kernels.cross_entropy import (
     outputs,
     result,
     row_shape,
+    scale_and_place,
     sum_exponentials,
 )
 from octavo.kernels.fast_math import LOG2_E
@@ -102,13 +103,7 @@ def _cross_entropy_of_slice(
     tl.store(loss_ptr + row, tl.where(real, loss, 0.0))
     if grad_scale_ptr is not None:
         start = logits_ptr + row * stride
-        if fp8_ptr is not None:
-            scale = FP8_MAX
-            out = fp8_ptr + row * fp8_stride
-        else:
-            scale = tl.load(grad_scale_ptr)
-            out = start
-        scale = tl.where(real, tl.where(known, scale, float("nan")), 0.0)
+        scale, out = scale_and_place(start, row, grad_scale_ptr, fp8_ptr, fp8_stride, real, known, FP8_MAX)
         factor, even, at_picked = gradient_of_row(base, total, picked, log_total, scale, even, smoothing, z_loss, SMOOTH)
         at = target - first_word
         for first in range(0, width, BLOCK):
