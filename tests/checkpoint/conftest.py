@@ -1,8 +1,9 @@
-"""Makes helper modules importable: those of this folder, `ranks`, and the Llamas of the models' tests."""
+"""Makes helper modules importable: those of this folder, `ranks`, the Llamas of the models' tests, and tensor ranks."""
 
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parent.parent, Path(__file__).parent.parent / "models"):
+TESTS = Path(__file__).parent.parent
+for folder in (Path(__file__).parent, TESTS, TESTS / "models", TESTS / "parallel"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -1,0 +1,110 @@
+"""A checkpoint of any degrees continues at any other: parameters, optimizer states and FP8 records, and the step behind."""
+
+import itertools
+import random
+
+import layouts
+import pytest
+
+import ranks
+from octavo.config.data import DataConfig
+from octavo.data.prepared import prepare
+
+pytestmark = ranks.alone
+
+
+def degrees(**given):
+    """Degrees of `octavo.init` by their short names."""
+    names = {"shard": "hybrid_shard_degree"} | {name: f"{name}_parallel_degree" for name in ("tensor", "context", "expert")}
+    return {names[name]: value for name, value in given.items()}
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "2 shard": (2, {}),
+    "2 replicate": (2, degrees(shard=1)),
+    "2 tensor": (2, degrees(tensor=2)),
+    "2 context": (2, degrees(context=2)),
+    "2 expert": (2, degrees(expert=2)),
+    "2 tensor, expert": (2, degrees(tensor=2, expert=2)),
+    "3 shard": (3, {}),  # of the 4 rows of a router, the third rank has none
+    "4 shard": (4, {}),
+    "4 replicate": (4, degrees(shard=1)),
+    "4 replicate, shard": (4, degrees(shard=2)),
+    "4 tensor": (4, degrees(tensor=4)),  # with two key-value heads
+    "4 tensor, shard": (4, degrees(tensor=2)),
+    "4 tensor, replicate": (4, degrees(tensor=2, shard=1)),
+    "4 tensor, context": (4, degrees(tensor=2, context=2)),
+    "4 context": (4, degrees(context=4)),
+    "4 context, shard": (4, degrees(context=2)),
+    "4 context, replicate": (4, degrees(context=2, shard=2)),
+    "4 expert": (4, degrees(expert=4)),
+    "4 expert, shard": (4, degrees(expert=2)),
+    "4 expert, replicate": (4, degrees(expert=2, shard=2)),
+    "4 expert, context": (4, degrees(expert=4, context=2)),
+    "4 expert of tensor": (4, degrees(tensor=4, expert=2)),
+    "4 expert over tensor": (4, degrees(tensor=2, expert=4)),
+    "4 expert, tensor, shard": (4, degrees(tensor=2, expert=2)),
+    "4 expert, tensor, replicate": (4, degrees(tensor=2, expert=2, shard=1)),
+    "4 expert, tensor, context": (4, degrees(tensor=2, expert=4, context=2)),
+    "8 of all": (8, degrees(tensor=2, context=2, shard=2, expert=4)),
+    "8 shard": (8, {}),
+}
+"""(ranks, degrees); expert degrees spread whole experts, which tensor degrees alone slice."""
+PAIRS = [(of, to) for of, to in itertools.product(LAYOUTS, LAYOUTS) if to != "one"]
+"""That one rank continues, every other is compared with."""
+DRAWN = random.Random(50).sample([pair for pair in PAIRS if not any(name.startswith("8") for name in pair)], len(PAIRS) // 10)
+SHAPE = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}  # fmt: skip
+"""A layer with experts and one without; 97 words and 44 rows of an MLP, which few ranks divide."""
+
+
+@pytest.fixture(scope="module")
+def data(shared_data, tmp_path_factory):
+    """Tokens of the steps."""
+    folder = str(tmp_path_factory.mktemp("data"))
+    return prepare(DataConfig(source=str(shared_data[0]), vocab_size=300, sequence_length=layouts.TOKENS, folder=folder))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, data):
+    """`saved(names)` → the case and the checkpoints of these layouts, from which one rank has continued."""
+    folder, case = tmp_path_factory.mktemp("saved"), layouts.Case(SHAPE, data, True)
+
+    def save(names):
+        paths = [folder / name for name in names]
+        new = [path for path in paths if not path.is_dir()]
+        for size in {LAYOUTS[path.name][0] for path in new}:
+            cells = [(LAYOUTS[path.name][1], path, case) for path in new if LAYOUTS[path.name][0] == size]
+            ranks.run(size, layouts.every, layouts.saved, cells, timeout=600)
+        assert layouts.continued({}, new, case) == {}
+        return case, paths
+
+    return save
+
+
+def check(saved, pairs):
+    case, _ = saved(sorted({of for of, _ in pairs}))
+    wrong = {}
+    for size in sorted({LAYOUTS[to][0] for _, to in pairs}):
+        names = [name for name in LAYOUTS if LAYOUTS[name][0] == size]
+        sources = {name: saved([of for of, to in pairs if to == name])[1] for name in names}
+        cells = [(LAYOUTS[name][1], paths, case) for name, paths in sources.items() if paths]
+        for rank, found in enumerate(ranks.run(size, layouts.every, layouts.continued, cells, timeout=580)):
+            for name, faults in zip([name for name, paths in sources.items() if paths], found, strict=True):
+                wrong |= {f"{of} → {name}, rank {rank}": fault for of, fault in faults.items()}
+    assert wrong == {}
+
+
+def test_a_tenth_of_all_pairs_of_layouts(saved):
+    assert len({of for of, _ in DRAWN}) > 20
+    assert len({to for _, to in DRAWN}) > 20
+    check(saved, DRAWN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to", [name for name in LAYOUTS if name != "one"])
+def test_every_pair_of_layouts(saved, to):
+    check(saved, [pair for pair in PAIRS if pair[1] == to])
