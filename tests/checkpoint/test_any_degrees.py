@@ -7,8 +7,6 @@ import layouts
 import pytest
 
 import ranks
-from octavo.config.data import DataConfig
-from octavo.data.prepared import prepare
 
 pytestmark = ranks.alone
 
@@ -48,7 +46,7 @@ LAYOUTS = {
     "4 expert, tensor, replicate": (4, degrees(tensor=2, expert=2, shard=1)),
     "4 expert, tensor, context": (4, degrees(tensor=2, expert=4, context=2)),
     "8 of all": (8, degrees(tensor=2, context=2, shard=2, expert=4)),
-    "8 shard": (8, {}),
+    "8 context, shard": (8, degrees(context=2)),
 }
 """(ranks, degrees); expert degrees spread whole experts, which tensor degrees alone slice."""
 PAIRS = [(of, to) for of, to in itertools.product(LAYOUTS, LAYOUTS) if to != "one"]
@@ -59,13 +57,6 @@ SHAPE = {
     "norm_topk_prob": True,
 }  # fmt: skip
 """A layer with experts and one without; 97 words and 44 rows of an MLP, which few ranks divide."""
-
-
-@pytest.fixture(scope="module")
-def data(shared_data, tmp_path_factory):
-    """Tokens of the steps."""
-    folder = str(tmp_path_factory.mktemp("data"))
-    return prepare(DataConfig(source=str(shared_data[0]), vocab_size=300, sequence_length=layouts.TOKENS, folder=folder))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import resource
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,14 +87,20 @@ class OpenFolder:
 
     def read_into(self, name: str, block: memoryview, start: int) -> None:
         """Fill a block of bytes from the byte `start` of a file on."""
-        done = 0
+        self.read_runs(name, block, len(block), [start])
+
+    def read_runs(self, name: str, block: memoryview, length: int, starts: Iterable[int]) -> None:
+        """Fill a block by runs of `length` bytes of a file, one behind the other, of which each begins at one of `starts`."""
         with _explaining(self.path / name):
             descriptor = self._descriptor(name)
-            while done < len(block):
-                count = os.preadv(descriptor, [block[done : done + _LARGEST_READ]], start + done)
-                if count == 0:
-                    raise Damaged(f"{self.path / name} ends before byte {start + len(block):,}")
-                done += count
+            for number, start in enumerate(starts):
+                run = block[number * length : (number + 1) * length]
+                done = 0
+                while done < length:
+                    count = os.preadv(descriptor, [run[done : done + _LARGEST_READ]], start + done)
+                    if count == 0:
+                        raise Damaged(f"{self.path / name} ends before byte {start + length:,}")
+                    done += count
 
     def sha256(self, name: str) -> str:
         """The hexadecimal SHA-256 of a file, computed once for each stamp."""

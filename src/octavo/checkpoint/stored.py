@@ -6,6 +6,7 @@ is not used: it opens files by path, and takes pieces that overlap or leave a ga
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ from octavo.parallel.shards import local_shard
 from octavo.stored_names import record_name
 
 _LARGEST_HEADER = 100_000_000  # bytes: safetensors' own limit
+_LEAST_GAP = 4096
+"""Bytes of a gap that is not read with what is around it: a page, which the system would read whole."""
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -113,15 +116,25 @@ class StoredTensors:
         return TensorStorageMetadata(TensorProperties(dtype=pieces[0].dtype), torch.Size(_global_shape(pieces)), chunks)
 
     def _slice(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A slice of a piece; whole rows are read."""
-        row = math.prod(piece.shape[1:]) * piece.dtype.itemsize
-        first, rows = (offsets[0], lengths[0]) if piece.shape else (0, 1)
-        block = torch.empty(rows * row, dtype=torch.uint8)
-        self.opened.read_into(piece.file, block.numpy().data, piece.start + first * row)
-        if not piece.shape:
-            return block.view(piece.dtype).view(())
-        columns = [slice(begin, begin + length) for begin, length in zip(offsets[1:], lengths[1:], strict=True)]
-        return block.view(piece.dtype).view(rows, *piece.shape[1:])[(slice(None), *columns)]
+        """A slice of a piece. Columns are read by runs, and small gaps between them with them."""
+        shape, size = list(piece.shape), piece.dtype.itemsize
+        strides = [size * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # in bytes
+        # What follows the dimension of the runs, the first whose rest is read whole, is read with it.
+        first = max((dim for dim, length in enumerate(lengths) if length != shape[dim]), default=0)
+        while first and (shape[first] - lengths[first]) * strides[first] < _LEAST_GAP:
+            first -= 1
+        read = [(offset, offset + length) for offset, length in zip(offsets[: first + 1], lengths[: first + 1], strict=True)]
+        read += [(0, length) for length in shape[first + 1 :]]
+        sizes = [stop - start for start, stop in read]
+        run = math.prod(sizes[first:]) * size
+        begin = piece.start + (read[first][0] * strides[first] if shape else 0)
+        spans = zip(read[:first], strides[:first], strict=True)
+        outer = itertools.product(*(range(start * step, stop * step, step) for (start, stop), step in spans))
+        block = torch.empty(math.prod(sizes) * size, dtype=torch.uint8)
+        self.opened.read_runs(piece.file, block.numpy().data, run, (begin + sum(places) for places in outer))
+        part = block.view(piece.dtype).view(sizes)
+        inside = zip(read, offsets, lengths, strict=True)
+        return part[tuple(slice(offset - start, offset - start + length) for (start, _), offset, length in inside)]
 
 
 def open_tensors(checkpoint: OpenCheckpoint) -> StoredTensors:
