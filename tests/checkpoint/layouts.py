@@ -4,8 +4,10 @@ In float64 sums have no order, so a step of any layout is that of one rank that 
 the loader of runs, by the number of those that the checkpoint says are done.
 """
 
+import random
 from typing import NamedTuple
 
+import numpy as np
 import tensor_ranks
 import torch
 import torch.distributed as dist
@@ -137,6 +139,25 @@ def _bound(name, shares):
     if name.startswith("fp8."):
         return float("inf") if ".grad_output." in name else 0.0
     return {"norm": 0.1, "model": 0.05}.get(name.partition(".")[0], float("inf"))
+
+
+def drawing(degrees, path, save):
+    """Random numbers that follow a save or a load, of each kind, and of the tracker; this rank's number by its tokens."""
+    octavo.init(degrees)
+    layer, ranks = torch.nn.Linear(2, 2), world.state
+    tracker = ranks.get_rng_state_tracker()
+    if save:
+        world.seed_everything(100 + ranks.token_rank)
+        with tracker.fork():
+            torch.rand(3)
+        octavo.save(path, layer)
+    else:
+        octavo.load(path, layer)
+    with tracker.fork():
+        tracked = torch.rand(2).tolist()
+    found = ranks.token_rank, ranks.tp_rank, (random.random(), float(np.random.rand()), *torch.rand(3).tolist()), tracked
+    octavo.shutdown()
+    return found
 
 
 def every(function, cells):

@@ -99,3 +99,21 @@ def test_a_tenth_of_all_pairs_of_layouts(saved):
 @pytest.mark.parametrize("to", [name for name in LAYOUTS if name != "one"])
 def test_every_pair_of_layouts(saved, to):
     check(saved, [pair for pair in PAIRS if pair[1] == to])
+
+
+@pytest.mark.parametrize("of", ["2 tensor", "4 tensor, shard", "4 shard", "4 tensor"])
+def test_ranks_with_the_same_tokens_draw_alike_and_others_do_not(tmp_path, of):
+    """At any tensor degree a rank continues with the generators of the ranks that had its share of the tokens."""
+    size, given = LAYOUTS[of]
+    wrote = ranks.run(size, layouts.drawing, given, tmp_path / "c", True)
+    before = {number: numbers for number, _, numbers, _ in wrote}
+    for to in ("2 tensor", "4 shard", "4 tensor", "4 tensor, shard"):
+        size, given = LAYOUTS[to]
+        found = ranks.run(size, layouts.drawing, given, tmp_path / "c", False)
+        drawn = {number: numbers for number, _, numbers, _ in found}
+        assert all(drawn[number] == numbers for number, _, numbers, _ in found)
+        assert len(set(drawn.values())) == len(drawn)
+        assert all(drawn[number] == before[number] for number in before if number in drawn)
+        by_tensor_rank = {tensor: tracked for _, tensor, _, tracked in found}
+        assert len({str(tracked) for tracked in by_tensor_rank.values()}) == len(by_tensor_rank)
+        assert all(by_tensor_rank[tensor] == tracked for _, tensor, _, tracked in wrote if tensor in by_tensor_rank)

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from octavo.checkpoint import manifest, optimizer_state, shard_io
 from octavo.checkpoint.manifest import OpenCheckpoint, first_fault
 from octavo.checkpoint.opened import Damaged, Stamp, trust
 from octavo.checkpoint.own_code import Converted, as_model_has_it
-from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank
+from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank, source_of, without_tracked
 from octavo.checkpoint.stored import StoredTensors, open_tensors
 from octavo.checkpoint.writer import own_name, spec_record, weights
 from octavo.errors import InputError, OctavoError
@@ -29,6 +29,7 @@ from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records, reset_states, states_of
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
+from octavo.parallel.world import state as world
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -107,6 +108,7 @@ class _State(BaseModel):
     fp8_head: bool | Literal["backward"] | None = None
     spec: dict[str, Any] | None = None
     blocks: str | None = None
+    tensor_ranks: int | None = Field(None, ge=1)
     extra: dict[str, Any] = {}
 
 
@@ -169,7 +171,9 @@ class _Loaded:
             saved = shard_io.subset(layout, "optimizer.")
             self._states = optimizer_state.allocate_states(path, model, optimizer, saved, self._groups, self._scalars)
             self._groups = optimizer_state.settings_of(path, optimizer, self._groups)
-        self._random_rank = rank if f"random.{rank}.cpu" in layout else 0
+        self._tensor = self._saved_tensor_degree()
+        saved_ranks = {0, *checkpoint.manifest.random_ranks}
+        self._random_rank, self._draws_anew = source_of(rank, saved_ranks, self._tensor)
         self._fp8 = shard_io.empty_tensors(shard_io.subset(layout, "fp8."))
         self._experts = {name: state.experts for name, state in states_of(model)}
         self._random = shard_io.empty_tensors(shard_io.subset(layout, f"random.{self._random_rank}."))
@@ -210,9 +214,16 @@ class _Loaded:
             load_state_records(self._model, self._fp8, self._recipe)
         if self._optimizer is not None:
             optimizer_state.install_states(self._model, self._optimizer, self._states, self._groups, self._scalars)
-        restore_random(self._random, self._random_scalars)
-        if self._random_rank != self._rank:
+        restore_random(without_tracked(self._random, self._rank, self._tensor), self._random_scalars)
+        if self._draws_anew:
             seed_new_rank(self._random, self._rank)
+
+    def _saved_tensor_degree(self) -> int:
+        """The tensor degree of the save; in one of an older version that of the run, or that of now."""
+        layout = self.state.get("layout")
+        of_run = layout.get("tensor_parallel_degree") if isinstance(layout, dict) else None
+        found = self.state.pop("tensor_ranks", None) or of_run
+        return found if isinstance(found, int) and found > 0 else world.tp_size
 
 
 def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> None:

@@ -1,12 +1,15 @@
 """Random states: saved and restored, so that a resumed run draws the same numbers as an uninterrupted one.
 
-Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. Every rank has its own.
+Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. Ranks that see different
+tokens draw different numbers, and those of a tensor group the same, but for the tracker's. A checkpoint that continues at
+another tensor degree keeps that: a rank continues from the ranks that saw its share of the tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -73,7 +76,25 @@ def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) ->
         tracker.set_states(tracker.get_states() | tracked)
 
 
+def source_of(rank: int, saved: Collection[int], tensor: int) -> tuple[int, bool]:
+    """The rank of a save whose states a rank continues with, and whether it is that of other tokens, which draws anew.
+
+    rank: of this process. saved: the ranks of the save. tensor: their tensor-parallel degree.
+    """
+    group, place = divmod(rank, state.tp_size)
+    inside = place if place < tensor else 0
+    source = group * tensor + inside
+    return (source, False) if source in saved else (inside, True)
+
+
+def without_tracked(tensors: dict[str, torch.Tensor], rank: int, tensor: int) -> dict[str, torch.Tensor]:
+    """`random_tensors` for a rank; beyond the tensor ranks of the save the tracker keeps its own states."""
+    beyond = rank % state.tp_size >= tensor
+    return {name: value for name, value in tensors.items() if not (beyond and name.startswith(_TRACKED))}
+
+
 def seed_new_rank(tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Seed a rank without a saved state from rank 0's state and its own number, so that no two ranks draw alike."""
-    digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    """Seed ranks without a saved state from rank 0's state and their number among those of other tokens: none draws alike."""
+    number = rank // state.tp_size
+    digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + number.to_bytes(8, "little")).digest()
     seed_everything(int.from_bytes(digest[:8], "little") >> 1)

@@ -36,6 +36,7 @@ from octavo.models.decoder import Decoder
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.shards import named_tensors
+from octavo.parallel.world import state as world
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.stored_names import record_name
 
@@ -108,6 +109,7 @@ def take_snapshot(
             record = {
                 **state,
                 "random": scalars,
+                "tensor_ranks": world.tp_size,
                 "groups": group_scalars(optimizer),
                 "group_names": [[stored.get(name, name) for name in group] for group in group_names(model, optimizer)],
                 "optimizer_class": None if optimizer is None else class_name(optimizer),
