@@ -56,7 +56,7 @@ def _of_recipes(key: str) -> _Need:
 
 
 _RECIPE_KEYS = tuple(dict.fromkeys(chain.from_iterable(KEYS_OF_RECIPES.values())))
-_FP8_KEYS = ("recipe", "skip", "layers", "head", "emulate", *_RECIPE_KEYS)
+_FP8_KEYS = ("recipe", "skip", "layers", "schedule", "head", "emulate", *_RECIPE_KEYS)
 _NEEDS = (
     _Need(
         (*(f"fp8.{key}" for key in _FP8_KEYS), "train.compare_bf16"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from octavo.config.section import Section
 
@@ -15,6 +16,19 @@ KEYS_OF_RECIPES: dict[str, tuple[str, ...]] = {
     "block": (),
 }
 """The settings of each recipe: the fields of its class in `octavo.fp8.recipe`, which would import torch."""
+
+
+_WHEN = re.compile(r"(?P<end>first|last) (?P<number>\d+(?P<part>\.\d+)?)(?P<share>%)?(?(share)|(?(part)(?!)))")
+"""A key of `fp8.schedule`; only a share may have decimals."""
+
+
+def steps_without_fp8(when: str, steps: int) -> range:
+    """The steps that a key of `fp8.schedule` names, of a run of `steps`; the first is 1."""
+    found = _WHEN.fullmatch(when)
+    assert found is not None  # checked with the key
+    number = float(found["number"])
+    count = min(steps, round(steps * number / 100) if found["share"] else int(number))
+    return range(1, count + 1) if found["end"] == "first" else range(steps - count + 1, steps + 1)
 
 
 class Fp8Config(Section):
@@ -52,6 +66,11 @@ class Fp8Config(Section):
         description='Patterns of module names → their recipe in place of `recipe`, or "bf16" for no FP8. Later patterns win; '
         "`skip` overrides all.",
     )
+    schedule: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description='Steps → patterns of module names that stay out of FP8 in them: "first 100", "last 50", or a share of the '
+        'run\'s steps, "last 10%". `{ "first 100" = "*" }` begins without FP8.',
+    )
     head: bool | Literal["backward"] | None = Field(
         None,
         description='FP8 in the output head. true: all three products. "backward": the products of its gradients only; the '
@@ -61,6 +80,18 @@ class Fp8Config(Section):
     emulate: bool = Field(
         False, description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.'
     )
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _patterns(cls, schedule: Any) -> Any:
+        if not isinstance(schedule, dict):
+            return schedule
+        for when in schedule:
+            if (found := _WHEN.fullmatch(str(when))) is None or not 0 < float(found["number"]) <= (
+                100 if found["share"] else 2**31
+            ):
+                raise ValueError(f'{when!r} names no steps: write "first 100", "last 50" or "last 10%"')
+        return {when: [patterns] if isinstance(patterns, str) else patterns for when, patterns in schedule.items()}
 
     def uses(self, setting: str) -> bool:
         """True if the recipe, or one of a layer, has this setting."""

@@ -52,6 +52,7 @@ class ModuleState:
         self.history_recipe: Recipe | None = None  # of the slots
         self.trained = False
         self.skipped = ""  # the reason, if this layer stays out of FP8
+        self.paused = False  # out of FP8 in the present steps
         self.override: Recipe | None = None  # replaces an autocast's recipe
         self.override_by = ""  # the reason
         self._module = weakref.ref(module)
@@ -107,9 +108,16 @@ class ModuleState:
 
     def under(self, recipe: Recipe | None) -> Recipe | None:
         """The layer's recipe inside an autocast of `recipe`: its own if it has one; None for high precision."""
-        if recipe is None or self.skipped:
+        if recipe is None or self.skipped or self.paused:
             return None
         return recipe if self.override is None else self.override
+
+    def pause(self, paused: bool) -> None:
+        """Keep the layer out of FP8, or let it in again, in the next forwards."""
+        if paused != self.paused:
+            self.paused = paused
+            self.buffers.claimed = None  # what was prepared for all layers was without this one
+            process.offered.clear()
 
     def prepare(self, recipe: Recipe, device: torch.device, *, offered: bool = False) -> None:
         """Allocate a slot for each operand with a delayed scale in `recipe`; an earlier history is carried over."""

@@ -239,6 +239,15 @@ def choose_recipes(
         states[name].skipped = states[name].skipped or reason
 
 
+def matched_layers(model: nn.Module, pattern: str, key: str) -> list[ModuleState]:
+    """The FP8 layers whose names a pattern of a run file's key matches.
+
+    Raises:
+        InputError: there is none.
+    """
+    return _matched(model, dict(states_of(model)), pattern, key)
+
+
 def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, key: str) -> list[ModuleState]:
     way, known = conversion_of(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
 

@@ -171,14 +171,17 @@ def memory_of(plan: RunPlan) -> Memory:
 
 
 def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
-    """The estimate, with `train.compare_bf16` that of the larger of the two trainings."""
-    found = estimate(setup)
-    if not plan.config.train.compare_bf16:
-        return found
-    plain = dataclasses.replace(setup, blocks=(), head=False, history=0)
-    if setup.reshard == plan.gathering.reshard:  # no option's: the other training decides for itself
-        plain = dataclasses.replace(plain, reshard=plan.gathering_without_fp8.reshard)
-    return max(found, estimate(plain), key=lambda one: one.total)
+    """The estimate; with `train.compare_bf16` or `fp8.schedule` that of the larger of the trainings with FP8 and without."""
+    found = [estimate(setup)]
+    plain = dataclasses.replace(setup, blocks=(), head=False)
+    if plan.config.fp8.schedule:  # weights that may be gathered in FP8 are gathered in their own dtype otherwise
+        found.append(estimate(dataclasses.replace(plain, gather_bytes=max(setup.gather_bytes, setup.params_bytes))))
+    if plan.config.train.compare_bf16:
+        plain = dataclasses.replace(plain, history=0)
+        if setup.reshard == plan.gathering.reshard:  # no option's: the other training decides for itself
+            plain = dataclasses.replace(plain, reshard=plan.gathering_without_fp8.reshard)
+        found.append(estimate(plain))
+    return max(found, key=lambda one: one.total)
 
 
 def _of_rank(plan: RunPlan) -> float:

@@ -48,6 +48,7 @@ from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
+from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
 from octavo.plan.tensor import check_tensor
 from octavo.run.trackers import check_trackers
@@ -272,6 +273,8 @@ def check(
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
+        if use:
+            PrecisionSchedule(model, config.fp8.schedule, steps)  # raises for one that cannot be
     stored = stored_names(model)
     plan = RunPlan(
         config=config,

@@ -21,6 +21,7 @@ from octavo.models.families import with_moe
 from octavo.parallel.coordination import writing_ranks
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
+from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import RunPlan
 from octavo.run.resume import ASSIGNED, BALANCED, VALIDATED
 from octavo.train.loss_scale import LossScale
@@ -85,6 +86,8 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     model.train()
     end = plan.steps * config.train.global_batch
     loader = Prefetcher(train_loader, workers=config.data.workers, device=plan.device, end=end)
+    scheduled = plan.recipe is not None and config.fp8.schedule
+    schedule = PrecisionSchedule(model, config.fp8.schedule, plan.steps) if scheduled else None
     context = TrainContext(
         plan,
         model,
@@ -94,6 +97,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         group=state.dp_process_group if state.world_size > 1 else None,
         world_group=state.world_process_group if state.world_size > 1 else None,
         watch=watch or Watchdog(),
+        precision=schedule,
     )
     return context, validation
 

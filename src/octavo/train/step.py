@@ -26,6 +26,7 @@ from octavo.models.decoder import Decoder
 from octavo.nn.moe import routing_metrics
 from octavo.parallel.fsdp import accumulate
 from octavo.parallel.world import state
+from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import RunPlan
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import check_finite
@@ -46,6 +47,7 @@ class TrainContext:
     group: dist.ProcessGroup | None  # of data parallelism; None for one rank
     world_group: dist.ProcessGroup | None  # of all ranks
     watch: Watchdog
+    precision: PrecisionSchedule | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place."""
@@ -81,6 +83,8 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     config = context.plan.config
     loss_scale = context.loss_scale
     context.watch.step(step)
+    if context.precision is not None:
+        context.precision.begin(step)
     _take_routing(context.model)  # of a callback's forwards
     batches = context.loader.step((step - 1) * config.train.global_batch)
     data_seconds = time.perf_counter() - started

@@ -1,0 +1,39 @@
+"""`fp8.schedule`: layers that stay out of FP8 in the first or the last steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from octavo.config.fp8 import steps_without_fp8
+from octavo.fp8.scaling import ModuleState
+from octavo.models.replace import matched_layers
+
+
+class PrecisionSchedule:
+    """The steps in which each layer of a model stays out of FP8; `begin` puts them in force.
+
+    A layer that enters FP8 takes its first scale as in the first step of a run: there are no amaxes of the steps before. Only
+    the number of a step decides, so that a run that continues computes as one that was not stopped.
+
+    Args:
+        model: may be on the meta device, to check the schedule.
+        schedule: `fp8.schedule`.
+        steps: of the run.
+
+    Raises:
+        InputError: a pattern matches no FP8 layer.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Mapping[str, Sequence[str]], steps: int) -> None:
+        self._steps: dict[ModuleState, set[range]] = {}
+        for when, patterns in schedule.items():
+            for pattern in patterns:
+                for state in matched_layers(model, pattern, "fp8.schedule"):
+                    self._steps.setdefault(state, set()).add(steps_without_fp8(when, steps))
+
+    def begin(self, step: int) -> None:
+        """Before step `step`, the first is 1, and the evaluations behind it."""
+        for state, ranges in self._steps.items():
+            state.pause(any(step in steps for steps in ranges))
