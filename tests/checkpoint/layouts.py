@@ -19,6 +19,7 @@ from octavo.collectives.whole import whole_tensor
 from octavo.data.loader import BatchLoader
 from octavo.fp8.recipe import DelayedScaling
 from octavo.parallel import world
+from octavo.parallel.fsdp import accumulate
 from octavo.parallel.shards import LocalShard, local_shard
 
 SAMPLES, TOKENS = 12, 16
@@ -35,11 +36,13 @@ class Case(NamedTuple):
     data: object
     fp8: bool
     dtype: torch.dtype = torch.float64
+    recipe: object = RECIPE
+    micro_batch: int | None = None
 
     def built(self, seed):
         """In the layout of `octavo.init`: the model and its optimizer."""
         model = tensor_ranks.llama(seed=seed, **self.shape)
-        model = octavo.transform(model, RECIPE if self.fp8 else None, dtype=self.dtype, params_dtype=self.dtype)
+        model = octavo.transform(model, self.recipe if self.fp8 else None, dtype=self.dtype, params_dtype=self.dtype)
         return model, torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3)
 
     def step(self, model, optimizer, first_sample):
@@ -47,14 +50,16 @@ class Case(NamedTuple):
         ranks = world.state
         loader = BatchLoader(
             self.data, "train", sequence_length=TOKENS, packing="join", seed=7, global_batch=SAMPLES,
-            dp_rank=ranks.dp_rank, dp_size=ranks.dp_size,
+            micro_batch=self.micro_batch, dp_rank=ranks.dp_rank, dp_size=ranks.dp_size,
         )  # fmt: skip
-        (batch,) = loader.step(first_sample)
-        ids = batch.input_ids.remainder(tensor_ranks.VOCABULARY)
-        with octavo.fp8_autocast(enabled=self.fp8, fp8_recipe=RECIPE if self.fp8 else None):
-            loss = model(input_ids=ids, labels=ids, num_items_in_batch=SAMPLES * (TOKENS - 1)).loss
-        loss.backward()
-        loss = loss.detach().clone()
+        batches, loss = loader.step(first_sample), torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches, 1):
+            ids = batch.input_ids.remainder(tensor_ranks.VOCABULARY)
+            accumulate(model, last=number == len(batches))
+            with octavo.fp8_autocast(enabled=self.fp8, fp8_recipe=self.recipe if self.fp8 else None):
+                found = model(input_ids=ids, labels=ids, num_items_in_batch=SAMPLES * (TOKENS - 1)).loss
+            found.backward()
+            loss += found.detach()
         if ranks.world_size > 1 and ranks.dp_size > 1:
             dist.all_reduce(loss, group=ranks.dp_process_group)
         norm = octavo.clip_grad_norm_(model, 1.0)

@@ -1,5 +1,7 @@
 """`octavo train` with tensor parallelism is the run of one rank: samples, losses, norms, validation, checkpoints, exports."""
 
+import contextlib
+import io
 import json
 import re
 
@@ -14,6 +16,7 @@ from octavo import errors
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.run.metrics import read_metrics
+from octavo.run.resume import DRAWN, SCALED, SHARED, warn_of_other_layout
 from octavo.train.trainer import Trainer
 
 pytestmark = ranks.alone
@@ -175,6 +178,46 @@ def test_a_run_continues_with_slices_whole_experts_or_on_one_rank(tiny_run):
     assert losses(runs["moving"].output) == pytest.approx(losses(runs["whole"].output), rel=2e-3)
     found, wanted = (load_file(exported(each)) for each in runs.values())
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in wanted.items()}
+
+
+def warned(file, overrides):
+    """What a run says on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        run(file, overrides)
+    return said.getvalue()
+
+
+def test_a_continuation_says_what_changes_beyond_the_last_bits(tiny_run):
+    """By the settings that it has: dropout, shared key-value heads in FP8, scales of what a rank holds."""
+    current = ["fp8.recipe=current", "model.config.attention_dropout=0.0"]
+    block = ["fp8.recipe=block", 'fp8.layers={"layers.0.*" = "rowwise"}', "model.config.attention_dropout=0.0"]
+    cases = (
+        ("tensor", ["train.micro_batch=2"], [degree(2)], {DRAWN, SHARED}),
+        ("shard", ["train.micro_batch=2"], [], {DRAWN}),
+        ("current", [*current, "train.micro_batch=2"], [], set()),
+        ("current of tensor", [*current, "train.micro_batch=2", "model.config.num_key_value_heads=2"], [degree(2)], set()),
+        ("fewer", [*current, "train.micro_batch=2"], ["train.micro_batch=1"], {SCALED}),
+        ("rows", [*block, "train.micro_batch=2"], [degree(2)], {SCALED, SHARED}),
+        ("plain", [*EXACT, "train.micro_batch=2"], [degree(2)], set()),
+    )
+    for name, given, more, wanted in cases:
+        tiny = tiny_run(name, steps=4, every=2)
+        given = ["optimizer.schedule=constant", *given]
+        ranks.run(1, run, tiny.file, [*given, "train.steps=1"])
+        first, _ = ranks.run(2, warned, tiny.file, [*given, *more, "train.steps=2"])
+        assert "in the last bits" in first
+        assert {key for key in (DRAWN, SHARED, SCALED) if f"{key} was" in first} == wanted, name
+        again, _ = ranks.run(2, warned, tiny.file, [*given, *more, "train.steps=3"])
+        assert "continues, but" not in again
+
+
+def test_a_checkpoint_of_an_older_version_says_what_its_layout_lets_change(capsys):
+    saved = {"ranks": 1, "tensor_parallel_degree": 1}
+    for now in (saved | {DRAWN: "a"}, saved | {"tensor_parallel_degree": 2, DRAWN: "a", SHARED: 2}):
+        warn_of_other_layout("step-2", saved, now)
+        said = capsys.readouterr().err
+        assert (f"{DRAWN} is now a" in said) == (now["tensor_parallel_degree"] == 2)
+        assert ("by the rounding of FP8" in said) == (now["tensor_parallel_degree"] == 2)
 
 
 @pytest.mark.long(lambda recipe: recipe == "rowwise")

@@ -28,7 +28,7 @@ CHANGEABLE: dict[str, str] = {
     "train.sample_prompt": "samples do not change the run",
     "train.sample_tokens": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
-    "train.micro_batch": "the same gradient, in another order of summation; experts alone see other tokens together",
+    "train.micro_batch": "the same gradient, in another order of summation; what else changes is said (`warn_of_other_layout`)",
     "train.recompute": "the same numbers, for less memory",
     "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",
     "train.offload": "the same numbers, for less memory",
@@ -37,7 +37,7 @@ CHANGEABLE: dict[str, str] = {
     "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be correctable",
     "data.workers": "the same batches, prefetched",
     "data.folder": "the same tokens in another place; the fingerprint is compared",
-    "parallel.*_degree": "a checkpoint loads in any layout",
+    "parallel.*_degree": "a checkpoint loads in any layout; what changes is said (`warn_of_other_layout`)",
     "parallel.cp_comm_type": "the same keys and values, by another exchange",
     "parallel.reshard_after_forward": "the same numbers, for less memory",
     "parallel.sync_each_micro_batch": "the same gradient, in another order of summation",
@@ -53,7 +53,19 @@ _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 BALANCED = "the number of sequences over which experts are balanced"
 ASSIGNED = "the group of tokens by which experts are assigned"
 VALIDATED = "the number of sequences in a validation"
+DRAWN = "the draw of dropout's masks"
+SHARED = "the number of parts in which the gradient of a key-value head is cast to FP8"
+SCALED = "what has an FP8 scale of its own"
 """Keys of a checkpoint's layout."""
+
+_BEYOND = {
+    DRAWN: "other masks are drawn, so the losses from here on differ from those of an uninterrupted run as by another seed.",
+    SHARED: "parts are rounded by themselves, so gradients from here on differ from those of an uninterrupted run by the "
+    "rounding of FP8.",
+    SCALED: "casts have other scales, so losses and gradients from here on differ from those of an uninterrupted run by the "
+    "rounding of FP8.",
+}
+"""What follows from another layout beyond the last bits."""
 
 _PROVENANCE = {
     *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
@@ -231,20 +243,26 @@ def _show(value: Any) -> str:
 
 
 def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of a continuation on other ranks or another device, with other tokens for experts, or other validations.
+    """Warn of a continuation on other ranks or another device, and of each effect beyond the last bits.
 
-    saved, now: device, threads and ranks; `VALIDATED`; and, where the loss balances experts, `BALANCED`, or where they are
-    assigned by other than the largest probabilities, `ASSIGNED`.
+    saved, now: device, threads, ranks and degrees; `VALIDATED`; where a model draws masks, `DRAWN`; in FP8 `SHARED` and
+    `SCALED`; where the loss balances experts, `BALANCED`, or where they are assigned by other than the largest probabilities,
+    `ASSIGNED`.
     """
     changed = {
         key: f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved.get(key, value) != value
     }
     balanced, assigned, validated = (changed.pop(key, None) for key in (BALANCED, ASSIGNED, VALIDATED))
+    beyond = {key: changed.pop(key) for key in _BEYOND if key in changed}
     if changed:
+        if any(key == "ranks" or key.endswith("_degree") for key in changed):  # an older version has not recorded the rest
+            beyond |= {key: f"{key} is now {now[key]}" for key in _BEYOND if key in now and key not in saved}
         warn(
-            f"{checkpoint} continues, but {'; '.join(changed.values())}: sums have another order, so the losses may differ "
-            "from those of an uninterrupted run in the last bits."
+            f"{checkpoint} continues, but {'; '.join(changed.values())}: sums have another order and are rounded elsewhere, so "
+            "the losses may differ from those of an uninterrupted run in the last bits."
         )
+    for key, text in beyond.items():
+        warn(f"{checkpoint} continues, but {text}: {_BEYOND[key]}")
     if balanced is not None:
         warn(
             f"{checkpoint} continues, but {balanced} (micro-batch x data-parallel ranks): the losses from here on "

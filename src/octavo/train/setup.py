@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +19,14 @@ from octavo.data.prepared import PreparedData
 from octavo.errors import InputError, install_extra, warn
 from octavo.kernels.attention import flash
 from octavo.models.families import with_moe
+from octavo.models.spec import ModelSpec
+from octavo.models.tensor_parallel import part_of_rank
 from octavo.parallel.coordination import writing_ranks
 from octavo.parallel.sharding import sharding_of
 from octavo.parallel.world import repeat_bits, seed_everything, state
 from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import RunPlan
-from octavo.run.resume import ASSIGNED, BALANCED, VALIDATED
+from octavo.run.resume import ASSIGNED, BALANCED, DRAWN, SCALED, SHARED, VALIDATED
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext
@@ -129,21 +132,72 @@ def restore_or_begin(context: TrainContext, latest: Path | None, seed: int) -> N
 
 
 def run_layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks, which set the order of sums; sequences of a validation, and those of experts."""
+    """Device, threads and ranks, which set the order of sums, and what depends on them beyond that.
+
+    By the keys of `octavo.run.resume`: sequences of a validation, and those of experts; draws of masks; FP8 scales.
+    """
     spec = plan.spec
     spec = with_moe(spec, plan.hf_config, plan.config.moe)
     balances = spec is not None and spec.mixtures and spec.balance
     assigns = spec is not None and spec.mixtures and spec.assignment != "largest"
     degrees = plan.degrees
     group = f"{plan.micro_batch} sequences on each of {degrees.data} data-parallel x {degrees.context} context-parallel ranks"
+    scaled = "; ".join(_scaled_parts(plan, spec))
     return {
         **({ASSIGNED: group} if assigns else {}),
         **({BALANCED: plan.micro_batch * plan.degrees.data} if balances else {}),
+        **(
+            {DRAWN: f"{group}, over {degrees.tensor} tensor-parallel ranks, on {plan.device.type}"}
+            if _draws(plan, spec)
+            else {}
+        ),
+        **({SHARED: max(1, degrees.tensor // spec.kv_heads)} if spec is not None and plan.recipe is not None else {}),
+        **({SCALED: scaled} if scaled else {}),
         VALIDATED: plan.config.train.validation_sequences,
         "device": plan.hardware.name,
         "threads": torch.get_num_threads(),
         "ranks": plan.degrees.world,
         "hybrid_shard_degree": plan.degrees.hybrid_shard,
         "tensor_parallel_degree": plan.degrees.tensor,
+        "context_parallel_degree": plan.degrees.context,
         "expert_parallel_degree": plan.degrees.expert,
     }
+
+
+def _draws(plan: RunPlan, spec: ModelSpec | None) -> bool:
+    """True if training draws random numbers: masks of dropout, or noise of routers. Of own code the config's keys say it."""
+    if spec is not None:
+        return any((spec.attention_dropout, spec.hidden_dropout, spec.embedding_dropout, spec.jitter))
+    values = plan.hf_config.to_dict()
+    rates = {key: value for key, value in values.items() if "drop" in key and not key.startswith("classifier")}
+    return any(isinstance(rate, float) and rate > 0 for rate in rates.values())
+
+
+def _scaled_parts(plan: RunPlan, spec: ModelSpec | None) -> Iterator[str]:
+    """Of each recipe without history what its scales are of, where that depends on the layout."""
+    if plan.recipe is None:
+        return
+    names = {plan.recipe.name, *plan.config.fp8.layers.values()}
+    degrees, sequences = plan.degrees, f"{plan.micro_batch} sequences"
+    spread = spec is not None and spec.mixtures
+    experts = f", of experts those that {degrees.expert} expert-parallel ranks exchange" if spread else ""
+    ranks = f"each of {degrees.context} context-parallel x {degrees.tensor} tensor-parallel ranks"
+    if "current" in names:
+        yield f"current scaling: the tensors of {sequences}{experts}"
+    if "rowwise" in names:
+        yield f"rowwise scaling: rows and columns of {sequences} on {ranks}{experts}"
+    if "block" in names:
+        own = "as on one rank" if _has_whole_blocks(plan, spec) else f"of {sequences} on {ranks}"
+        yield f"block scaling: blocks {own}{experts}"
+
+
+def _has_whole_blocks(plan: RunPlan, spec: ModelSpec | None) -> bool:
+    """True if blocks of 128 tokens, rows and columns end where the parts of ranks do."""
+    degrees, length = plan.degrees, plan.config.data.sequence_length
+    chunk = length // (2 * degrees.context) if degrees.context > 1 else length
+    sizes = [length, chunk]
+    if degrees.tensor > 1 and spec is not None:
+        parts = part_of_rank(spec, degrees.tensor, spread=degrees.expert > 1)
+        sizes += [plan.micro_batch * length // (degrees.context * degrees.tensor), parts.heads * parts.head_dim]
+        sizes += [(parts.heads + 2 * parts.kv_heads) * parts.head_dim, parts.ffn_size, parts.dense_ffn_size]
+    return all(size % 128 == 0 for size in sizes)
