@@ -7,6 +7,7 @@ import layouts
 import pytest
 
 import ranks
+from octavo.fp8.recipe import RECIPES
 
 pytestmark = ranks.alone
 
@@ -99,6 +100,34 @@ def test_a_tenth_of_all_pairs_of_layouts(saved):
 @pytest.mark.parametrize("to", [name for name in LAYOUTS if name != "one"])
 def test_every_pair_of_layouts(saved, to):
     check(saved, [pair for pair in PAIRS if pair[1] == to])
+
+
+SAME = {
+    "delayed": {"2 tensor": True, "2 context": True, "4 replicate, shard": False},
+    "current": {"2 tensor": True, "2 context": True, "4 replicate, shard": True},
+    "rowwise": {"2 tensor": False, "2 context": False, "4 replicate, shard": True},
+}
+"""Whether a layout has the casts of one rank with equal micro-batches, of 3 of 12 sequences; with others none has.
+
+Under delayed scaling scales are updated after each micro-batch of all ranks: one rank has four a step, four ranks one.
+"""
+
+
+@pytest.mark.long(lambda recipe: recipe != "current")
+@pytest.mark.parametrize("recipe", SAME)
+def test_which_recipes_cast_as_before_in_another_layout(tmp_path, data, recipe):
+    """What a run says that continues in it (`octavo.train.setup.run_layout`)."""
+    shape = {"num_key_value_heads": 4}
+    case = layouts.Case(shape, data, True, recipe=RECIPES[recipe](), micro_batch=3)
+    path = tmp_path / "c"
+    layouts.saved({}, path, case)
+    assert layouts.continued({}, [path], case) == {}
+    for micro_batch in (3, 1):
+        for layout, same in SAME[recipe].items():
+            size, given = LAYOUTS[layout]
+            found = ranks.run(size, layouts.continued, given, [path], case._replace(micro_batch=micro_batch))
+            assert not any("loaded" in faults for each in found for faults in each.values())
+            assert (not any(found)) == (same and micro_batch == 3), (layout, micro_batch, found)
 
 
 @pytest.mark.parametrize("of", ["2 tensor", "4 tensor, shard", "4 shard", "4 tensor"])

@@ -193,7 +193,7 @@ def test_a_continuation_says_what_changes_beyond_the_last_bits(tiny_run):
     block = ["fp8.recipe=block", 'fp8.layers={"layers.0.*" = "rowwise"}', "model.config.attention_dropout=0.0"]
     cases = (
         ("tensor", ["train.micro_batch=2"], [degree(2)], {DRAWN, SHARED}),
-        ("shard", ["train.micro_batch=2"], [], {DRAWN}),
+        ("shard", ["train.micro_batch=2"], [], {DRAWN, SCALED}),
         ("current", [*current, "train.micro_batch=2"], [], set()),
         ("current of tensor", [*current, "train.micro_batch=2", "model.config.num_key_value_heads=2"], [degree(2)], set()),
         ("fewer", [*current, "train.micro_batch=2"], ["train.micro_batch=1"], {SCALED}),

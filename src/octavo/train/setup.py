@@ -174,7 +174,7 @@ def _draws(plan: RunPlan, spec: ModelSpec | None) -> bool:
 
 
 def _scaled_parts(plan: RunPlan, spec: ModelSpec | None) -> Iterator[str]:
-    """Of each recipe without history what its scales are of, where that depends on the layout."""
+    """Of each recipe what its scales are of, where that depends on the layout."""
     if plan.recipe is None:
         return
     names = {plan.recipe.name, *plan.config.fp8.layers.values()}
@@ -182,6 +182,9 @@ def _scaled_parts(plan: RunPlan, spec: ModelSpec | None) -> Iterator[str]:
     spread = spec is not None and spec.mixtures
     experts = f", of experts those that {degrees.expert} expert-parallel ranks exchange" if spread else ""
     ranks = f"each of {degrees.context} context-parallel x {degrees.tensor} tensor-parallel ranks"
+    if "delayed" in names:
+        each = "each step" if plan.accumulation == 1 else f"{sequences} on each of {degrees.data} data-parallel ranks"
+        yield f"delayed scaling: one of the amaxes before {each}"
     if "current" in names:
         yield f"current scaling: the tensors of {sequences}{experts}"
     if "rowwise" in names:
