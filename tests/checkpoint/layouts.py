@@ -17,6 +17,7 @@ from octavo.checkpoint.writer import collect
 from octavo.collectives.blocks import local_of
 from octavo.collectives.whole import whole_tensor
 from octavo.data.loader import BatchLoader
+from octavo.errors import OctavoError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.parallel import world
 from octavo.parallel.fsdp import accumulate
@@ -54,7 +55,7 @@ class Case(NamedTuple):
         )  # fmt: skip
         batches, loss = loader.step(first_sample), torch.zeros((), dtype=torch.float64)
         for number, batch in enumerate(batches, 1):
-            ids = batch.input_ids.remainder(tensor_ranks.VOCABULARY)
+            ids = batch.input_ids.remainder(self.shape.get("vocab_size", tensor_ranks.VOCABULARY))
             accumulate(model, last=number == len(batches))
             with octavo.fp8_autocast(enabled=self.fp8, fp8_recipe=self.recipe if self.fp8 else None):
                 found = model(input_ids=ids, labels=ids, num_items_in_batch=SAMPLES * (TOKENS - 1)).loss
@@ -144,6 +145,29 @@ def _bound(name, shares):
     if name.startswith("fp8."):
         return float("inf") if ".grad_output." in name else 0.0
     return {"norm": 0.1, "model": 0.05}.get(name.partition(".")[0], float("inf"))
+
+
+def refused(degrees, paths, case):
+    """Of each folder the error of its load and the text, and True if nothing of this rank's state was changed."""
+    octavo.init(degrees)
+    model, optimizer = case.built(3)
+    case.step(model, optimizer, 0)
+
+    def held():
+        tensors = {name: local_of(tensor).detach().clone() for name, tensor in tensors_of(model, optimizer).items()}
+        return tensors | {"random": torch.get_rng_state()}
+
+    found = {}
+    for path in paths:
+        before, error = held(), None
+        try:
+            octavo.load(path, model, optimizer)
+        except OctavoError as raised:
+            error = raised
+        same = all(torch.equal(value, before[name]) for name, value in held().items())
+        found[path.name] = type(error), str(error), same
+    octavo.shutdown()
+    return found
 
 
 def drawing(degrees, path, save):

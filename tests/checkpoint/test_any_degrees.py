@@ -2,11 +2,15 @@
 
 import itertools
 import random
+import re
+import shutil
 
 import layouts
 import pytest
 
 import ranks
+from octavo.checkpoint.manifest import write_manifest
+from octavo.errors import OctavoError
 from octavo.fp8.recipe import RECIPES
 
 pytestmark = ranks.alone
@@ -100,6 +104,57 @@ def test_a_tenth_of_all_pairs_of_layouts(saved):
 @pytest.mark.parametrize("to", [name for name in LAYOUTS if name != "one"])
 def test_every_pair_of_layouts(saved, to):
     check(saved, [pair for pair in PAIRS if pair[1] == to])
+
+
+def torn(one, other, folder):
+    """Folders made of two checkpoints of one layout, each with a fault → what its error says."""
+    of_rank_0, shard = (next(one.glob(f"shard-{rank:05d}-model-00001-*")).name for rank in (1, 2))
+    content, of_other = (one / shard).read_bytes(), (other / shard).read_bytes()
+    flipped = bytearray(content)
+    flipped[-5] ^= 1
+    faults = {
+        "truncated": ({shard: content[:-8]}, "bytes instead of"),
+        "torn": (
+            {shard: content[: len(content) // 2] + bytes(len(content) - len(content) // 2)},
+            "other content than was written",
+        ),
+        "flipped": ({shard: bytes(flipped)}, "other content than was written"),
+        "of another step": ({shard: of_other}, "other content than was written"),
+        "missing": ({shard: None}, "missing"),
+        "without a manifest": ({"manifest.json": None}, "missing"),
+        "manifest of another": ({"manifest.json": (other / "manifest.json").read_bytes()}, "instead of|other content"),
+        "one too many": ({"shard-00009-model-00001-of-00001.safetensors": content}, "does not belong to the checkpoint"),
+    }
+    said = {}
+    for name, (files, text) in faults.items():
+        shutil.copytree(one, folder / name)
+        for file, changed in files.items():
+            (folder / name / file).unlink(missing_ok=True)
+            if changed is not None:
+                (folder / name / file).write_bytes(changed)
+        said[name] = text
+    # Whole by its checksums: a rank's pieces under the names of another's.
+    shutil.copytree(one, folder / "pieces of two")
+    (folder / "pieces of two" / shard).write_bytes((one / of_rank_0).read_bytes())
+    (folder / "pieces of two" / "manifest.json").unlink()
+    write_manifest(folder / "pieces of two", None)
+    return said | {"pieces of two": "overlap or leave a gap"}
+
+
+@pytest.mark.parametrize("of", ["4 tensor, shard", "4 expert, tensor, shard"])
+def test_torn_and_mixed_folders_are_refused_on_all_ranks_of_another_layout(tmp_path, data, of):
+    case, (size, given) = layouts.Case(SHAPE, data, True), LAYOUTS[of]
+    paths = tmp_path / "one", tmp_path / "other"
+    cells = [(given, paths[0], case), (given, paths[1], case._replace(micro_batch=3))]
+    ranks.run(size, layouts.every, layouts.saved, cells)
+    said = torn(*paths, tmp_path)
+    for to in ("2 tensor", "3 shard", "4 expert of tensor"):
+        size, given = LAYOUTS[to]
+        for rank, found in enumerate(ranks.run(size, layouts.refused, given, [tmp_path / name for name in said], case)):
+            for name, (kind, text, unchanged) in found.items():
+                assert issubclass(kind, OctavoError), (to, rank, name)
+                assert re.search(said[name], text), (to, rank, name, text)
+                assert unchanged, (to, rank, name)
 
 
 SAME = {
