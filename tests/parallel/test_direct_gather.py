@@ -439,7 +439,7 @@ def order_of_streams():
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
     settle(model)
     group, log, in_place, gather = sharded.fsdp2_group(model.norm), [], [], direct_gather.all_gather
-    streams = group.device_handle = Streams(log)
+    streams = group.device_handle = group.octavo_group.device = Streams(log)
     group.comm_ctx.all_gather_stream, group.comm_ctx.all_gather_copy_in_stream = Stream("gathering", log), Stream("copies", log)
     group.comm_ctx.all_gather_state = AllGatherState(None, "event of a block")  # its buffer, of the stream of copies
 

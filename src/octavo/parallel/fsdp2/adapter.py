@@ -35,7 +35,7 @@ from octavo.errors import InputError
 from octavo.versions import requirement
 
 GROUP = (
-    "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "device_handle", "comm_ctx", "reduce_grads",
+    "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "comm_ctx", "reduce_grads",
     "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "is_unsharded", "unshard",
     "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_module_fqn",
     "_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "_partial_reduce_output",
@@ -45,7 +45,7 @@ GROUP = (
 """Names of an `FSDPParamGroup` that this file uses. The last one is of groups over several ranks."""
 PARAMETER = (
     "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
-    "fsdp_placement", "padded_sharded_param_size", "offload_to_cpu", "device", "sharded_state", "sharded_param",
+    "device", "sharded_state", "sharded_param",
     "all_gather_outputs", "unsharded_accumulated_grad", "init_all_gather_outputs", "alloc_all_gather_outputs",
     "init_unsharded_param", "free_unsharded_param", "reset_sharded_param", "accumulate_unsharded_grad_if_needed",
     "to_sharded_dtensor",
@@ -89,7 +89,9 @@ class Parameter:
         size: of the whole.
         rank, ranks: this rank's place among those that have parts of it, and their number.
         shard_group: their process group.
-        device: of the shard.
+        device: where it is gathered.
+        padded_rows: of a shard, padding included.
+        by_rows: ranks have consecutive rows.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -105,22 +107,20 @@ class Parameter:
         self.rank: int = mesh.shard_mesh_rank if over_ranks else 0
         self.ranks: int = mesh.shard_mesh_size if over_ranks else 1
         self.shard_group: Any = mesh.shard_process_group if over_ranks else None
+        # PyTorch's chunks: the first rank has the most rows.
+        self.padded_rows: int = -(-self.size[0] // self.ranks)
+        self.by_rows = all(getattr(placement, "dim", 0) == 0 for placement in raw.sharded_param.placements)
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, padded, [padded rows, …]."""
-        own: Tensor = self._raw._sharded_param_data.view(self._raw.padded_sharded_param_size)
+        """This rank's rows, padded, [padded rows, …]; of a parameter by rows."""
+        own: Tensor = self._raw._sharded_param_data.view(self.padded_rows, *self.size[1:])
         return own
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows of a shard, padding included."""
-        return int(self._raw.padded_sharded_param_size[0])
 
     @property
     def is_by_rows(self) -> bool:
         """True if each rank has consecutive rows, on its device."""
-        return self._raw.fsdp_placement.dim == 0 and not self._raw.offload_to_cpu
+        return self.by_rows and self._raw.sharded_param.device.type == self.device.type
 
     @property
     def is_cast_alone(self) -> bool:
@@ -216,7 +216,7 @@ class Group:
         _check(raw, GROUP[:-1], "groups of parameters")
         self._raw = raw
         self.parameters = [Parameter(parameter) for parameter in raw.fsdp_params]
-        self.device: Any = raw.device_handle
+        self.device: Any = torch.get_device_module(raw.device)
         self.is_sharded = isinstance(raw.mesh_info, FSDPMeshInfo)
         self.replicated = self.is_sharded and isinstance(raw.mesh_info, DDPMeshInfo)
         self._before_reduction: dict[str, Callable[[], None]] = {}
@@ -413,7 +413,7 @@ class _InPlaceGathering:
             # The buffer of the part before, which FSDP2 keeps until the next part has waited.
             raw._wait_all_gather_streams_on_event(before.event)
             raw.comm_ctx.all_gather_state = None
-        raw.device_handle.current_stream().wait_event(result.all_gather_event)
+        self.group.device.current_stream().wait_event(result.all_gather_event)
         for parameter in raw.fsdp_params:
             parameter.init_unsharded_param()
         raw._to_unsharded()
@@ -435,7 +435,7 @@ class _InPlaceGathering:
     @torch.no_grad()
     def _gather(self) -> InPlace:
         raw = self.raw
-        ranks, device = self.group.ranks.size(), raw.device_handle
+        ranks, device = self.group.ranks.size(), self.group.device
         wholes = [parameter.allocate(ranks) for parameter in self.group.parameters]
         _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
         stream.wait_stream(device.current_stream())  # which may still use the memory that it has freed
