@@ -21,7 +21,7 @@ CALLED = {
         "torch._C._is_key_in_tls", "torch._C._stash_obj_in_tls", "torch._C._storage_Use_Count",
         "torch.Tensor._make_subclass", "torch.Tensor._make_wrapper_subclass", "torch.Tensor._version", "torch._foreach_add_",
         "torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_norm", "torch._fused_sdp_choice", "torch._grouped_mm",
-        "torch._scaled_grouped_mm", "torch._scaled_mm", "torch.amp.GradScaler._unscale_grads_",
+        "torch._scaled_mm", "torch.amp.GradScaler._unscale_grads_",
         "torch.autograd.Variable._execution_engine",
         "torch.autograd.grad_mode._unsafe_preserve_version_counter",
         "torch.distributed._composable_state._module_state_mapping",

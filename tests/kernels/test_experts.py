@@ -178,7 +178,9 @@ def test_products_of_groups(kind, precise):
     operands = [permute.permute(x, routes, quantizer(E5M2, columnwise=True)) for routes in (exact, tiles)]
     w = cast.cast_stacked(weight, quantizer(E4M3))
     wanted = gemm.grouped_mm(operands[0].rowwise, w.rowwise, exact, torch.float32)
-    found = gemm.launch_rows(operands[1].rowwise, w.rowwise, tiles, torch.float32, "tensor", precise=precise)
+    found = gemm.launch_rows(
+        operands[1].rowwise, w.rowwise, tiles.experts, tiles.ends, torch.float32, "tensor", precise=precise
+    )
     torch.testing.assert_close(of_tokens(found, tiles), of_tokens(wanted, exact), rtol=1e-4, atol=1e-3)
     dw = gemm.grouped_weight_mm(operands[0].columnwise, operands[0].columnwise, exact, torch.float32)
     same = gemm.launch_weights(operands[1].columnwise, operands[1].columnwise, tiles, torch.float32, "tensor", precise=precise)

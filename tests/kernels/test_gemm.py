@@ -73,7 +73,7 @@ def test_a_cpu_multiplies_without_pytorchs_scaled_products(monkeypatch, kind, ou
     def absent(*arguments, **named):
         raise AssertionError("a scaled product of PyTorch")
 
-    for module, name in ((torch, "_scaled_mm"), (torch, "_scaled_grouped_mm"), (torch.nn.functional, "scaled_mm")):
+    for module, name in ((torch, "_scaled_mm"), (torch.nn.functional, "scaled_mm")):
         monkeypatch.setattr(module, name, absent)
     heights = {"row": None, "pieces": (1, 1), "squares": (1, 128), "squares left": (128, 1)}[kind]
     operands = []

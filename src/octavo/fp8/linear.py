@@ -26,6 +26,7 @@ from torch import Tensor
 from octavo.fp8.quantizer import DenseOperand, LinearQuantizer, Producer, has_one_scale
 from octavo.fp8.recipe import Granularity, Operand, Recipe
 from octavo.kernels import gemm
+from octavo.kernels.experts.gemm import grouped_mm_of_each, grouped_mm_of_splits
 from octavo.kernels.quantize.cast import transpose
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 
@@ -125,8 +126,8 @@ def saved_input_bytes(
 class GroupedGemms:
     """The products of several experts, which share a recipe and nothing else: each has a `LinearGemms` of its own.
 
-    Outputs and input gradients of all experts are one launch where PyTorch has a kernel for it; weight gradients are one
-    product an expert.
+    Outputs and input gradients of all experts are one launch where stacked experts' are (`octavo.kernels.experts.gemm`);
+    weight gradients are one product an expert.
     """
 
     def __init__(self, experts: Sequence[LinearGemms], splits: list[int]) -> None:
@@ -139,8 +140,8 @@ class GroupedGemms:
         """y [M, N] of all experts. rows: their inputs [M, K] before the casts, the operand in high precision."""
         if self.recipe is not None:
             pairs = [one.rowwise for one in x], [one.rowwise for one in w]
-            return gemm.grouped_scaled_mm(*pairs, out_dtype=self.out_dtype, biases=biases)
-        y = gemm.grouped_mm(rows, self.splits, _stacked(w).transpose(1, 2))
+            return grouped_mm_of_each(*pairs, out_dtype=self.out_dtype, biases=biases)
+        y = grouped_mm_of_splits(rows, self.splits, _stacked(w).transpose(1, 2))
         for part, bias in zip(y.split(self.splits), biases, strict=True):
             if bias is not None:
                 part.add_(bias.to(part.dtype))
@@ -150,10 +151,10 @@ class GroupedGemms:
         """dx [M, K] of all experts. rows: the gradients [M, N] before the casts. w: as saved."""
         w = [expert.restored_weight(saved) for expert, saved in zip(self.experts, w, strict=True)]
         if self.recipe is None:
-            return gemm.grouped_mm(rows, self.splits, _stacked(w))
+            return grouped_mm_of_splits(rows, self.splits, _stacked(w))
         precise = self.recipe.precise["input_gradient"]
         pairs = [one.rowwise for one in dy], [one.columnwise for one in w]
-        return gemm.grouped_scaled_mm(*pairs, out_dtype=self.out_dtype, precise=precise)
+        return grouped_mm_of_each(*pairs, out_dtype=self.out_dtype, precise=precise)
 
 
 def _stacked(weights: Sequence[QuantizedTensor]) -> Tensor:

@@ -8,7 +8,6 @@ so only the order of the float32 sums differs.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -96,7 +95,7 @@ def scaled_mm(
     if not is_native(a.device):
         product = _emulated_operator if is_opaque(a) else _emulated
         return product(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
-    rowwise = _by_row(a, a_scale_inv) and _by_row(b, b_scale_inv)
+    rowwise = is_by_row(a, a_scale_inv) and is_by_row(b, b_scale_inv)
     if not rowwise and a_scale_inv.dim() > 0:
         return _blockwise(a, a_scale_inv, b, b_scale_inv, out_dtype, bias)
     columns = b.shape[0]
@@ -170,26 +169,6 @@ def high_precision_mm(
     return _to(out, out_dtype)
 
 
-def grouped_scaled_mm(
-    a: Sequence[Operand],
-    b: Sequence[Operand],
-    *,
-    out_dtype: torch.dtype,
-    precise: bool = False,
-    biases: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """`scaled_mm` of each pair, the results one below the other: [M₀ + M₁ + …, N]. A group may have no rows.
-
-    Groups are cast one by one, and their sizes are known on the host; `octavo.kernels.experts.gemm` has products of rows that
-    were cast together.
-    """
-    biases = biases or [None] * len(b)
-    some = [i for i, (data, _) in enumerate(a) if data.shape[0]]
-    if len(some) > 1 and _joins_groups([a[i] for i in some], [b[i] for i in some]):
-        return _grouped_rows([a[i] for i in some], [b[i] for i in some], [biases[i] for i in some], out_dtype, precise)
-    return torch.cat(scaled_mm_of_each(a, b, biases, out_dtype=out_dtype, precise=precise))
-
-
 def scaled_mm_of_each(
     a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], *, out_dtype: torch.dtype, precise: bool
 ) -> list[Tensor]:
@@ -200,66 +179,10 @@ def scaled_mm_of_each(
     ]
 
 
-def _joins_groups(a: Sequence[Operand], b: Sequence[Operand]) -> bool:
-    """True if one kernel takes all groups: PyTorch has one for Hopper, of E4M3 with a scale a row, in multiples of 16."""
-    return (
-        has_grouped_products(a[0][0].device)
-        and all(x.dtype == torch.float8_e4m3fn and _by_row(x, scale) for x, scale in (*a, *b))
-        and b[0][0].shape[0] % ALIGNMENT == b[0][0].shape[1] % ALIGNMENT == 0
-    )
-
-
-def _grouped_rows(
-    a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], out_dtype: torch.dtype, precise: bool
-) -> Tensor:
-    """All groups in one launch. Each begins at a multiple of 16 rows: the kernel's loads of scales need it too."""
-    rows = [data.shape[0] for data, _ in a]
-    padded = [-(-count // ALIGNMENT) * ALIGNMENT for count in rows]
-    data = torch.cat([_pad(x, ALIGNMENT, 1).view(torch.uint8) for x, _ in a]).view(a[0][0].dtype)
-    scales = torch.cat(
-        [functional.pad(scale.flatten(), (0, more - len(scale))) for (_, scale), more in zip(a, padded, strict=True)]
-    )
-    weights = torch.stack([x.contiguous().view(torch.uint8) for x, _ in b]).view(b[0][0].dtype)
-    out = torch._scaled_grouped_mm(
-        data,
-        weights.transpose(1, 2),
-        scales,
-        torch.stack([scale.flatten() for _, scale in b]),
-        offs=_ends(padded, data.device),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=not precise,
-    )
-    if rows != padded or any(bias is not None for bias in biases):
-        parts = [part[:count] for part, count in zip(out.split(padded), rows, strict=True)]
-        out = torch.cat([x if bias is None else x + bias.to(x.dtype) for x, bias in zip(parts, biases, strict=True)])
-    return _to(out, out_dtype)
-
-
-def takes_high_precision_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
-    """True if `grouped_mm` has one kernel for these: bfloat16 on Hopper, rows in multiples of 16 bytes."""
-    return len(b) > 1 and has_grouped_products(device) and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
-
-
-def grouped_mm(a: Tensor, ends: Tensor | Sequence[int], b: Tensor) -> Tensor:
-    """a [M, C] times its group's matrix of b [G, C, N], in bfloat16: [M, N], in one launch.
-
-    ends: int32 [G], the end of each group's rows on the device; or the rows of each group, known on the host.
-    """
-    if a.shape[0] == 0:
-        return a.new_zeros(0, b.shape[2])
-    return torch._grouped_mm(a.contiguous(), b, offs=ends if isinstance(ends, Tensor) else _ends(ends, a.device))
-
-
 @functools.cache
 def has_grouped_products(device: torch.device) -> bool:
-    """True if PyTorch multiplies several groups of rows in one launch here: Hopper."""
+    """True if the products of several groups of rows are one launch here (`octavo.kernels.experts.gemm`): Hopper."""
     return device.type == "cuda" and not torch.version.hip and capability(device) == (9, 0)
-
-
-def _ends(rows: Sequence[int], device: torch.device) -> Tensor:
-    """End of each group, int32 [G]; copied without waiting for the device."""
-    ends = torch.tensor(list(itertools.accumulate(rows)), dtype=torch.int32)
-    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
 
 
 def _blockwise(
@@ -344,7 +267,8 @@ def _filled(scale_inv: Tensor, rows: int, columns: int) -> Tensor:
     return whole
 
 
-def _by_row(x: Tensor, scale_inv: Tensor) -> bool:
+def is_by_row(x: Tensor, scale_inv: Tensor) -> bool:
+    """True for FP8 [N, C] with a scale a row."""
     return scale_inv.shape == (x.shape[0], 1)
 
 
@@ -372,7 +296,7 @@ def _emulated(
         wide = torch.promote_types(out_dtype, torch.float32)
         if tensorwise:
             out = (a.to(wide) @ b.to(wide).t()) * (a_scale_inv * b_scale_inv)
-        elif _by_row(a, a_scale_inv) and _by_row(b, b_scale_inv):
+        elif is_by_row(a, a_scale_inv) and is_by_row(b, b_scale_inv):
             out = (a.to(wide) @ b.to(wide).t()) * a_scale_inv * b_scale_inv.t()
         else:
             out = reference.dequantize(a, a_scale_inv).to(wide) @ reference.dequantize(b, b_scale_inv).to(wide).t()

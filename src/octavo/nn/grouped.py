@@ -21,8 +21,8 @@ from octavo.fp8.linear import GroupedGemms, LinearGemms, operands
 from octavo.fp8.quantizer import DenseOperand, active_recipe
 from octavo.fp8.recipe import Granularity
 from octavo.fp8.scaling import ModuleState
-from octavo.kernels import gemm
 from octavo.kernels.autograd import refuse_second_derivative
+from octavo.kernels.experts.gemm import takes_groups
 from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.norm import check_input
 from octavo.nn.te_arguments import Draws, Init, Tracker, check
@@ -110,8 +110,8 @@ class GroupedLinear(nn.Module):
         recipes = [active_recipe(state, x.device) for state in states]
         recipe = recipes[0]
         if recipe is None:
-            grouped = gemm.takes_high_precision_groups(x.device, dtype, weights)
-        else:  # the one granularity of which PyTorch has a kernel for several groups
+            grouped = takes_groups(x.device, dtype, weights)
+        else:  # the one granularity whose groups go in one launch
             grouped = all(how.granularity is Granularity.ROW for how in recipe.casts.values())
         if grouped and all(other == recipe for other in recipes):
             experts = [LinearGemms(*pair, recipe, dtype, first) for pair in zip(states, weights, strict=True)]

@@ -4,18 +4,23 @@ PyTorch's grouped product of FP8 takes E4M3 with a scale a row alone. Here a per
 formats and every kind of scale; the sizes of groups stay on the device. bfloat16 goes to PyTorch's. Elsewhere there is one
 product an expert.
 
+Groups whose matrices are apart and whose sizes the host knows, as those of `octavo.nn.GroupedLinear`, go the same way.
+
     output            y  [R, N]    = x  [R, K] · w[expert] [N, K]ᵀ
     weight gradient   dw [E, N, K] = dy [R, N]ᵀ · x [R, K], over each expert's rows
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels import gemm, reference
@@ -155,8 +160,10 @@ def _descriptor(x: Tensor, *tile: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(tile))
 
 
-def launch_rows(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, kind: str, *, precise: bool) -> Tensor:
-    """Run the kernel; see `grouped_mm`. kind: "tensor", "row" or "block"."""
+def launch_rows(
+    a: Operand, b: Operand, experts_of_tiles: Tensor, ends: Tensor, out_dtype: torch.dtype, kind: str, *, precise: bool
+) -> Tensor:
+    """Run the kernel; see `grouped_mm`. experts_of_tiles, ends: of `Routes`. kind: "tensor", "row" or "block"."""
     (x, x_scale), (w, w_scale) = a, b
     assert x_scale is not None
     (rows, k), (experts, n, _) = x.shape, w.shape
@@ -167,7 +174,7 @@ def launch_rows(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, 
     programs = processors(x.device)
     _products_of_rows[(programs,)](
         _descriptor(x, TILE, tiles.depth), _descriptor(w.reshape(-1, k), tiles.columns, tiles.depth),
-        _descriptor(out, TILE, tiles.columns), x_scale, w_scale, routes.experts, routes.ends, rows, n, k, experts, programs,
+        _descriptor(out, TILE, tiles.columns), x_scale, w_scale, experts_of_tiles, ends, rows, n, k, experts, programs,
         SCALES=kind, SUMS=_EXACT_SUMS if precise else None, TILE_M=TILE, TILE_N=tiles.columns, TILE_K=tiles.depth,
         TOGETHER=_ROW_TILES_TOGETHER, DTYPE=_DTYPES[out_dtype],
         num_warps=tiles.warps, num_stages=tiles.stages,
@@ -201,13 +208,20 @@ def _takes(routes: Routes, *sizes: int) -> bool:
     return routes.tile == TILE and all(size % gemm.ALIGNMENT == 0 for size in sizes)
 
 
+def _of_pytorch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """In bfloat16, with groups of the rows of a or, of two matrices, of what is summed."""
+    if a.shape[0] == 0:
+        return a.new_zeros(0, b.shape[-1])
+    return torch._grouped_mm(a, b, offs=ends)
+
+
 def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *, precise: bool = False) -> Tensor:
     """a [R, C] times the matrix [N, C] of each row's expert, of b [E, N, C]: [R, N]; nothing is defined behind the last row."""
     (x, x_scale), (w, w_scale) = a, b
     if x_scale is None and _takes(routes, *w.shape[1:]) and x.dtype == out_dtype == torch.bfloat16:
-        return gemm.grouped_mm(x, routes.ends, w.transpose(1, 2))
+        return _of_pytorch(x, w.transpose(1, 2), routes.ends)
     if w_scale is not None and _takes(routes, *w.shape[1:]):
-        return launch_rows(a, b, routes, out_dtype, _kind_of_weight(w, w_scale), precise=precise)
+        return launch_rows(a, b, routes.experts, routes.ends, out_dtype, _kind_of_weight(w, w_scale), precise=precise)
     if not x.shape[0]:
         return x.new_zeros(0, w.shape[1], dtype=out_dtype)
     bounds = _bounds(routes)
@@ -231,7 +245,7 @@ def grouped_weight_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.d
     (dy, dy_scale), (x, x_scale) = a, b
     if dy_scale is None or x_scale is None:
         if _takes(routes, dy.shape[1], x.shape[1]) and dy.dtype == torch.bfloat16:
-            out = torch._grouped_mm(dy.t(), x, offs=routes.ends)
+            out = _of_pytorch(dy.t(), x, routes.ends)
             return out if out.dtype == out_dtype else out.to(out_dtype)
         rows = [(dy[begin:end].t(), x[begin:end]) for begin, end in _bounds(routes)]
         return torch.stack([gemm.high_precision_mm(*pair, out_dtype, recurring=False) for pair in rows])
@@ -261,3 +275,59 @@ def _bounds(routes: Routes) -> list[tuple[int, int]]:
         return routes.bounds
     ends = routes.ends.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def takes_groups(device: torch.device, dtype: torch.dtype, b: Sequence[Tensor]) -> bool:
+    """True if `grouped_mm_of_splits` has one launch for these: bfloat16 on Hopper, rows in multiples of 16 bytes."""
+    grouped = len(b) > 1 and gemm.has_grouped_products(device)
+    return grouped and dtype == torch.bfloat16 and all(n % 8 == 0 for n in b[0].shape)
+
+
+def grouped_mm_of_splits(a: Tensor, splits: Sequence[int], b: Tensor) -> Tensor:
+    """a [M, C], so many rows for each matrix of b [G, C, N], in bfloat16: [M, N], in one launch."""
+    return _of_pytorch(a.contiguous(), b, _on_device(list(itertools.accumulate(splits)), a.device))
+
+
+def grouped_mm_of_each(
+    a: Sequence[gemm.Operand],
+    b: Sequence[gemm.Operand],
+    *,
+    out_dtype: torch.dtype,
+    precise: bool = False,
+    biases: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """`octavo.kernels.gemm.scaled_mm` of each pair, one result below the other: [M₀ + M₁ + …, N]. A group may have no rows.
+
+    One launch where all have a scale a row, and sizes that the kernels take; else one product after the other.
+    """
+    biases = biases or [None] * len(b)
+    sizes = [len(data) for data, _ in a]
+    by_row = all(gemm.is_by_row(*operand) for operand in (*a, *b))
+    aligned = all(size % gemm.ALIGNMENT == 0 for size in b[0][0].shape)
+    several = sum(size > 0 for size in sizes) > 1
+    if not (several and by_row and aligned and gemm.has_grouped_products(a[0][0].device)):
+        return torch.cat(gemm.scaled_mm_of_each(a, b, biases, out_dtype=out_dtype, precise=precise))
+    high = [-(-size // TILE) * TILE for size in sizes]
+    tiles = [expert for expert, rows in enumerate(high) for _ in range(rows // TILE)]
+    ends, experts_of_tiles = _on_device([*itertools.accumulate(high), *tiles], a[0][0].device).split([len(b), len(tiles)])
+    data = torch.cat([_lengthened(x.view(torch.uint8), rows) for (x, _), rows in zip(a, high, strict=True)])
+    scales = torch.cat([_lengthened(scale, rows) for (_, scale), rows in zip(a, high, strict=True)])
+    matrices = torch.stack([x.contiguous().view(torch.uint8) for x, _ in b]).view(b[0][0].dtype)
+    of_matrices = torch.stack([scale for _, scale in b])
+    rows_of_all = (data.view(a[0][0].dtype), scales)
+    out = launch_rows(rows_of_all, (matrices, of_matrices), experts_of_tiles, ends, out_dtype, "row", precise=precise)
+    if sizes == high and all(bias is None for bias in biases):
+        return out
+    parts = [part[:size] for part, size in zip(out.split(high), sizes, strict=True)]
+    return torch.cat([x if bias is None else x + bias.to(x.dtype) for x, bias in zip(parts, biases, strict=True)])
+
+
+def _lengthened(x: Tensor, rows: int) -> Tensor:
+    """With zeros below."""
+    return x if len(x) == rows else functional.pad(x, (0, 0, 0, rows - len(x)))
+
+
+def _on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """int32, copied without waiting for the device."""
+    made = torch.tensor(numbers, dtype=torch.int32)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
