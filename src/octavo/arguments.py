@@ -66,6 +66,10 @@ GpuName = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
+Show = Annotated[
+    int | None,
+    typer.Option("--show", metavar="N", min=1, help="Also print the first N documents with their trained tokens coloured."),
+]
 Channels = Annotated[
     str | None,
     typer.Option(

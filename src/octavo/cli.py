@@ -222,7 +222,13 @@ def _say_start(run_file: str, console: Console) -> None:
 
 
 @app.command(cls=WithOverrides, epilog="Example: octavo prepare presets/demo.toml data.vocab_size=8192")
-def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Channels = None, as_json: AsJson = False) -> None:
+def prepare(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    show: options.Show = None,
+    channels: options.Channels = None,
+    as_json: AsJson = False,
+) -> None:
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     adopt_ranks(meet=False)
     config, channels_folder = _config(run_file, overrides), options.path(channels, "--channels")
@@ -238,6 +244,16 @@ def prepare(run_file: RunFile, overrides: Overrides = None, channels: options.Ch
         "tokens": counts,
     }
     text = [f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"]
+    if (show is not None or prepared.manifest.examples is not None) and _rank() == 0:
+        from octavo.data import show as shown
+
+        texts = shown.documents(prepared, show) if show else []
+        console = _console(quiet=as_json)
+        for number, runs in enumerate(texts, start=1):
+            console.rule(f"{number}", characters="─", style="none")
+            console.print(shown.colored(runs, plain=not console.color_system), soft_wrap=True)
+        text += shown.lines_of(prepared, config.data)
+        result |= shown.as_json(prepared, config.data, texts)
     if channels_folder is not None and _rank() == 0:
         from octavo.run.channels import write_channels
 

@@ -66,6 +66,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     found = {f"{section}.{key}" for section, table in written.items() for key in table}
     unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
     unset |= {"fp8.head", "fp8.fast_accumulation", "train.tokens", "train.epochs", "train.sample_prompt"}
+    unset |= {"data.format", "data.chat_template", "data.chat_template_variables"}
     unset |= {"data.validation_source"} | {key for key in known_keys() if key.startswith("moe.")}
     idle = {
         "model.resize",
@@ -77,6 +78,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
         "data.text_field",
         "data.subset",
         "data.split",
+        "data.overlong",
         "fp8.use_power_2_scales",
         "train.loss_scale",
         "parallel.cp_comm_type",

@@ -30,7 +30,25 @@ class DataConfig(Section):
     validation_split: str | None = Field(
         None, description="Split of a data set or a folder in `validation_source`; `split` when absent."
     )
+    format: Literal["chat", "prompt", "text"] | None = Field(
+        None,
+        description='"chat": conversations; "prompt": a prompt and its completion; "text": plain text or token ids; by the '
+        "names of the columns when absent.",
+    )
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
+    chat_template: str | None = Field(
+        None, description='A Jinja file, or "chatml", "llama-3" or "qwen3"; the tokenizer\'s own template when absent.'
+    )
+    chat_template_variables: dict[str, Any] = Field(
+        default_factory=dict, description="Variables of the chat template, such as { enable_thinking = false }."
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant",
+        description="Tokens of a conversation that are predicted: the assistant's turns, the last of them, or all tokens.",
+    )
+    faulty_rows: Literal["refuse", "drop"] = Field(
+        "refuse", description='A conversation that cannot be used exactly ends the preparation; "drop" counts it and goes on.'
+    )
     subset: str | None = Field(
         None, description='Configuration of a Hugging Face data set that has several, such as "wikitext-2-raw-v1".'
     )
@@ -44,6 +62,11 @@ class DataConfig(Section):
     sequence_length: int = Field(description="Tokens in a sequence.")
     packing: Literal["join", "documents"] = Field(
         "join", description='"join": one stream cut in sequences; "documents": attention and loss stay within a document.'
+    )
+    overlong: Literal["truncate", "cut", "drop"] | None = Field(
+        None,
+        description='Documents longer than a sequence, if packing = "documents": their first sequence alone ("truncate", for '
+        'conversations when absent), all as sequences ("cut", for text when absent), or none of them.',
     )
     max_documents: int | None = Field(None, ge=1, description="Documents to take, sampled by `seed`; all when absent.")
     max_tokens: int | None = Field(None, ge=2, description="Tokens to take; all when absent.")

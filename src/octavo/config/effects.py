@@ -133,6 +133,21 @@ _NEEDS = (
         ("data.vocab_size",), ("data.tokenizer",), lambda config: config.data.tokenizer == "train", 'data.tokenizer = "train"'
     ),
     _Need(
+        ("data.chat_template", "data.chat_template_variables", "data.train_on", "data.faulty_rows"),
+        ("data.format",),
+        lambda config: config.data.format != "text",
+        'data.format = "chat" or "prompt"',
+    ),
+    _Need(
+        ("data.chat_template", "data.chat_template_variables"),
+        ("data.format",),
+        lambda config: config.data.format != "prompt",
+        'data.format = "chat"',
+    ),
+    _Need(
+        ("data.overlong",), ("data.packing",), lambda config: config.data.packing == "documents", 'data.packing = "documents"'
+    ),
+    _Need(
         ("data.text_field",),
         ("data.source",),
         lambda config: _any_source([*config.data.sources, *config.data.validation_sources], ".txt"),

@@ -20,12 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from octavo._version import __version__
 from octavo.config.data import DataConfig
 from octavo.data import manifest, rng, tokenizer
+from octavo.data.chats import ExampleEncoder
 from octavo.data.corpus import Corpus
 from octavo.data.document_store import DocumentNumbers, DocumentStore, Ranges, collect
-from octavo.data.manifest import Counts, Manifest, Split
+from octavo.data.documents import Document
+from octavo.data.manifest import Counts, ExampleRecord, Manifest, Split
 from octavo.data.order import Mixture
-from octavo.data.readers import Document
-from octavo.data.token_files import NOTICE, Part, held_out, write_tokens
+from octavo.data.token_files import NOTICE, Part, Written, held_out, write_tokens
 from octavo.data.tokenizer import Encoder
 from octavo.errors import InputError
 from octavo.storage import write_atomic
@@ -50,12 +51,13 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
     bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     with bars as progress, DocumentStore(store_files[0]) as documents, DocumentStore(store_files[1]) as validation:
         said = corpus.notices
-        parts = _parts(config, corpus, documents, progress)
+        examples = ExampleEncoder(config, named)
+        parts = _parts(config, corpus, documents, progress, examples)
         if corpus.validation:
-            parts.append(_validation_part(config, corpus, validation, progress))
+            parts.append(_validation_part(config, corpus, validation, progress, examples))
             _check_alike(documents, validation)
             _check_apart(parts, partial(console.print, **NOTICE))
-        for notice in corpus.notices:
+        for notice in (*corpus.notices, *examples.notices):
             if notice not in said:  # of a data set, whose splits are known now
                 console.print(notice, **NOTICE)
         encoder = _encoder(config, named, parts, progress)
@@ -63,7 +65,10 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
             encoder.save(folder / "tokenizer")
             say = partial(progress.console.print, **NOTICE)
             encoder = tokenizer.proven(encoder, folder / "tokenizer", _excerpts(parts, config.seed), say)
+        if config.chat_template is not None and examples.template_used is not None:
+            tokenizer.with_chat_template(folder / "tokenizer", examples.template_used)
         written = write_tokens(config, parts, encoder, folder, progress)
+    record = _record(config, corpus, examples, written)
     for store_file in store_files:
         store_file.unlink()
     _check_unchanged(sources)
@@ -88,6 +93,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
         end_token_id=encoder.end if encoder else None,
         dtype=written.dtype,
         labels=written.labels,
+        examples=record,
         fingerprint=manifest.fingerprint(files, tokenizer_sha256, by_source),
     )
     write_atomic(folder / manifest.FILE, result.model_dump_json(indent=1) + "\n")
@@ -111,7 +117,30 @@ def split(documents: DocumentNumbers, config: DataConfig) -> tuple[DocumentNumbe
     return documents[~mask], documents[mask]
 
 
-def _parts(config: DataConfig, corpus: Corpus, documents: DocumentStore, progress: Progress) -> list[Part]:
+def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, written: Written) -> ExampleRecord | None:
+    """What was read of examples; refuses a mask that leaves out no token, which is a fault unless it is asked for."""
+    if not examples.counts.read or corpus.form.format in (None, "text"):
+        return None
+    counts = written.splits.values()
+    possible = sum(each.tokens - each.documents for each in counts)  # nothing predicts a document's first token
+    if config.train_on != "all" and sum(written.targets.values()) >= possible:
+        raise InputError(
+            "every token of the data would be trained (a trained share of 1), those of the users too: none is left out. Set "
+            'data.train_on = "all" if that is meant; else correct the chat template.'
+        )
+    template = examples.template_used
+    return ExampleRecord(
+        format="chat" if corpus.form.format == "chat" else "prompt",
+        read=examples.counts.read,
+        dropped=dict(sorted(examples.counts.dropped.items())),
+        turns_by=examples.by,
+        template_sha256=None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+    )
+
+
+def _parts(
+    config: DataConfig, corpus: Corpus, documents: DocumentStore, progress: Progress, examples: ExampleEncoder
+) -> list[Part]:
     """Read and split the sources: all as one part, or each as its own, with its share of the limits by weight."""
     read: list[tuple[str, Iterable[Document]]] = [(f"data.source = {config.source!r}", corpus)]
     if config.weights:
@@ -129,26 +158,35 @@ def _parts(config: DataConfig, corpus: Corpus, documents: DocumentStore, progres
             )
         selected = collect(
             documents,
-            progress.track(source, total=None, description="reading documents"),
+            progress.track(examples(source), total=None, description="reading documents"),
             count=None if counts is None else counts[number],
             seed=config.seed,
             max_bytes=None if limit is None else limit * _LONGEST_TOKEN,
         )
         if not len(selected):
-            raise InputError(f"{name} holds no text: every document is empty. Change data.source.")
+            raise _holds_nothing(name, "data.source", examples)
         found.append(Part(name, documents, *split(selected, config), needed, limit))
     documents.seal()
     return found
 
 
-def _validation_part(config: DataConfig, corpus: Corpus, documents: DocumentStore, progress: Progress) -> Part:
+def _holds_nothing(name: str, key: str, examples: ExampleEncoder) -> InputError:
+    if dropped := examples.counts.dropped:
+        reasons = ", ".join(f"{reason} ({count:,})" for reason, count in dropped.most_common())
+        return InputError(f'{name}: all rows are dropped: {reasons}. Set data.faulty_rows = "refuse" to see the first one.')
+    return InputError(f"{name} holds no text: every document is empty. Change {key}.")
+
+
+def _validation_part(
+    config: DataConfig, corpus: Corpus, documents: DocumentStore, progress: Progress, examples: ExampleEncoder
+) -> Part:
     """Read data.validation_source."""
     name = f"data.validation_source = {config.validation_source!r}"
     read = (document for source in corpus.validation for document in source.documents())
-    tracked = progress.track(read, total=None, description="reading validation documents")
+    tracked = progress.track(examples(read), total=None, description="reading validation documents")
     found = collect(documents, tracked, count=None, seed=config.seed, max_bytes=None)
     if not len(found):
-        raise InputError(f"{name} holds no text: every document is empty. Change data.validation_source.")
+        raise _holds_nothing(name, "data.validation_source", examples)
     documents.seal()
     return Part(name, documents, found[:0], found, ("validation",))
 

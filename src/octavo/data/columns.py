@@ -107,6 +107,16 @@ _BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
 """Columns beside text → whether their value says nothing, and the remedy otherwise."""
 
 
+_BESIDE_EXAMPLES: dict[str, tuple[Callable[[_Array], bool], str]] = {
+    **{name: check for name, check in _BESIDE_TEXT.items() if name != LABELS},
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios", "pixel_values"),
+        (lambda value: value.size == 0, "Octavo trains on text alone: remove it"),
+    ),
+}
+"""Columns beside conversations, or prompts and completions → whether their value says nothing, and the remedy otherwise."""
+
+
 def _key(name: str) -> str:
     """A name as the tables have it: Loss-Mask is loss_mask."""
     return name.lower().replace("-", "_")
@@ -150,6 +160,23 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
         nothing, remedy = _BESIDE_TEXT[_key(name)]
         if name != text_field and not nothing(_array(_number(row[name]))):
             raise InputError(f"{origin}: {name!r} beside text cannot be used: {remedy}.")
+
+
+def is_of_tokens(name: str) -> bool:
+    """True for a column that `check_examples` reads."""
+    return _key(name) in _BESIDE_EXAMPLES
+
+
+def check_examples(row: Mapping[str, Any], origin: str) -> None:
+    """Refuse weights, masks of tokens and images beside a conversation, or a prompt and its completion.
+
+    Raises:
+        InputError: the column, and the remedy.
+    """
+    for name in row:
+        nothing, remedy = _BESIDE_EXAMPLES.get(_key(name), (None, ""))
+        if nothing is not None and row[name] is not None and not nothing(_array(_number(row[name]))):
+            raise InputError(f"{origin}: {name!r} beside an example cannot be used: {remedy}.")
 
 
 def tokens_of(row: Mapping[str, Any], origin: str) -> tuple[npt.NDArray[np.uint32], Int64 | None]:

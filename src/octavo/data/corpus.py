@@ -17,7 +17,8 @@ from pathlib import Path
 from octavo.config.data import DataConfig, kind_of
 from octavo.data import folders, python_source, readers
 from octavo.data.columns import ShiftedLabels
-from octavo.data.readers import Document
+from octavo.data.documents import Document
+from octavo.data.forms import Form
 from octavo.errors import InputError, nearest, some, unknown
 from octavo.storage import names_a_path, path_of, taken_for_a_path
 
@@ -55,6 +56,7 @@ class Corpus:
     Attributes:
         sources: those of `data.source`.
         validation: those of `data.validation_source`.
+        form: what a row of any of them holds.
 
     Raises:
         InputError: a file is missing or named twice, a glob matches nothing, or a kind of file is not supported.
@@ -64,13 +66,21 @@ class Corpus:
         names, held_out = source_names(config), config.of_validation
         # Where the splits of a name validate each other, its training text is a split too.
         in_splits = set() if config.split or not config.validation_split else {*config.validation_sources}
-        self.sources = _found(names, config, _KEY, in_splits)
+        self.form = Form(config)
+        self.sources = _found(names, config, self.form, _KEY, in_splits)
         self.validation: list[Source] = []
         if held_out is not None:
             names = [*names, *source_names(held_out, _VALIDATION_KEY)]
-            self.validation = _found(held_out.sources, held_out, _VALIDATION_KEY)
+            self.validation = _found(held_out.sources, held_out, self.form, _VALIDATION_KEY)
         _check_distinct([*self.sources, *self.validation], names, len(self.sources))
         _check_in_parts(config, self.sources, self.validation)
+        if config.format not in (None, "text"):
+            for name, source in zip(names, (*self.sources, *self.validation), strict=True):
+                if source.text:
+                    raise InputError(
+                        f"{name!r} is text, and has no columns for data.format = {config.format!r}. Remove it, or name "
+                        "a .jsonl, .csv or .parquet file, or a data set."
+                    )
 
     @property
     def files(self) -> list[Path]:
@@ -79,8 +89,9 @@ class Corpus:
 
     @property
     def notices(self) -> list[str]:
-        """Messages about what is left out of the sources, as far as it is known."""
-        return [notice for source in (*self.sources, *self.validation) for notice in source.notices]
+        """Messages about the form of the sources and what is left out of them, as far as it is known."""
+        form = [self.form.notice] if self.form.notice else []
+        return [*form, *(notice for source in (*self.sources, *self.validation) for notice in source.notices)]
 
     def __iter__(self) -> Iterator[Document]:
         for source in self.sources:
@@ -161,13 +172,13 @@ def source_names(config: DataConfig, key: str = "data.source") -> list[str]:
     return config.sources
 
 
-def _found(names: Sequence[str], config: DataConfig, key: str, in_splits: Collection[str] = ()) -> list[Source]:
+def _found(names: Sequence[str], config: DataConfig, form: Form, key: str, in_splits: Collection[str] = ()) -> list[Source]:
     """The sources of these names; of those `in_splits` the split for training."""
     sources = []
     for name in names:
         own = config.model_copy(update={"split": readers.DEFAULT_SPLIT}) if name in in_splits else config
         with path_of(key, name):
-            source = _find(name, own, key)
+            source = _find(name, own, form, key)
             sources.append(replace(source, documents=partial(_unshifted, source.documents)))
     return sources
 
@@ -181,7 +192,7 @@ def _unshifted(documents: Callable[[], Iterator[Document]]) -> Iterator[Document
         yield document
 
 
-def _find(name: str, config: DataConfig, key: str) -> Source:
+def _find(name: str, config: DataConfig, form: Form, key: str) -> Source:
     if name.startswith("python:"):
         if name not in _PYTHON:
             raise unknown("data source", name, _PYTHON, key=key)
@@ -190,25 +201,25 @@ def _find(name: str, config: DataConfig, key: str) -> Source:
         return Source(python_files, lambda: read(python_files()), text=True)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _folder(path, config, key)
+        return _folder(path, config, form, key)
     if path.exists():
-        return _files(name, [path], config, key)
+        return _files(name, [path], form, key)
     if glob.has_magic(name):
         matches = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute patterns)
         files = sorted(match for match in matches if not match.is_dir())
         if not files:
             raise _no_match(name, path, key)
-        return _files(name, files, config, key)
+        return _files(name, files, form, key)
     hint = _similar(path)
     if names_a_path(name):
         raise InputError(f"{key} = {name!r}: there is no such file{taken_for_a_path(name)}.{hint} Change {key}.")
     notices: list[str] = []
     split = config.split or readers.DEFAULT_SPLIT
-    read_hub = partial(readers.from_hub, name, config, hint, key, notices.append)
+    read_hub = partial(readers.from_hub, name, config, form, hint, key, notices.append)
     return Source(list, read_hub, split=split, in_parts=True, notices=notices)
 
 
-def _files(name: str, files: Sequence[Path], config: DataConfig, key: str) -> Source:
+def _files(name: str, files: Sequence[Path], form: Form, key: str) -> Source:
     for path in files:
         folders.check_regular(path)
         if readers.reader_of(path) is None:
@@ -216,11 +227,11 @@ def _files(name: str, files: Sequence[Path], config: DataConfig, key: str) -> So
                 f"{key} = {name!r}: cannot read {str(path)!r}, a {''.join(path.suffixes[-2:]) or 'nameless'} file. "
                 f"Known: {readers.KNOWN}."
             )
-    text = True if kind_of(files[0].name) in (".txt", ".csv") else None
-    return Source(lambda: files, lambda: readers.read_files(files, config.text_field), text=text)
+    text = True if kind_of(files[0].name) == ".txt" else None
+    return Source(lambda: files, lambda: readers.read_files(files, form), text=text)
 
 
-def _folder(path: Path, config: DataConfig, key: str) -> Source:
+def _folder(path: Path, config: DataConfig, form: Form, key: str) -> Source:
     """A data set by its card or as it was saved; of any other folder all files of known kinds, or those of `data.split`."""
     name, prepared = f"{key} = {str(path)!r}", Path(config.folder).expanduser()
     with path_of("data.folder", config.folder):
@@ -234,9 +245,9 @@ def _folder(path: Path, config: DataConfig, key: str) -> Source:
     saved = folders.is_saved(path)
     if saved or folders.has_card(path):
         split = config.split or readers.DEFAULT_SPLIT
-        read = partial(readers.from_saved, path, config, key, notices.append)
+        read = partial(readers.from_saved, path, config, form, key, notices.append)
         if not saved:
-            read = partial(readers.from_card, path, config, key, files, notices.append)
+            read = partial(readers.from_card, path, config, form, key, files, notices.append)
         return Source(lambda: files, read, split=split, in_parts=True, notices=notices)
     known = [file for file in files if readers.reader_of(file)]
     if not known:
@@ -252,7 +263,7 @@ def _folder(path: Path, config: DataConfig, key: str) -> Source:
                 f"{f'there is {splits}' if splits else 'none is for any split'}. Change data.split, or leave it out to read "
                 "every file."
             )
-    source = _files(str(path), chosen, config, key)
+    source = _files(str(path), chosen, form, key)
     return replace(source, in_parts=True, notices=folders.left_out(name, path, files, chosen, config.split))
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.data import rng
+from octavo.data.documents import Document
 from octavo.data.pieces import PIECE, piece_ends
-from octavo.data.readers import Document
 from octavo.errors import InputError
 
 DocumentNumbers = npt.NDArray[np.int64]

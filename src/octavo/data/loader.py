@@ -22,6 +22,8 @@ from octavo.data.packing import IGNORED, Batch, Packing, Sequences, concatenated
 from octavo.data.prepared import PreparedData
 from octavo.errors import InputError, OctavoError, some
 
+Overlong = Literal["truncate", "cut", "drop"]
+
 
 class BatchLoader:
     """Batches of one split for one rank of data parallelism.
@@ -33,6 +35,7 @@ class BatchLoader:
         micro_batch: sequences in a micro-batch of one rank; None: the rank's whole share.
         dp_rank, dp_size: rank and size of the data-parallel group.
         weights: `data.weights` of the section that was prepared.
+        overlong: `data.overlong`.
 
     Raises:
         InputError: ranks × micro-batch does not divide the global batch, or the split is empty, or a source with a weight.
@@ -51,9 +54,10 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         weights: Sequence[float] = (),
+        overlong: Overlong | None = None,
     ) -> None:
         self.micro_batch, _ = fit_batch(global_batch, micro_batch, dp_size)
-        self._sequences = sequences_of(prepared, split, sequence_length=sequence_length, packing=packing)
+        self._sequences = sequences_of(prepared, split, sequence_length=sequence_length, packing=packing, overlong=overlong)
         if not len(self._sequences):
             raise InputError(_empty(prepared, split))
         if split == "train" and 0 in self._sequences.of_source:
@@ -65,20 +69,27 @@ class BatchLoader:
         self._ranks = dp_size
         self._order = _order(self._sequences, weights, seed)
         self._ordering = threading.Lock()
+        balance = packing == "documents" and dp_size > 1
+        self._work = self._sequences.packing.work(sequence_length) if balance else None
 
     def step(self, first_sample: int) -> list[Batch]:
-        """This rank's micro-batches, a contiguous part of the global batch that begins at `first_sample`.
+        """This rank's micro-batches of the global batch that begins at `first_sample`.
 
-        Samples are counted from 0 over all epochs.
+        Samples are counted from 0 over all epochs. A rank has a contiguous part, of documents that are packed apart a balanced
+        one (`balanced`).
         """
         if first_sample < 0:
             raise ValueError(f"sample numbers start at 0, not {first_sample}")
         share = self.global_batch // self._ranks
         size = self.micro_batch
-        start = first_sample + self._rank * share
+        first, count = first_sample, self.global_batch
+        if self._work is None:
+            first, count = first_sample + self._rank * share, share
         with self._ordering:  # one thread computes the order of an epoch, the others wait for it
-            indices = [self._order[sample] for sample in range(start, start + share)]
-        return [self._batch(indices[at : at + size]) for at in range(0, share, size)]
+            indices = [self._order[sample] for sample in range(first, first + count)]
+        if self._work is None:
+            return [self._batch(indices[at : at + size]) for at in range(0, share, size)]
+        return [self._batch(own) for own in balanced(indices, self._work[indices].tolist(), self._ranks, size)[self._rank]]
 
     def epoch(self, steps: int) -> float:
         """The epoch after this many steps: 1.25 when a quarter of the sequences was trained twice.
@@ -125,6 +136,32 @@ class BatchLoader:
         return batch
 
 
+def balanced(indices: Sequence[int], work: Sequence[int], ranks: int, micro_batch: int) -> list[list[list[int]]]:
+    """The sequences of a global batch by rank and micro-batch: those of a micro-batch have about the same work on all ranks.
+
+    Ranks wait for each other in every micro-batch. So sequences are taken in decreasing work, as many as a micro-batch has on
+    all ranks, and each goes to the rank with the least so far that has room. The global batch is the same whatever the ranks.
+
+    Args:
+        indices: sequences of the global batch.
+        work: of each of them.
+
+    Returns:
+        [ranks][micro-batches][micro_batch] sequences.
+    """
+    decreasing = sorted(range(len(indices)), key=lambda at: -work[at])  # stable: the same on every rank
+    found: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for first in range(0, len(indices), ranks * micro_batch):
+        loads, rows = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[int]]
+        for at in decreasing[first : first + ranks * micro_batch]:
+            rank = min((rank for rank in range(ranks) if len(rows[rank]) < micro_batch), key=lambda rank: loads[rank])
+            rows[rank].append(indices[at])
+            loads[rank] += work[at]
+        for rank in range(ranks):
+            found[rank].append(rows[rank])
+    return found
+
+
 class Passes(NamedTuple):
     """The epochs of a source in a number of steps; of all sources together, where they have no weights."""
 
@@ -138,7 +175,9 @@ class Passes(NamedTuple):
 
 def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Passes]:
     """Epochs of each source in a run of this many samples; empty if there is no sequence to train on."""
-    sequences = sequences_of(prepared, "train", sequence_length=config.sequence_length, packing=config.packing)
+    sequences = sequences_of(
+        prepared, "train", sequence_length=config.sequence_length, packing=config.packing, overlong=config.overlong
+    )
     if not all(sequences.of_source):
         return []
     epochs = _order(sequences, config.weights, config.seed).epochs(samples)
@@ -161,17 +200,33 @@ def unused_sources(config: DataConfig, samples: int) -> str:
     )
 
 
+def treatment(prepared: PreparedData, overlong: Overlong | None) -> Overlong:
+    """`data.overlong`, or its default: the later part of a conversation would be trained without its beginning."""
+    return overlong or ("cut" if prepared.manifest.examples is None else "truncate")
+
+
 def sequences_of(
-    prepared: PreparedData, split: Split, *, sequence_length: int, packing: Literal["join", "documents"]
+    prepared: PreparedData,
+    split: Split,
+    *,
+    sequence_length: int,
+    packing: Literal["join", "documents"],
+    overlong: Overlong | None = None,
 ) -> Sequences:
-    """The sequences of a split with a target, by number. Where sources have weights, no sequence has text of two."""
+    """The sequences of a split with a target, by number. Where sources have weights, no sequence has text of two.
+
+    overlong: `data.overlong`, for documents that are packed apart.
+    """
     tokens, offsets, labels = prepared.tokens(split), prepared.offsets(split), prepared.labels(split)
     parts: list[Packing] = []
     first_tokens, document = [], 0
     for part in prepared.manifest.parts.get(split) or [Counts(documents=len(offsets) - 1, tokens=len(tokens))]:
         first = int(offsets[document])
         own = offsets[document : document + part.documents + 1] - offsets[document]
-        packed = join(part.tokens, sequence_length) if packing == "join" else pack_documents(own, sequence_length)
+        if packing == "join":
+            packed = join(part.tokens, sequence_length)
+        else:
+            packed = pack_documents(own, sequence_length, overlong=treatment(prepared, overlong))
         parts.append(packed if labels is None else packed.with_targets(labels[first : first + part.tokens]))
         first_tokens.append(first)
         document += part.documents
@@ -191,6 +246,12 @@ def _empty(prepared: PreparedData, split: Split, source: int | None = None) -> s
         return (
             "there is no validation data: data.validation_fraction = 0. Set it above 0, such as 0.05, or name a "
             "data.validation_source, to validate."
+        )
+    if prepared.manifest.examples is not None:
+        return (
+            f"the {split} split has {counts.documents:,} conversations or completions, but no trained token within a sequence: "
+            "all are longer than data.sequence_length before their answers, or dropped (data.overlong). Raise "
+            "data.sequence_length."
         )
     where = "" if source is None else f" of data.source {prepared.manifest.key['source'][source]!r}"
     if prepared.manifest.labels is not None and counts.tokens >= 2:

@@ -15,9 +15,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.config.data import DataConfig
+from octavo.data.builtin_templates import BUILTIN
+from octavo.data.chats import chat_template
 from octavo.data.corpus import identity, source_names
 from octavo.data.readers import readable
-from octavo.data.tokenizer import check, tokenizer_files
+from octavo.data.tokenizer import ADDITIONAL_TEMPLATES, check, tokenizer_files
 from octavo.storage import sha256_file
 
 FORMAT = 3
@@ -56,6 +58,23 @@ class Counts(_Record):
     tokens: int
 
 
+class ExampleRecord(_Record):
+    """Conversations, or prompts with completions, that the data was prepared from.
+
+    Attributes:
+        format: "chat" or "prompt".
+        read: rows; `dropped` of them by reason.
+        turns_by: "marks" of the template or its "prefixes"; empty where all tokens are trained, and for prompts.
+        template_sha256: of the chat template.
+    """
+
+    format: Literal["chat", "prompt"]
+    read: int
+    dropped: dict[str, int]
+    turns_by: str
+    template_sha256: str | None
+
+
 class Manifest(_Record):
     """manifest.json.
 
@@ -63,6 +82,7 @@ class Manifest(_Record):
         key: the result of `key(config)`.
         parts: sizes by source where sources have weights.
         dtype, labels: of the token files, and of files of labels where not every token is a target.
+        examples: where the data was rows of a chat file.
     """
 
     format: int
@@ -79,6 +99,7 @@ class Manifest(_Record):
     end_token_id: int | None
     dtype: Literal["uint16", "uint32"]
     labels: Literal["int32", "int64"] | None = None
+    examples: ExampleRecord | None = None
     fingerprint: str
 
 
@@ -96,6 +117,16 @@ def key(config: DataConfig) -> dict[str, Any]:
     if config.of_validation is not None:
         names = source_names(config.of_validation, "data.validation_source")
         optional |= {"validation_source": [identity(name) for name in names], "validation_split": config.of_validation.split}
+    defaults = DataConfig.model_fields
+    for name in ("train_on", "faulty_rows"):
+        if (value := getattr(config, name)) != defaults[name].default:
+            optional[name] = value
+    if config.format is not None:
+        optional["form"] = config.format
+    if config.chat_template is not None:
+        optional["chat_template"] = hashlib.sha256(chat_template(config.chat_template).encode()).hexdigest()
+    if config.chat_template_variables:
+        optional["chat_template_variables"] = config.chat_template_variables
     return {
         "format": FORMAT,
         "source": [identity(name) for name in source_names(config)],
@@ -107,8 +138,13 @@ def key(config: DataConfig) -> dict[str, Any]:
 
 
 def source_files(config: DataConfig, corpus_files: Sequence[Path]) -> list[Path]:
-    """Every file on disk that the tokens depend on: those of the corpus and of a local tokenizer."""
-    return [*corpus_files, *tokenizer_files(config.tokenizer)]
+    """Every file on disk that the tokens depend on: those of the corpus, of a local tokenizer and of its chat templates."""
+    further: list[Path] = []
+    if config.tokenizer != "train":
+        further = sorted((Path(config.tokenizer).expanduser() / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+    if config.chat_template is not None and config.chat_template not in BUILTIN:
+        further.append(Path(config.chat_template).expanduser())
+    return [*corpus_files, *tokenizer_files(config.tokenizer), *further]
 
 
 def record(path: Path) -> SourceFile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,13 @@ class Packing:
     def __len__(self) -> int:
         return len(self.first_S) - 1
 
+    def work(self, sequence_length: int) -> Int64:
+        """[S] work of causal attention within documents: the sum of squares of their lengths, of the padding's too."""
+        if not len(self):
+            return np.empty(0, np.int64)
+        tokens_S, squares_S = (np.add.reduceat(each, self.first_S[:-1]) for each in (self.length_P, self.length_P**2))
+        return squares_S + (sequence_length - tokens_S) ** 2
+
     def with_targets(self, labels: npt.NDArray[Any]) -> Packing:
         """The sequences that have a target; no other trains anything. labels: [N] of the split, or of this part of it.
 
@@ -103,16 +110,20 @@ def join(tokens: int, sequence_length: int) -> Packing:
     return Packing(np.arange(whole) * sequence_length, np.full(whole, sequence_length), np.arange(whole + 1))
 
 
-def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing:
+def pack_documents(
+    offsets_D: npt.NDArray[Any], sequence_length: int, *, overlong: Literal["truncate", "cut", "drop"] = "cut"
+) -> Packing:
     """Pack documents without joining them: position ids restart at each, and attention and loss follow the position ids.
 
-    Documents longer than T are cut. Remainders and shorter documents are packed whole, by best fit in decreasing length (Ding
-    et al., "Fewer Truncations Improve Language Modeling", 2024): nearly as few sequences as with cuts everywhere, and no
-    needless cut takes a document's context. The price is some padding, and an index in memory of 16 bytes a document.
+    Documents longer than T are cut, or of them the first T tokens are taken, or none. Remainders and shorter documents are
+    packed whole, by best fit in decreasing length (Ding et al., "Fewer Truncations Improve Language Modeling", 2024): nearly as
+    few sequences as with cuts everywhere, and no needless cut takes a document's context. The price is some padding, and an
+    index in memory of 16 bytes a document.
 
     Args:
         offsets_D: [D + 1] start of each document in the split, and the end of the last.
         sequence_length: T.
+        overlong: documents longer than T: all of them as several pieces, the first piece, or nothing.
 
     Returns:
         Sequences in the order of their first token, pieces in order within each. Pieces of one token are left out: they have
@@ -120,6 +131,8 @@ def pack_documents(offsets_D: npt.NDArray[Any], sequence_length: int) -> Packing
     """
     start_D = np.asarray(offsets_D[:-1], np.int64)
     length_D = np.diff(np.asarray(offsets_D, np.int64))
+    if overlong != "cut":
+        length_D = np.where(length_D > sequence_length, sequence_length if overlong == "truncate" else 0, length_D)
     whole_D, rest_D = np.divmod(length_D, sequence_length)
     within = np.arange(whole_D.sum()) - np.repeat(np.cumsum(whole_D) - whole_D, whole_D)  # 0, 1, … in each document
     whole_start_P = np.repeat(start_D, whole_D) + within * sequence_length

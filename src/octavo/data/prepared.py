@@ -24,6 +24,7 @@ from rich.console import Console
 from octavo.config.data import DataConfig
 from octavo.data import manifest
 from octavo.data.build import build
+from octavo.data.chats import check_packing
 from octavo.data.corpus import Corpus, source_names
 from octavo.data.manifest import Manifest, Split
 from octavo.data.token_files import LABEL_FILES, NOTICE
@@ -90,6 +91,8 @@ def prepare(
     target = folder_of(config)
     found = _current(config, corpus, target, on_change, console)
     if found is not None:
+        if found.manifest.examples is not None:
+            check_packing(config)
         return found
     with path_of("data.folder", config.folder):
         made = [folder for folder in target.parents if not folder.exists()]

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from octavo.data.readers import Document
+from octavo.data.documents import Document
 
 _SITE = frozenset({"site-packages", "dist-packages"})
 _TESTS = frozenset({"test", "tests", "idle_test"})

@@ -16,21 +16,20 @@ import re
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from octavo import hub
 from octavo.config.data import COMPRESSED, DataConfig, counted, kind_of
-from octavo.data.columns import INPUT_IDS, check_text, column_of, tokens_of, wanted
-from octavo.errors import InputError, OctavoError, first_line, is_unreachable, nearest, some, unreachable
+from octavo.data.columns import INPUT_IDS
+from octavo.data.documents import Document
+from octavo.data.forms import Form, kind
+from octavo.errors import InputError, OctavoError, first_line, is_unreachable, some, unreachable
 from octavo.storage import is_lfs_pointer
 
 _ROWS = 1024
@@ -46,21 +45,7 @@ _SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # no expression such as train[:10%]
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text, or one list of token ids; `origin` is the file and line, for messages.
-
-    Attributes:
-        labels: the token at each position, or -100 where it is no target; None where every token is a target.
-    """
-
-    text: str | None
-    input_ids: npt.NDArray[np.uint32] | None
-    origin: str
-    labels: npt.NDArray[np.int64] | None = None
-
-
-def read_text(path: Path, text_field: str) -> Iterator[Document]:
+def read_text(path: Path, form: Form) -> Iterator[Document]:
     """The whole file as one document, without a byte order mark; line ends are unchanged."""
     data = bytearray()
     for line in _lines(path):
@@ -68,15 +53,15 @@ def read_text(path: Path, text_field: str) -> Iterator[Document]:
     yield Document(decoded(data, str(path)), None, str(path))
 
 
-def read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
-    """One JSON object a line: the text under `text_field`, else the token ids under `input_ids`."""
+def read_json_lines(path: Path, form: Form) -> Iterator[Document]:
+    """One JSON object a line: the text under `data.text_field`, the token ids under `input_ids`, or an example."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         origin = f"{path}, line {number}"
         # Files with a byte order mark each may have been joined.
         row = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
-        yield _from_object(row, text_field, origin)
+        yield _from_object(row, form, origin)
 
 
 class _Repeating(dict[str, Any]):
@@ -111,28 +96,28 @@ def _parsed(text: str, origin: str) -> Any:
     raise InputError(f"{origin} {fault}. Correct or remove it.")
 
 
-def read_json_array(path: Path, text_field: str) -> Iterator[Document]:
+def read_json_array(path: Path, form: Form) -> Iterator[Document]:
     """The objects of one JSON array, which is read whole: each as a line of JSON lines."""
     data = bytearray()
     for line in _lines(path):
         data += line
     values = _parsed(decoded(data, str(path)), str(path))
     if not isinstance(values, list):
-        raise InputError(f"{path} is {_kind(values)}, not a list of objects. Correct or remove it.")
+        raise InputError(f"{path} is {kind(values)}, not a list of objects. Correct or remove it.")
     for number, row in enumerate(values, start=1):
-        yield _from_object(row, text_field, f"{path}, row {number}")
+        yield _from_object(row, form, f"{path}, row {number}")
 
 
-def _from_object(row: Any, text_field: str, origin: str) -> Document:
+def _from_object(row: Any, form: Form, origin: str) -> Document:
     if not isinstance(row, dict):
-        raise InputError(f"{origin} is {_kind(row)}, not an object: write one object a line (JSON lines).")
+        raise InputError(f"{origin} is {kind(row)}, not an object: write one object a line (JSON lines).")
     if isinstance(row, _Repeating):
         raise InputError(f"{origin}: the key {row.key!r} stands there twice. Remove one of the two.")
-    return _from_row(row, text_field, origin)
+    return form.document(row, origin)
 
 
-def read_csv(path: Path, text_field: str, delimiter: str = ",") -> Iterator[Document]:
-    """The column `text_field` of rows under a line of names; quoted values may have several lines."""
+def read_csv(path: Path, form: Form, delimiter: str = ",") -> Iterator[Document]:
+    """The columns of text of rows under a line of names; quoted values may have several lines."""
     csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default, and documents are longer
     lines = (decoded(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
     rows = csv.reader(lines, strict=True, delimiter=delimiter)
@@ -144,7 +129,7 @@ def read_csv(path: Path, text_field: str, delimiter: str = ",") -> Iterator[Docu
             row = next(rows, None)
         except csv.Error as error:
             if not names:
-                _check_delimiter(path, text_field, origin, delimiter)
+                _check_delimiter(path, form, origin, delimiter)
             if "new-line character" in str(error):
                 raise InputError(
                     f"{origin} has a carriage return (CR) without a line feed. Save the file with LF or CRLF as line ends, or "
@@ -156,19 +141,19 @@ def read_csv(path: Path, text_field: str, delimiter: str = ",") -> Iterator[Docu
         if not row:
             continue
         if not names:
-            if text_field not in row:
-                _check_delimiter(path, text_field, origin, delimiter)
-            names, columns = row, _csv_columns(row, text_field, origin)
+            if not form.fits(row):
+                _check_delimiter(path, form, origin, delimiter)
+            names, columns = row, _csv_columns(row, form, origin)
         elif len(row) != len(names):
             raise InputError(
                 f"{origin}: the row has {len(row)} values, and there are {len(names)} columns. Quote values with commas or "
                 "line ends in them."
             )
         else:
-            yield _from_row({name: row[column] for name, column in columns.items()}, text_field, origin)
+            yield form.document({name: row[column] for name, column in columns.items()}, origin)
 
 
-def _check_delimiter(path: Path, text_field: str, origin: str, expected: str) -> None:
+def _check_delimiter(path: Path, form: Form, origin: str, expected: str) -> None:
     """Refuse a file whose line of names is divided by another delimiter than the expected one, the comma without a card."""
     if expected != ",":
         return
@@ -179,29 +164,28 @@ def _check_delimiter(path: Path, text_field: str, origin: str, expected: str) ->
                 (names,) = csv.reader([line], delimiter=delimiter, strict=True)
             except csv.Error:
                 continue
-            field = "" if text_field in names else ", and set data.text_field to one of them"
+            field = "" if form.fits(names) else ", and set data.text_field to one of them"
             raise InputError(
                 f"{origin}: the delimiter seems to be {delimiter!r}, with the columns {', '.join(map(repr, names))}. Save the "
                 f"file with commas between values{field}."
             )
 
 
-def _csv_columns(names: list[str], text_field: str, origin: str) -> dict[str, int]:
+def _csv_columns(names: list[str], form: Form, origin: str) -> dict[str, int]:
     """The columns that are read, by name: no token ids."""
     text = [name for name in names if name != INPUT_IDS]
-    if INPUT_IDS in names and text_field not in text:
+    if INPUT_IDS in names and not form.fits(text):
         raise InputError(
-            f"{origin}: there is no {text_field!r}, and {INPUT_IDS!r} of CSV would be text. Write token ids as JSON lines or "
-            "Parquet, or set data.text_field to a column of text."
+            f"{origin}: there is no {form.text_field!r}, and {INPUT_IDS!r} of CSV would be text. Write token ids as JSON lines "
+            "or Parquet, or set data.text_field to a column of text."
         )
-    _check_column(text, text_field, origin)
-    columns = wanted(text, text_field, ())
+    columns = form.wanted(text, (), origin)
     _check_once(columns, names, origin)
     return {name: names.index(name) for name in columns}
 
 
-def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
-    """The rows, in batches: `text_field`, else `input_ids` and the columns that belong to it."""
+def read_parquet(path: Path, form: Form) -> Iterator[Document]:
+    """The rows, in batches, of the columns of the form."""
     import pyarrow  # heavy
     import pyarrow.parquet
 
@@ -209,11 +193,11 @@ def read_parquet(path: Path, text_field: str) -> Iterator[Document]:
     try:
         with readable(path), pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
-            _check_column(schema.names, text_field, str(path))
-            columns = wanted(schema.names, text_field, [each.name for each in schema if pyarrow.types.is_nested(each.type)])
+            lists = [each.name for each in schema if pyarrow.types.is_nested(each.type)]
+            columns = form.wanted(schema.names, lists, str(path))
             _check_once(columns, schema.names, str(path))
             batches = file.iter_batches(batch_size=_ROWS, columns=columns)
-            for document in _from_batches((_values(batch, columns) for batch in batches), columns, text_field, str(path)):
+            for document in _from_batches((_values(batch, columns) for batch in batches), columns, form, str(path)):
                 done = f" behind {document.origin.removeprefix(str(path)).lstrip(', ')}"
                 yield document
     except (pyarrow.ArrowException, OSError) as error:
@@ -228,7 +212,7 @@ def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
         return {name: (each.as_py() for each in values) for name, values in found.items()}
 
 
-def from_hub(name: str, config: DataConfig, hint: str, key: str, say: Say) -> Iterator[Document]:
+def from_hub(name: str, config: DataConfig, form: Form, hint: str, key: str, say: Say) -> Iterator[Document]:
     """The documents of a data set of the Hub, identified by name and split: `datasets` verifies its files in its own cache.
 
     Raises:
@@ -250,10 +234,10 @@ def from_hub(name: str, config: DataConfig, hint: str, key: str, say: Say) -> It
             f'or give a local file or "python:docstrings" as {key}.'
         ) from None
     _say_other_splits(f"{key} = {name!r}", split, _rows_of_splits(data), say)
-    yield from _from_data_set(data, config.text_field, f"data set {name!r}")
+    yield from _from_data_set(data, form, f"data set {name!r}")
 
 
-def from_saved(path: Path, config: DataConfig, key: str, say: Say) -> Iterator[Document]:
+def from_saved(path: Path, config: DataConfig, form: Form, key: str, say: Say) -> Iterator[Document]:
     """The documents of one split of a folder that `save_to_disk` wrote."""
     import datasets
 
@@ -272,7 +256,7 @@ def from_saved(path: Path, config: DataConfig, key: str, say: Say) -> Iterator[D
         data = data[split]
     elif config.split is not None and config.split != str(data.split):
         raise InputError(f"{name} was saved without splits, so that it has no split {config.split!r}. Remove data.split.")
-    yield from _from_data_set(data, config.text_field, str(path))
+    yield from _from_data_set(data, form, str(path))
 
 
 def _damaged(folder: Path) -> Path | None:
@@ -292,7 +276,7 @@ def _damaged(folder: Path) -> Path | None:
     return None
 
 
-def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], say: Say) -> Iterator[Document]:
+def from_card(path: Path, config: DataConfig, form: Form, key: str, files: Sequence[Path], say: Say) -> Iterator[Document]:
     """The documents of one split of a local data set, whose files its card gives to splits.
 
     `datasets` reads the card, and files of which the card says how they are read, or of other kinds; the others are read here.
@@ -307,10 +291,12 @@ def from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], s
     with readable(root):
         root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="octavo-", dir=root) as cache:
-        yield from _from_card(path, config, key, files, say, cache)
+        yield from _from_card(path, config, form, key, files, say, cache)
 
 
-def _from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], say: Say, cache: str) -> Iterator[Document]:
+def _from_card(
+    path: Path, config: DataConfig, form: Form, key: str, files: Sequence[Path], say: Say, cache: str
+) -> Iterator[Document]:
     """`from_card`, with a folder for the files of `datasets`."""
     import datasets
 
@@ -326,7 +312,7 @@ def _from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], 
         if own:
             data, expected = None, _rows_of_splits(builder).get(split)
         else:
-            data, expected = _loaded(path, config, split, builder.config, cache), None
+            data, expected = _loaded(path, config, form, split, builder.config, cache), None
     except InputError:
         raise
     except Exception as error:
@@ -354,33 +340,32 @@ def _from_card(path: Path, config: DataConfig, key: str, files: Sequence[Path], 
         )
     if data is None:
         found = 0
-        for found, document in enumerate(read_files(chosen, config.text_field, find), start=1):  # noqa: B007
+        for found, document in enumerate(read_files(chosen, form, find), start=1):  # noqa: B007
             yield document
         if expected not in (None, found) and all(kind_of(each.name) != ".txt" for each in chosen):
             say(f"{name}: by its card (dataset_info) the split {split!r} has {expected:,} rows, and its files have {found:,}.")
         return
     if not chosen:
         _say_other_splits(name, split, _rows_of_splits(data), say)
-    yield from _from_data_set(data, config.text_field, str(path))
+    yield from _from_data_set(data, form, str(path))
 
 
-def _loaded(path: Path, config: DataConfig, split: str, card: Any, cache: str) -> Any:
+def _loaded(path: Path, config: DataConfig, form: Form, split: str, card: Any, cache: str) -> Any:
     """A split of a folder with a card, by `datasets`."""
     import datasets
 
     options: dict[str, Any] = {}
     csv_file = type(card).__name__ == "CsvConfig"
     if csv_file:  # otherwise pandas takes 007 for a number; NA stays nothing, which is refused by its row
-        options["converters"] = {config.text_field: str}
+        options["converters"] = dict.fromkeys(form.text_columns(), str)
         if card.index_col is None:  # otherwise it takes the first values of rows with too many for names, and shifts the others
             options["index_col"] = False
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Length of header or names does not match")
         data = datasets.load_dataset(str(path), config.subset, split=split, cache_dir=cache, **options)
-    if csv_file and f"{config.text_field}.1" in data.column_names:
-        raise InputError(
-            f"{path}: two columns are named {config.text_field!r}, or one {config.text_field + '.1'!r}. Rename or remove one."
-        )
+    for name in form.text_columns() if csv_file else ():
+        if f"{name}.1" in data.column_names:
+            raise InputError(f"{path}: two columns are named {name!r}, or one {name + '.1'!r}. Rename or remove one.")
     return data
 
 
@@ -425,9 +410,7 @@ def _say_other_splits(name: str, split: str, rows: Mapping[str, int | None], say
         say(f"{name}: the split {split!r} is read; left out: {', '.join(others)}.")
 
 
-def read_files(
-    files: Sequence[Path], text_field: str, find: Callable[[Path], Reader | None] | None = None
-) -> Iterator[Document]:
+def read_files(files: Sequence[Path], form: Form, find: Callable[[Path], Reader | None] | None = None) -> Iterator[Document]:
     """The documents of files of known kinds, one file after another.
 
     Args:
@@ -443,7 +426,7 @@ def read_files(
         if is_lfs_pointer(path):
             raise InputError(f"{path} is a pointer of Git LFS, and the file is elsewhere. Run git lfs pull in its repository.")
         try:
-            for document in reader(path, text_field):
+            for document in reader(path, form):
                 origin = document.origin
                 yield document
         except OctavoError:
@@ -460,14 +443,13 @@ def _unreadable(name: str, origin: str, error: Exception) -> InputError:
     return InputError(f"{where}: cannot be read: {first_line(error)}. Correct or replace it.")
 
 
-def _from_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
+def _from_data_set(data: Any, form: Form, name: str) -> Iterator[Document]:
     names = data.column_names
-    _check_column(names, text_field, name)
     lists = [each for each in names if type(data.features[each]).__name__ in ("List", "LargeList", "Sequence", "list")]
-    columns = wanted(names, text_field, lists)
+    columns = form.wanted(names, lists, name)
     origin = ""
     try:
-        for document in _from_batches(data.select_columns(columns).iter(batch_size=_ROWS), columns, text_field, name):
+        for document in _from_batches(data.select_columns(columns).iter(batch_size=_ROWS), columns, form, name):
             origin = document.origin
             yield document
     except OctavoError:
@@ -477,9 +459,9 @@ def _from_data_set(data: Any, text_field: str, name: str) -> Iterator[Document]:
 
 
 def _from_batches(
-    batches: Iterable[Mapping[str, Iterable[Any]]], columns: Sequence[str], text_field: str, name: str
+    batches: Iterable[Mapping[str, Iterable[Any]]], columns: Sequence[str], form: Form, name: str
 ) -> Iterator[Document]:
-    alone = columns == [text_field]  # nothing else to check
+    alone = form.is_plain(columns)
     rows = chain.from_iterable(zip(*(batch[column] for column in columns), strict=True) for batch in batches)
     for number in count(1):
         origin = f"{name}, row {number}"
@@ -492,30 +474,7 @@ def _from_batches(
         if alone and isinstance(values[0], str):
             yield Document(values[0], None, origin)
         else:
-            yield _from_row(dict(zip(columns, values, strict=True)), text_field, origin)
-
-
-def _from_row(row: Mapping[str, Any], text_field: str, origin: str) -> Document:
-    column = _check_column(row, text_field, origin)
-    if column == INPUT_IDS:
-        ids, labels = tokens_of(row, origin)
-        return Document(None, ids, origin, labels)
-    value = row[column]
-    if not isinstance(value, str):
-        raise InputError(f"{origin}: {column!r} is {_kind(value)}, not a string. Correct the row or change data.text_field.")
-    check_text(row, text_field, origin)
-    return Document(value, None, origin)
-
-
-def _check_column(names: Collection[str], text_field: str, where: str) -> str:
-    """The column of the documents; an InputError if there is none."""
-    column = column_of(names, text_field)
-    if column is None:
-        guess = nearest(text_field, names)
-        hint = f" Did you mean {guess!r}?" if guess else ""
-        found = ", ".join(map(repr, names)) or "nothing"
-        raise InputError(f"{where}: there is no {text_field!r}, only {found}.{hint} Change data.text_field.")
-    return column
+            yield form.document(dict(zip(columns, values, strict=True)), origin)
 
 
 def _check_once(columns: Sequence[str], names: Sequence[str], where: str) -> None:
@@ -587,13 +546,8 @@ def _decompressed(stored: IO[bytes], suffix: str) -> Iterator[IO[bytes]]:
         yield stored
 
 
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
-
-
-Reader = Callable[[Path, str], Iterator[Document]]
-"""(path, text_field) → documents."""
+Reader = Callable[[Path, Form], Iterator[Document]]
+"""(path, form) → documents."""
 
 _BY_KIND: dict[str, Reader] = {
     ".txt": read_text,

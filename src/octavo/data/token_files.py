@@ -65,6 +65,7 @@ class Written:
         parts: sizes of each part, in order.
         max_id: largest token id, of labels too.
         labels: dtype of the files of labels; None without.
+        targets: labels that are targets, by split; without files of labels not counted.
     """
 
     splits: dict[Split, Counts]
@@ -72,6 +73,7 @@ class Written:
     max_id: int
     dtype: Literal["uint16", "uint32"]
     labels: Literal["int32", "int64"] | None
+    targets: dict[Split, int]
 
 
 def write_tokens(
@@ -157,7 +159,9 @@ def write_tokens(
                     "every token."
                 )
     max_id = max(writer.max_id for writer in writers.values())
-    return Written({name: writer.counts for name, writer in writers.items()}, sizes, max_id, dtype, labels)
+    counts: dict[Split, Counts] = {name: writer.counts for name, writer in writers.items()}
+    trained: dict[Split, int] = {name: writer.targets for name, writer in writers.items()}
+    return Written(counts, sizes, max_id, dtype, labels, trained)
 
 
 def held_out(count: int, config: DataConfig, *, least: int) -> int:

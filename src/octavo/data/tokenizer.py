@@ -36,7 +36,8 @@ TRAINING_BYTES = 50_000_000
 _BATCH_CHARACTERS = 2**20
 _PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.tiktoken", "chat_template.*")
 _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
-_TEMPLATES = "additional_chat_templates"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's named chat templates."""
 _TEXT = 2**32 - 1
 """Id that stands for a text between special tokens: no vocabulary has it."""
 _SHOWN = 60
@@ -216,6 +217,11 @@ def _lost(encoder: Encoder, theirs: Any, texts: Sequence[str]) -> set[str]:
     return {character for character in lost if not character.isspace()}
 
 
+def transformers_tokenizer(name: str) -> Any:
+    """transformers' tokenizer of a folder or an id, which `load` has accepted."""
+    return _theirs(name, check(name))
+
+
 def _theirs(name: str, folder: Path | None) -> Any:
     """transformers' tokenizer of a folder, or of an id of the Hub."""
     try:
@@ -312,6 +318,20 @@ def tokenizer_files(name: str) -> list[Path]:
     return sorted({path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
+def with_chat_template(folder: Path, template: str) -> None:
+    """Set the chat template of a saved tokenizer, so that what is trained is what is served.
+
+    Raises:
+        InputError: transformers reads another template from the folder.
+    """
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if _theirs(str(folder), folder).get_chat_template() != template:
+        raise InputError(
+            "data.chat_template: transformers reads another chat template from the tokenizer of the run. Remove the "
+            "templates from the folder of data.tokenizer."
+        )
+
+
 def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
     """Write a tokenizer of which transformers reads the same from `target`.
 
@@ -331,8 +351,8 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
         elif files:
             for path in files:
                 shutil.copyfile(path, target / path.name)
-            if folder and (templates := folder / _TEMPLATES).is_dir():
-                shutil.copytree(templates, target / _TEMPLATES)
+            if folder and (templates := folder / ADDITIONAL_TEMPLATES).is_dir():
+                shutil.copytree(templates, target / ADDITIONAL_TEMPLATES)
         else:
             continue
         with suppress(InputError):

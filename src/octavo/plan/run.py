@@ -311,7 +311,8 @@ def steps_of_epochs(config: RunConfig, prepared: PreparedData) -> int:
     """Steps of `train.epochs` passes over the training data, rounded up."""
     data, epochs = config.data, config.train.epochs
     assert epochs is not None
-    sequences = len(sequences_of(prepared, "train", sequence_length=data.sequence_length, packing=data.packing))
+    length, packing, overlong = data.sequence_length, data.packing, data.overlong
+    sequences = len(sequences_of(prepared, "train", sequence_length=length, packing=packing, overlong=overlong))
     return max(1, math.ceil(math.ceil(epochs * sequences) / config.train.global_batch))
 
 

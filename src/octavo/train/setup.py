@@ -118,6 +118,7 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
         dp_rank=state.dp_rank,
         dp_size=plan.degrees.data,
         weights=config.data.weights,
+        overlong=config.data.overlong,
     )
 
 

@@ -1,0 +1,564 @@
+"""Conversations to token ids and labels: the chat template, and which of its tokens the model is trained to write.
+
+A conversation is written whole by the template (in transformers' Jinja sandbox) and encoded whole, as `apply_chat_template`
+does. Trained is what the model has to write when it is served: from the end of the prompt for a turn, with what asks for the
+turn, to the end-of-turn token with that token. The places come from the template's generation marks; else from the prompts
+themselves: a turn begins where `template(messages before it, add_generation_prompt)` ends, if the whole begins so, and it ends
+where `template(messages with it)` ends, without the white space behind its last token.
+
+Each place has to be the border of two tokens, with the tokens of the text before it as the first ones of the whole. A
+conversation for which anything of this does not hold is faulty: no label is a guess. The price is to encode each conversation
+once more for each border.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.config.data import DataConfig
+from octavo.data.builtin_templates import BUILTIN
+from octavo.data.columns import IGNORED
+from octavo.data.conversations import strings
+from octavo.data.documents import Completion, Conversation, Document, Faulty, Message
+from octavo.data.tokenizer import Encoder, transformers_tokenizer
+from octavo.errors import InputError, first_line, nearest
+from octavo.storage import names_a_path, path_of
+
+_AT_ONCE = 256
+"""Examples that are encoded together."""
+_SHOWN = 30
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THOUGHT_END = "</think>"
+
+Span = tuple[int, int]
+"""First character and end of a trained part of a text."""
+
+
+class _Fault(Exception):
+    """Why an example cannot be used exactly: a reason for counts, a sentence, and its remedy."""
+
+    def __init__(self, reason: str, sentence: str, remedy: str = "") -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.remedy = remedy
+
+
+@dataclass
+class ExampleCounts:
+    """Examples that were read: how many, and those that were dropped, by reason."""
+
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A text to encode, and its trained parts."""
+
+    text: str
+    spans: list[Span]
+    around: tuple[Sequence[int], Sequence[int]] = ((), ())  # ids before and behind; the second is trained
+
+
+class ExampleEncoder:
+    """Encodes the examples among documents; other documents pass.
+
+    Args:
+        config: the section.
+        encoder: that of `data.tokenizer`; None for one that would be trained.
+
+    Attributes:
+        counts: of the examples so far.
+        by: "marks" or "prefixes", where the places of turns came from; empty before the first one.
+        template_used: the template of the first conversation; None before it.
+    """
+
+    def __init__(self, config: DataConfig, encoder: Encoder | None) -> None:
+        self._config = config
+        self._encoder = encoder
+        self.counts = ExampleCounts()
+        self.by = ""
+        self.template_used: str | None = None
+        self._ends: set[str] = set()
+        self._loaded: Any = None
+        self._headed: dict[str, bool] = {}
+
+    def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """The documents in their order, with examples as token ids and labels; dropped ones are left out.
+
+        Raises:
+            InputError: a faulty example, unless `data.faulty_rows` = "drop"; no template, or no tokenizer for one.
+        """
+        rows = iter(documents)
+        while batch := list(islice(rows, _AT_ONCE)):
+            if any(document.example is not None for document in batch):
+                yield from self._encoded(batch)
+            else:
+                yield from batch
+
+    @property
+    def notices(self) -> list[str]:
+        """Messages about the template."""
+        found = []
+        if "strftime_now" in (self.template_used or "") and "date_string" not in self._config.chat_template_variables:
+            found.append(
+                "the chat template can write today's date into each conversation: data prepared on another day differs. "
+                'Set it, for templates that read it so: data.chat_template_variables = { date_string = "01 Jan 2026" }.'
+            )
+        end = self._tokenizer.eos_token if self._ends else None
+        if self._ends and end not in self._ends:
+            found.append(
+                f"turns end in {' or '.join(map(repr, sorted(self._ends)))}, and the end token of data.tokenizer is {end!r}: a "
+                "server has to stop at the first too (eos_token_id of generation_config.json)."
+            )
+        return found
+
+    def template(self, tools: bool = False) -> str:
+        """The template of conversations with or without tools.
+
+        Raises:
+            InputError: there is none, or `data.chat_template` names none.
+        """
+        name = self._config.chat_template
+        return chat_template(name) if name is not None else self._own_template(tools)
+
+    def _own_template(self, tools: bool) -> str:
+        key = f"data.tokenizer = {self._config.tokenizer!r}"
+        try:
+            template: str = self._tokenizer.get_chat_template(tools=[{}] if tools else None)
+        except ValueError as error:
+            fault = "has no chat template"
+            if self._tokenizer.chat_template is not None:
+                fault = f"has several chat templates and no default: {first_line(error)}"
+            raise InputError(
+                f"{key} {fault}. Name the tokenizer of a chat model, or set data.chat_template to a Jinja file or one of "
+                f"{', '.join(map(repr, BUILTIN))}."
+            ) from None
+        return template
+
+    @property
+    def _tokenizer(self) -> Any:
+        """transformers' tokenizer, which alone defines the ids of a conversation."""
+        if self._loaded is None:
+            if self._encoder is None:
+                raise InputError(
+                    'data.tokenizer = "train" has no chat template and no token that ends a turn: for conversations, or '
+                    "prompts with completions, name the model's tokenizer in data.tokenizer."
+                )
+            self._loaded = transformers_tokenizer(self._config.tokenizer)
+            if not self._loaded.is_fast:
+                raise InputError(
+                    f"data.tokenizer = {self._config.tokenizer!r} does not tell the place of a token in a text "
+                    f"({type(self._loaded).__name__} is no tokenizer of `tokenizers`). Name another, or give token ids with a "
+                    "loss_mask."
+                )
+        return self._loaded
+
+    def _encoded(self, batch: Sequence[Document]) -> Iterator[Document]:
+        check_packing(self._config)
+        written: dict[int, _Written] = {}
+        for number, document in enumerate(batch):
+            if document.example is not None:
+                self.counts.read += 1
+                try:
+                    written[number] = self._written(document)
+                except _Fault as fault:
+                    self._refuse_or_count(document, fault)
+        encoded = self._encode(written)
+        for number, document in enumerate(batch):
+            if document.example is None:
+                yield document
+            elif number in written:
+                try:
+                    yield self._labelled(document, written[number], *encoded[number])
+                except _Fault as fault:
+                    self._refuse_or_count(document, fault)
+
+    def _refuse_or_count(self, document: Document, fault: _Fault) -> None:
+        if self._config.faulty_rows == "drop":
+            self.counts.dropped[fault.reason] += 1
+            return
+        remedy = fault.remedy or "Correct or remove the row"
+        raise InputError(
+            f'{document.origin}: {fault}. {remedy}, or set data.faulty_rows = "drop" to leave out such rows and count them.'
+        )
+
+    def _written(self, document: Document) -> _Written:
+        example = document.example
+        if isinstance(example, Faulty):
+            raise _Fault(example.reason, example.sentence)
+        names = self._special_names()
+        if isinstance(example, Completion):
+            _check_names((example.prompt, example.completion), names)
+            return self._written_completion(example)
+        assert isinstance(example, Conversation)
+        _check_names((*strings(example.messages), *strings(example.tools or [])), names)
+        return self._written_conversation(example)
+
+    def _written_completion(self, example: Completion) -> _Written:
+        assert self._encoder is not None
+        if self._encoder.end is None and not self._encoder.suffix:
+            raise InputError(
+                f"data.tokenizer = {self._config.tokenizer!r} has no end token (eos_token), so that a model would never learn "
+                "to end a completion. Set its eos_token, or name another tokenizer."
+            )
+        whole = example.prompt + example.completion
+        first = 0 if self._config.train_on == "all" else len(example.prompt)
+        return _Written(whole, [(first, len(whole))], (self._encoder.prefix, self._encoder.suffix))
+
+    def _written_conversation(self, example: Conversation) -> _Written:
+        template = self.template(bool(example.tools))
+        marked = _MARK.search(template) is not None
+        self.template_used = self.template_used or template
+        whole, marks = self._render(example, len(example.messages), marked=marked)
+        bos = self._tokenizer.bos_token
+        if bos and whole.startswith(bos * 2):
+            raise _Fault("two BOS tokens", f"the chat template writes {bos!r} twice at the beginning", "Correct the template")
+        _check_written(example, whole)
+        if example.tools and self._writes_no_tools(example, whole):
+            raise _left_out("the tools")
+        if self._config.train_on == "all":
+            if not all(example.asked):
+                raise _Fault(
+                    "weights", 'a message has the weight 0, and data.train_on = "all" trains each', "Set another data.train_on"
+                )
+            return _Written(whole, [(0, len(whole))])
+        turns = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
+        chosen = [number for number in turns[-1 if self._config.train_on == "last" else 0 :] if example.asked[number]]
+        if not chosen:
+            raise _Fault("nothing to train", "no assistant's turn is to be trained, by the weights of its messages")
+        self.by = "marks" if marked else "prefixes"
+        if not marked:
+            return _Written(whole, [self._span(example, turn, whole) for turn in chosen])
+        joined = _joined(marks)
+        if len(joined) != len(turns):
+            raise _Fault(
+                "inexact mask",
+                f"the generation marks of the chat template name {len(joined)} parts, and there are {len(turns)} assistant's "
+                "turns",
+                "Put one {% generation %} around each turn with its end-of-turn token, or remove all marks",
+            )
+        spans = dict(zip(turns, joined, strict=True))
+        return _Written(whole, [self._checked_mark(example, turn, whole, spans[turn]) for turn in chosen])
+
+    def _render(
+        self, example: Conversation, count: int, *, prompt: bool = False, marked: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The first `count` messages as the template writes them, and its generation marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        variables = {**self._tokenizer.special_tokens_map, **self._config.chat_template_variables, **example.variables}
+        messages = [_with_reasoning(message) for message in example.messages[:count]]
+        try:
+            rendered, marks = render_jinja_template(
+                conversations=[messages],
+                tools=example.tools,
+                chat_template=self.template(bool(example.tools)),
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=prompt,
+                **variables,
+            )
+        except InputError:
+            raise
+        except Exception as error:  # of Jinja, and of Python within expressions
+            part = "" if count == len(example.messages) else f" the first {count} messages of"
+            raise _Fault(
+                "refused by the template", f"the chat template refuses{part} this conversation: {first_line(error).rstrip('.')}"
+            ) from None
+        return rendered[0], [tuple(mark) for mark in marks[0]] if marked else []
+
+    def _checked_mark(self, example: Conversation, turn: int, whole: str, span: Span) -> Span:
+        """A marked part, which has to be the turn, with its end-of-turn token and without what asks for it."""
+        start, end = span
+        text = whole[start:end]
+        message = example.messages[turn]
+        where = f"the generation mark of message {turn + 1}"
+        if (needle := _needle(message)) not in text:
+            raise _Fault("inexact mask", f"{where} does not have its text ({_shortened(needle)})", "Correct the template")
+        token = self._end_token(text)
+        if token is None:
+            raise _Fault(
+                "inexact mask",
+                f"{where} ends with {_shortened(text[-_SHOWN:])}, without the end-of-turn token, so that a model would not "
+                "learn to end its turn",
+                "Put {% endgeneration %} behind that token in the chat template",
+            )
+        self._ends.add(token)
+        try:
+            before, _ = self._render(example, turn, prompt=True)
+        except _Fault:  # of a part of the conversation: the mark stands
+            return span
+        if whole.startswith(before) and start < len(before):
+            raise _Fault(
+                "inexact mask",
+                f"{where} begins with {_shortened(whole[start : len(before)])}, which the prompt for a turn ends with, so that "
+                "a model is never to write it",
+                "Put {% generation %} behind it in the chat template",
+            )
+        return span
+
+    def _span(self, example: Conversation, turn: int, whole: str) -> Span:
+        """The trained part of a turn, by the texts of the conversation before it and with it."""
+        before, _ = self._render(example, turn, prompt=True)
+        there, _ = self._render(example, turn + 1)
+        self._check_prefix(example, turn, whole, before, "before")
+        ended = there.rstrip()
+        token = self._end_token(ended)
+        if token is None or len(ended) <= len(before):
+            raise _Fault(
+                "inexact mask",
+                f"the chat template ends message {turn + 1} with {_shortened(ended[-_SHOWN:])}, which is no token of the "
+                "tokenizer that ends a turn",
+                "Name the tokenizer that belongs to the template, or set data.chat_template",
+            )
+        self._check_prefix(example, turn, whole, ended, "to")
+        self._check_turn(example, turn, ended[len(before) : -len(token)], before)
+        self._ends.add(token)
+        return len(before), len(ended)
+
+    def _check_prefix(self, example: Conversation, turn: int, whole: str, before: str, what: str) -> None:
+        """Refuse a template that writes a part of the conversation otherwise where later messages follow."""
+        if whole.startswith(before):
+            return
+        at = next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole)))
+        start = max(at - _SHOWN // 2, 0)
+        last = max(number for number, message in enumerate(example.messages) if message["role"] == "assistant")
+        remedy = 'Set data.train_on = "last", which trains the last turn alone'
+        if turn == last:
+            remedy = "Remove the messages behind the last turn of the assistant"
+        raise _Fault(
+            "stripped turns",
+            f"the chat template writes the messages {what} message {turn + 1} otherwise once others follow: "
+            f"{before[start : at + _SHOWN]!r} becomes {whole[start : at + _SHOWN]!r}, so that the tokens of its turn are not "
+            "those that a model would write",
+            f"{remedy}, or a data.chat_template that keeps earlier turns",
+        )
+
+    def _check_turn(self, example: Conversation, turn: int, text: str, before: str) -> None:
+        """Refuse a turn (without its end-of-turn token) that is more than its message, or less."""
+        message = example.messages[turn]
+        needle = _needle(message)
+        if needle not in text:
+            raise _Fault(
+                "changed text",
+                f"the chat template does not write the text of message {turn + 1}, which begins {_shortened(needle)}",
+            )
+        for name, part in (("reasoning_content", _reasoning(message)), *(("tool_calls", name) for name in _called(message))):
+            if part.strip() not in text:
+                raise _Fault("changed text", f"the chat template does not write {name!r} of message {turn + 1}")
+        plain = not message.get("tool_calls")
+        lead = text[: text.index(needle)] if needle else text
+        if plain and (rest := text[text.rindex(needle) + len(needle) :]).strip():
+            raise _Fault(
+                "inexact mask",
+                f"the chat template writes {_shortened(rest.strip())} behind the text of message {turn + 1}, before the last "
+                "token of its turn, so that the end of the turn is not known",
+                "Set data.chat_template",
+            )
+        if (lead.strip() or not plain) and self._writes_header(example, turn, before):
+            raise _Fault(
+                "inexact mask",
+                f"the chat template begins message {turn + 1} with {_shortened(lead or text)}, and does not end the prompt "
+                "for a turn with it (add_generation_prompt has no effect)",
+                "Set data.chat_template",
+            )
+
+    def _writes_header(self, example: Conversation, turn: int, before: str) -> bool:
+        """True if nothing asks for a turn, though the template begins one with more than white space."""
+        template = self.template(bool(example.tools))
+        if template not in self._headed:
+            plain, _ = self._render(example, turn)
+            found = False
+            if plain == before:
+                probe = Conversation([*example.messages[:turn], {"role": "assistant", "content": "octavo"}], [], example.tools)
+                text, _ = self._render(probe, turn + 1)
+                found = bool(text[len(before) :].partition("octavo")[0].strip()) or not text.startswith(before)
+            self._headed[template] = found
+        return self._headed[template]
+
+    def _writes_no_tools(self, example: Conversation, whole: str) -> bool:
+        try:
+            return self._render(replace(example, tools=None), len(example.messages))[0] == whole
+        except _Fault:  # of a template that takes calls of tools with their schemas alone
+            return False
+
+    def _end_token(self, text: str) -> str | None:
+        """The token at the end of a text, white space aside, if the tokenizer has it as one; the longest."""
+        added = {token.content for token in self._tokenizer.added_tokens_decoder.values()} | {
+            *self._tokenizer.all_special_tokens
+        }
+        ended = text.rstrip()
+        return max((token for token in added if token.strip() and ended.endswith(token)), key=len, default=None)
+
+    def _special_names(self) -> list[str]:
+        added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return [
+            name for name in sorted(added | {*self._tokenizer.all_special_tokens}, key=len) if len(name) > 1 and name.strip()
+        ]
+
+    def _encode(self, written: dict[int, _Written]) -> dict[int, tuple[list[int], list[Span], dict[int, list[int]]]]:
+        """Of each text its ids and their places, and the ids of the text before each border within it."""
+        if not written:
+            return {}
+        borders = {
+            number: sorted({at for span in each.spans for at in span} - {0, len(each.text)}) for number, each in written.items()
+        }
+        texts = [each.text for each in written.values()]
+        befores = [written[number].text[:at] for number, places in borders.items() for at in places]
+        whole = self._call(texts, return_offsets_mapping=True)
+        parts = iter(self._call(befores)["input_ids"] if befores else ())
+        found = {}
+        for number, ids, offsets in zip(written, whole["input_ids"], whole["offset_mapping"], strict=True):
+            found[number] = ids, offsets, {at: next(parts) for at in borders[number]}
+        return found
+
+    def _call(self, texts: list[str], **options: bool) -> Any:
+        try:
+            return self._tokenizer(texts, add_special_tokens=False, verbose=False, **options)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise InputError(
+                f"data.tokenizer = {self._config.tokenizer!r} cannot encode a conversation: {first_line(error)}."
+            ) from None
+
+    def _labelled(
+        self, document: Document, written: _Written, ids: list[int], offsets: list[Span], before: dict[int, list[int]]
+    ) -> Document:
+        """Ids of an example, with the tokens between the borders of its trained parts as labels."""
+
+        def border(at: int) -> int:
+            if at in (0, len(written.text)):
+                return 0 if at == 0 else len(ids)
+            count = len(before[at])
+            fits = ids[:count] == before[at] and (not count or offsets[count - 1][1] <= at)
+            if fits and (count == len(ids) or offsets[count][0] >= at):
+                return count
+            crossing = next((place for place in offsets if place[0] < at < place[1]), (max(at - 5, 0), at + 5))
+            shown = written.text[crossing[0] : crossing[1]]
+            left, right = written.text[max(at - 10, 0) : at], written.text[at : at + 10]
+            raise _Fault(
+                "inexact mask",
+                f"where {left!r} ends and {right!r} begins, the text before has other tokens alone than in the whole "
+                f"(around {shown!r}), so that trained tokens cannot be told from others",
+                "Move white space at this border, or remove it",
+            )
+
+        labels = np.full(len(ids), IGNORED, np.int64)
+        for start, end in written.spans:
+            first, last = border(start), border(end)
+            labels[first:last] = ids[first:last]
+        prefix, suffix = written.around
+        everything = self._config.train_on == "all"
+        around = (np.asarray(prefix if everything else [IGNORED] * len(prefix), np.int64), np.asarray(suffix, np.int64))
+        whole = np.asarray([*prefix, *ids, *suffix], np.uint32)
+        labels = np.concatenate([around[0], labels, around[1]])
+        return Document(None, whole, document.origin, None if everything else labels)
+
+
+def chat_template(name: str) -> str:
+    """The template that `data.chat_template` names: a built-in one, or the text of a file.
+
+    Raises:
+        InputError: there is neither.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    with path_of("data.chat_template", name):
+        path = Path(name).expanduser()
+        if path.is_file():
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"data.chat_template = {name!r} cannot be read: {error}. Give a Jinja file in UTF-8."
+                ) from None
+    near = None if names_a_path(name) else nearest(name, BUILTIN)
+    hint = f" Did you mean {near!r}?" if near else ""
+    raise InputError(
+        f"data.chat_template = {name!r} is no file and no built-in template.{hint} Built in: {', '.join(BUILTIN)}. Change "
+        "data.chat_template."
+    )
+
+
+def check_packing(config: DataConfig) -> None:
+    """Refuse joined conversations, of which each would read the one before it.
+
+    Raises:
+        InputError: the key to set.
+    """
+    if config.packing == "join":
+        raise InputError(
+            'data.packing = "join" is for text: a conversation would read the one before it. Set data.packing = "documents".'
+        )
+
+
+def _check_names(texts: Iterable[str], names: Sequence[str]) -> None:
+    for text in texts:
+        for name in names:
+            if name in text:
+                raise _Fault(
+                    "special token in a text",
+                    f"a text has {name!r}, the name of a special token: encoded as that token it could end a turn",
+                    "Write it otherwise, or remove the row",
+                )
+
+
+def _check_written(example: Conversation, whole: str) -> None:
+    """Refuse a template that leaves out a message or a tool."""
+    for number, message in enumerate(example.messages, start=1):
+        text = str(message.get("content", "")).strip()
+        if message["role"] in ("system", "developer", "user") and text not in whole:
+            raise _left_out(f"message {number} ({message['role']}), or changes it: {_shortened(text)}")
+    for tool in example.tools or ():
+        if (name := tool["function"]["name"]) not in whole:
+            raise _left_out(f"the tool {name!r}")
+
+
+def _left_out(what: str) -> _Fault:
+    return _Fault(
+        "left out by the template",
+        f"the chat template leaves out {what}",
+        "Set data.chat_template to one that writes all of a conversation",
+    )
+
+
+def _needle(message: Message) -> str:
+    """Text of a message that its turn has to have: behind its reasoning, whose white space templates change."""
+    return str(message.get("content", "")).rpartition(_THOUGHT_END)[2].strip()
+
+
+def _reasoning(message: Message) -> str:
+    return str(message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or "")
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message with its reasoning under the name that most templates read."""
+    reasoning = _reasoning(message)
+    return {**message, "reasoning_content": reasoning} if reasoning else message
+
+
+def _called(message: Message) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls", ())]
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Marks that follow each other without a gap as one; without empty ones."""
+    found: list[Span] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def _shortened(text: str) -> str:
+    return json.dumps(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…", ensure_ascii=False)

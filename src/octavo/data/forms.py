@@ -1,0 +1,185 @@
+"""What a row of a data set holds: a conversation, a prompt with its completion, or text or token ids.
+
+`data.format` says it, else the names of the first row's columns; a set with columns of several kinds, and one of preference
+pairs, are refused. All sources of a section have one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from octavo.config.data import DataConfig
+from octavo.data import columns, conversations
+from octavo.data.columns import INPUT_IDS
+from octavo.data.documents import Document
+from octavo.errors import InputError, nearest
+
+MESSAGES = ("messages", "conversations", "conversation")
+"""Columns of conversations."""
+_PROMPT = ("prompt", "completion")
+_PAIR = ("chosen", "rejected")
+_BESIDE = ("tools", "functions", "system", "chat_template_kwargs")
+"""Columns beside messages that belong to the conversation."""
+_EXCLUSIVE = ("instruction", "output")
+
+Format = Literal["chat", "prompt", "text"]
+_SAID: dict[Format, str] = {"chat": "conversations", "prompt": "prompts and completions", "text": "text or token ids"}
+
+
+class Form:
+    """Columns of rows, and how a row becomes a document.
+
+    Attributes:
+        format: of the documents; None until the first row where `data.format` does not say it.
+        notice: the format that the columns show, as a sentence; empty for text, and where `data.format` says it.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.text_field = config.text_field
+        self.format: Format | None = config.format
+        self.notice = ""
+        self._given = config.format is not None
+        self._is_named = config.text_field != DataConfig.model_fields["text_field"].default
+        self._known: set[tuple[str, ...]] = set()
+
+    def fits(self, names: Collection[str]) -> bool:
+        """True if some known column is among the names."""
+        return bool(self._kinds(names)) or self.text_field in names
+
+    def column(self, names: Collection[str], where: str) -> str:
+        """The column of the documents; of prompts "prompt".
+
+        Raises:
+            InputError: there is none, or the columns are of several kinds.
+        """
+        form = self._settle(names, where)
+        if form == "text":
+            return self._text_column(names, where)
+        needed = self._messages(names, where) if form == "chat" else _PROMPT
+        missing = [name for name in needed if name not in names]
+        if missing or not needed:
+            of = " or ".join(map(repr, MESSAGES)) if form == "chat" else " and ".join(map(repr, missing))
+            found = ", ".join(map(repr, names)) or "nothing"
+            raise InputError(
+                f"{where}: there is no {of} for data.format = {form!r}, only {found}. Rename the column"
+                f"{', name it in data.text_field,' if form == 'chat' else ''} or change data.format."
+            )
+        return needed[0]
+
+    def wanted(self, names: Collection[str], lists: Collection[str], where: str) -> list[str]:
+        """The columns of a table that `document` reads; `lists`: those that hold a list in each row."""
+        column = self.column(names, where)
+        if self.format == "text":
+            return columns.wanted(names, self.text_field, lists)
+        own = (column,) if self.format == "chat" else _PROMPT
+        return [*own, *(name for name in names if name not in own and (name in _BESIDE or columns.is_of_tokens(name)))]
+
+    def text_columns(self) -> list[str]:
+        """Columns that hold text wherever they are."""
+        return [self.text_field, *_PROMPT]
+
+    def is_plain(self, read: Collection[str]) -> bool:
+        """True if these columns are a text alone, with nothing beside it to check."""
+        return self.format == "text" and list(read) == [self.text_field]
+
+    def document(self, row: Mapping[str, Any], origin: str) -> Document:
+        """The document of a row.
+
+        Raises:
+            InputError: a missing column, one that cannot be used exactly, or text that is no string.
+        """
+        column = self.column(row, origin)
+        if self.format == "text":
+            return self._text(row, column, origin)
+        columns.check_examples(row, origin)
+        if self.format == "chat":
+            return Document(None, None, origin, example=conversations.conversation(row, column))
+        return Document(None, None, origin, example=conversations.completion(row))
+
+    def _text(self, row: Mapping[str, Any], column: str, origin: str) -> Document:
+        if column == INPUT_IDS:
+            ids, labels = columns.tokens_of(row, origin)
+            return Document(None, ids, origin, labels)
+        value = row[column]
+        if not isinstance(value, str):
+            raise InputError(f"{origin}: {column!r} is {kind(value)}, not a string. Correct the row or change data.text_field.")
+        columns.check_text(row, self.text_field, origin)
+        return Document(value, None, origin)
+
+    def _text_column(self, names: Collection[str], where: str) -> str:
+        column = columns.column_of(names, self.text_field)
+        if column is not None:
+            return column
+        if all(name in names for name in _PAIR):
+            raise _pairs(where)
+        guess = nearest(self.text_field, names)
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        if all(name in names for name in _EXCLUSIVE):
+            hint = " For answers to instructions name the columns 'prompt' and 'completion'."
+        found = ", ".join(map(repr, names)) or "nothing"
+        raise InputError(f"{where}: there is no {self.text_field!r}, only {found}.{hint} Change data.text_field.")
+
+    def _messages(self, names: Collection[str], where: str) -> tuple[str, ...]:
+        """The column of the messages; none if there is none."""
+        if self._is_named and self.text_field in names:
+            return (self.text_field,)
+        found = tuple(name for name in MESSAGES if name in names)
+        if len(found) > 1:
+            raise InputError(
+                f"{where} has both {' and '.join(map(repr, found))}. Name the one that is meant in data.text_field."
+            )
+        return found
+
+    def _kinds(self, names: Collection[str]) -> dict[Format, str]:
+        """The kinds of columns among these names, with the columns."""
+        found: dict[Format, str] = {}
+        if messages := [name for name in MESSAGES if name in names]:
+            found["chat"] = repr(messages[0])
+        if all(name in names for name in _PROMPT):
+            found["prompt"] = " and ".join(map(repr, _PROMPT))
+        if (column := columns.column_of(names, self.text_field)) is not None and column not in MESSAGES:
+            found["text"] = repr(column)
+        return found
+
+    def _settle(self, names: Collection[str], where: str) -> Format:
+        """The format: given, or by these names."""
+        if self.format is not None and (self._given or tuple(names) in self._known):
+            return self.format
+        kinds = self._kinds(names)
+        if self._is_named:
+            kind_of_named: Format = "chat" if self.text_field in MESSAGES else "text"
+            kinds = {name: shown for name, shown in kinds.items() if name == kind_of_named}
+        if len(kinds) > 1:
+            both = "; ".join(f"{_SAID[name]} ({shown})" for name, shown in kinds.items())
+            one_of = " or ".join(f'"{name}"' for name in kinds)
+            raise InputError(f"{where} has columns of several kinds: {both}. Set data.format = {one_of}.")
+        if kinds and all(name in names for name in _PAIR):
+            (name,) = kinds
+            raise InputError(
+                f"{where} has {_SAID[name]} ({kinds[name]}) beside preference pairs ('chosen' and 'rejected'), which Octavo "
+                f'has no loss for. Set data.format = "{name}" to train on {kinds[name]} alone.'
+            )
+        found: Format = next(iter(kinds), "text")
+        if self.format is None:
+            self.format = found
+            if found != "text":
+                self.notice = f'{where.split(", ")[0]}: {_SAID[found]}, by the column {kinds[found]} (data.format = "{found}").'
+        elif kinds and found != self.format:
+            first = self.notice or "The rows before it are text or token ids."
+            raise InputError(f"{where} has {_SAID[found]}, by the column {kinds[found]}. {first} Use one form in all sources.")
+        self._known.add(tuple(names))
+        return self.format
+
+
+def _pairs(where: str) -> InputError:
+    return InputError(
+        f"{where} has preference pairs ('chosen' and 'rejected'): they are for a loss that compares two answers, which Octavo "
+        "does not have. To train on the chosen answers alone, write them as 'messages', or as 'prompt' and 'completion'."
+    )
+
+
+def kind(value: object) -> str:
+    """The type of a value of JSON, in words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
