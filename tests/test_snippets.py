@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import octavo
 import ranks
+from chat_templates import save_tokenizer
 from octavo.bench.suites import SUITES
 from octavo.bench.vision.prices import prices_with
 from octavo.cli import app, main
@@ -60,6 +61,11 @@ def furnished(tmp_path_factory):
     (place / "folder").mkdir()
     train_tokenizer(["a few words and more words"] * 20, 300).save(place / "folder")
     AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG)).save_pretrained(place / "folder")
+    save_tokenizer(place / "chat-model", "chatml")
+    AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIG, "vocab_size": 512})).save_pretrained(place / "chat-model")
+    turns = [{"role": role, "content": text} for role, text in (("user", "a fox?"), ("assistant", "the lazy dog"))]
+    (place / "chats.jsonl").write_text("".join(json.dumps({"messages": turns * (1 + n % 3)}) + "\n" for n in range(60)))
+    (place / "prompts.csv").write_text("prompt,completion\n" + "a fox:, the dog\n" * 20)
     (place / "run.toml").write_text(
         f"""[model]
 source = "llama-tiny"

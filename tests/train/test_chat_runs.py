@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 import octavo
 import ranks
-from chat_templates import save_tokenizer
+from chat_templates import STYLES, save_tokenizer
+from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import prepare
@@ -145,3 +146,16 @@ def test_a_run_that_is_cut_on_two_ranks_continues_to_the_last_bit(chat_run):
             ranks.run(2, train, run.file, [*given, f"train.steps={steps}"])
         found.append([record["loss"] for record in read_metrics(run.output / "metrics.jsonl")])
     assert found[0] == found[1]
+
+
+def test_generation_of_an_export_stops_where_turns_end_though_the_tokenizer_ends_documents_otherwise(tmp_path, chat_run):
+    make, _, _ = chat_run
+    gemma = save_tokenizer(tmp_path / "tokens", "gemma")
+    run, given = make("ended", "train.steps=1", f"data.tokenizer={gemma}")
+    train(run.file, given)
+    assert main(["export", str(run.output), "--to", str(tmp_path / "tuned")]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "tuned"))
+    stops = GenerationConfig.from_pretrained(str(tmp_path / "tuned")).eos_token_id
+    assert set(stops) >= set(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
+    assert tokenizer.eos_token == "<eos>"
+    assert tokenizer.chat_template == STYLES["gemma"][0]

@@ -134,6 +134,7 @@ def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, writte
         read=examples.counts.read,
         dropped=dict(sorted(examples.counts.dropped.items())),
         turns_by=examples.by,
+        turn_ends=examples.turn_ends,
         template_sha256=None if template is None else hashlib.sha256(template.encode()).hexdigest(),
     )
 

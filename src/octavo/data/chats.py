@@ -117,10 +117,15 @@ class ExampleEncoder:
         end = self._tokenizer.eos_token if self._ends else None
         if self._ends and end not in self._ends:
             found.append(
-                f"turns end in {' or '.join(map(repr, sorted(self._ends)))}, and the end token of data.tokenizer is {end!r}: a "
-                "server has to stop at the first too (eos_token_id of generation_config.json)."
+                f"turns end in {' or '.join(map(repr, sorted(self._ends)))}, and the end token of data.tokenizer is {end!r}: "
+                "the run's generation_config.json names both, at which a server has to stop."
             )
         return found
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """Ids of the tokens that end the trained turns so far."""
+        return sorted(map(self._tokenizer.convert_tokens_to_ids, self._ends)) if self._ends else []
 
     def template(self, tools: bool = False) -> str:
         """The template of conversations with or without tools.

@@ -65,6 +65,7 @@ class ExampleRecord(_Record):
         format: "chat" or "prompt".
         read: rows; `dropped` of them by reason.
         turns_by: "marks" of the template or its "prefixes"; empty where all tokens are trained, and for prompts.
+        turn_ends: ids of the tokens that end trained turns.
         template_sha256: of the chat template.
     """
 
@@ -72,6 +73,7 @@ class ExampleRecord(_Record):
     read: int
     dropped: dict[str, int]
     turns_by: str
+    turn_ends: list[int]
     template_sha256: str | None
 
 

@@ -27,6 +27,7 @@ from octavo.data.build import build
 from octavo.data.chats import check_packing
 from octavo.data.corpus import Corpus, source_names
 from octavo.data.manifest import Manifest, Split
+from octavo.data.special_tokens import SpecialTokens
 from octavo.data.token_files import LABEL_FILES, NOTICE
 from octavo.errors import InputError, OctavoError
 from octavo.storage import FolderLock, free_bytes, fsync_folder, fsync_tree, path_of, write_atomic
@@ -51,6 +52,14 @@ class PreparedData:
     def vocabulary(self) -> int:
         """One more than the largest id that the data or its tokenizer has."""
         return max(self.manifest.max_token_id + 1, self.manifest.vocab_size if self.tokenizer_folder else 0)
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """Special tokens that end the trained turns of conversations, other than the end token."""
+        examples, folder = self.manifest.examples, self.tokenizer_folder
+        others = [] if examples is None else [end for end in examples.turn_ends if end != self.manifest.end_token_id]
+        special = SpecialTokens.of(folder).all if others and folder is not None else frozenset()
+        return [end for end in others if end in special]
 
     def tokens(self, split: Split) -> npt.NDArray[np.unsignedinteger]:
         """[N] token ids of a split, documents one after another, as a read-only memory map."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,16 @@ def from_model_config(config: Any) -> GenerationFile:
     """What transformers makes of a model's config without such a file."""
     text = GenerationConfig.from_model_config(config).to_json_string()
     return GenerationFile(text, json.loads(text))
+
+
+def with_ends(generation: GenerationFile | None, config: Any, ends: Sequence[int]) -> GenerationFile | None:
+    """The file, or without one that of a model's config, with these ids among those at which generation stops."""
+    if not ends:
+        return generation
+    found = from_model_config(config) if generation is None else generation
+    given = found.values.get("eos_token_id", config.eos_token_id)
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    return found.changed({"eos_token_id": [*listed, *(end for end in ends if end not in listed)]})
 
 
 def load_generation_config(source: str) -> GenerationFile | None:

@@ -10,7 +10,7 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -72,19 +72,38 @@ class RunFolder:
         found = self._starts()[-1:]
         return next((each.get("ranks") for each in found if isinstance(each, dict)), None)
 
-    def record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str, ranks: int) -> None:
+    def record(
+        self,
+        config: RunConfig,
+        hf_config: Any,
+        tokenizer: Path | None,
+        device: str,
+        ranks: int,
+        turn_ends: Sequence[int] = (),
+    ) -> None:
         """Write the run file, the Hugging Face config, the source's generation config, the environment and the tokenizer.
+
+        turn_ends: tokens that end a turn in the data, at which generation stops too.
 
         Raises:
             OctavoError: the disk is full or fails.
         """
         try:
-            self._write_record(config, hf_config, tokenizer, device, ranks)
+            self._write_record(config, hf_config, tokenizer, device, ranks, turn_ends)
         except OSError as error:  # shutil.copytree has its own, without an errno
             raise _no_space(self.path, error) from None
 
-    def _write_record(self, config: RunConfig, hf_config: Any, tokenizer: Path | None, device: str, ranks: int) -> None:
-        from octavo.models.generation import load_generation_config  # imports transformers, which a finished run does not need
+    def _write_record(
+        self,
+        config: RunConfig,
+        hf_config: Any,
+        tokenizer: Path | None,
+        device: str,
+        ranks: int,
+        turn_ends: Sequence[int],
+    ) -> None:
+        # It imports transformers, which a finished run does not need.
+        from octavo.models.generation import load_generation_config, with_ends
 
         starts = [*self._starts(), _environment(device, ranks)]
         write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")  # first: it makes the folder a run's
@@ -94,7 +113,7 @@ class RunFolder:
         if not self.has_checkpoints:  # of a start with other settings that saved nothing
             (self.model / "generation_config.json").unlink(missing_ok=True)
             shutil.rmtree(self.tokenizer, ignore_errors=True)
-        generation = load_generation_config(config.model.source)
+        generation = with_ends(load_generation_config(config.model.source), hf_config, turn_ends)
         if generation is not None:
             write_atomic(self.model / "generation_config.json", generation.text)
         if tokenizer is not None and not self.tokenizer.exists():

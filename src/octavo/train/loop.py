@@ -87,7 +87,9 @@ def train_one(
         opened.callback(trackers.close)
         opened.enter_context(checkpoints)  # waits on exit for a checkpoint in the background
         if first_rank:
-            folder.record(config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name, state.world_size)
+            folder.record(
+                config, plan.hf_config, prepared.tokenizer_folder, plan.hardware.name, state.world_size, prepared.turn_ends
+            )
             fp8_auto.record(plan, folder)
         _announce(console, label, plan, prepared, f"{'continues after' if done else 'starts in'} {latest or folder.path}")
         if latest is not None and first_rank:
