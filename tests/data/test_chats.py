@@ -18,10 +18,14 @@ from chat_templates import CHATML, CHATML_MARKED, STYLES, save_tokenizer
 from octavo.cli import main
 from octavo.data import show
 from octavo.data.builtin_templates import BUILTIN
+from octavo.data.chats import ExampleEncoder
 from octavo.data.columns import IGNORED
+from octavo.data.conversations import conversation
+from octavo.data.documents import Document
 from octavo.data.loader import BatchLoader, balanced, sequences_of
 from octavo.data.packing import pack_documents
 from octavo.data.prepared import prepare
+from octavo.data.tokenizer import load
 from octavo.errors import InputError
 
 TURNS = {  # what stands before a turn of the assistant, and the token that ends it
@@ -605,3 +609,115 @@ global_batch = 2
     assert whole == AutoTokenizer.from_pretrained(str(folders["chatml"])).apply_chat_template(
         rows[0]["messages"], tokenize=False
     )
+
+
+ROUGH = [
+    *("\n", "\n\n", " ", "  ", "\t", "\r\n", "the", "assistant", "user", "model", ": ", "ü", "漢", "e\u0301", "\u0301", "🎉"),
+    *("<", "|", "<|im", "_end|>", "[", "/INST", "<think>", "</think>", "'s", "42"),
+]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_rough_texts_have_exact_masks_or_are_dropped_whatever_tokens_merge(chats, folders, style):
+    draw = np.random.default_rng()
+
+    def text():
+        return "".join(draw.choice(ROUGH, draw.integers(1, 7)))
+
+    def talk():
+        roles = ["user", "assistant"] * int(draw.integers(1, 4))
+        return [{"role": role, "content": text()} for role in roles]
+
+    talks = [talk() for _ in range(60)]
+    rows = [{"messages": [{**m, "content": f"{m['content']}{n}"} for m in each]} for n, each in enumerate(talks)]
+    for train_on in ("assistant", "last"):
+        data = chats(rows, style, name=f"{train_on}.jsonl", train_on=train_on, faulty_rows="drop")
+        found = documents(data)
+        assert len(found) + sum(data.manifest.examples.dropped.values()) == 60
+        assert len(found) >= (10 if style == "qwen3" and train_on == "assistant" else 25)
+        tokenizer = AutoTokenizer.from_pretrained(str(folders[style]))
+        by_text = {tuple(tokenizer.apply_chat_template(row["messages"])["input_ids"]): row["messages"] for row in rows}
+        for ids, labels in found:
+            assert (ids, labels) == expected(folders[style], style, by_text[tuple(ids)], last=train_on == "last")
+
+
+def test_what_stands_before_a_border_is_encoded_alike_from_its_last_special_token_and_from_its_beginning(config, folders):
+    draw = np.random.default_rng()
+    for style in ("chatml", "mistral", "gemma", "llama-3"):
+        section = config("x", tokenizer=str(folders[style]), packing="documents", faulty_rows="drop")
+        rows = [a_conversation(draw, 3) for _ in range(40)]
+        for row in rows[::4]:
+            row[1]["content"] = "\n\n" + row[1]["content"]  # merges with the header of some
+        read = [Document(None, None, str(n), example=conversation({"messages": row}, "messages")) for n, row in enumerate(rows)]
+        both = []
+        for anchored in (True, False):
+            encoder = ExampleEncoder(section, load(str(folders[style])))
+            if not anchored:
+                vars(encoder)["_anchors"] = frozenset()
+            both.append([(each.origin, each.input_ids.tolist(), each.labels.tolist()) for each in encoder(read)])
+            assert bool(encoder._anchors) == anchored
+        assert both[0] == both[1]
+        assert len(both[0]) >= 30
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_an_end_token_that_takes_the_white_space_behind_it_is_trained(tmp_path, chats, strips):
+    """As Phi-3's."""
+    folder = save_tokenizer(tmp_path / "own", "chatml")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    for token in values["added_tokens"]:
+        token["rstrip"] = strips
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    draw = np.random.default_rng()
+    rows = [{"messages": a_conversation(draw, 2)} for _ in range(10)]
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    for row, (ids, labels) in zip(rows, documents(chats(rows, str(folder))), strict=True):
+        assert ids == tokenizer.apply_chat_template(row["messages"])["input_ids"]
+        assert labels.count(end) == 2
+        assert ids.count(end) == 4
+        runs = [
+            tokenizer.decode([one for one, _ in run])
+            for trained, run in itertools.groupby(zip(ids, labels, strict=True), key=lambda each: each[1] != IGNORED)
+            if trained
+        ]
+        assert runs == [m["content"] + "<|im_end|>" for m in row["messages"] if m["role"] == "assistant"]
+        assert (ids[-1] == end) == strips
+        assert strips or ids[-1:] == line_end
+
+
+def test_further_faults_have_a_message_of_their_own(chats, folders):
+    thinking = [ASKED[0], {**ASKED[1], "reasoning_content": "look"}]
+    for rows, style, changes, words in (
+        (
+            [{"messages": thinking}],
+            "qwen3",
+            {"chat_template_variables": {"enable_thinking": False}},
+            "prompt for message 2 ends",
+        ),
+        ([{"messages": ASKED}], "chatml", {"chat_template_variables": {"messages": []}}, "sets messages, which Octavo gives"),
+        ([{"messages": ASKED, "chat_template_kwargs": {"tools": 1}}], "chatml", {}, "has tools, which Octavo gives"),
+        ([{"messages": thinking}], "chatml", {}, "does not write 'reasoning_content' of message 2"),
+        ([{"messages": [*ASKED, ASKED[0]] * 2}], "qwen3", {"train_on": "last"}, "Remove the messages behind the last turn"),
+        ([{"messages": [{"role": "user", "content": "\ud83d"}, ASKED[1]]}], "chatml", {}, "half of a surrogate pair, 0xd83d"),
+        ([{"messages": ASKED}], "chatml", {"validation_fraction": 0.5}, "one conversation or completion, which is not divided"),
+        ([{"messages": ASKED[1:]}], "gemma", {}, "the chat template refuses"),
+        ([{"prompt": "a ", "completion": "fox"}], "chatml", {}, "where 'a ' ends and 'fox' begins"),
+        ([{"prompt": "a", "completion": ""}], "chatml", {}, "'completion' is empty"),
+        ([{"prompt": "a", "completion": [ASKED[1]]}], "chatml", {}, "must both be strings, or both lists of messages"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)):
+            chats(rows, style, **changes)
+
+
+def test_a_turn_of_tool_calls_that_no_special_token_ends_is_refused(tmp_path, chats):
+    """Its last token is </tool_call>, behind which a model may call another tool."""
+    own, following = STYLES["qwen3"][0], "\n    {%- elif m.role == 'tool'"
+    template = own.replace("'<|im_end|>\\n' }}" + following, "'\\n' if m.tool_calls else '<|im_end|>\\n' }}" + following)
+    assert template != own
+    folder = save_tokenizer(tmp_path / "own", "qwen3", template)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]}
+    assert documents(chats([{"messages": ASKED}], str(folder)))
+    with pytest.raises(InputError, match=r"ends message 2 with .*</tool_call>\", which is no token of the tokenizer that ends"):
+        chats([{"messages": [ASKED[0], call]}], str(folder), name="calls.jsonl")

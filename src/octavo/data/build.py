@@ -166,7 +166,13 @@ def _parts(
         )
         if not len(selected):
             raise _holds_nothing(name, "data.source", examples)
-        found.append(Part(name, documents, *split(selected, config), needed, limit))
+        train, validation = split(selected, config)
+        if validation is None and examples.counts.read:
+            raise InputError(
+                f"{name} has one conversation or completion, which is not divided: set data.validation_fraction = 0, or name a "
+                "data.validation_source."
+            )
+        found.append(Part(name, documents, train, validation, needed, limit))
     documents.seal()
     return found
 

@@ -7,17 +7,19 @@ themselves: a turn begins where `template(messages before it, add_generation_pro
 where `template(messages with it)` ends, without the white space behind its last token.
 
 Each place has to be the border of two tokens, with the tokens of the text before it as the first ones of the whole. A
-conversation for which anything of this does not hold is faulty: no label is a guess. The price is to encode each conversation
-once more for each border.
+conversation for which anything of this does not hold is faulty: no label is a guess. The price is to write the beginning of
+each conversation twice for each turn, and to encode what stands before each border, from the last special token on.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,16 @@ from octavo.storage import names_a_path, path_of
 
 _AT_ONCE = 256
 """Examples that are encoded together."""
+_TRIED = 16
+"""Examples that are encoded before each border from their beginning too."""
 _SHOWN = 30
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHT_END = "</think>"
+_RESERVED = {
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "conversations", "chat_template"),
+    "return_assistant_tokens_mask",
+}
+"""Variables of a template that are not the user's."""
 
 Span = tuple[int, int]
 """First character and end of a trained part of a text."""
@@ -69,6 +78,23 @@ class _Written:
     around: tuple[Sequence[int], Sequence[int]] = ((), ())  # ids before and behind; the second is trained
 
 
+@dataclass(frozen=True)
+class _Before:
+    """Tokens of a text before a border, from the token with number `first` on; encoded without what follows the border."""
+
+    first: int
+    ids: list[int]
+
+    @property
+    def count(self) -> int:
+        """Tokens before the border."""
+        return self.first + len(self.ids)
+
+    def fits(self, whole: list[int]) -> bool:
+        """True if they are tokens of the whole."""
+        return whole[self.first : self.count] == self.ids
+
+
 class ExampleEncoder:
     """Encodes the examples among documents; other documents pass.
 
@@ -89,8 +115,11 @@ class ExampleEncoder:
         self.by = ""
         self.template_used: str | None = None
         self._ends: set[str] = set()
+        self._tried = False
         self._loaded: Any = None
         self._headed: dict[str, bool] = {}
+        self._templates: dict[bool, str] = {}
+        _check_variables(config.chat_template_variables)
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents in their order, with examples as token ids and labels; dropped ones are left out.
@@ -133,8 +162,10 @@ class ExampleEncoder:
         Raises:
             InputError: there is none, or `data.chat_template` names none.
         """
-        name = self._config.chat_template
-        return chat_template(name) if name is not None else self._own_template(tools)
+        if tools not in self._templates:
+            name = self._config.chat_template
+            self._templates[tools] = chat_template(name) if name is not None else self._own_template(tools)
+        return self._templates[tools]
 
     def _own_template(self, tools: bool) -> str:
         key = f"data.tokenizer = {self._config.tokenizer!r}"
@@ -201,12 +232,13 @@ class ExampleEncoder:
         example = document.example
         if isinstance(example, Faulty):
             raise _Fault(example.reason, example.sentence)
-        names = self._special_names()
         if isinstance(example, Completion):
-            _check_names((example.prompt, example.completion), names)
+            self._check_texts((example.prompt, example.completion))
             return self._written_completion(example)
         assert isinstance(example, Conversation)
-        _check_names((*strings(example.messages), *strings(example.tools or [])), names)
+        self._check_texts((*strings(example.messages), *strings(example.tools or [])))
+        if named := _RESERVED.intersection(example.variables):
+            raise _Fault("chat_template_kwargs", f"'chat_template_kwargs' has {', '.join(sorted(named))}, which Octavo gives")
         return self._written_conversation(example)
 
     def _written_completion(self, example: Completion) -> _Written:
@@ -289,6 +321,7 @@ class ExampleEncoder:
         where = f"the generation mark of message {turn + 1}"
         if (needle := _needle(message)) not in text:
             raise _Fault("inexact mask", f"{where} does not have its text ({_shortened(needle)})", "Correct the template")
+        _check_parts(message, turn, whole)
         token = self._end_token(text)
         if token is None:
             raise _Fault(
@@ -317,7 +350,8 @@ class ExampleEncoder:
         there, _ = self._render(example, turn + 1)
         self._check_prefix(example, turn, whole, before, "before")
         ended = there.rstrip()
-        token = self._end_token(ended)
+        # A call of tools may end with a token of its own that does not end the turn, such as </tool_call>.
+        token = self._end_token(ended, special=bool(example.messages[turn].get("tool_calls")))
         if token is None or len(ended) <= len(before):
             raise _Fault(
                 "inexact mask",
@@ -337,6 +371,13 @@ class ExampleEncoder:
         at = next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole)))
         start = max(at - _SHOWN // 2, 0)
         last = max(number for number, message in enumerate(example.messages) if message["role"] == "assistant")
+        if turn == len(example.messages) - 1:
+            raise _Fault(
+                "inexact mask",
+                f"the prompt for message {turn + 1} ends otherwise than the chat template writes it with its turn: "
+                f"{before[start : at + _SHOWN]!r} becomes {whole[start : at + _SHOWN]!r}",
+                "Change data.chat_template_variables or data.chat_template",
+            )
         remedy = 'Set data.train_on = "last", which trains the last turn alone'
         if turn == last:
             remedy = "Remove the messages behind the last turn of the assistant"
@@ -357,11 +398,9 @@ class ExampleEncoder:
                 "changed text",
                 f"the chat template does not write the text of message {turn + 1}, which begins {_shortened(needle)}",
             )
-        for name, part in (("reasoning_content", _reasoning(message)), *(("tool_calls", name) for name in _called(message))):
-            if part.strip() not in text:
-                raise _Fault("changed text", f"the chat template does not write {name!r} of message {turn + 1}")
+        _check_parts(message, turn, text)
         plain = not message.get("tool_calls")
-        lead = text[: text.index(needle)] if needle else text
+        lead = text[: text.rindex(needle)] if needle else text
         if plain and (rest := text[text.rindex(needle) + len(needle) :]).strip():
             raise _Fault(
                 "inexact mask",
@@ -396,35 +435,114 @@ class ExampleEncoder:
         except _Fault:  # of a template that takes calls of tools with their schemas alone
             return False
 
-    def _end_token(self, text: str) -> str | None:
+    def _end_token(self, text: str, *, special: bool = False) -> str | None:
         """The token at the end of a text, white space aside, if the tokenizer has it as one; the longest."""
-        added = {token.content for token in self._tokenizer.added_tokens_decoder.values()} | {
-            *self._tokenizer.all_special_tokens
-        }
         ended = text.rstrip()
-        return max((token for token in added if token.strip() and ended.endswith(token)), key=len, default=None)
+        known = (token for token, is_special in self._added.items() if token.strip() and (is_special or not special))
+        return max((token for token in known if ended.endswith(token)), key=len, default=None)
 
-    def _special_names(self) -> list[str]:
-        added = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        return [
-            name for name in sorted(added | {*self._tokenizer.all_special_tokens}, key=len) if len(name) > 1 and name.strip()
-        ]
+    @cached_property
+    def _added(self) -> dict[str, bool]:
+        """The tokens that the tokenizer finds in a text before all others; True for special ones."""
+        found = {token.content: token.special for token in self._tokenizer.added_tokens_decoder.values()}
+        return found | dict.fromkeys(self._tokenizer.all_special_tokens, True)
 
-    def _encode(self, written: dict[int, _Written]) -> dict[int, tuple[list[int], list[Span], dict[int, list[int]]]]:
-        """Of each text its ids and their places, and the ids of the text before each border within it."""
+    @cached_property
+    def _special(self) -> dict[str, list[str]]:
+        """Names of special tokens by their first character; one of a single character may be a text's own."""
+        found: dict[str, list[str]] = {}
+        for name, special in sorted(self._added.items()):
+            if special and len(name) > 1 and name.strip():
+                found.setdefault(name[0], []).append(name)
+        return found
+
+    def _check_texts(self, texts: Iterable[str]) -> None:
+        """Refuse names of special tokens, and text that has no UTF-8 form."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = hex(ord(text[error.start]))
+                raise _Fault("no UTF-8", f"character {error.start} of a text is half of a surrogate pair, {half}") from None
+            for name in (name for first, names in self._special.items() if first in text for name in names if name in text):
+                raise _Fault(
+                    "special token in a text",
+                    f"a text has {name!r}, the name of a special token: encoded as that token it could end a turn",
+                    "Write it otherwise, or remove the row",
+                )
+
+    @cached_property
+    def _anchors(self) -> frozenset[int]:
+        """Special tokens that a tokenizer finds first, so that the tokens behind one do not depend on the text before it."""
+        return frozenset(
+            number
+            for number, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        )
+
+    def _encode(self, written: dict[int, _Written]) -> dict[int, tuple[list[int], list[Span], dict[int, _Before]]]:
+        """Of each text its ids and their places, and the ids of the text before each border within it.
+
+        From the last special token before a border on: the text before it is encoded as in the whole, by the way that
+        tokenizers work. The first texts are encoded from their beginning too; if that gives anything else, all are.
+        """
         if not written:
             return {}
-        borders = {
-            number: sorted({at for span in each.spans for at in span} - {0, len(each.text)}) for number, each in written.items()
+        whole = self._call([each.text for each in written.values()], return_offsets_mapping=True)
+        encoded = {
+            number: (ids, offsets)
+            for number, ids, offsets in zip(written, whole["input_ids"], whole["offset_mapping"], strict=True)
         }
-        texts = [each.text for each in written.values()]
-        befores = [written[number].text[:at] for number, places in borders.items() for at in places]
-        whole = self._call(texts, return_offsets_mapping=True)
-        parts = iter(self._call(befores)["input_ids"] if befores else ())
-        found = {}
-        for number, ids, offsets in zip(written, whole["input_ids"], whole["offset_mapping"], strict=True):
-            found[number] = ids, offsets, {at: next(parts) for at in borders[number]}
+        places = [
+            (number, at)
+            for number, each in written.items()
+            for at in sorted({at for span in each.spans for at in span} - {0, len(each.text)})
+        ]
+        if not self._tried and places:
+            self._tried = True
+            self._try(written, encoded, [place for place in places if place[0] in list(written)[:_TRIED]])
+        befores = self._befores(written, encoded, places, self._anchors)
+        found: dict[int, tuple[list[int], list[Span], dict[int, _Before]]] = {
+            number: (ids, offsets, {}) for number, (ids, offsets) in encoded.items()
+        }
+        for (number, at), before in zip(places, befores, strict=True):
+            found[number][2][at] = before
         return found
+
+    def _try(
+        self,
+        written: dict[int, _Written],
+        encoded: dict[int, tuple[list[int], list[Span]]],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        """Encode what stands before these places from the beginning too; without anchors from then on if that differs."""
+        both = (self._befores(written, encoded, places, anchors) for anchors in (self._anchors, frozenset[int]()))
+        for (number, _), short, long in zip(places, *both, strict=True):
+            ids, _ = encoded[number]
+            if short.fits(ids) != long.fits(ids) or (long.fits(ids) and short.count != long.count):
+                vars(self)["_anchors"] = frozenset()
+                return
+
+    def _befores(
+        self,
+        written: dict[int, _Written],
+        encoded: dict[int, tuple[list[int], list[Span]]],
+        places: Sequence[tuple[int, int]],
+        anchors: frozenset[int],
+    ) -> list[_Before]:
+        """The ids of the text before each place (number of the text, character), from the last anchor on."""
+        anchored: dict[int, list[tuple[int, Span]]] = {
+            number: [(index, offsets[index]) for index, one in enumerate(ids) if one in anchors]
+            for number, (ids, offsets) in encoded.items()
+        }
+        starts = []
+        for number, at in places:
+            last = bisect_right(anchored[number], at, key=lambda each: each[1][1]) - 1
+            index, (start, _) = anchored[number][last] if last >= 0 else (0, (0, 0))
+            starts.append((index, start))
+        texts = [written[number].text[start:at] for (number, at), (_, start) in zip(places, starts, strict=True)]
+        ids = self._call(texts)["input_ids"] if texts else []
+        return [_Before(index, each) for (index, _), each in zip(starts, ids, strict=True)]
 
     def _call(self, texts: list[str], **options: bool) -> Any:
         try:
@@ -435,15 +553,17 @@ class ExampleEncoder:
             ) from None
 
     def _labelled(
-        self, document: Document, written: _Written, ids: list[int], offsets: list[Span], before: dict[int, list[int]]
+        self, document: Document, written: _Written, ids: list[int], offsets: list[Span], before: dict[int, _Before]
     ) -> Document:
         """Ids of an example, with the tokens between the borders of its trained parts as labels."""
 
         def border(at: int) -> int:
             if at in (0, len(written.text)):
                 return 0 if at == 0 else len(ids)
-            count = len(before[at])
-            fits = ids[:count] == before[at] and (not count or offsets[count - 1][1] <= at)
+            count = before[at].count
+            end = offsets[count - 1][1] if count else at
+            # Some tokens take the white space behind them, which is then no token in either text.
+            fits = before[at].fits(ids) and (end <= at or written.text[at:end].isspace())
             if fits and (count == len(ids) or offsets[count][0] >= at):
                 return count
             crossing = next((place for place in offsets if place[0] < at < place[1]), (max(at - 5, 0), at + 5))
@@ -457,8 +577,12 @@ class ExampleEncoder:
             )
 
         labels = np.full(len(ids), IGNORED, np.int64)
+        earlier = 0
         for start, end in written.spans:
             first, last = border(start), border(end)
+            if not earlier <= first < last:
+                raise _Fault("inexact mask", "the chat template gives turns without a token, or turns within each other")
+            earlier = last
             labels[first:last] = ids[first:last]
         prefix, suffix = written.around
         everything = self._config.train_on == "all"
@@ -505,15 +629,9 @@ def check_packing(config: DataConfig) -> None:
         )
 
 
-def _check_names(texts: Iterable[str], names: Sequence[str]) -> None:
-    for text in texts:
-        for name in names:
-            if name in text:
-                raise _Fault(
-                    "special token in a text",
-                    f"a text has {name!r}, the name of a special token: encoded as that token it could end a turn",
-                    "Write it otherwise, or remove the row",
-                )
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    if named := _RESERVED.intersection(variables):
+        raise InputError(f"data.chat_template_variables sets {', '.join(sorted(named))}, which Octavo gives. Remove it.")
 
 
 def _check_written(example: Conversation, whole: str) -> None:
@@ -525,6 +643,17 @@ def _check_written(example: Conversation, whole: str) -> None:
     for tool in example.tools or ():
         if (name := tool["function"]["name"]) not in whole:
             raise _left_out(f"the tool {name!r}")
+
+
+def _check_parts(message: Message, turn: int, text: str) -> None:
+    """Refuse a text without the reasoning of a message, or the functions that it calls."""
+    for name, part in (("reasoning_content", _reasoning(message)), *(("tool_calls", name) for name in _called(message))):
+        if part.strip() not in text:
+            raise _Fault(
+                "left out by the template",
+                f"the chat template does not write {name!r} of message {turn + 1}",
+                "Set data.chat_template to one that writes it",
+            )
 
 
 def _left_out(what: str) -> _Fault:

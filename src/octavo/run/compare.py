@@ -24,11 +24,12 @@ from octavo.run.summary import averaged_steps, median_speed, percent_above
 
 _TEXT_KEYS = (
     *("data.source", "data.text_field", "data.subset", "data.split", "data.tokenizer", "data.vocab_size"),
+    *("data.format", "data.chat_template", "data.chat_template_variables", "data.train_on", "data.faulty_rows"),
     *("data.max_documents", "data.max_tokens", "data.validation_fraction", "data.validation_source", "data.validation_split"),
 )
 """Keys that decide the tokens; not compared where the fingerprint of the tokens is the same."""
 _LOSS_KEYS = (
-    *("data.weights", "data.sequence_length", "data.packing", "data.seed"),
+    *("data.weights", "data.sequence_length", "data.packing", "data.overlong", "data.seed"),
     *("train.global_batch", "train.label_smoothing", "train.z_loss"),
 )
 """Keys that decide the samples of a step, and the meaning of its loss."""
