@@ -699,6 +699,7 @@ def test_further_faults_have_a_message_of_their_own(chats, folders):
         ([{"messages": ASKED}], "chatml", {"chat_template_variables": {"messages": []}}, "sets messages, which Octavo gives"),
         ([{"messages": ASKED, "chat_template_kwargs": {"tools": 1}}], "chatml", {}, "has tools, which Octavo gives"),
         ([{"messages": thinking}], "chatml", {}, "does not write 'reasoning_content' of message 2"),
+        ([{"messages": thinking}], "marked", {}, "does not write 'reasoning_content' of message 2"),
         ([{"messages": [*ASKED, ASKED[0]] * 2}], "qwen3", {"train_on": "last"}, "Remove the messages behind the last turn"),
         ([{"messages": [{"role": "user", "content": "\ud83d"}, ASKED[1]]}], "chatml", {}, "half of a surrogate pair, 0xd83d"),
         ([{"messages": ASKED}], "chatml", {"validation_fraction": 0.5}, "one conversation or completion, which is not divided"),
