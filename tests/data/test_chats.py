@@ -23,7 +23,7 @@ from octavo.data.columns import IGNORED
 from octavo.data.conversations import conversation
 from octavo.data.documents import Document
 from octavo.data.loader import BatchLoader, balanced, sequences_of
-from octavo.data.packing import pack_documents
+from octavo.data.packing import Batch, pack_documents
 from octavo.data.prepared import prepare
 from octavo.data.tokenizer import load
 from octavo.errors import InputError
@@ -521,29 +521,33 @@ def test_conversations_longer_than_a_sequence_are_truncated_cut_or_dropped(chats
     assert f"{over} longer than data.sequence_length = 40" in lines[0]
 
 
-def test_balanced_ranks_have_the_same_global_batches_and_less_spread(chats):
+def test_balanced_ranks_have_the_same_global_batches_and_more_even_work(chats):
     draw = np.random.default_rng()
-    data = chats([{"messages": a_conversation(draw, 1 + int(draw.integers(5)))} for _ in range(120)])
-    options = {"sequence_length": 128, "packing": "documents", "seed": 3, "global_batch": 8}
+    data = chats([{"messages": a_conversation(draw, 1 + int(draw.integers(5)))} for _ in range(240)])
+    options = {"sequence_length": 128, "packing": "documents", "seed": 3, "global_batch": 16}
 
-    def rows(ranks, micro, step):
-        loaders = [
-            BatchLoader(data, "train", **options, micro_batch=micro, dp_rank=rank, dp_size=ranks) for rank in range(ranks)
-        ]
-        return [loader.step(8 * step) for loader in loaders]
+    def steps(ranks, micro, step):
+        of_ranks = ({"dp_rank": rank, "dp_size": ranks, "micro_batch": micro} for rank in range(ranks))
+        return [BatchLoader(data, "train", **options, **each).step(16 * step) for each in of_ranks]
 
-    def contents(found):
-        return sorted(
-            tuple(row)
-            for batches in found
-            for batch in batches
-            for row in np.concatenate([batch.input_ids, batch.labels], 1).tolist()
-        )
+    def contents(batches):
+        rows = (np.concatenate([batch.input_ids, batch.labels, batch.position_ids], 1) for batch in batches)
+        return sorted(map(tuple, np.concatenate(list(rows)).tolist()))
 
-    for step in range(3):
-        whole = contents(rows(1, 8, step))
-        for ranks, micro in ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1)):
-            assert contents(rows(ranks, micro, step)) == whole
+    def slowest(of_ranks):
+        """Work of the rank with the most, summed over micro-batches: the time of a step whose ranks wait for each other."""
+        return sum(max(int((batch.position_ids + 1).sum()) for batch in batches) for batches in zip(*of_ranks, strict=True))
+
+    balanced_work = contiguous_work = 0
+    for step in range(4):
+        (whole,) = steps(1, 16, step)
+        for ranks, micro in ((2, 1), (2, 4), (4, 2), (8, 1)):
+            found = steps(ranks, micro, step)
+            assert contents(batch for batches in found for batch in batches) == contents(whole)
+            balanced_work += slowest(found)
+            rows = whole[0].position_ids.reshape(ranks, -1, micro, 128)
+            contiguous_work += slowest([[Batch(*[each] * 4) for each in of_rank] for of_rank in rows])
+    assert balanced_work < contiguous_work
 
 
 def test_the_work_of_a_micro_batch_is_shared_as_evenly_as_by_any_other_choice():
@@ -722,3 +726,33 @@ def test_a_turn_of_tool_calls_that_no_special_token_ends_is_refused(tmp_path, ch
     assert documents(chats([{"messages": ASKED}], str(folder)))
     with pytest.raises(InputError, match=r"ends message 2 with .*</tool_call>\", which is no token of the tokenizer that ends"):
         chats([{"messages": [ASKED[0], call]}], str(folder), name="calls.jsonl")
+
+
+def test_a_share_of_all_or_no_trained_tokens_is_refused(tmp_path, chats):
+    everything = "{% for m in messages %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% endfor %}"
+    folder = str(save_tokenizer(tmp_path / "own", "chatml", everything))
+    rows = [{"messages": ASKED[1:]}] * 3
+    with pytest.raises(InputError, match=r'a trained share of 1.*Set data\.train_on = "all" if that is meant'):
+        chats(rows, folder)
+    assert len(documents(chats(rows, folder, train_on="all"))) == 3
+    data = chats([{"messages": [{"role": "user", "content": "the quick brown fox " * 9}, ASKED[1]]}])
+    with pytest.raises(InputError, match=r"no trained token within a sequence: .*Raise data\.sequence_length"):
+        BatchLoader(data, "train", sequence_length=16, packing="documents", seed=0, global_batch=1)
+    assert len(BatchLoader(data, "train", sequence_length=128, packing="documents", seed=0, global_batch=1).step(0)) == 1
+
+
+def test_any_prepared_data_with_a_tokenizer_is_shown(chats, config, tmp_path, folders):
+    tokenizer = AutoTokenizer.from_pretrained(str(folders["chatml"]))
+    ids = tokenizer("the quick brown fox", add_special_tokens=False)["input_ids"]
+    mask = [0] * 2 + [1] * (len(ids) - 2)
+    masked = chats([{"input_ids": ids, "loss_mask": mask}])
+    assert show.documents(masked, 5) == [[(tokenizer.decode(ids[:2]), False), (tokenizer.decode(ids[2:]), True)]]
+    text = chats([{"text": "the quick"}], name="text.jsonl")
+    (shown,) = show.documents(text, 1)
+    assert "".join(run.text for run in shown) == "the quick<|im_end|>"
+    assert [run.trained for run in shown] == [False, True]
+    assert show.counts(text, _section(text))["train"].share < 1
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    bare = prepare(config(tmp_path / "ids.jsonl", validation_fraction=0.0), console=Console(quiet=True))
+    with pytest.raises(InputError, match=r"--show: the data is token ids without a tokenizer"):
+        show.documents(bare, 1)
