@@ -756,3 +756,28 @@ def test_any_prepared_data_with_a_tokenizer_is_shown(chats, config, tmp_path, fo
     bare = prepare(config(tmp_path / "ids.jsonl", validation_fraction=0.0), console=Console(quiet=True))
     with pytest.raises(InputError, match=r"--show: the data is token ids without a tokenizer"):
         show.documents(bare, 1)
+
+
+def test_a_template_without_a_prompt_for_a_turn_trains_its_calls_and_answers(chats, folders):
+    """Mistral's turns begin behind the user's: nothing asks for them."""
+    call = {"type": "function", "function": {"name": "rain", "arguments": {"where": "hills"}}}
+    talk = [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "the fox"},
+    ]
+    for rows in ([{"messages": talk}], [{"messages": talk}, {"messages": ASKED}], [{"messages": ASKED}, {"messages": talk}]):
+        found = documents(chats(rows, "mistral", name=f"{len(rows)}-{len(rows[0]['messages'])}.jsonl"))
+        for row, each in zip(rows, found, strict=True):
+            assert each == expected(folders["mistral"], "mistral", row["messages"])
+
+
+def test_a_header_that_nothing_asks_for_is_refused_before_calls_of_tools_too(tmp_path, chats):
+    template = STYLES["qwen3"][0]
+    folder = save_tokenizer(tmp_path / "own", "qwen3", template[: template.index("{%- if add_generation_prompt %}")])
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]}
+    thinking = {**ASKED[1], "reasoning_content": "look"}
+    for turn in (call, ASKED[1], thinking):
+        with pytest.raises(InputError, match=r"begins message 2 with .*does not end the prompt for a turn with it"):
+            chats([{"messages": [ASKED[0], turn]}], str(folder))
