@@ -781,3 +781,42 @@ def test_a_header_that_nothing_asks_for_is_refused_before_calls_of_tools_too(tmp
     for turn in (call, ASKED[1], thinking):
         with pytest.raises(InputError, match=r"begins message 2 with .*does not end the prompt for a turn with it"):
             chats([{"messages": [ASKED[0], turn]}], str(folder))
+
+
+def test_keys_that_the_columns_leave_without_effect_are_refused(chats):
+    text, prompts = [{"text": "a fox"}] * 3, [{"prompt": "a:", "completion": " fox"}] * 3
+    for rows, key, value in (
+        (text, "train_on", "last"),
+        (text, "faulty_rows", "drop"),
+        (text, "chat_template", "chatml"),
+        (prompts, "chat_template", "chatml"),
+        (prompts, "chat_template_variables", {"a": 1}),
+    ):
+        with pytest.raises(InputError, match=rf"data\.{key} = .* has no effect: data\.source holds .*Remove data\.{key}"):
+            chats(rows, **{key: value})
+    assert chats(prompts, train_on="all", name="all.jsonl").labels("train") is None
+
+
+def test_a_header_behind_every_turn_is_refused_for_calls_and_thoughts_too(tmp_path, chats):
+    """Dropped rows must not leave those that alone look right."""
+    always = STYLES["qwen3"][0].replace("{%- if add_generation_prompt %}", "{%- if true %}")
+    always = always.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant<|im_start|>'")
+    folder = save_tokenizer(tmp_path / "own", "qwen3", always)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]}
+    thought = {"role": "assistant", "content": "<think>\nlook\n</think>"}
+    for turn in (call, thought, ASKED[1]):
+        with pytest.raises(InputError, match=r"behind the text of message 2, before the last token"):
+            chats([{"messages": [ASKED[0], turn]}], str(folder))
+
+
+def test_a_mark_that_goes_on_behind_its_turn_is_refused(tmp_path, chats):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if loop.index0 == 1 %}{% generation %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% for n in messages[2:] %}{{ n.content + '<|im_end|>' }}{% endfor %}"
+        "{% endgeneration %}{% elif loop.index0 == 0 %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    folder = str(save_tokenizer(tmp_path / "own", "chatml", template))
+    assert documents(chats([{"messages": ASKED}], folder))
+    with pytest.raises(InputError, match=r"the generation mark of message 2 goes on behind its turn, with"):
+        chats([{"messages": [*ASKED, ASKED[0]]}], folder, name="on.jsonl")

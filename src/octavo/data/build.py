@@ -24,6 +24,7 @@ from octavo.data.chats import ExampleEncoder
 from octavo.data.corpus import Corpus
 from octavo.data.document_store import DocumentNumbers, DocumentStore, Ranges, collect
 from octavo.data.documents import Document
+from octavo.data.forms import Format
 from octavo.data.manifest import Counts, ExampleRecord, Manifest, Split
 from octavo.data.order import Mixture
 from octavo.data.token_files import NOTICE, Part, Written, held_out, write_tokens
@@ -57,6 +58,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
             parts.append(_validation_part(config, corpus, validation, progress, examples))
             _check_alike(documents, validation)
             _check_apart(parts, partial(console.print, **NOTICE))
+        _check_effect(config, corpus.form.format or "text")
         for notice in (*corpus.notices, *examples.notices):
             if notice not in said:  # of a data set, whose splits are known now
                 console.print(notice, **NOTICE)
@@ -115,6 +117,17 @@ def split(documents: DocumentNumbers, config: DataConfig) -> tuple[DocumentNumbe
     mask = np.zeros(count, bool)
     mask[order[: held_out(count, config, least=1)]] = True
     return documents[~mask], documents[mask]
+
+
+def _check_effect(config: DataConfig, found: Format) -> None:
+    """Refuse keys that the format of the data, which its columns have shown, leaves without effect."""
+    of_templates = ("chat_template", "chat_template_variables")
+    keys = {"text": (*of_templates, "train_on", "faulty_rows"), "prompt": of_templates, "chat": ()}[found]
+    for key in keys:
+        value = getattr(config, key)
+        if value != DataConfig.model_fields[key].get_default(call_default_factory=True):
+            held = "text or token ids" if found == "text" else "prompts and completions"
+            raise InputError(f"data.{key} = {value!r} has no effect: data.source holds {held}. Remove data.{key}.")
 
 
 def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, written: Written) -> ExampleRecord | None:

@@ -117,7 +117,7 @@ class ExampleEncoder:
         self._ends: set[str] = set()
         self._tried = False
         self._loaded: Any = None
-        self._headed: dict[str, bool] = {}
+        self._tried_turns: dict[str, tuple[bool, str]] = {}
         self._templates: dict[bool, str] = {}
         _check_variables(config.chat_template_variables)
 
@@ -145,9 +145,12 @@ class ExampleEncoder:
             )
         end = self._tokenizer.eos_token if self._ends else None
         if self._ends and end not in self._ends:
+            way = "a server has to stop there too, so name it as eos_token_id in generation_config.json"
+            if all(self._added[each] for each in self._ends):
+                way = "the run's generation_config.json names both, at which a server has to stop"
             found.append(
                 f"turns end in {' or '.join(map(repr, sorted(self._ends)))}, and the end token of data.tokenizer is {end!r}: "
-                "the run's generation_config.json names both, at which a server has to stop."
+                f"{way}."
             )
         return found
 
@@ -333,8 +336,15 @@ class ExampleEncoder:
         self._ends.add(token)
         try:
             before, _ = self._render(example, turn, prompt=True)
+            there, _ = self._render(example, turn + 1)
         except _Fault:  # of a part of the conversation: the mark stands
             return span
+        if end > len(there) and whole.startswith(there.rstrip()):
+            raise _Fault(
+                "inexact mask",
+                f"{where} goes on behind its turn, with {_shortened(whole[len(there.rstrip()) : end])}",
+                "Put {% endgeneration %} behind the end-of-turn token in the chat template",
+            )
         if whole.startswith(before) and start < len(before):
             raise _Fault(
                 "inexact mask",
@@ -401,14 +411,19 @@ class ExampleEncoder:
         _check_parts(message, turn, text)
         plain = not message.get("tool_calls")
         lead = text[: text.rindex(needle)] if needle else text
-        if plain and (rest := text[text.rindex(needle) + len(needle) :]).strip():
+        rest = text[text.rindex(needle) + len(needle) :].strip() if plain else ""
+        header = False
+        if lead.strip() or not plain:
+            header, behind = self._around_turns(example, turn, before)
+            rest = rest or behind
+        if rest:
             raise _Fault(
                 "inexact mask",
-                f"the chat template writes {_shortened(rest.strip())} behind the text of message {turn + 1}, before the last "
-                "token of its turn, so that the end of the turn is not known",
+                f"the chat template writes {_shortened(rest)} behind the text of message {turn + 1}, before the last token of "
+                "its turn, so that the end of the turn is not known",
                 "Set data.chat_template",
             )
-        if (lead.strip() or not plain) and self._writes_header(example, turn, before):
+        if header:
             raise _Fault(
                 "inexact mask",
                 f"the chat template begins message {turn + 1} with {_shortened(lead or text)}, and does not end the prompt "
@@ -416,18 +431,23 @@ class ExampleEncoder:
                 "Set data.chat_template",
             )
 
-    def _writes_header(self, example: Conversation, turn: int, before: str) -> bool:
-        """True if nothing asks for a turn, though the template begins one with more than white space."""
+    def _around_turns(self, example: Conversation, turn: int, before: str) -> tuple[bool, str]:
+        """What the template writes around a text of the assistant, tried once with a word.
+
+        Returns:
+            True if it begins a turn with more than white space and nothing asks for the turn; and what it writes between the
+            text and the last token of the turn.
+        """
         template = self.template(bool(example.tools))
-        if template not in self._headed:
-            plain, _ = self._render(example, turn)
-            found = False
-            if plain == before:
-                probe = Conversation([*example.messages[:turn], {"role": "assistant", "content": "octavo"}], [], example.tools)
-                text, _ = self._render(probe, turn + 1)
-                found = bool(text[len(before) :].partition("octavo")[0].strip()) or not text.startswith(before)
-            self._headed[template] = found
-        return self._headed[template]
+        if template not in self._tried_turns:
+            word = "octavo"
+            messages = [*example.messages[:turn], {"role": "assistant", "content": word}]
+            text, _ = self._render(replace(example, messages=messages), turn + 1)
+            unasked = self._render(example, turn)[0] == before
+            lead, _, behind = text[len(before) :].rpartition(word) if text.startswith(before) else (text, "", "")
+            token = self._end_token(behind) or ""
+            self._tried_turns[template] = unasked and bool(lead.strip()), behind.strip().removesuffix(token).strip()
+        return self._tried_turns[template]
 
     def _writes_no_tools(self, example: Conversation, whole: str) -> bool:
         try:
@@ -665,8 +685,9 @@ def _left_out(what: str) -> _Fault:
 
 
 def _needle(message: Message) -> str:
-    """Text of a message that its turn has to have: behind its reasoning, whose white space templates change."""
-    return str(message.get("content", "")).rpartition(_THOUGHT_END)[2].strip()
+    """Text of a message that its turn has to have: behind reasoning within it, whose white space templates change."""
+    content = str(message.get("content", ""))
+    return content.rpartition(_THOUGHT_END)[2].strip() or content.strip()
 
 
 def _reasoning(message: Message) -> str:
