@@ -495,7 +495,9 @@ def test_joined_conversations_are_refused_when_they_are_prepared_and_later(chats
 @pytest.mark.parametrize("how", ["truncate", "cut", "drop"])
 def test_conversations_longer_than_a_sequence_are_truncated_cut_or_dropped(chats, how):
     draw = np.random.default_rng()
-    data = chats([{"messages": a_conversation(draw, 1 + number % 4)} for number in range(20)])
+    talks = [a_conversation(draw, 1 + number % 4) for number in range(20)]
+    talks[0][0]["content"] = "the quick " * 40
+    data = chats([{"messages": talk} for talk in talks])
     length = 40
     options = {"sequence_length": length, "packing": "documents"}
     found = sequences_of(data, "train", **options, overlong=how)
@@ -519,6 +521,11 @@ def test_conversations_longer_than_a_sequence_are_truncated_cut_or_dropped(chats
     lines = show.lines_of(data, _section(data, sequence_length=length, overlong=how))
     over = sum(len(ids) > length for ids, _ in documents(data))
     assert f"{over} longer than data.sequence_length = 40" in lines[0]
+    lost = sum(len(ids) > length and set(labels[1:length]) == {IGNORED} for ids, labels in documents(data))
+    assert show.counts(data, _section(data, sequence_length=length))["train"].untrained == lost
+    assert (f", {lost} of them before their first trained token and so left out" in lines[0]) == (
+        how == "truncate" and lost > 0
+    )
 
 
 def test_balanced_ranks_have_the_same_global_batches_and_more_even_work(chats):

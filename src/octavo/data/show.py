@@ -40,12 +40,14 @@ class SplitCounts:
     Attributes:
         trained: tokens that are targets, before documents are cut to sequences.
         overlong: documents longer than `data.sequence_length`.
+        untrained: those of them without a trained token in their first sequence.
     """
 
     documents: int
     tokens: int
     trained: int
     overlong: int
+    untrained: int
 
     @property
     def share(self) -> float:
@@ -87,8 +89,11 @@ def counts(prepared: PreparedData, config: DataConfig) -> dict[Split, SplitCount
             blocks = range(0, len(labels), _AT_ONCE)
             trained = sum(int((labels[at : at + _AT_ONCE] != IGNORED).sum()) for at in blocks)
             trained -= int((labels[first] != IGNORED).sum())
-        overlong = int((np.diff(offsets.astype(np.int64)) > config.sequence_length).sum())
-        found[split] = SplitCounts(sizes.documents, sizes.tokens, trained, overlong)
+        overlong = first[np.diff(offsets.astype(np.int64)) > config.sequence_length].tolist()
+        untrained = 0
+        if labels is not None:
+            untrained = sum(bool((labels[at + 1 : at + config.sequence_length] == IGNORED).all()) for at in overlong)
+        found[split] = SplitCounts(sizes.documents, sizes.tokens, trained, len(overlong), untrained)
     return found
 
 
@@ -96,7 +101,8 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
     """Counts in words: of documents, tokens, trained ones, documents longer than a sequence, and rows that were dropped."""
     examples = prepared.manifest.examples
     noun = "document" if examples is None else "conversation" if examples.format == "chat" else "completion"
-    done = {"truncate": "truncated to it", "cut": "cut to several", "drop": "left out"}[treatment(prepared, config.overlong)]
+    how = treatment(prepared, config.overlong)
+    done = {"truncate": "truncated to it", "cut": "cut to several", "drop": "left out"}[how]
     found = []
     for split, each in counts(prepared, config).items():
         if not each.documents:
@@ -104,6 +110,8 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
         text = f"{split}: {counted(each.documents, noun)}, {each.tokens:,} tokens, {each.share:.1%} of them trained"
         if each.overlong and config.packing == "documents":
             text += f"; {each.overlong:,} longer than data.sequence_length = {config.sequence_length:,}: {done}"
+            if each.untrained and how == "truncate":
+                text += f", {each.untrained:,} of them before their first trained token and so left out"
         found.append(text)
     if examples is not None:
         dropped = sum(examples.dropped.values())
