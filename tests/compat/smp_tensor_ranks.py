@@ -124,32 +124,35 @@ def trained(degrees, strategies=("FULL_SHARD",), experts=False):
     return found
 
 
-def saved_by_the_script(model, optimizer, folder, kind, extra):
-    """As the example's `_save_sharded`: over `model.process_group`, to a folder for each tensor rank."""
+def own_folder(folder, by):
+    """`tp{n}-{r}` or `ep{n}-{r}` of this rank."""
+    state = names().state
+    return folder / f"{by}{getattr(state, f'{by}_size')}-{getattr(state, f'{by}_rank')}"
+
+
+def saved_by_the_script(model, optimizer, folder, kind, extra, by="tp"):
+    """As the example's `_save_sharded`: over `model.process_group`, to a folder for each tensor or expert rank."""
     from torch.distributed import checkpoint
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    tsm = names()
     with FSDP.state_dict_type(model, kind):
         state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)} | extra
     checkpoint.save_state_dict(
         state_dict=state,
-        storage_writer=checkpoint.FileSystemWriter(str(folder / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}")),
+        storage_writer=checkpoint.FileSystemWriter(str(own_folder(folder, by))),
         planner=checkpoint.DefaultSavePlanner(),
         process_group=model.process_group,
         coordinator_rank=min(dist.get_process_group_ranks(model.process_group)),
     )
 
 
-def loaded_by_the_script(model, optimizer, folder, kind, extra):
+def loaded_by_the_script(model, optimizer, folder, kind, extra, by="tp"):
     """As the example's `_load_sharded`; returns the values beside the model."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    tsm = names()
-    size = tsm.state.tp_size
-    at = str(folder / f"tp{size}-{tsm.state.tp_rank}" if size > 1 else folder)
+    at = str(own_folder(folder, by) if getattr(names().state, f"{by}_size") > 1 else folder)
     with FSDP.state_dict_type(model, kind):
         state = {"model": model.state_dict()} | extra
         checkpoint.load_state_dict(
@@ -206,6 +209,67 @@ def checkpoints(folder, degrees, others, experts=False):
             scales = largest_difference(state_records(other), records)
             loss = step(other, fresh, 2, fp8=True)
             found[name, str(given)] = (difference, scales, read["total_steps"], not same or all(rng.values()), loss, following)
+    return found
+
+
+KINDS = ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+
+
+def written(folder, degrees, experts, by):
+    """Checkpoints of the example's ways behind a step in FP8, and beside them the whole state, for worlds of other ranks."""
+    from torch.distributed.fsdp import StateDictType
+
+    tsm, folder = names(), Path(folder)
+    model, optimizer = made(tsm, degrees, experts=experts)
+    step(model, optimizer, 0, fp8=True)
+    for kind in KINDS:
+        saved_by_the_script(model, optimizer, folder / kind, StateDictType[kind], {"total_steps": 1}, by)
+    local_rows(model, optimizer, folder / "rows", save=True)
+    wanted = everything(model, optimizer) | dict(state_records(model))
+    if dist.get_rank() == 0:
+        torch.save(wanted, folder / "wanted.pt")
+
+
+def local_rows(model, optimizer, folder, *, save):
+    """The optimizer's own rows beside the model's in a local state, to or from a folder for each tensor rank; the message."""
+    from torch.sagemaker.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import (
+        SMStateDictType,
+        init_optim_state,
+        sm_state_dict_type,
+    )
+
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        if not save:
+            init_optim_state(optimizer)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        call = state_dict_saver.save if save else state_dict_loader.load
+        try:
+            call(state, checkpoint_id=str(own_folder(folder, "tp")), process_group=model.process_group)
+        except octavo.errors.InputError as error:
+            return str(error)
+        optimizer.load_state_dict(state["optimizer"])
+    return ""
+
+
+def read_rows(folder, degrees, experts):
+    """The message of `local_rows`, and the largest difference of a whole state if it was read."""
+    model, optimizer = made(names(), degrees, experts=experts)
+    if said := local_rows(model, optimizer, Path(folder) / "rows", save=False):
+        return said
+    return largest_difference(everything(model, optimizer) | dict(state_records(model)), torch.load(Path(folder) / "wanted.pt"))
+
+
+def read(folder, degrees, experts, by):
+    """The largest difference of a state that is read here from the whole one, of each way, and the value beside it."""
+    from torch.distributed.fsdp import StateDictType
+
+    tsm, folder, found = names(), Path(folder), {}
+    for kind in KINDS:
+        model, optimizer = made(tsm, degrees, experts=experts)
+        values = loaded_by_the_script(model, optimizer, folder / kind, StateDictType[kind], {"total_steps": 0}, by)
+        restored = everything(model, optimizer) | dict(state_records(model))
+        found[kind] = largest_difference(restored, torch.load(folder / "wanted.pt")), values["total_steps"]
     return found
 
 

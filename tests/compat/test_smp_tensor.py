@@ -1,5 +1,8 @@
 """`tensor_parallel_degree` by SMP's names: the numbers of one rank, and checkpoints that load at every degree."""
 
+import itertools
+import random
+
 import pytest
 import smp_tensor_ranks
 
@@ -122,6 +125,60 @@ def test_checkpoints_of_experts_load_as_slices_and_whole(tmp_path, number, exper
                 if given == str(others[0]):
                     assert loss == following
                 assert loss == (pytest.approx(following[0], rel=2e-4), pytest.approx(following[1], rel=1e-2)), (kind, given)
+
+
+DENSE = {
+    "1": (1, {}),
+    "2 shard": (2, {}),
+    "2 tensor": (2, {"tensor_parallel_degree": 2}),
+    "3 shard": (3, {}),
+    "4 tensor": (4, {"tensor_parallel_degree": 4}),
+    "4 tensor, context": (4, {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
+    "4 tensor, replicate": (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}),
+}
+EXPERTS = {
+    "1": (1, {}),
+    "2 expert": (2, {"expert_parallel_degree": 2}),
+    "2 tensor": (2, {"tensor_parallel_degree": 2}),
+    "2 tensor, expert": (2, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
+    "4 expert": (4, {"expert_parallel_degree": 4}),
+    "4 expert over tensor": (4, {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}),
+    "4 expert, replicate": (4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}),
+}
+OTHERS = [
+    *((DENSE, "tp", of, to) for of, to in itertools.product(DENSE, DENSE) if "tensor" in of),
+    *((EXPERTS, "tp", of, to) for of, to in itertools.product(EXPERTS, EXPERTS) if "tensor" in of),
+    *((EXPERTS, "ep", of, to) for of, to in itertools.product(EXPERTS, EXPERTS) if "expert" in of and "tensor" not in of),
+]
+"""(layouts, whose rank the folders are of, the layout that writes, the one that reads), on other numbers of ranks."""
+SHORT = random.Random(50).sample(range(len(OTHERS)), len(OTHERS) // 10)
+
+
+@pytest.mark.long(lambda number: number not in SHORT)
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_folders_of_tensor_and_expert_ranks_are_read_by_any_number_of_ranks(tmp_path, number):
+    layouts, by, of, to = OTHERS[number]
+    experts = layouts is EXPERTS
+    ranks.run(layouts[of][0], smp_tensor_ranks.written, str(tmp_path), layouts[of][1], experts, by)
+    for found in ranks.run(layouts[to][0], smp_tensor_ranks.read, str(tmp_path), layouts[to][1], experts, by):
+        assert found == dict.fromkeys(smp_tensor_ranks.KINDS, (0, 1)), (by, of, to)
+
+
+def test_an_optimizer_s_own_rows_are_read_at_their_degrees_by_any_replicas_and_refused_at_others(tmp_path):
+    degrees = {"tensor_parallel_degree": 2}
+    ranks.run(2, smp_tensor_ranks.written, str(tmp_path), degrees, False, "tp")
+    for number, given, fits in (
+        (2, degrees, True),
+        (4, degrees, True),
+        (2, {}, False),
+        (4, {"tensor_parallel_degree": 4}, False),
+    ):
+        for found in ranks.run(number, smp_tensor_ranks.read_rows, str(tmp_path), given, False):
+            if fits:
+                assert found == 0, (number, given)
+            else:
+                assert "load at the degrees that saved them" in found, (number, given)
+                assert "FSDP.optim_state_dict(model, optimizer), load at any" in found, (number, given)
 
 
 def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():

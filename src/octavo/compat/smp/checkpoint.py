@@ -207,9 +207,15 @@ def load(
             raise fault from None
         if not isinstance(fault, RuntimeError | ValueError | KeyError):
             raise
+        at_any = ""
+        if "Size mismatch" in str(fault):
+            at_any = (
+                " A folder of one rank's rows, and optimizer.state_dict() in a local state, load at the degrees that saved "
+                "them; states over model.process_group, and FSDP.optim_state_dict(model, optimizer), load at any."
+            )
         raise InputError(
             f"load: the checkpoint {str(path)!r} does not fit this state dict: {str(fault).rstrip('.')}. Load into the "
-            "model, and under the keys, that saved it."
+            f"model, and under the keys, that saved it.{at_any}"
         ) from None
     read_back(state_dict, rows)
 

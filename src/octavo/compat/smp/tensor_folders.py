@@ -5,7 +5,8 @@ of all tensor ranks make one checkpoint, whose tensors are whole, and which load
 what is no part of a matrix stays each tensor rank's own, such as the states of its random generators: it is in the checkpoint
 under a name with the rank, which the metadata of its folder leaves out.
 
-A reader of a folder without a checkpoint takes those of `tp{n}-{r}` in it, or beside it where it is itself called so.
+A reader of a folder without a checkpoint takes those of `tp{n}-{r}` in it, or beside it where it is itself called so; and those
+of `ep{n}-{r}`, which SMP's scripts write for each `ep_rank` (`octavo.compat.smp.folders`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from octavo.parallel.shards import replicas_of
 
 _OWN = "octavo_tp"
 """The names of what is a tensor rank's own begin so, with the rank behind it."""
-_FOLDER = re.compile(r"tp(\d+)-(\d+)")
+_FOLDER = re.compile(r"(tp|ep)(\d+)-(\d+)")
 
 
 class Among(NamedTuple):
@@ -231,10 +232,10 @@ def patched_reader() -> dict[str, Callable[..., Any]]:
 
 
 def settle(reader: Any) -> None:
-    """Have a reader of a folder without a checkpoint read that of a tensor rank, if there is one.
+    """Have a reader of a folder without a checkpoint read that of a tensor or expert rank, if there is one.
 
     Raises:
-        InputError: there are folders of several tensor degrees.
+        InputError: there are folders of several degrees.
     """
     if type(getattr(reader, "fs", None)) is not FileSystem:
         return
@@ -242,17 +243,20 @@ def settle(reader: Any) -> None:
     if (path / ".metadata").is_file():
         return
     root = path.parent if _FOLDER.fullmatch(path.name) else path
-    found: dict[int, dict[int, Path]] = {}
-    for folder in root.glob("tp*-*"):
+    found: dict[tuple[str, int], dict[int, Path]] = {}
+    for folder in root.glob("?p*-*"):
         if (match := _FOLDER.fullmatch(folder.name)) and (folder / ".metadata").is_file():
-            found.setdefault(int(match[1]), {})[int(match[2])] = folder
+            found.setdefault((match[1], int(match[2])), {})[int(match[3])] = folder
     if not found:
         return
     if len(found) > 1:
-        degrees = ", ".join(f"tp{degree}-{min(each)}" for degree, each in sorted(found.items()))
+        kinds = {kind for kind, _ in found}
+        words = "tensor and expert" if len(kinds) > 1 else "tensor" if "tp" in kinds else "expert"
+        degrees = ", ".join(f"{kind}{degree}-{min(each)}" for (kind, degree), each in sorted(found.items()))
         raise InputError(
-            f"load: {str(root)!r} has checkpoints of several tensor degrees, {degrees}: give one of these folders."
+            f"load: {str(root)!r} has checkpoints of several {words} degrees, {degrees}: give one of these folders."
         )
-    (degree, folders), wanted = next(iter(found.items())), world.state.tp_rank
+    (kind, degree), folders = next(iter(found.items()))
+    wanted = world.state.tp_rank if kind == "tp" else world.state.ep_rank
     chosen = folders.get(wanted % degree, folders[min(folders)])
     reader.path = reader.fs.init_path(str(chosen))
