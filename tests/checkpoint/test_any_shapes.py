@@ -43,7 +43,7 @@ def shapes(draw):
     shape = {
         "model_type": kind, "num_hidden_layers": draw(st.integers(1, 2)), "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "hidden_size": heads * draw(st.integers(1, 7)),
-        "intermediate_size": 4 * draw(st.integers(1, 12)), "vocab_size": draw(st.integers(2, 70)),
+        "intermediate_size": 12 * draw(st.integers(1, 4)), "vocab_size": draw(st.integers(2, 70)),
         "tie_word_embeddings": draw(st.booleans()), "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     if kind == "gpt_neox":
@@ -55,7 +55,7 @@ def shapes(draw):
         shape |= {"num_experts_per_tok": draw(st.integers(1, 2))}
         shape |= {"num_local_experts": experts} if kind == "mixtral" else {"num_experts": experts}
     if kind == "qwen3_moe":
-        shape |= {"moe_intermediate_size": 4 * draw(st.integers(1, 6)), "mlp_only_layers": draw(st.sampled_from([[], [0]]))}
+        shape |= {"moe_intermediate_size": 12 * draw(st.integers(1, 3)), "mlp_only_layers": draw(st.sampled_from([[], [0]]))}
         if shape["num_hidden_layers"] == 1:
             shape["mlp_only_layers"] = []
     return shape
@@ -111,6 +111,7 @@ def test_many_shapes_between_two_layouts(data, move):
     check(data, move)
 
 
+@pytest.mark.long(lambda back: back)
 @pytest.mark.parametrize(
     ("shape", "of", "to"),
     [
