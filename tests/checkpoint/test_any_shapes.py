@@ -94,7 +94,7 @@ FEW, MANY = (
     settings(
         max_examples=number, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
     )
-    for number in (6, 100)
+    for number in (6, 60)
 )
 
 
@@ -105,6 +105,7 @@ def test_some_shapes_between_two_layouts(data, move):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)  # each example starts two worlds
 @MANY
 @given(move=moves())
 def test_many_shapes_between_two_layouts(data, move):
