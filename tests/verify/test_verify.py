@@ -1,68 +1,63 @@
 """`octavo verify`: right layouts are equal, faults are found and named, and wrong questions are refused."""
 
-import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
-from verified import results
+from verified import ALONE, RUN, comparisons, run_of
 
 import ranks
-from octavo.config.degrees import DEGREES, fit_degrees
-from octavo.config.run import RunConfig
+from octavo.config.degrees import fit_degrees
 from octavo.errors import InputError
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config
 from octavo.verify import certificate, small
-from octavo.verify.compare import differences, is_record
+from octavo.verify.compare import is_record
 
 pytestmark = ranks.alone
 
-RUN = {
-    "data": {"source": "python:docstrings", "sequence_length": 64},
-    "train": {"steps": 3, "global_batch": 8, "output": "runs/never"},
-}
-ALONE = {"hybrid_shard_degree": 0, **dict.fromkeys(DEGREES[1:], 1)}
-WORDS = {"llama-1b": {}, "mistral-7b": {"packing": "documents"}, "mixtral-8x7b": {}, "gpt-neox-20b": {}}
-
-
-def run_of(source, **sections):
-    config = RunConfig.from_dict({**RUN, "model": {"source": source}, **sections})
-    return config.model_copy(update={"data": config.data.model_copy(update=WORDS.get(source, {}))})
-
-
-def compared(config, world, degrees, *, fp8, fault=None):
-    """Differences of a layout from its data-parallel ranks (without FP8: from one), of one seed."""
-    fitted = fit_degrees(**{**ALONE, **degrees}, world_size=world)
-    found = []
-    for layout, size, name in (({**ALONE, **degrees}, world, fault), (ALONE, fitted.data if fp8 else 1, None)):
-        run = config.model_dump(mode="json")
-        run["parallel"] |= layout
-        task = {"run": run, "like": dataclasses.asdict(fitted), "fp8": fp8, "data": fitted.data, "seeds": [3]}
-        found.append(ranks.run(size, results, task, name)[0])
-    exact = not fp8 or certificate.casts_alike(config, fitted)
-    return differences(*found, certificate.EQUAL if exact else certificate.ALIKE)
-
-
 TENSOR = {"tensor_parallel_degree": 2}
 LAYOUTS = [
-    ("llama-1b", 2, {}, False),
-    ("llama-1b", 2, TENSOR, True),
-    ("mistral-7b", 4, TENSOR | {"context_parallel_degree": 2}, True),
-    ("mixtral-8x7b", 4, TENSOR | {"expert_parallel_degree": 2}, True),
-    ("mixtral-8x7b", 2, {"expert_parallel_degree": 2}, False),
-    ("gpt-neox-20b", 2, {"context_parallel_degree": 2}, True),
+    ("llama-1b", 2, {}, "plain"),
+    ("llama-1b", 2, TENSOR, "fp8"),
+    ("mistral-7b", 4, TENSOR | {"context_parallel_degree": 2}, "fp8"),
+    ("mixtral-8x7b", 4, TENSOR | {"expert_parallel_degree": 2}, "fp8"),
+    ("mixtral-8x7b", 2, {"expert_parallel_degree": 2}, "plain"),
+    ("gpt-neox-20b", 2, {"context_parallel_degree": 2}, "fp8"),
 ]
 
 
-@pytest.mark.parametrize(("source", "world", "degrees", "fp8"), LAYOUTS)
-def test_a_layout_is_equal(source, world, degrees, fp8):
-    found = compared(run_of(source), world, degrees, fp8=fp8)
-    assert [each for each in found if not each.within] == []
-    kept = {"gradient", "loss", "norm", "parameter", "exp_avg", "exp_avg_sq"}
-    assert {each.name.split()[0] for each in found} == (kept | {"history"} if fp8 else kept)
-    assert sum(is_record(each.name) for each in found) == (26 if fp8 else 0)
+@pytest.mark.parametrize(("source", "world", "degrees", "kind"), LAYOUTS)
+def test_a_layout_is_equal_and_continues_in_others(source, world, degrees, kind):
+    found = comparisons(run_of(source), world, degrees, kinds=[kind])
+    assert {name: each.first for name, each in found.items() if each.first is not None} == {}
+    assert sum("continued" in name for name in found) == 2
+    kept = {
+        "gradient",
+        "loss",
+        "norm",
+        "logits",
+        "parameter",
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+        "states",
+        *["history"][: kind == "fp8"],
+    }
+    for name, each in found.items():
+        assert each.exact
+        assert {one.name.split()[0] for one in each.differences} == kept
+        records = 26 * (kind == "fp8") * (2 + ("continued" in name))  # behind the first step and the last, and as loaded
+        assert sum(is_record(one.name) for one in each.differences) == records
+        assert sum(one.name.endswith("as loaded") for one in each.differences) > 30 * ("continued" in name) - 1
+
+
+@pytest.mark.parametrize("degrees", [{}, {"hybrid_shard_degree": 1}])
+def test_data_parallel_ranks_are_compared_with_one_in_fp8_by_a_checkpoint(degrees):
+    found = comparisons(run_of("llama-1b"), 2, degrees, kinds=["fp8"])
+    assert list(found) == ["delayed scaling, continued in tensor 2", "delayed scaling, continued on one rank"]
+    assert [(each.exact, each.first) for each in found.values()] == [(True, None)] * 2
 
 
 @pytest.mark.parametrize(
@@ -70,15 +65,18 @@ def test_a_layout_is_equal(source, world, degrees, fp8):
 )
 @pytest.mark.long(lambda section: section != {"recompute": True})
 def test_what_the_run_recomputes_and_offloads_is_equal(section):
-    config = run_of("llama-1b", train=RUN["train"] | section)
-    assert all(each.within for each in compared(config, 2, TENSOR, fp8=True))
+    found = comparisons(run_of("llama-1b", train=RUN["train"] | section), 2, TENSOR, kinds=["fp8"])
+    assert [each.first for each in found.values()] == [None] * 3
 
 
 @pytest.mark.parametrize("source", ["llama-1b", "mixtral-8x7b"])
 def test_scales_of_current_scaling_are_equal(source):
-    found = compared(run_of(source, fp8={"recipe": "current"}), 2, TENSOR, fp8=True)
-    assert [each for each in found if not each.within] == []
-    assert sum(each.name.startswith("scale ") for each in found) == 26
+    found = comparisons(run_of(source, fp8={"recipe": "current"}), 2, TENSOR, kinds=["fp8"])
+    assert [each.first for each in found.values()] == [None] * 3
+    assert [each.exact for each in found.values()] == [True, False, True]
+    names = [each.name for each in found["current scaling, beside one rank"].differences]
+    assert sum("behind the last step" in name for name in names) == 26
+    assert sum(name.startswith("scale ") and "before step 1" in name for name in names) >= 16  # of inputs and weights
 
 
 @pytest.mark.parametrize(
@@ -90,26 +88,28 @@ def test_scales_of_current_scaling_are_equal(source):
     ],
 )
 def test_casts_that_are_others_by_rule_are_bounded(source, degrees, recipe):
-    found = compared(run_of(source, fp8={"recipe": recipe}), 2, degrees, fp8=True)
-    assert [each for each in found if not each.within and not is_record(each.name)] == []
-    assert max(each.error for each in found if each.name.startswith("gradient ")) > certificate.EQUAL.tensor
+    found = comparisons(run_of(source, fp8={"recipe": recipe}), 2, degrees, kinds=["fp8"])
+    beside, *continued = found.values()
+    assert [each.first for each in found.values()] == [None] * 3
+    assert max(each.error for each in beside.differences if each.name.startswith("gradient ")) > certificate.EQUAL.tensor
+    assert {each.exact for each in continued} == {recipe == "delayed"}  # their scales are in the checkpoint
 
 
-NAMED = {
-    "norms' gradients are not summed": "gradient layers.0.ffn.layernorm.weight",
-    "replicated parameters count twice in the norm": "norm of step 1",
-    "a target at a seam is nobody's": "gradient embedding.weight",
-    "amaxes of the histories are not joined": "gradient ",
-    "gate and up are cut in wrong blocks": "gradient ",
-}
-
-
-@pytest.mark.parametrize("fault", NAMED)
-def test_a_fault_is_found_and_named(fault):
-    model = {"source": "llama-1b", "config": {"intermediate_size": 224}}  # 3.5 blocks of gate and up a rank
-    found = compared(run_of("llama-1b", model=model), 2, TENSOR, fp8="amax" in fault, fault=fault)
-    first = next(each for each in found if not each.within)
-    assert first.name.startswith(NAMED[fault]), first
+@pytest.mark.parametrize(
+    ("degrees", "world", "then"),
+    [
+        ({}, 2, "tensor 2"),
+        ({"hybrid_shard_degree": 1}, 2, "tensor 2"),
+        ({"tensor_parallel_degree": 4}, 8, "hybrid_shard 4, tensor 2"),
+        (TENSOR | {"context_parallel_degree": 2, "expert_parallel_degree": 2}, 4, "hybrid_shard 4, context 2"),
+        ({"context_parallel_degree": 3}, 3, "hybrid_shard 3"),
+        ({"expert_parallel_degree": 2}, 4, "hybrid_shard 4"),
+        ({}, 3, "replicate 3"),
+    ],
+)
+def test_a_checkpoint_continues_in_another_layout(degrees, world, then):
+    found = certificate.other_layout(fit_degrees(**degrees, world_size=world), spec_of(load_config("llama-1b", {})))
+    assert certificate._named(found) == then
 
 
 @pytest.mark.parametrize("source", ["llama-8b", "mistral-7b", "mixtral-8x7b", "gpt-neox-20b", "llama-70b"])
@@ -165,8 +165,9 @@ def test_the_command(tmp_path):
     assert "equal    delayed scaling, beside one rank" in done.stdout
     found = json.loads(output.read_text())
     assert found["verified"]
-    assert [each["beside"] for each in found["comparisons"]] == ["one rank", "one rank"]
-    errors = found["comparisons"][1]["errors"]
-    assert len(errors) > 200
-    assert next(iter(errors)).startswith("gradient embedding.weight")
+    wanted = ["beside one rank", "continued in hybrid_shard 2", "continued on one rank"]
+    assert [each["beside"] for each in found["comparisons"]] == 2 * wanted
+    errors = found["comparisons"][3]["errors"]
+    assert len(errors) > 300
+    assert next(iter(errors)).startswith("states behind 0 blocks, before step 1")
     assert "GPU" in found["not_covered"]

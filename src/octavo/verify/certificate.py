@@ -8,6 +8,10 @@ Both compute in float64, where sums do not depend on their order (docs/numerics.
 Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Ranks have casts
 of their own by rule under rowwise and block scaling, and where experts are spread over ranks with other samples: errors are
 bounded by the format there, and scales are not compared.
+
+Behind these steps the layout saves a checkpoint, from which another layout and one rank continue: they hold the bits that were
+saved, and compute the next steps as a training that nothing interrupted. Under delayed scaling that is a comparison with one
+rank too: scales are there, and no rank chooses one by its own samples.
 """
 
 from __future__ import annotations
@@ -23,18 +27,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors import safe_open
+from torch import Tensor
 
-from octavo.config.degrees import Degrees
+from octavo.config.degrees import DEGREES, Degrees, divisors
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
 from octavo.errors import InputError, OctavoError
 from octavo.models.families import decoder_spec
 from octavo.models.sources import load_config
+from octavo.models.spec import ModelSpec
+from octavo.models.tensor_parallel import check_tensor
 from octavo.plan.run import Target, check
-from octavo.verify.compare import Bounds, Difference, differences, is_record
-from octavo.verify.small import check_small, small_config
-from octavo.verify.worker import Task
+from octavo.verify.compare import Bounds, Difference, differences, is_record, loaded
+from octavo.verify.small import MICRO_BATCH, check_small, small_config
+from octavo.verify.worker import Results, Task
 from octavo.watchdog.launcher import launch
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
@@ -42,12 +49,15 @@ EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
 SEEDS = [0, 1, 2]
 NOT_COVERED = "kernels of GPUs, collectives beside products, precision that trains, dropout, sizes of the real model"
 _ONE_SCALE = ("delayed", "current", "bf16")
-_LAYOUT = ("hybrid_shard_degree", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree")
+_ALONE = {"hybrid_shard_degree": 0, **dict.fromkeys(DEGREES[1:], 1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A layout in a precision beside another layout, and the differences. exact: their casts are the same."""
+    """A layout in a precision beside another layout, or what continues of it, and the differences.
+
+    exact: their casts are the same.
+    """
 
     precision: str
     beside: str
@@ -88,16 +98,9 @@ def verify(
     config, lowered = _lowered(config, ranks, given)
     # Samples are of `small`, and weights are random.
     run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False})
-    degrees, comparisons = check(run, target=Target(world_size=ranks)).degrees, []
+    degrees = check(run, target=Target(world_size=ranks)).degrees
     with tempfile.TemporaryDirectory() as folder:
-        runs = _Runs(Path(folder), config, degrees, say)
-        comparisons.append(Comparison("without FP8", "one rank", True, runs.compared(1, fp8=False, bounds=EQUAL)))
-        if config.fp8.enabled is not False and max(degrees.tensor, degrees.context, degrees.expert) > 1:
-            exact = casts_alike(config, degrees)
-            found = runs.compared(degrees.data, fp8=True, bounds=EQUAL if exact else ALIKE)
-            beside = "one rank" if degrees.data == 1 else f"{degrees.data} data-parallel ranks"
-            kept = [each for each in found if exact or not is_record(each.name)]
-            comparisons.append(Comparison(f"{config.fp8.recipe} scaling", beside, exact, kept))
+        comparisons = compared(_run(tasks(config, degrees, spec, Path(folder)), Path(folder), say), config, degrees, spec)
     small = small_config(hf_config, spec, degrees)
     figures = {
         "ranks": ranks,
@@ -113,7 +116,93 @@ def verify(
 
 def casts_alike(config: RunConfig, degrees: Degrees) -> bool:
     """True if a layout casts as its data-parallel ranks alone: by one scale a tensor, its experts within tensor groups."""
-    return {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE) and degrees.tensor % degrees.expert == 0
+    one_scale = {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
+    return one_scale and degrees.tensor % degrees.expert == 0 and not config.parallel.expert_dispatch_fp8
+
+
+def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees) -> bool:
+    """True if another layout casts as this one behind a load of its checkpoint: by scales in it, or of equal samples."""
+    if {config.fp8.recipe, *config.fp8.layers.values()} <= {"delayed", "bf16"}:
+        return not config.parallel.expert_dispatch_fp8
+    return degrees.data == then.data and casts_alike(config, degrees) and casts_alike(config, then)
+
+
+def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
+    """A layout of as many ranks in which a checkpoint of this one continues."""
+    tensor, context = degrees.tensor, degrees.context
+    if tensor > 1:
+        tensor = divisors(tensor)[-2]  # the half of an even one
+    elif context > 1:
+        context //= divisors(context)[1]
+    elif degrees.expert == 1:
+        tensor = 2
+        try:
+            check_tensor(spec, tensor)
+        except InputError:
+            tensor = 1
+        if tensor == 1 or degrees.world % 2:
+            shards = 1 if degrees.hybrid_shard > 1 else degrees.world
+            return dataclasses.replace(degrees, hybrid_shard=shards)
+    return Degrees(degrees.world, degrees.world // tensor, tensor, context, math.gcd(degrees.expert, tensor))
+
+
+def tasks(
+    config: RunConfig, degrees: Degrees, spec: ModelSpec, folder: Path, seeds: Sequence[int] = SEEDS
+) -> dict[str, tuple[int, Task]]:
+    """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
+    other = other_layout(degrees, spec)
+    rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
+    found: dict[str, tuple[int, Task]] = {}
+
+    def add(name: str, ranks: int, layout: Mapping[str, int], *, fp8: bool, **options: Any) -> None:
+        run = config.model_dump(mode="json")
+        run["parallel"] |= layout
+        if not fp8 or layout["expert_parallel_degree"] == 1:
+            run["parallel"]["expert_dispatch_fp8"] = False
+        found[name] = ranks, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
+
+    for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
+        at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"
+        add(f"{kind} layout", degrees.world, _keys(degrees), fp8=fp8, saves=at, loads=at, then=_keys(other))
+        alone = not fp8 or (degrees.data == 1 and degrees.world > 1)
+        if fp8 and not alone and max(degrees.tensor, degrees.context, degrees.expert) > 1:
+            add(f"{kind} data", degrees.data, _ALONE, fp8=fp8)
+        add(f"{kind} one", 1, _ALONE, fp8=fp8, trains=alone, loads=at)
+    return found
+
+
+def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
+    """The comparisons of what the `tasks` found."""
+    other, comparisons = other_layout(degrees, spec), []
+    for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in found):
+        layout, one = found[f"{kind} layout"], found[f"{kind} one"]
+        beside = found.get(f"{kind} data", one)
+        precision = "without FP8" if kind == "plain" else f"{config.fp8.recipe} scaling"
+        exact = kind == "plain" or casts_alike(config, degrees)
+        if "trained" in beside:
+            ranks = "one rank" if beside is one else f"{degrees.data} data-parallel ranks"
+            comparisons.append(_comparison(precision, f"beside {ranks}", exact, layout["trained"], beside["trained"]))
+        further = layout["further"] if kind == "fp8" else one["further"]
+        for then, each in ((other, layout), (Degrees(1, 1, 1, 1, 1), one)):
+            exact = kind == "plain" or continues_alike(config, degrees, then)
+            where = "on one rank" if each is one else f"in {_named(then)}"
+            next_ = _comparison(precision, f"continued {where}", exact, each["continued"], further)
+            same = loaded(each["loaded"], layout["trained"])
+            comparisons.append(dataclasses.replace(next_, differences=[*same, *next_.differences]))
+    return comparisons
+
+
+def _comparison(
+    precision: str, beside: str, exact: bool, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+) -> Comparison:
+    every = differences(found, wanted, EQUAL if exact else ALIKE)
+    return Comparison(precision, beside, exact, [each for each in every if exact or not is_record(each.name)])
+
+
+def _keys(degrees: Degrees) -> dict[str, int]:
+    """The run file's keys of degrees."""
+    sizes = (degrees.hybrid_shard, degrees.tensor, degrees.context, degrees.expert)
+    return dict(zip(DEGREES, sizes, strict=True))
 
 
 def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -140,32 +229,28 @@ def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunCo
 _SHOWN = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-class _Runs:
-    """Results of layouts in a folder: the verified one's, and those beside it."""
-
-    def __init__(self, folder: Path, config: RunConfig, degrees: Degrees, say: Callable[[str], None]) -> None:
-        self._folder, self._config, self._degrees, self._say = folder, config, degrees, say
-
-    def compared(self, ranks: int, *, fp8: bool, bounds: Bounds) -> list[Difference]:
-        """Differences of the verified layout from so many data-parallel ranks."""
-        own = {key: getattr(self._config.parallel, key) for key in _LAYOUT}
-        name = "fp8" if fp8 else "plain"
-        found = self._result(f"{name}-layout", own, self._degrees.world, fp8=fp8)
-        wanted = self._result(f"{name}-beside", {"hybrid_shard_degree": 0, **dict.fromkeys(_LAYOUT[1:], 1)}, ranks, fp8=fp8)
-        return differences(found, wanted, bounds)
-
-    def _result(self, name: str, degrees: Mapping[str, int], ranks: int, *, fp8: bool) -> Mapping[str, Any]:
-        run = self._config.model_dump(mode="json")
-        run["parallel"] |= degrees
-        task = Task(run, dataclasses.asdict(self._degrees), fp8, self._degrees.data, SEEDS)
-        (self._folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
-        self._say(f"training {ranks} rank{'s'[: ranks > 1]} {'in the recipe' if fp8 else 'without FP8'}, {len(SEEDS)} seeds …")
-        command = [sys.executable, "-m", "octavo.verify.worker", str(self._folder), name]
+def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, say: Callable[[str], None]) -> dict[str, Results]:
+    """What the tasks find. Those of as many ranks run in one start: it takes longer than the steps."""
+    for name, (_, task) in all_tasks.items():
+        (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
+    for ranks in dict.fromkeys(ranks for ranks, _ in all_tasks.values()):
+        names = [name for name, (each, _) in all_tasks.items() if each == ranks]
+        say(f"training on {ranks} rank{'s'[: ranks > 1]}, {len(SEEDS)} seeds …")
+        command = [sys.executable, "-m", "octavo.verify.worker", str(folder), *names]
         with _on_cpus():
             code = launch(command, ranks, timeout=60.0, grace=10.0)
         if code:
             raise OctavoError(f"{ranks} ranks ended with exit code {code} (above): nothing was verified.")
-        return load_file(self._folder / f"{name}.safetensors")
+    return {name: _read(folder / f"{name}.safetensors") for name in all_tasks}
+
+
+def _read(path: Path) -> Results:
+    found: Results = {}
+    with safe_open(path, "pt") as file:
+        for key in file.metadata()["order"].split("\n"):
+            phase, _, name = key.partition(": ")
+            found.setdefault(phase, {})[name] = file.get_tensor(key)
+    return found
 
 
 @contextlib.contextmanager
@@ -196,19 +281,22 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+def _named(degrees: Degrees) -> str:
+    sizes = {"replicate": degrees.replicate, "hybrid_shard": degrees.hybrid_shard, "tensor": degrees.tensor}
+    sizes |= {"context": degrees.context, "expert": degrees.expert}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
 def _head(figures: Mapping[str, Any]) -> str:
-    degrees, model = figures["degrees"], figures["model"]
-    kinds = ", ".join(
-        f"{name} {degrees[name]}" for name in ("hybrid_shard", "tensor", "context", "expert") if degrees[name] > 1
-    )
+    model, layout = figures["model"], _named(Degrees(**figures["degrees"]))
     sizes = ", ".join(f"{key} {value}" for key, value in model.items() if key != "model_type")
-    return f"{figures['ranks']} ranks ({kinds or 'no degrees'}) of a small {model['model_type']}: {sizes}"
+    return f"{figures['ranks']} ranks ({layout}) of a small {model['model_type']}: {sizes}"
 
 
 def _line(comparison: Comparison) -> str:
     first, largest = comparison.first, comparison.largest
     records = sum(is_record(each.name) for each in comparison.differences)
-    what = f"{comparison.precision}, beside {comparison.beside}"
+    what = f"{comparison.precision}, {comparison.beside}"
     if first is not None:
         return f"DIFFERS  {what}: {first.name} by {first.error:.1e}"
     tensors = f"{len(comparison.differences) - records} tensors within {largest.error:.1e}"

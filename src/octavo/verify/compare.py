@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_KINDS = ("gradient", "loss", "norm", "parameter", "exp_avg", "exp_avg_sq", "scale", "history")
+_HELD = ("parameter", "step", "exp_avg", "exp_avg_sq", "history")
+_NAN = 1e30
+"""In place of NaN, as of scales that have not begun, which equals itself alone."""
 
 
 class Difference(NamedTuple):
@@ -19,7 +21,7 @@ class Difference(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The largest relative errors of losses, which are float32, of norms, and of tensors."""
+    """The largest relative errors of losses, which are float32, of norms, and of tensors; those of logits are theirs."""
 
     loss: float
     norm: float
@@ -37,13 +39,19 @@ def is_record(name: str) -> bool:
 
 
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
-    """Of each tensor, by kind in the order of a step. One that a result lacks differs by infinity."""
+    """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity."""
     result = []
-    for name in sorted({*wanted, *found}, key=lambda name: (_KINDS.index(name.split()[0]), name)):
+    for name in dict.fromkeys((*found, *wanted)):
         if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
             result.append(Difference(name, float("inf"), False))
             continue
-        one, other = found[name].double(), wanted[name].double()
+        one, other = (each[name].double().nan_to_num(_NAN) for each in (found, wanted))
         error = ((one - other).norm() / (other.norm() + 1e-30)).item()
         result.append(Difference(name, error, error <= bounds.of(name)))
     return result
+
+
+def loaded(found: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[Difference]:
+    """Differences of what a layout holds behind a load from what was saved, in any bit."""
+    wanted = {name: tensor for name, tensor in saved.items() if name.split()[0] in _HELD and " behind " not in name}
+    return [each._replace(name=f"{each.name}, as loaded") for each in differences(found, wanted, Bounds(0.0, 0.0, 0.0))]

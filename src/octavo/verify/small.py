@@ -23,7 +23,7 @@ from octavo.errors import InputError
 from octavo.models.spec import ModelSpec
 
 HEAD_DIM = 16
-MICRO_BATCH, ACCUMULATION, STEPS = 2, 2, 3
+MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
 _WORDS, _SLICE = 16, 128
 """Multiple of a rank's words, and the block of an FP8 slice."""
 _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
@@ -71,7 +71,7 @@ def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
     values = {
         "data.sequence_length": length(degrees),
         "train.global_batch": samples,
-        "train.steps": STEPS,
+        "train.steps": LAST,
         "optimizer.warmup_steps": 0,
         "optimizer.schedule": "constant",
         "optimizer.clip": 0.5 if config.optimizer.clip > 0 else config.optimizer.clip,

@@ -1,17 +1,18 @@
 """Steps of the small run on a rank, and what all ranks hold behind them, whole.
 
-    python -m octavo.verify.worker FOLDER NAME
+    python -m octavo.verify.worker FOLDER NAME …
 
-reads FOLDER/NAME.json, and rank 0 writes FOLDER/NAME.safetensors. It is started by `octavo.verify.certificate`.
+reads FOLDER/NAME.json of each task, and rank 0 writes FOLDER/NAME.safetensors. It is started by `octavo.verify.certificate`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from octavo.build import build_model
+from octavo.checkpoint.api import load, save
 from octavo.collectives.blocks import parameters_of, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
 from octavo.errors import EXIT_FAILED, OctavoError, warn
+from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.scaling import states_of
 from octavo.hardware import describe_device
 from octavo.models.families import decoder_spec
 from octavo.models.sources import load_config
+from octavo.parallel import averaging, offload
+from octavo.parallel.fsdp2 import direct_reduce
 from octavo.parallel.sharding import sharding_of
-from octavo.parallel.world import init, state
+from octavo.parallel.world import init, shutdown, state
 from octavo.plan.run import RunPlan, recipe_from_config
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
@@ -49,69 +54,166 @@ class Task:
         run: the run file's keys, its degrees those of this layout.
         like: degrees by which the model shrinks, those of the layout that is verified.
         fp8: the run's recipe; False: without FP8.
-        data: data-parallel ranks of the layout that is verified, whose samples are trained.
+        rows: samples of a micro-batch, of all ranks.
         seeds: of weights and samples, one training each.
+        trains: from the first step.
+        saves: a folder for a checkpoint of each seed behind the first steps; None: nothing is saved.
+        loads: the folder of such checkpoints, from which another training continues; None: none does.
+        then: degrees of the layout that continues; None: the same.
     """
 
     run: dict[str, Any]
     like: dict[str, int]
     fp8: bool
-    data: int
+    rows: int
     seeds: list[int]
+    trains: bool = True
+    saves: str | None = None
+    loads: str | None = None
+    then: dict[str, int] | None = None
 
 
-def results(task: Task) -> dict[str, Tensor]:
-    """Losses, norms, first gradients, parameters, moments, scales and histories of the steps; on rank 0, whole."""
+Results = dict[str, dict[str, Tensor]]
+"""What `_Training.steps` and `held` compute by name, whole, of each phase:
+
+    trained      the first steps
+    further      the next ones
+    loaded       what a model of other weights holds behind a load of what `trained` saved
+    continued    the next steps from there
+"""
+
+
+def results(task: Task) -> Results:
+    """What a task finds; on every rank."""
+    with _sizes_of_large_models():
+        return _results(task)
+
+
+def _results(task: Task) -> Results:
     config = RunConfig.from_dict(task.run, where="octavo verify")
     init(config.parallel.model_dump())
-    return {f"{name}, seed {seed}": value for seed in task.seeds for name, value in _trained(task, config, seed).items()}
+    found: Results = {}
+
+    def keep(phase: str, seed: int, values: dict[str, Tensor]) -> None:
+        found.setdefault(phase, {}).update({f"{name}, seed {seed}": value for name, value in values.items()})
+
+    for seed in task.seeds if task.trains else ():
+        training = _Training(task, config, seed)
+        keep("trained", seed, training.steps(1, small.STEPS))
+        if task.saves is not None:
+            save(_checkpoint(task.saves, seed), training.model, training.optimizer)
+        keep("further", seed, training.steps(small.STEPS + 1, small.LAST))
+    if task.loads is not None:
+        if task.then is not None:
+            shutdown()
+            config = RunConfig.from_dict(task.run | {"parallel": task.run["parallel"] | task.then}, where="octavo verify")
+            init(config.parallel.model_dump())
+        for seed in task.seeds:
+            training = _Training(task, config, seed, weights=seed + 1000)
+            load(_checkpoint(task.loads, seed), training.model, training.optimizer)
+            keep("loaded", seed, training.held())
+            keep("continued", seed, training.steps(small.STEPS + 1, small.LAST))
+    return found
 
 
-def _trained(task: Task, config: RunConfig, seed: int) -> dict[str, Tensor]:
-    """The results of a seed."""
-    whole, like = load_config(config.model.source, config.model.config), Degrees(**task.like)
-    spec = decoder_spec(whole)[0]
-    assert spec is not None  # `certificate` has refused others
-    hf_config = small.small_config(whole, spec, like)
-    config = small.small_run(config, like, task.data * small.MICRO_BATCH * small.ACCUMULATION)
-    recipe = recipe_from_config(config.fp8) if task.fp8 else None
-    plan = _plan(config, hf_config, recipe, small.MICRO_BATCH * task.data // state.dp_size)
-    options = dataclasses.replace(plan.build_options, dtype=torch.float64, params_dtype=torch.float64)
-    sharding = sharding_of(state, recipe, dtype=torch.float64, params_dtype=torch.float64)
-    model = build_model(_random_model(hf_config, seed), options, device="cpu", sharding=sharding).train()
-    optimizer = build_optimizer(model, config.optimizer)
-    several = state.world_size > 1
-    loader: Any = small.Samples(
-        hf_config.vocab_size, config.data.sequence_length, rank=state.dp_rank, ranks=state.dp_size,
-        micro_batch=plan.micro_batch, documents=config.data.packing == "documents", padding=like.context == 1, seed=seed,
-    )  # fmt: skip
-    context = TrainContext(
-        plan, model, optimizer, loader, None, state.dp_process_group if several else None,
-        state.world_process_group if several else None, Watchdog(),
-    )  # fmt: skip
-    found: dict[str, Tensor] = {}
+def _checkpoint(folder: str, seed: int) -> Path:
+    return Path(folder) / f"seed-{seed}"
 
-    def keep(*_: Any) -> None:
-        if not found:  # in the first step
-            found.update(_whole(model, "gradient", lambda p: p.grad))
 
-    optimizer.register_step_pre_hook(keep)
-    for step in range(1, small.STEPS + 1):
-        done = train_step(context, step)
-        if step == 1 and config.optimizer.clip > 0:  # as they were before
-            factor = max(1.0, (done.grad_norm + 1e-6) / config.optimizer.clip)
-            found = {name: gradient * factor for name, gradient in found.items()}
-        numbers = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64)
-        found[f"loss of step {step}"], found[f"norm of step {step}"] = numbers.unbind()
-    found |= _whole(model, "parameter", lambda p: p)
-    for moment in ("exp_avg", "exp_avg_sq"):
-        found |= _whole(model, moment, partial(_moment, optimizer, moment))
-    return found | _scales(model)
+class _Training:
+    """The small run of a seed on this rank.
+
+    weights: another seed, of the weights alone.
+    """
+
+    def __init__(self, task: Task, config: RunConfig, seed: int, *, weights: int | None = None) -> None:
+        whole, like = load_config(config.model.source, config.model.config), Degrees(**task.like)
+        spec = decoder_spec(whole)[0]
+        assert spec is not None  # `certificate` has refused others
+        hf_config = small.small_config(whole, spec, like)
+        config = small.small_run(config, like, task.rows * small.ACCUMULATION)
+        recipe = recipe_from_config(config.fp8) if task.fp8 else None
+        plan = _plan(config, hf_config, recipe, task.rows // state.dp_size)
+        options = dataclasses.replace(plan.build_options, dtype=torch.float64, params_dtype=torch.float64)
+        sharding = sharding_of(state, recipe, dtype=torch.float64, params_dtype=torch.float64)
+        source = _random_model(hf_config, seed if weights is None else weights)
+        self.model = build_model(source, options, device="cpu", sharding=sharding).train()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self._clip = config.optimizer.clip
+        several = state.world_size > 1
+        self._samples = small.Samples(
+            hf_config.vocab_size, config.data.sequence_length, rank=state.dp_rank, ranks=state.dp_size,
+            micro_batch=plan.micro_batch, documents=config.data.packing == "documents", padding=like.context == 1, seed=seed,
+        )  # fmt: skip
+        loader: Any = self._samples
+        self._context = TrainContext(
+            plan, self.model, self.optimizer, loader, None, state.dp_process_group if several else None,
+            state.world_process_group if several else None, Watchdog(),
+        )  # fmt: skip
+
+    def steps(self, first: int, last: int) -> dict[str, Tensor]:
+        """What these steps compute, in the order of time, so that the first difference is where a fault is.
+
+        States, scales and logits of an evaluation before them; loss, gradients before clipping, from the last parameter to the
+        first, norm and histories of the first step; losses and norms of the others; what is held behind them.
+        """
+        found, gradients = self._evaluated(first), dict[str, Tensor]()
+
+        def keep(*_: Any) -> None:
+            if not gradients:  # in the first step
+                gradients.update(_whole(self.model, "gradient", lambda p: p.grad))
+
+        hook = self.optimizer.register_step_pre_hook(keep)
+        for step in range(first, last + 1):
+            done = train_step(self._context, step)
+            loss, norm = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64).unbind()
+            found[f"loss of step {step}"] = loss
+            if step == first:
+                factor = max(1.0, (done.grad_norm + 1e-6) / self._clip) if self._clip > 0 else 1.0  # as they were before
+                found |= {name: gradients[name] * factor for name in reversed(gradients)}
+            found[f"norm of step {step}"] = norm
+            if step == first:
+                found |= _histories(self.model, f" behind step {step}")
+        hook.remove()
+        return found | self.held() | _scales(self.model, " behind the last step")
+
+    def held(self) -> dict[str, Tensor]:
+        """Parameters, states of the optimizer and histories. Collective."""
+        found = _whole(self.model, "parameter", lambda p: p)
+        for moment in ("step", "exp_avg", "exp_avg_sq"):
+            found |= _whole(self.model, moment, partial(_moment, self.optimizer, moment))
+        return found | _histories(self.model)
+
+    def _evaluated(self, step: int) -> dict[str, Tensor]:
+        """States behind each block, scales, and logits of the first micro-batch of all samples of a step. Collective."""
+        plan = self._context.plan
+        batch = self._samples.step((step - 1) * plan.config.train.global_batch)[0]
+        positions = batch.position_ids if plan.config.data.packing == "documents" else None
+        self.model.eval()
+        for _, fp8 in states_of(self.model):
+            fp8.observed.clear()  # of training
+        with torch.no_grad(), fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
+            output = self.model(input_ids=batch.input_ids, position_ids=positions, output_hidden_states=True)
+        self.model.train()
+        casts, found = _scales(self.model, f" before step {step}"), dict[str, Tensor]()
+        for layer, states in enumerate(output.hidden_states):
+            found[f"states behind {layer} blocks, before step {step}"] = _of_all_samples(states)
+            found |= {name: scale for name, scale in casts.items() if f" layers.{layer}." in name}
+        return found | casts | {f"logits before step {step}": _of_all_samples(output.logits)}
+
+
+def _of_all_samples(own: Tensor) -> Tensor:
+    """Rows of all data-parallel ranks. Collective."""
+    if state.dp_size == 1:
+        return own
+    every = [torch.empty_like(own) for _ in range(state.dp_size)]
+    dist.all_gather(every, own.contiguous(), group=state.dp_process_group)
+    return torch.cat(every)
 
 
 def _moment(optimizer: torch.optim.Optimizer, name: str, parameter: Any) -> Tensor | None:
-    found: Tensor | None = optimizer.state[parameter].get(name)
-    return found
+    found = optimizer.state[parameter].get(name)
+    return None if found is None else torch.as_tensor(found, dtype=torch.float64)
 
 
 def _plan(config: RunConfig, hf_config: Any, recipe: Any, micro_batch: int) -> RunPlan:
@@ -141,12 +243,13 @@ def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -
     for name, parameter in model.named_parameters():
         part = value(parameter)
         if part is not None:
-            found[f"{kind} {name}"] = whole_tensor(with_block(part, blocks[parameter])).detach().clone()
+            whole = part if part.dim() == 0 else whole_tensor(with_block(part, blocks[parameter]))
+            found[f"{kind} {name}"] = whole.detach().clone()
     return found
 
 
-def _scales(model: nn.Module) -> dict[str, Tensor]:
-    """The one scale of each operand in its last cast, of all experts, and its record under delayed scaling. Collective."""
+def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
+    """The one scale of each operand in its last cast, of all experts. Collective."""
     found = {}
     for layer, fp8 in states_of(model):
         for operand, scale in fp8.observed.items():
@@ -156,29 +259,67 @@ def _scales(model: nn.Module) -> dict[str, Tensor]:
             every[fp8.own_experts or slice(None)] = scale
             if fp8.own_experts is not None and state.world_size > 1:
                 dist.all_reduce(every, dist.ReduceOp.MAX)
-            found[f"scale {layer}.{operand.value}"] = every
-        for operand, slot in fp8.slots.items():
-            found[f"history {layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten())).clone()
+            found[f"scale {layer}.{operand.value}{when}"] = every
     return found
 
 
-def main(folder: Path, name: str) -> int:
-    """Train a task and write its results; returns the exit code."""
+def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
+    """The record of each operand under delayed scaling: its scale and its history; of other ranks those that differ."""
+    found = {}
+    for layer, fp8 in states_of(model):
+        for operand, slot in fp8.slots.items():
+            own = torch.cat((slot.scale.flatten(), slot.history.flatten())).clone()
+            found[f"history {layer}.{operand.value}{when}"] = own
+            for rank, other in enumerate(_of_all_ranks(own)):
+                if not torch.equal(other.nan_to_num(), own.nan_to_num()):
+                    found[f"history {layer}.{operand.value}{when} of rank {rank}"] = other
+    return found
+
+
+def _of_all_ranks(own: Tensor) -> list[Tensor]:
+    if state.world_size == 1:
+        return [own]
+    every = [torch.empty_like(own) for _ in range(state.world_size)]
+    dist.all_gather(every, own)
+    return every
+
+
+@contextlib.contextmanager
+def _sizes_of_large_models() -> Iterator[None]:
+    """Treat the small model's tensors as a large one's, of which some are offloaded or reduced alone."""
+    before = offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES
+    offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES = 1, 1 << 15, 1 << 15
+    try:
+        yield
+    finally:
+        offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES = before
+
+
+def main(folder: Path, names: Sequence[str]) -> int:
+    """Do tasks and write what they find; returns the exit code."""
     torch.set_num_threads(1)
     try:
-        found = results(Task(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))))
+        for name in names:
+            found = results(Task(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))))
+            if state.rank == 0:
+                tensors = {f"{phase}: {key}": value for phase, values in found.items() for key, value in values.items()}
+                file = folder / f"{name}.safetensors"
+                save_file(
+                    {key: value.contiguous().clone() for key, value in tensors.items()}, file, {"order": "\n".join(tensors)}
+                )
+            several = state.world_size > 1
+            if several:
+                dist.barrier()  # one that leaves early would break the connections of the others
+            if several and name != names[-1]:
+                shutdown()
     except OctavoError as error:
         if state.rank == 0:
             warn(str(error))
         return error.exit_code or EXIT_FAILED
-    if state.rank == 0:
-        save_file({key: value.contiguous().clone() for key, value in found.items()}, folder / f"{name}.safetensors")
-    if state.world_size > 1:
-        dist.barrier()  # one that leaves early would break the connections of the others
     return 0
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), sys.argv[2])
+    code = main(Path(sys.argv[1]), sys.argv[2:])
     sys.stderr.flush()
     os._exit(code)  # gloo's threads may abort a process that ends as others do
