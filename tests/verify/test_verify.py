@@ -54,10 +54,16 @@ def test_a_layout_is_equal_and_continues_in_others(source, world, degrees, kind)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"hybrid_shard_degree": 1}])
-def test_data_parallel_ranks_are_compared_with_one_in_fp8_by_a_checkpoint(degrees):
+def test_shards_and_replicas_are_compared_with_one_another_in_fp8_and_with_one_rank_by_a_checkpoint(degrees):
     found = comparisons(run_of("llama-1b"), 2, degrees, kinds=["fp8"])
-    assert list(found) == ["delayed scaling, continued in tensor 2", "delayed scaling, continued on one rank"]
-    assert [(each.exact, each.first) for each in found.values()] == [(True, None)] * 2
+    wanted = ["beside 2 data-parallel ranks", "continued in tensor 2", "continued on one rank"]
+    assert list(found) == [f"delayed scaling, {each}" for each in wanted]
+    assert [(each.exact, each.first) for each in found.values()] == [(True, None)] * 3
+
+
+def test_a_given_exchange_goes_with_its_degree():
+    found = comparisons(run_of("llama-1b"), 2, {"context_parallel_degree": 2, "cp_comm_type": "p2p"}, kinds=["plain"])
+    assert [each.first for each in found.values()] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Both compute in float64, where sums do not depend on their order (docs/numerics.md):
 
     without FP8         the layout beside one rank with the samples of all
-    in the recipe       the layout beside its data-parallel ranks alone, which cast their own samples as the layout's do
+    in the recipe       the layout beside its data-parallel ranks alone, which cast their own samples as the layout's do, and
+                        hold all parameters if it shards them
 
 Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Ranks have casts
 of their own by rule under rowwise and block scaling, and where experts are spread over ranks with other samples: errors are
@@ -30,7 +31,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from octavo.config.degrees import DEGREES, Degrees, divisors
+from octavo.config.degrees import DEGREES, Degrees, composes, divisors
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
 from octavo.errors import InputError, OctavoError
@@ -49,7 +50,7 @@ EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
 SEEDS = [0, 1, 2]
 NOT_COVERED = "kernels of GPUs, collectives beside products, precision that trains, dropout, sizes of the real model"
 _ONE_SCALE = ("delayed", "current", "bf16")
-_ALONE = {"hybrid_shard_degree": 0, **dict.fromkeys(DEGREES[1:], 1)}
+_ONE = Degrees(1, 1, 1, 1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,20 +155,26 @@ def tasks(
     rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
     found: dict[str, tuple[int, Task]] = {}
 
-    def add(name: str, ranks: int, layout: Mapping[str, int], *, fp8: bool, **options: Any) -> None:
+    def layout(of: Degrees, fp8: bool) -> dict[str, Any]:
+        """Keys of [parallel], those without effect by their defaults."""
+        keys: dict[str, Any] = dict(zip(DEGREES, (of.hybrid_shard, of.tensor, of.context, of.expert), strict=True))
+        parallel = config.parallel
+        exchange = parallel.cp_comm_type if of.context > 1 else "all_gather"
+        return keys | {"cp_comm_type": exchange, "expert_dispatch_fp8": parallel.expert_dispatch_fp8 and fp8 and of.expert > 1}
+
+    def add(name: str, of: Degrees, *, fp8: bool, **options: Any) -> None:
         run = config.model_dump(mode="json")
-        run["parallel"] |= layout
-        if not fp8 or layout["expert_parallel_degree"] == 1:
-            run["parallel"]["expert_dispatch_fp8"] = False
-        found[name] = ranks, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
+        run["parallel"] |= layout(of, fp8)
+        found[name] = of.world, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
         at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"
-        add(f"{kind} layout", degrees.world, _keys(degrees), fp8=fp8, saves=at, loads=at, then=_keys(other))
+        add(f"{kind} layout", degrees, fp8=fp8, saves=at, loads=at, then=layout(other, fp8))
         alone = not fp8 or (degrees.data == 1 and degrees.world > 1)
-        if fp8 and not alone and max(degrees.tensor, degrees.context, degrees.expert) > 1:
-            add(f"{kind} data", degrees.data, _ALONE, fp8=fp8)
-        add(f"{kind} one", 1, _ALONE, fp8=fp8, trains=alone, loads=at)
+        if fp8 and not alone:  # each with all parameters, or with shards where the layout has none
+            shards = 1 if degrees.hybrid_shard > 1 else degrees.data
+            add(f"{kind} data", Degrees(degrees.data, shards, 1, 1, 1), fp8=fp8)
+        add(f"{kind} one", _ONE, fp8=fp8, trains=alone, loads=at)
     return found
 
 
@@ -183,7 +190,7 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
             ranks = "one rank" if beside is one else f"{degrees.data} data-parallel ranks"
             comparisons.append(_comparison(precision, f"beside {ranks}", exact, layout["trained"], beside["trained"]))
         further = layout["further"] if kind == "fp8" else one["further"]
-        for then, each in ((other, layout), (Degrees(1, 1, 1, 1, 1), one)):
+        for then, each in ((other, layout), (_ONE, one)):
             exact = kind == "plain" or continues_alike(config, degrees, then)
             where = "on one rank" if each is one else f"in {_named(then)}"
             next_ = _comparison(precision, f"continued {where}", exact, each["continued"], further)
@@ -199,23 +206,18 @@ def _comparison(
     return Comparison(precision, beside, exact, [each for each in every if exact or not is_record(each.name)])
 
 
-def _keys(degrees: Degrees) -> dict[str, int]:
-    """The run file's keys of degrees."""
-    sizes = (degrees.hybrid_shard, degrees.tensor, degrees.context, degrees.expert)
-    return dict(zip(DEGREES, sizes, strict=True))
-
-
 def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """The run with degrees of its file lowered to what divides the ranks, and a line for each that was."""
     parallel = config.parallel
     tensor = math.gcd(parallel.tensor_parallel_degree, ranks)
     shards = parallel.hybrid_shard_degree and math.gcd(parallel.hybrid_shard_degree, ranks // tensor)
     whole = shards or ranks // tensor
+    experts = [n for n in divisors(math.gcd(parallel.expert_parallel_degree, whole * tensor)) if composes(tensor, n)]
     fitting = {
         "tensor_parallel_degree": tensor,
         "hybrid_shard_degree": shards,
         "context_parallel_degree": math.gcd(parallel.context_parallel_degree, whole),
-        "expert_parallel_degree": math.gcd(parallel.expert_parallel_degree, whole * tensor),
+        "expert_parallel_degree": experts[-1],
     }
     lower = {
         f"parallel.{key}": value

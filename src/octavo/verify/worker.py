@@ -31,6 +31,7 @@ from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
 from octavo.errors import EXIT_FAILED, OctavoError, warn
 from octavo.fp8.autocast import fp8_autocast
+from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.hardware import describe_device
 from octavo.models.families import decoder_spec
@@ -154,8 +155,9 @@ class _Training:
     def steps(self, first: int, last: int) -> dict[str, Tensor]:
         """What these steps compute, in the order of time, so that the first difference is where a fault is.
 
-        States, scales and logits of an evaluation before them; loss, gradients before clipping, from the last parameter to the
-        first, norm and histories of the first step; losses and norms of the others; what is held behind them.
+        States, scales and logits of an evaluation before them; of the first step histories of its forwards, loss, gradients
+        before clipping, from the last parameter to the first, norm and histories of its backwards; losses and norms of the
+        others; what is held behind them.
         """
         found, gradients = self._evaluated(first), dict[str, Tensor]()
 
@@ -167,13 +169,14 @@ class _Training:
         for step in range(first, last + 1):
             done = train_step(self._context, step)
             loss, norm = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64).unbind()
+            histories = _histories(self.model, f" behind step {step}") if step == first else {}
+            backward = {name: value for name, value in histories.items() if f".{Operand.GRAD_OUTPUT.value} " in name}
+            found |= {name: value for name, value in histories.items() if name not in backward}
             found[f"loss of step {step}"] = loss
             if step == first:
                 factor = max(1.0, (done.grad_norm + 1e-6) / self._clip) if self._clip > 0 else 1.0  # as they were before
                 found |= {name: gradients[name] * factor for name in reversed(gradients)}
-            found[f"norm of step {step}"] = norm
-            if step == first:
-                found |= _histories(self.model, f" behind step {step}")
+            found |= {f"norm of step {step}": norm} | backward
         hook.remove()
         return found | self.held() | _scales(self.model, " behind the last step")
 
