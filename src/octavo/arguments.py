@@ -49,6 +49,16 @@ class WithOverrides(TyperCommand):
 
 
 RunFile = Annotated[str, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
+SomeRunFile = Annotated[
+    str | None, typer.Argument(metavar="[RUN.toml]", help="A run file; none with --fuzz.", show_default=False)
+]
+FuzzCases = Annotated[
+    int | None, typer.Option("--fuzz", min=1, metavar="N", help="Verify N layouts and models at random instead of a run file.")
+]
+FuzzSeed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, metavar="S", help="The number of the first of them, which repeats it; 0 if absent."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
@@ -134,3 +144,15 @@ def names(text: str | None, option: str = "") -> list[str]:
     if option and text is not None and not found:
         raise InputError(f'{option} "{text}" names nothing: name some, separated by commas, or leave it out for all.')
     return found
+
+
+def check_fuzz(run_file: str | None, cases: int | None, seed: int | None, *, gpu: bool) -> None:
+    """Raise an InputError unless `octavo verify` was given either a run file or --fuzz."""
+    if cases is not None and run_file is not None:
+        raise InputError(f"--fuzz {cases} draws its runs: leave {run_file} out, or leave --fuzz out to verify it.")
+    if cases is None and run_file is None:
+        raise InputError("no run file: give one, as in octavo verify presets/demo.toml, or --fuzz 10 for runs at random.")
+    if cases is None and seed is not None:
+        raise InputError(f"--seed {seed} is the first case of --fuzz: give --fuzz 1, or leave --seed out.")
+    if cases is not None and gpu:
+        raise InputError(f"--fuzz {cases} draws runs of CPU ranks: leave --gpu out.")

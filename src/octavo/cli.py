@@ -286,13 +286,15 @@ def describe(
 
 @app.command(cls=WithOverrides, epilog="Example: octavo verify presets/demo.toml --ranks 4 parallel.tensor_parallel_degree=2")
 def verify(
-    run_file: RunFile,
+    run_file: options.SomeRunFile = None,
     overrides: Overrides = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", metavar="N", help="Ranks of the layout: 2 of the CPU, or with --gpu all GPUs.")
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Two layers of full width on GPUs, overlapped and not.")] = False,
     output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="A file for the differences.")] = "verify.json",
+    fuzz: options.FuzzCases = None,
+    seed: options.FuzzSeed = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the layout of a run on CPU ranks with one rank: a small model, in float64, whose sums have no order.
@@ -300,10 +302,13 @@ def verify(
     The exit code is 1 if something differs; the first of it is named.
     """
     refuse_ranks_of_ranks(ranks or 2)
-    config, path = _config(run_file, overrides), local_path(output, "--output")
+    path = local_path(output, "--output")
+    options.check_fuzz(run_file, fuzz, seed, gpu=gpu)
+    config = None if run_file is None else _config(run_file, overrides)
     from octavo.bench.files import check_file
     from octavo.storage import write_atomic
     from octavo.verify.certificate import verify as compared
+    from octavo.verify.fuzz import fuzz as drawn
     from octavo.verify.gpu import verify_on_gpus
 
     check_file(path, "--output", ".json")
@@ -313,9 +318,12 @@ def verify(
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
-    figures, text = verify_on_gpus(config, ranks, say=say) if gpu else compared(config, ranks or 2, given=given, say=say)
+    if config is None:
+        figures, text = drawn(fuzz or 1, seed or 0, ranks, say)
+    else:
+        figures, text = verify_on_gpus(config, ranks, say=say) if gpu else compared(config, ranks or 2, given=given, say=say)
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
-    _print(figures if as_json else [*text, f"each difference is in {path}"])
+    _print(figures if as_json else [*text, f"each {'difference' if config else 'case'} is in {path}"])
     if not figures["verified"]:
         raise typer.Exit(EXIT_FAILED)
 

@@ -198,7 +198,7 @@ def cross_entropy_of_statistics_(
     grad = (own - total[:, None]).exp_().mul_((1 + 2 * objective.z_loss * total)[:, None]).sub_(even)
     grad = functional.pad(grad.masked_fill_(unknown[:, None], torch.nan), (0, logits.shape[1] - words.number))
     at, here = _own_targets(target, words)
-    change = torch.where(here, objective.label_smoothing - 1.0, 0.0).double()
+    change = here.double() * (objective.label_smoothing - 1.0)  # `torch.where` of two numbers would be float32
     grad = grad.scatter_add_(1, torch.where(here, at, 0)[:, None], change[:, None]).mul_(real[:, None]).to(of_slices.dtype)
     if fp8 is None:
         return loss, Gradient(logits.copy_(grad.mul_(grad_scale)))

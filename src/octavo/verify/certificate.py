@@ -7,8 +7,8 @@ Both compute in float64, where sums do not depend on their order (docs/numerics.
                         hold all parameters if it shards them
 
 Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Ranks have casts
-of their own by rule under rowwise and block scaling, and where experts are spread over ranks with other samples: errors are
-bounded by the format there, and scales are not compared.
+of their own by rule under rowwise and block scaling, where experts are spread over ranks with other samples, and where tensor
+ranks share a key-value head: errors are bounded by the format there, and scales are not compared.
 
 Behind these steps the layout saves a checkpoint, from which another layout and one rank continue: they hold the bits that were
 saved, and compute the next steps as a training that nothing interrupted. Under delayed scaling that is a comparison with one
@@ -115,17 +115,23 @@ def verify(
     return figures, [_head(figures), *lowered, *map(_line, comparisons), f"not covered: {NOT_COVERED}"]
 
 
-def casts_alike(config: RunConfig, degrees: Degrees) -> bool:
-    """True if a layout casts as its data-parallel ranks alone: by one scale a tensor, its experts within tensor groups."""
+def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
+    """True if a layout casts as its data-parallel ranks alone.
+
+    Scales are of whole tensors, experts within tensor groups, and no tensor ranks share a key-value head: each would cast the
+    gradient of its own queries.
+    """
     one_scale = {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
-    return one_scale and degrees.tensor % degrees.expert == 0 and not config.parallel.expert_dispatch_fp8
+    experts = degrees.tensor % degrees.expert == 0 and not config.parallel.expert_dispatch_fp8
+    return one_scale and experts and spec.kv_heads % degrees.tensor == 0
 
 
-def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees) -> bool:
+def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: ModelSpec) -> bool:
     """True if another layout casts as this one behind a load of its checkpoint: by scales in it, or of equal samples."""
     if {config.fp8.recipe, *config.fp8.layers.values()} <= {"delayed", "bf16"}:
-        return not config.parallel.expert_dispatch_fp8
-    return degrees.data == then.data and casts_alike(config, degrees) and casts_alike(config, then)
+        shared = any(spec.kv_heads % each.tensor for each in (degrees, then))
+        return not config.parallel.expert_dispatch_fp8 and not shared
+    return degrees.data == then.data and all(casts_alike(config, each, spec) for each in (degrees, then))
 
 
 def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
@@ -185,13 +191,13 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
         layout, one = found[f"{kind} layout"], found[f"{kind} one"]
         beside = found.get(f"{kind} data", one)
         precision = "without FP8" if kind == "plain" else f"{config.fp8.recipe} scaling"
-        exact = kind == "plain" or casts_alike(config, degrees)
+        exact = kind == "plain" or casts_alike(config, degrees, spec)
         if "trained" in beside:
             ranks = "one rank" if beside is one else f"{degrees.data} data-parallel ranks"
             comparisons.append(_comparison(precision, f"beside {ranks}", exact, layout["trained"], beside["trained"]))
         further = layout["further"] if kind == "fp8" else one["further"]
         for then, each in ((other, layout), (_ONE, one)):
-            exact = kind == "plain" or continues_alike(config, degrees, then)
+            exact = kind == "plain" or continues_alike(config, degrees, then, spec)
             where = "on one rank" if each is one else f"in {_named(then)}"
             next_ = _comparison(precision, f"continued {where}", exact, each["continued"], further)
             same = loaded(each["loaded"], layout["trained"])

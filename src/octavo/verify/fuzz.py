@@ -1,0 +1,185 @@
+"""Layouts and features of models at random, each verified; the number of a case repeats it.
+
+A case is drawn from its number alone: a family of models with sizes that ranks divide or do not, degrees, an exchange of
+context parallelism, a recipe, and settings of a run that decide how ranks share the work. What `octavo train` refuses before
+it starts is drawn again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from octavo.config.degrees import DEGREES, divisors
+from octavo.config.run import RunConfig
+from octavo.errors import InputError, OctavoError
+from octavo.models.families import DECODER_FAMILIES
+from octavo.plan.run import Target, check
+from octavo.verify.certificate import verify
+
+_ATTEMPTS = 200
+_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A drawn run, with the Hugging Face config of its model in a folder, and its ranks."""
+
+    config: RunConfig
+    ranks: int
+    model: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Ranks, family, degrees and settings that were drawn."""
+        run = self.config.model_dump(mode="json", exclude_unset=True)
+        settings = {f"{section}.{key}": run[section][key] for section in _DRAWN for key in run.get(section, {})}
+        given = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in _FIXED)
+        sizes = ", ".join(f"{key} {value}" for key, value in self.model.items() if key != "model_type")
+        return f"{self.ranks} ranks, {self.model['model_type']} ({sizes}): {given}"
+
+
+_DRAWN = ("parallel", "moe", "data", "fp8", "optimizer", "train")
+_FIXED = ("data.source", "data.vocab_size", "data.sequence_length", "train.steps", "train.global_batch", "train.output")
+
+
+def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
+    """The case of a number.
+
+    Args:
+        seed: the number.
+        folder: for the config of the model.
+        ranks: CPU ranks; None: 2 or 4.
+
+    Raises:
+        OctavoError: no draw in 200 was a run.
+    """
+    draw = random.Random(seed)
+    for _ in range(_ATTEMPTS):
+        world, model = ranks or draw.choice((2, 4)), _model(draw)
+        source = folder / f"case-{seed}"
+        AutoConfig.for_model(**model).save_pretrained(source)
+        sections = {"model": {"source": str(source)}, **_sections(draw, world, model)}
+        try:
+            config = RunConfig.from_dict(sections, where=f"case {seed}")
+            check(config, target=Target(world_size=world))
+        except InputError:
+            continue
+        return Case(config, world, model)
+    raise OctavoError(f"case {seed}: none of {_ATTEMPTS} draws was a run of {ranks or '2 or 4'} ranks.")
+
+
+def fuzz(
+    count: int, seed: int, ranks: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> tuple[dict[str, Any], list[str]]:
+    """Verify so many cases, those of `seed` and the numbers behind it: the report as a dict and as lines of text."""
+    cases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(seed, seed + count):
+            case, started = drawn(number, Path(folder), ranks), time.monotonic()
+            given = [f"parallel.{key}" for key in DEGREES]
+            try:
+                figures, _ = verify(case.config, case.ranks, given=given)
+                first = next((each for each in figures["comparisons"] if not each["verified"]), None)
+                fault = None if first is None else f"{first['precision']}, {first['beside']}: {first['first']}"
+            except OctavoError as error:
+                fault = str(error)
+            cases.append({"seed": number, "case": case.text, "fault": fault, "seconds": round(time.monotonic() - started, 1)})
+            say(_line(cases[-1]))
+    faults = [case for case in cases if case["fault"] is not None]
+    figures = {"cases": cases, "verified": not faults}
+    head = f"{count - len(faults)} of {count} cases from seed {seed} are equal"
+    return figures, [
+        head,
+        *map(_line, faults),
+        *[f"octavo verify --fuzz 1 --seed {case['seed']} repeats it" for case in faults[:1]],
+    ]
+
+
+def _line(case: dict[str, Any]) -> str:
+    end = "equal" if case["fault"] is None else f"DIFFERS {case['fault']}"
+    return f"seed {case['seed']}: {case['case']}: {end}"
+
+
+def _model(draw: random.Random) -> dict[str, Any]:
+    """Keys of a Hugging Face config."""
+    kind, heads = draw.choice(DECODER_FAMILIES), draw.choice((4, 8, 12, 16))
+    found: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": 32 * heads,
+        "num_attention_heads": heads,
+        "num_hidden_layers": draw.choice((2, 3)),
+        "intermediate_size": draw.choice((256, 384, 448, 512, 544, 704, 768)),
+        "vocab_size": draw.choice((512, 509, 1000, 1024, 1037)),
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": draw.random() < 0.4,
+        **{f"{token}_token_id": number for number, token in enumerate(("pad", "bos", "eos"))},
+    }
+    if kind == "gpt_neox":
+        return found | {"use_parallel_residual": draw.random() < 0.5, "attention_bias": draw.random() < 0.7}
+    found["num_key_value_heads"] = draw.choice([n for n in divisors(heads) if n < 9])
+    if kind in ("llama", "qwen3", "qwen3_moe"):
+        found["attention_bias"] = draw.random() < 0.4
+    if kind == "llama":
+        found["mlp_bias"] = draw.random() < 0.3
+    if kind in ("mistral", "mixtral", "phi3"):
+        found["sliding_window"] = draw.choice((None, 40))
+    if kind in ("qwen3", "qwen3_moe"):
+        found["head_dim"] = 32
+    if kind in ("qwen2", "qwen3") and draw.random() < 0.5:
+        found |= {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    if kind in _EXPERTS:
+        experts = draw.choice((4, 6, 8))
+        name = "num_local_experts" if kind == "mixtral" else "num_experts"
+        found |= {name: experts, "num_experts_per_tok": draw.choice((1, 2, 3))}
+    if kind == "qwen3_moe":
+        found |= {"moe_intermediate_size": draw.choice((128, 192, 256)), "mlp_only_layers": draw.choice(([], [0]))}
+    return found
+
+
+def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sections of a run file but for its model, each key drawn or left out."""
+
+    def some(**values: Sequence[Any]) -> dict[str, Any]:
+        return {key: draw.choice(choices) for key, choices in values.items() if draw.random() < 0.35}
+
+    tensor = draw.choice(divisors(world))
+    shards = draw.choice(divisors(world // tensor))
+    context = draw.choice(divisors(shards))
+    parallel: dict[str, Any] = {
+        "hybrid_shard_degree": shards,
+        "tensor_parallel_degree": tensor,
+        "context_parallel_degree": context,
+    }
+    if context > 1:
+        parallel["cp_comm_type"] = draw.choice(("all_gather", "p2p", "a2a", "auto"))
+    found: dict[str, dict[str, Any]] = {}
+    if model["model_type"] in _EXPERTS:
+        parallel["expert_parallel_degree"] = draw.choice(divisors(shards * tensor))
+        if parallel["expert_parallel_degree"] > 1:
+            parallel |= some(expert_dispatch_fp8=(True,))
+        found["moe"] = some(
+            moe_load_balancing=("aux_loss", "none", "sinkhorn"), moe_aux_loss_coeff=(0.01, 0.1), moe_z_loss_coeff=(0.001,)
+        )
+    parallel |= some(reshard_after_forward=(True, False), sync_each_micro_batch=(True,))
+    recipe = draw.choice(("delayed", "delayed", "delayed", "current", "rowwise", "block"))
+    fp8 = {"recipe": recipe} | some(
+        head=(True, False, "backward"), skip=(["*.1.*"],), layers=({"*.0.*": "current"}, {"*": "bf16"})
+    )
+    if recipe == "delayed":
+        fp8 |= some(amax_history_len=(1, 2, 4), amax_compute_algo=("most_recent",), margin=(1,))
+    if recipe in ("delayed", "current"):
+        fp8 |= some(format=("E4M3",))
+    data = {"source": "python:docstrings", "sequence_length": 64, "vocab_size": 300} | some(packing=("documents",))
+    train = {"steps": 3, "global_batch": 2 * world, "output": "runs/never"}
+    train |= some(recompute=(True, "selective", "mlp"), offload=(True,), mlp_chunks=(2, 3))
+    train |= some(label_smoothing=(0.1,), z_loss=(1e-3,), freeze=(["*embed*"], ["*layers.0.*"], ["*norm*"]))
+    optimizer = some(clip=(0.0,), weight_decay=(0.0,))
+    return found | {"parallel": parallel, "fp8": fp8, "data": data, "train": train, "optimizer": optimizer}

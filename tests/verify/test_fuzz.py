@@ -1,0 +1,60 @@
+"""Layouts and models at random: drawn from a number alone, and equal."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from verified import comparisons
+
+import ranks
+from octavo.errors import InputError
+from octavo.models.families import DECODER_FAMILIES
+from octavo.verify.fuzz import drawn
+
+pytestmark = ranks.alone
+
+CASES = range(40)
+
+
+def test_a_case_is_drawn_from_its_number_alone(tmp_path):
+    cases = [drawn(seed, tmp_path) for seed in CASES]
+    assert [each.text for each in cases] == [drawn(seed, tmp_path).text for seed in CASES]
+    assert len({each.text for each in cases}) == len(CASES)
+    assert {each.model["model_type"] for each in cases} == set(DECODER_FAMILIES)
+    for key in ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+        assert {1, 2} <= {getattr(each.config.parallel, key) for each in cases}
+    assert {each.config.fp8.recipe for each in cases} == {"delayed", "current", "rowwise", "block"}
+
+
+@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.long(lambda seed: seed % 10 != 4)
+def test_a_case_is_equal(seed, tmp_path):
+    case = drawn(seed, tmp_path)
+    degrees = case.config.parallel.model_dump(include={name for name in vars(case.config.parallel) if name.endswith("_degree")})
+    found = comparisons(case.config, case.ranks, degrees, seeds=[seed])
+    assert {name: each.first for name, each in found.items() if each.first is not None} == {}, case.text
+
+
+@pytest.mark.long
+def test_the_command_repeats_a_case(tmp_path):
+    output = tmp_path / "cases.json"
+    command = ["octavo", "verify", "--fuzz", "1", "--seed", "4", "--output", str(output)]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 cases from seed 4 are equal" in done.stdout
+    (case,) = json.loads(output.read_text())["cases"]
+    assert (case["seed"], case["fault"]) == (4, None)
+    assert re.sub(".*/", "", case["case"]) == re.sub(".*/", "", drawn(4, tmp_path).text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "no run file"), (["--fuzz", "2", "run.toml"], "leave run.toml out"), (["--seed", "2", "run.toml"], "give --fuzz 1")],
+)
+def test_either_a_run_file_or_draws(arguments, message, capsys):
+    from octavo.cli import main
+
+    assert main(["verify", *arguments]) == InputError.exit_code
+    assert message in capsys.readouterr().err
