@@ -102,6 +102,19 @@ def test_casts_that_are_others_by_rule_are_bounded(source, degrees, recipe):
 
 
 @pytest.mark.parametrize(
+    ("source", "degrees"), [("llama-1b", TENSOR), ("mistral-7b", {}), ("mixtral-8x7b", {"expert_parallel_degree": 2})]
+)
+@pytest.mark.long(lambda source: source != "llama-1b")
+def test_dtypes_that_train_are_within_their_roundings(source, degrees):
+    found = comparisons(run_of(source), 2, degrees, kinds=["narrow", "narrow-fp8"])
+    assert list(found) == ["bfloat16, without FP8, beside one rank", "bfloat16, delayed scaling, beside one rank"]
+    plain, fp8 = ({one.name: one.error for one in each.differences} for each in found.values())
+    assert [(each.exact, each.first) for each in found.values()] == [(False, None)] * 2
+    assert max(plain.values()) > 1e-3  # of 16 bits
+    assert max(fp8.values()) > 2 * max(plain.values()) or source == "mixtral-8x7b"
+
+
+@pytest.mark.parametrize(
     ("degrees", "world", "then"),
     [
         ({}, 2, "tensor 2"),
@@ -172,7 +185,8 @@ def test_the_command(tmp_path):
     found = json.loads(output.read_text())
     assert found["verified"]
     wanted = ["beside one rank", "continued in hybrid_shard 2", "continued on one rank"]
-    assert [each["beside"] for each in found["comparisons"]] == 2 * wanted
+    assert [each["beside"] for each in found["comparisons"]] == 2 * wanted + 2 * ["beside one rank"]
+    assert [each["precision"] for each in found["comparisons"]][-2:] == ["bfloat16, without FP8", "bfloat16, delayed scaling"]
     errors = found["comparisons"][3]["errors"]
     assert len(errors) > 300
     assert next(iter(errors)).startswith("states behind 0 blocks, before step 1")

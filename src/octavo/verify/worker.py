@@ -55,6 +55,7 @@ class Task:
         run: the run file's keys, its degrees those of this layout.
         like: degrees by which the model shrinks, those of the layout that is verified.
         fp8: the run's recipe; False: without FP8.
+        wide: in float64; False: in the dtypes that the run trains in.
         rows: samples of a micro-batch, of all ranks.
         seeds: of weights and samples, one training each.
         trains: from the first step.
@@ -68,6 +69,7 @@ class Task:
     fp8: bool
     rows: int
     seeds: list[int]
+    wide: bool = True
     trains: bool = True
     saves: str | None = None
     loads: str | None = None
@@ -135,8 +137,10 @@ class _Training:
         config = small.small_run(config, like, task.rows * small.ACCUMULATION)
         recipe = recipe_from_config(config.fp8) if task.fp8 else None
         plan = _plan(config, hf_config, recipe, task.rows // state.dp_size)
-        options = dataclasses.replace(plan.build_options, dtype=torch.float64, params_dtype=torch.float64)
-        sharding = sharding_of(state, recipe, dtype=torch.float64, params_dtype=torch.float64)
+        options = plan.build_options
+        if task.wide:
+            options = dataclasses.replace(options, dtype=torch.float64, params_dtype=torch.float64)
+        sharding = sharding_of(state, recipe, dtype=options.dtype, params_dtype=options.params_dtype)
         source = _random_model(hf_config, seed if weights is None else weights)
         self.model = build_model(source, options, device="cpu", sharding=sharding).train()
         self.optimizer = build_optimizer(self.model, config.optimizer)
