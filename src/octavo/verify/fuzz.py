@@ -79,7 +79,13 @@ def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
 def fuzz(
     count: int, seed: int, ranks: int | None = None, say: Callable[[str], None] = lambda _: None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Verify so many cases, those of `seed` and the numbers behind it: the report as a dict and as lines of text."""
+    """Verify so many cases, those of `seed` and the numbers behind it: the report as a dict and as lines of text.
+
+    Raises:
+        InputError: one rank, which is no layout.
+    """
+    if ranks is not None and ranks < 2:
+        raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
     cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(seed, seed + count):
