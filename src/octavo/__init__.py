@@ -26,6 +26,7 @@ _HOME = {
     "graphed": "octavo.parallel.graphed",
     "matrices": "octavo.matrix_parts",
     "parameter_groups": "octavo.groups",
+    "LoRA": "octavo.config.lora",
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
 }
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from octavo import config, context_parallel, errors, fp8, launch, nn, recipe
     from octavo.build import describe, transform
     from octavo.checkpoint.api import load, save
+    from octavo.config.lora import LoRA
     from octavo.fp8.autocast import fp8_autocast
     from octavo.groups import parameter_groups
     from octavo.matrix_parts import matrices
@@ -48,9 +50,9 @@ if TYPE_CHECKING:
     from octavo.train.trainer import Trainer
 
 __all__ = [
-    "Callback", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors", "export",
-    "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "nn", "parameter_groups", "recipe", "save",
-    "shutdown", "state", "to_huggingface", "transform",
+    "Callback", "LoRA", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors",
+    "export", "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "nn", "parameter_groups", "recipe",
+    "save", "shutdown", "state", "to_huggingface", "transform",
 ]  # fmt: skip
 
 

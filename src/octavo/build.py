@@ -2,7 +2,7 @@
 
 1. replace      a known family becomes Octavo's decoder, timm's vision transformer gets Octavo's blocks, and any other module
                 Octavo's linears in place of its eligible `nn.Linear`s
-2. choose       another recipe, or none, for layers named by a pattern; parameters that are not trained
+2. choose       another recipe, or none, for layers named by a pattern; parameters that are not trained; adapters beside them
 3. recompute    blocks save their input only, or all but one product; offload: saved activations in host memory
 4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
@@ -29,6 +29,7 @@ from transformers import __version__ as transformers_version
 from octavo import versions
 from octavo.collectives.context import STRATEGIES
 from octavo.collectives.tensor import TensorGroup
+from octavo.config.lora import LoRA
 from octavo.config.moe import MoeConfig
 from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
@@ -43,6 +44,7 @@ from octavo.models.description import describe
 from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
 from octavo.models.huggingface import pose_as_pretrained
+from octavo.models.lora import adapt, adapted, check_folder, reader, settle
 from octavo.models.own_code import (
     cast,
     compute_in,
@@ -77,7 +79,7 @@ from octavo.nn.norm import FLOATS, FLOATS_OF_PYTORCH
 from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
-from octavo.parallel.deferred_init import CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
+from octavo.parallel.deferred_init import BesideAdapters, CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, refuse_wrappers, shard
 from octavo.parallel.gathered import memory_of_gpu, settle_gathering
 from octavo.parallel.module_init import OwnInit
@@ -85,6 +87,7 @@ from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
+from octavo.parallel.shards import local_shard, named_tensors
 from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.torch_states import check_torch_states
 from octavo.parallel.world import state
@@ -113,6 +116,7 @@ class BuildOptions:
         frozen: patterns of parameters that are not trained.
         averaged: average the gradients of a model that keeps its own code over ranks, for mean losses; False sums them.
         resize: the config may have more tokens than the weights of `load_from`.
+        lora: adapters, which with the modules that they name are all that is trained.
     """
 
     dtype: torch.dtype
@@ -133,6 +137,7 @@ class BuildOptions:
     frozen: Sequence[str] = ()
     averaged: bool = False
     resize: bool = False
+    lora: LoRA | None = None
 
     def check(self) -> None:
         """Raise an InputError for values that no model takes, and for libraries that lack what training calls."""
@@ -143,6 +148,16 @@ class BuildOptions:
         check_values(self.recompute, self.mlp_chunks)
         if not isinstance(self.offload, bool):
             raise InputError(f"offload = {self.offload!r} is not supported: use False or True.")
+        if self.lora is None:
+            return
+        if self.frozen:
+            raise InputError("train.freeze with lora.rank: adapters freeze all other weights. Remove one of the two.")
+        if self.recompute == "mlp" or self.mlp_chunks > 1:
+            key = 'recompute = "mlp"' if self.recompute == "mlp" else f"mlp_chunks = {self.mlp_chunks}"
+            raise InputError(
+                f"train.{key} with lora.rank: the adapters stand between the parts of an MLP. Set train.recompute = true or "
+                '"selective", and train.mlp_chunks = 1.'
+            )
 
 
 def transform(
@@ -164,6 +179,7 @@ def transform(
     offload: bool = False,
     blocks: Literal["auto", "own"] = "auto",
     moe: MoeConfig | Mapping[str, Any] | None = None,
+    lora: LoRA | None = None,
 ) -> nn.Module:
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
@@ -195,6 +211,8 @@ def transform(
         offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
         blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
         moe: losses and noise of the routers of experts, by the keys of a run file's [moe]; absent ones as in the config.
+        lora: `octavo.LoRA`: adapters beside the matrices of Octavo's decoder, all of whose other weights are frozen. A model of
+            PEFT's has its own: leave it out.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor that
@@ -227,7 +245,10 @@ def transform(
         horizon=state.config.activation_loading_horizon,
         moe=moe if isinstance(moe, MoeConfig) else MoeConfig.from_dict(moe or {}, where="octavo.transform(moe=…)"),
         averaged=True,
+        lora=lora,
     )
+    if lora is not None and load_state_dict_from_rank0:
+        raise InputError("load_state_dict_from_rank0 with lora: give load_from, a folder of which each rank reads its part.")
     device = torch.device(_device_of(model) if device is None else device)
     if exact and not (dtype == params_dtype and device.type in ("cpu", "meta")):
         raise InputError(
@@ -331,12 +352,15 @@ def build_model(
     choose_recipes(model, layers=options.layers, skip=options.skip, excluded=options.excluded)
     use_own_buffers(model)
     freeze(model, options.frozen)
+    _adapt(model, options.lora)
     # 3. Recompute, offload.
     _recompute(model, parts_of(model)[0], options)
     if device.type == "meta":
         return model.train()
     if not placed:
-        return materialise(model, device, _values(model, weights, from_rank0, options.seed)).train()
+        materialise(model, device, _values(model, weights, from_rank0, options.seed))
+        _begin_adapters(model)
+        return model.train()
     return place(model, device, sharding, lambda: _values(model, weights, from_rank0, options.seed), averaged=options.averaged)
 
 
@@ -367,6 +391,7 @@ def place(
     # 5. and 6. Materialise, load.
     materialise(model, device, values())
     restore_attributes(model, attributes)
+    _begin_adapters(model)
     if isinstance(model, Decoder) and model.tensor is not None:
         refuse_torch_clipping(model)
         check_torch_states()
@@ -381,6 +406,31 @@ def place(
     else:
         keep_columnwise(parts or [model], memory_of_gpu(device))
     return model.train()
+
+
+def _adapt(model: nn.Module, options: LoRA | None) -> None:
+    if options is None:
+        return
+    if not isinstance(model, Decoder):
+        raise InputError(
+            f"lora: {type(model).__name__} keeps its own code, and Octavo's adapters are those of its decoder. Add PEFT's "
+            "before: octavo.transform(peft.get_peft_model(model, config))."
+        )
+    adapt(model, options)
+    if options.load is not None:
+        check_folder(model, options)
+
+
+@torch.no_grad()
+def _begin_adapters(model: nn.Module) -> None:
+    """Load adapters from the folder that the options name, and note the fingerprint of the frozen weights."""
+    if not isinstance(model, Decoder) or (found := adapted(model)) is None:
+        return
+    if found.options.load is not None:
+        read, named = reader(model, found.options.load), dict(named_tensors(model))
+        for name, fill in read.items():
+            local_shard(named[name]).load(fill)
+    settle(model)
 
 
 def _shard(model: nn.Module, parts: Sequence[nn.Module], sharding: Sharding, *, averaged: bool) -> None:
@@ -513,9 +563,12 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
     loader = None if weights is None else WeightLoader(model, weights)
     if from_rank0 is not None:
         return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
+    values: Values
     if loader is not None:
-        return Loaded(loader)
-    return CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+        values = Loaded(loader)
+    else:
+        values = CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
+    return values if adapted(model) is None else BesideAdapters(values, seed)
 
 
 def _weights(

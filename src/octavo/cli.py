@@ -333,15 +333,21 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/demo.", show_default=False)],
     to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="A new folder for the weights.", show_default=False)],
     checkpoint: Annotated[str | None, typer.Option(metavar="step-N", help="A checkpoint; the newest if absent.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with adapters the whole model; else PEFT's folder of the adapters.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's weights, config and tokenizer for Hugging Face."""
+    """Write a run's weights, config and tokenizer for Hugging Face; of a run with adapters these alone, for PEFT."""
     from octavo.run.export import export_run
     from octavo.storage import new_folder
 
     folder = new_folder(local_path(to, "--to"), "--to")
-    written = export_run(local_path(run, "RUN"), folder, checkpoint)
-    text = f"{written} is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
+    written = export_run(local_path(run, "RUN"), folder, checkpoint, merge=merge)
+    adapters = (folder / "adapter_config.json").is_file()
+    loads = f"PeftModel.from_pretrained(model, {str(folder)!r})" if adapters else ""
+    loads = loads or f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    text = f"{written} is in {folder}: {loads} loads it."
     _print({"checkpoint": str(written), "folder": str(folder)} if as_json else [text])
 
 

@@ -67,7 +67,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
     unset |= {"fp8.head", "fp8.fast_accumulation", "train.tokens", "train.epochs", "train.sample_prompt"}
     unset |= {"data.format", "data.chat_template", "data.chat_template_variables"}
-    unset |= {"data.validation_source"} | {key for key in known_keys() if key.startswith("moe.")}
+    unset |= {"data.validation_source", "lora.rank"} | {key for key in known_keys() if key.startswith("moe.")}
     idle = {
         "model.resize",
         "data.weights",
@@ -80,6 +80,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
         "data.split",
         "data.overlong",
         "fp8.use_power_2_scales",
+        *(key for key in known_keys() if key.startswith("lora.") and key != "lora.rank"),
         "train.loss_scale",
         "parallel.cp_comm_type",
         "parallel.expert_dispatch_fp8",
@@ -107,7 +108,10 @@ def test_values_are_immutable():
         ({"train__sequence_length": 8}, ["unknown key train.sequence_length", "Did you mean data.sequence_length?"]),
         ({"optimizer__steps": 8}, ["unknown key optimizer.steps", "Did you mean train.steps?"]),
         ({"optimiser__lr": 1.0}, ["unknown section optimiser", "Did you mean optimizer?", "checkpoint"]),
-        ({"xyzzy__lr": 1.0}, ["unknown section xyzzy", "model, data, parallel, moe, fp8, optimizer, train, checkpoint, log"]),
+        (
+            {"xyzzy__lr": 1.0},
+            ["unknown section xyzzy", "model, data, parallel, moe, fp8, lora, optimizer, train, checkpoint, log"],
+        ),
         ({"train__steps": "ten"}, ["train.steps", "'ten'", "integer"]),
         ({"train__steps": 0}, ["train.steps = 0", "greater than or equal to 1"]),
         ({"train__steps": True}, ["train.steps = True", "integer"]),

@@ -27,6 +27,7 @@ from octavo.checkpoint.writer import own_name, spec_record, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records, reset_states, states_of
+from octavo.models.lora import adapted
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.world import state as world
@@ -109,6 +110,7 @@ class _State(BaseModel):
     spec: dict[str, Any] | None = None
     blocks: str | None = None
     tensor_ranks: int | None = Field(None, ge=1)
+    lora: dict[str, Any] | None = None
     extra: dict[str, Any] = {}
 
 
@@ -155,6 +157,7 @@ class _Loaded:
         self._recipe = _recipe_from(path, self.state.pop("recipe"))
         _compare_heads(path, model, self.state.pop("fp8_head", None))
         _compare_specs(path, model, self.state.pop("spec", None))
+        _compare_adapters(path, model, self.state.pop("lora", None))
         layout = self._stored.layout
         own = weights(model)
         shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
@@ -250,6 +253,29 @@ def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -
         raise InputError(f"checkpoint {path} holds another model: {'; '.join(wrong)}. Build the model that was saved.")
     if changed:
         warnings.warn(f"checkpoint {path} continues in another model: {'; '.join(changed.values())}.", stacklevel=6)
+
+
+def _compare_adapters(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
+    """Refuse adapters of other matrices, another scale or another base; and a whole model for adapters, and the reverse."""
+    found = adapted(model)
+    own = None if found is None else found.record
+    if own == saved:
+        return
+    if own is None or saved is None:
+        holds, has = ("the whole model", "adapters alone") if saved is None else ("adapters alone", "none")
+        raise InputError(
+            f"checkpoint {path} holds {holds}, and of this model {has} are trained (lora). Build the model as it was saved: "
+            f"with {'no adapters' if saved is None else 'the same adapters'}."
+        )
+    changed = [key for key in own if own[key] != saved.get(key)]
+    if changed == ["base"]:
+        raise InputError(
+            f"checkpoint {path} holds adapters of another base: the frozen weights had the hash {str(saved.get('base'))[:12]}, "
+            f"and those of this model have {own['base'][:12]}. Give the folder (model.source) and dtypes with which they were "
+            "trained."
+        )
+    shown = "; ".join(f"{key} was {saved.get(key)!r} and is {own[key]!r}" for key in changed if key != "base")
+    raise InputError(f"checkpoint {path} holds other adapters: {shown}. Build the model that was saved.")
 
 
 def _recipe_from(path: Path, record: dict[str, Any] | None) -> recipes.Recipe | None:

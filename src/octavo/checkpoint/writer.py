@@ -33,6 +33,7 @@ from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
 from octavo.models.convert import conversion_of
 from octavo.models.decoder import Decoder
+from octavo.models.lora import adapted
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.shards import named_tensors
@@ -55,6 +56,8 @@ class Snapshot:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2, or of a block, they have parts.
 
+    Of a model with adapters what is trained alone: its frozen weights are those of another folder.
+
     Raises:
         InputError: a part is PyTorch's first FSDP.
     """
@@ -70,6 +73,8 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = {id(tensor) for tensor in state.values()}
     scratch = {name for name, buffer in model.named_buffers() if name not in state and id(buffer) not in persistent}
     named = dict(named_tensors(model))
+    if adapted(model) is not None:
+        scratch |= {name for name, tensor in named.items() if not tensor.requires_grad}
     return {name: named[name].detach() for name in dict.fromkeys((*state, *named)) if name in named and name not in scratch}
 
 
@@ -117,6 +122,7 @@ def take_snapshot(
                 "recipe": _recipe_record(model),
                 "fp8_head": getattr(model, "fp8_head", None),
                 "spec": spec_record(model),
+                "lora": None if (found := adapted(model)) is None else found.record,
                 "blocks": None if (way := conversion_of(model)) is None else way.layout,
             }
             files = {STATE: json.dumps(record, allow_nan=False, indent=1).encode()}

@@ -127,6 +127,13 @@ _NEEDS = (
         lambda config: _any_data_set(config.data.validation_sources),
         "a data set as data.validation_source",
     ),
+    _Need(
+        tuple(f"lora.{key}" for key in ("alpha", "dropout", "targets", "rslora", "save_whole", "load")),
+        ("lora.rank",),
+        lambda config: config.lora.rank is not None,
+        "lora.rank",
+    ),
+    _Need(("train.freeze",), ("lora.rank",), lambda config: config.lora.rank is None, "a run without lora.rank"),
     _Need(("model.resize",), ("model.load",), lambda config: config.model.load, "model.load = true"),
     _Need(("data.weights",), ("data.source",), lambda config: len(config.data.sources) > 1, "several sources in data.source"),
     _Need(

@@ -16,6 +16,7 @@ from octavo.config.effects import Idle, idle_keys, of_one_rank, settled, shown, 
 from octavo.config.fp8 import Fp8Config
 from octavo.config.launch import LaunchConfig
 from octavo.config.log import LogConfig
+from octavo.config.lora import LoraConfig
 from octavo.config.model import ModelConfig
 from octavo.config.moe import MoeConfig
 from octavo.config.optimizer import OptimizerConfig
@@ -35,6 +36,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     moe: MoeConfig = Field(default_factory=MoeConfig)
     fp8: Fp8Config = Field(default_factory=Fp8Config)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     train: TrainConfig
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

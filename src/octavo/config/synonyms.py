@@ -30,6 +30,12 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "sync_each_batch no_sync reshard_gradients reduce_each_micro_batch sync_gradients zero2_gradients",
         "true sums gradients over the shards in every micro-batch",
     ),
+    ("lora.rank", "r lora_r lora_rank", ""),
+    ("lora.alpha", "lora_alpha", ""),
+    ("lora.dropout", "lora_dropout", ""),
+    ("lora.targets", "target_modules lora_target_modules lora_target", ""),
+    ("lora.rslora", "use_rslora", ""),
+    ("lora.save_whole", "modules_to_save", ""),
     ("train.epochs", "epoch num_epochs num_train_epochs max_epochs n_epochs", ""),
     ("train.steps", "max_steps num_steps total_steps train_steps num_train_steps iterations max_iters train_iters", ""),
     (

@@ -33,6 +33,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.structure import difference_from, warn_of_hooks
 from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
 from octavo.nn.derived import written_class
+from octavo.nn.lora import is_adapter
 from octavo.nn.mlp import gate_up_block
 from octavo.storage import free_bytes, fsync_folder, fsync_tree, local_path, use_umask
 
@@ -146,6 +147,8 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     blocks = parameters_of(model)
     for name, tensor in state.items():
+        if is_adapter(name):
+            continue
         # The shape alone: taking a sharded matrix apart would gather it.
         shape = torch.empty(shape_of(tensor, blocks), device="meta")
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
@@ -206,7 +209,7 @@ def write_pretrained(
         OctavoError: the disk is full, or writing failed otherwise.
     """
     reference, way = _source(tensors, config, model)
-    with _new_folder(folder, replace=replace) as new:
+    with new_folder(folder, replace=replace) as new:
         _write_tensors(tensors, new, way, read, reference, shard_bytes)
         _config_of(reference, config, tensors).save_pretrained(new)
         if generation is not None:
@@ -234,7 +237,7 @@ def write_weights(
         read: gives the values of `tensors` on the meta device when their file is written, so that one file's values are in
             memory; a tensor with parts in two files is read twice.
     """
-    with _new_folder(folder) as new:
+    with new_folder(folder) as new:
         _write_tensors(tensors, new, way, read)
 
 
@@ -373,6 +376,11 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
     Raises:
         InputError: the model keeps its own code, or its head was tied or parted since.
     """
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        raise InputError(
+            "octavo.to_huggingface: the model has adapters (lora). octavo.export(model, folder) writes them as PEFT's, for "
+            "PeftModel.from_pretrained(base, folder), whose merge_and_unload() is the whole model."
+        )
     if not isinstance(vars(model).get("spec"), ModelSpec):
         raise InputError(
             f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model that keeps its own code is called"
@@ -466,7 +474,7 @@ def _write_tensors(
 
 
 @contextlib.contextmanager
-def _new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
+def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder that takes the place of `folder` when the block ends, and disappears after an error.
 
     replace: its files take the places of those in a folder that is not empty, and of a model's other shards there.

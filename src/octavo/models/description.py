@@ -14,6 +14,7 @@ from octavo.fp8.scaling import ModuleState, states_of
 from octavo.kernels import gemm
 from octavo.kernels.attention import flash, short
 from octavo.nn.attention import DotProductAttention
+from octavo.nn.lora import Adapter
 from octavo.nn.moe import LayerNormMoE
 from octavo.nn.plain_names import Product
 
@@ -48,6 +49,8 @@ class Description:
     """How those ranks exchange rows of each size, by what was measured here; empty before a second step on GPUs."""
     gathered: str = ""
     """How long blocks stay gathered, with the reason, if `reshard_after_forward = "auto"` chose it; else empty."""
+    adapters: str = ""
+    """The adapters beside matrices; empty without."""
 
     @property
     def fp8_layers(self) -> int:
@@ -67,6 +70,7 @@ class Description:
         gathered = [f"gathered: {self.gathered}"] if self.gathered else []
         split = [f"split: {self.split}"] if self.split else []
         split += [f"exchanges: {self.exchanges}"] if self.exchanges else []
+        gathered += [f"adapters: {self.adapters}"] if self.adapters else []
         kernels = [f"products: {self.products}", f"attention: {self.attention}"]
         return "\n".join([head, *own, *kernels, *split, *gathered, "", *rows])
 
@@ -80,7 +84,7 @@ def describe(model: nn.Module) -> Description:
     blocks = parameters_of(model)
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 or isinstance(module, Adapter):
                 continue
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
             joined = vars(module).get("fp8_state")  # of a weight that several parameters make
@@ -106,8 +110,20 @@ def describe(model: nn.Module) -> Description:
         split += "; experts are whole, and spread over ranks" if getattr(model, "spread", False) else ""
         exchanges = tensor.exchanges
     return Description(
-        tuple(layers), *kernels, split=split, exchanges=exchanges, gathered=getattr(model, "octavo_gathered", "")
+        tuple(layers),
+        *kernels,
+        split=split,
+        exchanges=exchanges,
+        gathered=getattr(model, "octavo_gathered", ""),
+        adapters=_adapters(model),
     )
+
+
+def _adapters(model: nn.Module) -> str:
+    found = [module for module in model.modules() if isinstance(module, Adapter)]
+    if not found:
+        return ""
+    return f"of rank {found[0].lora_A.shape[0]} beside {len(found)} of the source's matrices, in the dtype of activations"
 
 
 def kernels_on(

@@ -7,6 +7,7 @@ gets FP8 linears in place and is counted all the same. Neither torch nor transfo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -44,6 +45,20 @@ class Joined:
     names: tuple[str, ...]
 
 
+PEFT_PREFIX = "base_model.model."
+"""Of the names of parameters in a model of PEFT's."""
+_ADAPTER = re.compile(r"(?P<layer>.+)\.lora(?P<product>|_fc1|_fc2)\.(?P<part>\w+)\.(?P<kind>lora_[AB])")
+
+
+def matrix_of(name: str) -> str:
+    """The stored name of the parameter that an adapter's parameter is beside."""
+    found = _ADAPTER.fullmatch(name)
+    assert found is not None, name
+    layer = stored_name(found["layer"])
+    product = found["product"].removeprefix("_")
+    return f"{layer}.{product}_weight" if layer.endswith("layernorm_mlp") else f"{layer}.weight"
+
+
 @dataclass(frozen=True)
 class NameTable:
     """Octavo's parameters → those of the source. Outside of blocks a name that is not here is the same in both.
@@ -60,12 +75,17 @@ class NameTable:
     theirs: str
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The source's names of a parameter."""
+        """The source's names of a parameter; of an adapter's PEFT's."""
+        if (found := _ADAPTER.fullmatch(name)) is not None:
+            matrix = next(one for one in self.names(matrix_of(name)) if one.split(".")[-2] == found["part"])
+            return (f"{PEFT_PREFIX}{matrix.removesuffix('.weight')}.{found['kind']}.weight",)
         prefix, entry = self._entry(name)
         return tuple(prefix + part for part in ((entry,) if isinstance(entry, str) else entry.names))
 
     def join(self, name: str) -> Join | None:
         """The order of rows in a joined parameter; None for one matrix of the source."""
+        if _ADAPTER.fullmatch(name) is not None:
+            return None
         _, entry = self._entry(name)
         return None if isinstance(entry, str) else entry.join
 

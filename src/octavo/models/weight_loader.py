@@ -22,6 +22,7 @@ from octavo.models.published import PublishedWeights, causal_lm_on_meta
 from octavo.models.resized import ResizedWeights
 from octavo.models.sources import load_config
 from octavo.models.weight_files import LISTED, InMemoryWeights, WeightFiles, Weights
+from octavo.nn.lora import is_adapter
 
 _NO_PART = re.compile(
     r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
@@ -173,7 +174,7 @@ def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tup
     state, blocks = model.state_dict(keep_vars=True), parameters_of(model)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
     for name, tensor in state.items():
-        if name in weights.optional:
+        if name in weights.optional or is_adapter(name):
             continue
         rows = shape_of(tensor, blocks)[0] if tensor.dim() else 1
         if way is not None:

@@ -26,6 +26,7 @@ from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+from octavo.nn.lora import added, has_adapters
 from octavo.nn.norm import (
     FLOATS,
     FLOATS_OF_PYTORCH,
@@ -219,6 +220,16 @@ class _NormLinearFunction(torch.autograd.Function):
         return *through, dw, db, *(None,) * 4
 
 
+def norm_linear(
+    residual: Tensor, delta: Tensor | None, norm: NormParameters, weight: Tensor, bias: Tensor | None, gemms: LinearGemms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """residual + delta, the product of its norm, and the norm's output in the compute dtype, as one autograd function."""
+    h, y, normed = _NormLinearFunction.apply(
+        residual, delta, norm.weight, norm.bias, weight, bias, norm.form, gemms, None, True
+    )
+    return h, y, normed
+
+
 def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:
     """Bytes that `LayerNormLinear` saves: of the residual stream [rows, K], statistics and operands; weight [N, K].
 
@@ -306,6 +317,7 @@ class Linear(nn.Linear):
             bias = self.tensor.replicated(bias)
         how = (compute_dtype(input), is_first_microbatch)
         y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread, tensor=self.tensor)
+        y = added(y, self, input.to(y.dtype))
         return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
 
 
@@ -327,6 +339,8 @@ class NormedLayer(ResidualLayer):
     """The products of a norm's result, each differentiable by itself: all that a compiler reads."""
     _fused: Callable[..., tuple[Tensor, ...]]
     """Norm and products as one autograd function; also gives the residual stream, in front."""
+    _beside_adapters: Callable[..., tuple[Tensor, ...]]
+    """`_fused` of a layer with adapters, whose inputs the kernels store; not in compiled code."""
 
     return_bias: bool
     return_layernorm_output: bool
@@ -344,6 +358,11 @@ class NormedLayer(ResidualLayer):
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.layer_norm_weight = nn.Parameter(torch.empty(size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(size, **make)) if normalization == "LayerNorm" else None
+
+    @property
+    def adapted(self) -> bool:
+        """True if a weight of this layer has adapters."""
+        return has_adapters(self)
 
     def reset_parameters(self) -> None:
         """Initial values: a norm that changes nothing, and those of `init_linear_` for each matrix."""
@@ -379,6 +398,10 @@ class NormedLayer(ResidualLayer):
             weight, shift = map(self.tensor.replicated, (weight, shift))
         how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
+        if self.adapted:
+            with autocast.scales_of_forward():
+                outputs = self._beside_adapters(promoted(x, delta), delta, norm, *how, **options)
+            return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
             outputs = self._with_norm(x, delta, norm, *how, **options)
             if return_residual:
@@ -491,6 +514,21 @@ class LayerNormLinear(NormedLayer):
         return _NormLinearFunction.apply(
             residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
         )
+
+    def _beside_adapters(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: NormParameters,
+        dtype: torch.dtype,
+        first: bool | None,
+        bias: Tensor | None,
+        *,
+        rotation: Rotation | None,
+    ) -> tuple[Tensor, ...]:
+        h, y, normed = self._fused(residual, delta, norm, dtype, first, bias, rotation=None, return_input=True)
+        y = added(y, self, normed)
+        return h, *((y,) if rotation is None else rotation.composed(y))
 
     def extra_repr(self) -> str:
         """Shape and norm, for `print(model)`."""

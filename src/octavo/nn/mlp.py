@@ -33,7 +33,8 @@ from octavo.kernels import reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
-from octavo.nn.linear import NormedLayer, product
+from octavo.nn.linear import NormedLayer, norm_linear, product
+from octavo.nn.lora import added
 from octavo.nn.norm import (
     NormForm,
     NormParameters,
@@ -175,6 +176,25 @@ class _NormMlpFunction(torch.autograd.Function):
                 d_normed += flat(d_first)
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
         return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 8
+
+
+class _ActivationFunction(torch.autograd.Function):
+    """The activation by its kernels, in the dtype of its input, which is all that is saved for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, curve: str, block: int) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.call = curve, block
+        out = activation(curve, flat(hidden), block, Quantizer(hidden.dtype)).high_precision
+        return unflat(out, (*hidden.shape[:-1], out.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("these layers")
+        (hidden,) = ctx.saved_tensors
+        curve, block = ctx.call
+        d_hidden, _, _ = activation_backward(curve, flat(grad), flat(hidden), block, Quantizer(hidden.dtype))
+        return unflat(d_hidden.high_precision, hidden.shape), None, None
 
 
 class MlpUse(NamedTuple):
@@ -338,7 +358,7 @@ class LayerNormMLP(NormedLayer):
         Raises:
             InputError: `return_inputs` with `return_residual`.
         """
-        if self.chunks == 1 or self.return_layernorm_output or return_inputs:
+        if self.chunks == 1 or self.return_layernorm_output or return_inputs or self.adapted:
             what = (input, delta, is_first_microbatch, return_residual, self.fc2_bias)
             return self._run(*what, return_input=return_inputs, inputs=2 if return_inputs else 0)
         check_input(self, input, delta, size=self.hidden_size)
@@ -364,6 +384,27 @@ class LayerNormMLP(NormedLayer):
         activated = activated.to(dtype) if inputs > 1 else activated
         y = product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first)
         return (y, activated) if inputs > 1 else (y,)
+
+    def _beside_adapters(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: NormParameters,
+        dtype: torch.dtype,
+        first: bool | None,
+        bias: Tensor | None,
+        *,
+        inputs: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """Norm and first product as one function, then the activation, whose input the adapters change, and the second."""
+        state = self.fc1_fp8_state
+        gemms = LinearGemms(state, self.fc1_weight, active_recipe(state, residual.device), dtype, first)
+        h, hidden, normed = norm_linear(residual, delta, norm, self.fc1_weight, self.fc1_bias, gemms)
+        hidden = added(hidden, self, normed, "lora_fc1")
+        activated = _ActivationFunction.apply(hidden, self.activation, self.gate_rows)
+        how = self.fc2_fp8_state, dtype, first
+        y = product(activated, self.fc2_weight, bias, *how, unread=self.unread)
+        return h, added(y, self, activated, "lora_fc2")
 
     def _with_norm(
         self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.collectives.blocks import has_part
 from octavo.errors import InputError, some
+from octavo.nn.lora import is_adapter
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.shards import local_shard, named_tensors
@@ -175,6 +176,34 @@ class CounterInit:
                 counter_normal_(part.local, part.numbers, seed=self.seed, name=stored.get(name, name), std=self.std)
             else:
                 part.local.fill_(0 if name.endswith("bias") else 1)
+            part.clear_padding()
+
+
+@dataclass(frozen=True)
+class BesideAdapters:
+    """The values of `base`, and initial ones of adapters: B 0, and A [r, K] normal with PEFT's variance 1 / (3 · K)."""
+
+    base: Values
+    seed: int
+
+    def check(self, model: nn.Module, names: Sequence[str]) -> None:
+        """As `base`, of its own tensors."""
+        self.base.check(model, [name for name in names if not is_adapter(name)])
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Fill this rank's part of each named tensor."""
+        self.base.fill(model, [name for name in names if not is_adapter(name)])
+        stored = stored_names(model)
+        for name, parameter in named_tensors(model):
+            if name not in names or not is_adapter(name):
+                continue
+            part = local_shard(parameter)
+            if name.endswith("lora_A"):
+                std = (3 * part.shape[1]) ** -0.5
+                counter_normal_(part.local, part.numbers, seed=self.seed, name=stored.get(name, name), std=std)
+            else:
+                part.local.zero_()
             part.clear_padding()
 
 

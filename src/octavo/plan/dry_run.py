@@ -8,7 +8,6 @@ that no weights are needed, and a run's folder is read as its next start would r
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def target(world_size: int | None, gpu: str | None) -> Target:
 def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     """Tokens, epochs, parameters and memory of a checked run: as a dict for `--json`, and as lines of text."""
     config, train = plan.config, plan.config.train
-    parameters = sum(math.prod(shape) for shape, _ in plan.weights.values())
+    parameters = plan.parameters
     tokens_per_step = train.global_batch * config.data.sequence_length
     steps = train.steps  # None: train.epochs, of data that is not prepared yet
     tokens = None if steps is None else tokens_per_step * steps

@@ -126,7 +126,7 @@ def check_sizes(
         of_device /= max(1, rank_variable("LOCAL_WORLD_SIZE", degrees.world))
     params_bytes = torch_dtype(config.model.params_dtype).itemsize
     # Patterns have no names to match yet: of a run that freezes any parameter only the parameters themselves count.
-    frozen = count if config.train.freeze else 0
+    frozen = count if config.train.freeze or config.lora.rank is not None else 0
     each = exact_bytes(1, params_bytes, frozen=min(1, frozen))
     shards = degrees.hybrid_shard * degrees.tensor  # norms are whole on each tensor-parallel rank
     exact = exact_bytes(count, params_bytes, shards, frozen=frozen)

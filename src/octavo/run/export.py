@@ -7,6 +7,8 @@ gone. Weights are read, or gathered from the ranks, for one output file at a tim
 from __future__ import annotations
 
 import copy
+import dataclasses
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,30 +20,39 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from octavo.build import BuildOptions, build_model
 from octavo.checkpoint.manifest import newest_whole, step_folders
-from octavo.checkpoint.reader import StoredWeights
+from octavo.checkpoint.reader import StoredWeights, read_state
 from octavo.checkpoint.shard_io import empty_tensors, layout_of
 from octavo.checkpoint.writer import weights
 from octavo.collectives.whole import whole_tensor
 from octavo.config.run import RunConfig
 from octavo.data.special_tokens import ROLES, SpecialTokens
 from octavo.data.tokenizer import other_beside
+from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, first_line, nearest, some, unknown, warn
 from octavo.models.convert import (
     Conversion,
     check_decoder,
+    conversion,
     conversion_of,
+    new_folder,
     other_model,
     warn_of_other_weights,
     write_pretrained,
     write_weights,
 )
+from octavo.models.decoder import Decoder
 from octavo.models.families import decoder_spec, with_moe
 from octavo.models.generation import FILE, GenerationFile, from_model_config, load_generation_config
-from octavo.models.sources import load_config
+from octavo.models.lora import Adapted, adapted, fingerprint_of, merged, peft_tensors, write_folder
+from octavo.models.sources import load_config, weights_folder
 from octavo.models.structure import difference_from, tensors_of, warn_of_hooks
 from octavo.models.vision import check_blocks
+from octavo.models.weight_loader import WeightLoader, folder_weights
 from octavo.nn.derived import written_class
+from octavo.nn.lora import is_adapter
+from octavo.nn.plain_names import stored_names
 from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.parallel.deferred_init import delayed_init
@@ -77,6 +88,9 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
     if not isinstance(model_or_path, nn.Module):
         ranks.on_rank_0(lambda: export_run(model_or_path, to))
         return
+    if (found := adapted(model_or_path)) is not None:
+        _export_adapters(model_or_path, found, to, ranks)
+        return
     config, way = getattr(model_or_path, "config", None), conversion_of(model_or_path)
     own_code = model_or_path if isinstance(model_or_path, PreTrainedModel) and way is None else None
     if own_code is not None:
@@ -90,6 +104,20 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
     ranks.on_rank_0(lambda: _check_empty(to))
     generation = getattr(model_or_path, "generation_config", None)
     _write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
+
+
+def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -> None:
+    """Write the adapters of a model in memory as PEFT's folder; what is trained is small, and gathered at once."""
+    ranks.on_rank_0(lambda: _check_empty(to))
+    whole = {name: whole_tensor(tensor).cpu() for name, tensor in weights(model).items()}
+    names = [name for name, _ in model.named_parameters()]
+    source = str(getattr(model.config, "_name_or_path", "")) or None
+
+    def write() -> None:
+        with new_folder(to) as new:
+            write_folder(whole, found, conversion(model.spec), names, new, source)  # type: ignore[arg-type]
+
+    ranks.on_rank_0(write)
 
 
 def _check_own_code(model: nn.Module, config: Any) -> None:
@@ -185,8 +213,11 @@ def _write_gathered(
         whole_tensor(tensors[name])
 
 
-def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
+def export_run(run: Path, to: Path, checkpoint: str | None = None, *, merge: bool = False) -> Path:
     """Write a checkpoint of `run` (`step-N`, or the newest whole one) to the folder `to`; returns the checkpoint.
+
+    Of a run with adapters PEFT's folder of them; merge: the whole model, each sum of a weight and its adapters in float32 and
+    rounded once to the dtype of the frozen weights.
 
     Raises:
         InputError: `run` is no run, `to` is not an empty folder, or the run has no such checkpoint.
@@ -196,6 +227,10 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
     if to.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
     _check_empty(to)
+    if config.lora.rank is None and merge:
+        raise InputError(f"--merge: {run} has no adapters (lora.rank), and its export is the whole model. Leave --merge out.")
+    if config.lora.rank is not None and not merge:
+        return _export_adapters_of_run(run, config, to, checkpoint)
     found = open_run(run, config, checkpoint)
     generation, refused = found.generation.accepted()
     for key, reason in refused.items():
@@ -206,6 +241,86 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None) -> Path:
         warn(other)
     write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=generation)
     return found.checkpoint
+
+
+def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | None) -> Path:
+    checkpoint, hf_config = _checkpoint_of(run, name), _config_of_run(run, config)
+    model = base_on_meta(config, hf_config)
+    found = adapted(model)
+    assert found is not None
+    stored = StoredWeights(checkpoint)
+    names = [name for name, _ in model.named_parameters()]
+    with new_folder(to) as new:
+        write_folder({**stored}, found, conversion(model.spec), names, new, config.model.source)
+        for path in sorted((RunFolder(run).tokenizer).iterdir()) if RunFolder(run).tokenizer.is_dir() else ():
+            if path.is_file():
+                shutil.copyfile(path, new / path.name)
+    return checkpoint
+
+
+def base_on_meta(config: RunConfig, hf_config: Any) -> Decoder:
+    """The decoder of a run with adapters, without values."""
+    model = build_model(hf_config, _adapter_options(config), device="meta")
+    assert isinstance(model, Decoder)
+    return model
+
+
+def _adapter_options(config: RunConfig) -> BuildOptions:
+    """How the model of a run with adapters is built, as far as its weights depend on it; no folder of adapters is read."""
+    lora = config.lora.options
+    assert lora is not None
+    return BuildOptions(
+        dtype=torch_dtype(config.model.dtype),
+        params_dtype=torch_dtype(config.model.params_dtype),
+        seed=config.train.seed,
+        moe=config.moe,
+        resize=config.model.resize,
+        lora=dataclasses.replace(lora, load=None),
+    )
+
+
+def _merged(
+    checkpoint: Path, config: RunConfig, hf_config: Any
+) -> tuple[Mapping[str, torch.Tensor], Callable[[str], torch.Tensor]]:
+    """(the shapes of a run's weights with their adapters, by stored names; the function that gives the values of one).
+
+    Raises:
+        InputError: the base is no more the one that the adapters were trained on.
+    """
+    model = base_on_meta(config, hf_config)
+    names = stored_names(model)
+    own = {names.get(name, name): name for name, _ in model.named_parameters()}
+    frozen = {name for name, theirs in own.items() if not model.get_parameter(theirs).requires_grad}
+    shapes = {name: model.get_parameter(theirs) for name, theirs in own.items() if not is_adapter(name)}
+    if config.model.load:
+        folder = weights_folder(config.model.source)
+        load = WeightLoader(model, folder_weights(folder, model, hf_config, resize=config.model.resize))
+
+        def base(name: str) -> torch.Tensor:
+            out = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
+            load(own[name], out, 0)
+            return out
+    else:  # of a seed
+        initial = dict(build_model(hf_config, _adapter_options(config), device="cpu").named_parameters())
+
+        def base(name: str) -> torch.Tensor:
+            return initial[own[name]].detach()
+
+    saved = read_state(checkpoint).get("lora") or {}
+    if (now := fingerprint_of(frozen, base)) != saved.get("base"):
+        raise InputError(
+            f"{checkpoint} holds adapters of another base: the frozen weights had the hash {str(saved.get('base'))[:12]}, and "
+            f"those of model.source = {config.model.source!r} have {now[:12]}. Put the weights back; octavo export without "
+            "--merge writes the adapters alone."
+        )
+    stored, way, found = StoredWeights(checkpoint), conversion(model.spec), adapted(model)
+    assert found is not None
+    adapters = peft_tensors({name: stored[name] for name in stored if is_adapter(name)}, way)
+
+    def read(name: str) -> torch.Tensor:
+        return merged(name, base(name), adapters, way, found.options.scale) if name in frozen else stored[name]
+
+    return shapes, read
 
 
 @dataclass(frozen=True)
@@ -239,12 +354,30 @@ def run_config(run: Path) -> RunConfig:
 
 
 def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
-    """The newest whole checkpoint of a run, or that of the name "step-N".
+    """The newest whole checkpoint of a run, or that of the name "step-N"; adapters are merged into their base.
 
     Raises:
-        InputError: there is no checkpoint, or none of that name.
+        InputError: there is no checkpoint, or none of that name; or the base is no more that of the adapters.
         OctavoError: it is damaged, or none is whole.
     """
+    folder = RunFolder(run)
+    checkpoint, hf_config = _checkpoint_of(run, name), _config_of_run(run, config)
+    if config.moe.moe_load_balancing == "sinkhorn" and (spec := with_moe(decoder_spec(hf_config)[0], hf_config, config.moe)):
+        warn_of_other_weights(spec)
+    tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
+    generation, dropped = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer, config)
+    shapes: Mapping[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
+    if config.lora.rank is None:
+        stored = StoredWeights(checkpoint)
+        shapes, read = empty_tensors(stored.layout, "meta"), stored.__getitem__
+    else:
+        shapes, read = _merged(checkpoint, config, hf_config)
+    return OpenRun(checkpoint, hf_config, generation, tokenizer, shapes, read, dropped)
+
+
+def _checkpoint_of(run: Path, name: str | None) -> Path:
+    """The newest whole checkpoint of a run, or that of the name "step-N"; errors as in `open_run`."""
     folder = RunFolder(run)
     if name is None:
         checkpoint, _ = newest_whole(folder.checkpoints, warn)
@@ -255,17 +388,15 @@ def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
         checkpoint = folder.checkpoints / name if names else None
     if checkpoint is None:
         raise InputError(f"{run} has no checkpoint yet: run octavo train {folder.run_file} first.")
+    return checkpoint
+
+
+def _config_of_run(run: Path, config: RunConfig) -> Any:
+    """The Hugging Face config of a run."""
+    folder = RunFolder(run)
     if (folder.model / "config.json").is_file():
-        hf_config = load_config(str(folder.model))
-    else:  # a run of an older version
-        hf_config = load_config(config.model.source, config.model.config)
-    if config.moe.moe_load_balancing == "sinkhorn" and (spec := with_moe(decoder_spec(hf_config)[0], hf_config, config.moe)):
-        warn_of_other_weights(spec)
-    tokenizer = folder.tokenizer if folder.tokenizer.is_dir() else None
-    generation, dropped = _fit_token_ids(hf_config, load_generation_config(str(folder.model)), tokenizer, config)
-    stored = StoredWeights(checkpoint)
-    shapes = empty_tensors(stored.layout, "meta")
-    return OpenRun(checkpoint, hf_config, generation, tokenizer, shapes, stored.__getitem__, dropped)
+        return load_config(str(folder.model))
+    return load_config(config.model.source, config.model.config)  # a run of an older version
 
 
 def _fit_token_ids(

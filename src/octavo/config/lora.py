@@ -1,0 +1,117 @@
+"""[lora]: low-rank adapters beside frozen weights; and `octavo.LoRA`, the same for `octavo.transform`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field, field_validator
+
+from octavo.config.section import Section, refuse_addresses
+from octavo.errors import InputError
+
+ALL_LINEAR = "all-linear"
+"""Every matrix of every block."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Adapters y + scale · B · A · dropout(x) beside frozen matrices, as PEFT's LoRA computes them.
+
+    Attributes:
+        rank: rows of A and columns of B.
+        alpha: the scale is alpha / rank; 2 x rank when absent.
+        dropout: of the input of A, in training.
+        targets: "all-linear" for all matrices of the blocks, or patterns (`fnmatch`) of Hugging Face's names of modules or of
+            their ends, such as "q_proj" or "model.layers.0.*".
+        rslora: the scale is alpha / √rank.
+        save_whole: patterns of modules outside of the blocks that are trained and saved whole, such as "lm_head".
+        load: a folder of PEFT's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with.
+
+    Raises:
+        InputError: a value out of range.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: str | Sequence[str] = ALL_LINEAR
+    rslora: bool = False
+    save_whole: Sequence[str] = ()
+    load: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise InputError(f"lora.rank = {self.rank!r}: the rank is a whole number from 1, such as 16.")
+        if not _is_number(self.scale_factor) or self.scale_factor <= 0:
+            raise InputError(f"lora.alpha = {self.alpha!r}: give a finite number above 0, such as {2 * self.rank}.")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise InputError(f"lora.dropout = {self.dropout!r}: give a number from 0 and below 1, such as 0.05.")
+        for name, given in (("targets", self.targets), ("save_whole", self.save_whole)):
+            if name == "targets" and given == ALL_LINEAR:
+                continue
+            if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+                shown = f'"{ALL_LINEAR}" or a list' if name == "targets" else "a list"
+                raise InputError(f'lora.{name} = {given!r}: give {shown} of patterns, such as ["q_proj", "v_proj"].')
+        if not self.targets:
+            raise InputError(
+                f'lora.targets = []: no matrix gets an adapter. Give "{ALL_LINEAR}", or patterns such as "q_proj".'
+            )
+
+    @property
+    def scale_factor(self) -> float:
+        """`alpha`, resolved."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of both matrices."""
+        return self.scale_factor / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, the only trained parameters; absent without `rank`."""
+
+    rank: int | None = Field(
+        None, ge=1, description="Rank of the adapters, which are trained beside frozen weights; none when absent."
+    )
+    alpha: float | None = Field(None, gt=0, description="Adapters count alpha / rank times; 2 x rank when absent.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapters' input, in training.")
+    targets: str | list[str] = Field(
+        ALL_LINEAR,
+        description='"all-linear" for all matrices of the blocks, or patterns (`fnmatch`) of Hugging Face\'s names of modules '
+        'or of their ends, such as ["q_proj", "v_proj"].',
+    )
+    rslora: bool = Field(False, description="Adapters count alpha / √rank times.")
+    save_whole: list[str] = Field(
+        default_factory=list,
+        description='Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].',
+    )
+    load: str | None = Field(None, description="Folder of PEFT's with the adapters to begin with.")
+
+    @field_validator("load")
+    @classmethod
+    def _check_paths(cls, value: str | None) -> str | None:
+        return value if value is None else str(refuse_addresses(value))
+
+    @field_validator("targets")
+    @classmethod
+    def _check_targets(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str) and value != ALL_LINEAR:
+            raise ValueError(f'give "{ALL_LINEAR}", or a list of patterns: ["{value}"]')
+        if not value:
+            raise ValueError(f'no matrix gets an adapter. Give "{ALL_LINEAR}", or patterns such as ["q_proj"]')
+        return value
+
+    @property
+    def options(self) -> LoRA | None:
+        """The adapters; None without."""
+        if self.rank is None:
+            return None
+        targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
+        return LoRA(self.rank, self.alpha, self.dropout, targets, self.rslora, tuple(self.save_whole), self.load)

@@ -1,0 +1,484 @@
+"""LoRA on Octavo's decoder: adapters beside its frozen matrices, and PEFT's folders of them, in both directions.
+
+Each of Hugging Face's matrices has an A and a B of its own, also where Octavo holds several as one parameter. A folder has
+PEFT's names and layout, bit for bit: `adapter_config.json` and `adapter_model.safetensors`. Checkpoints hold what is trained
+and name the frozen weights by a fingerprint of their values.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from octavo.collectives.whole import whole_tensor
+from octavo.config.lora import ALL_LINEAR, LoRA
+from octavo.errors import InputError, nearest, some
+from octavo.models.convert import Conversion, conversion
+from octavo.models.decoder import Decoder
+from octavo.models.families import PEFT_PREFIX
+from octavo.nn.linear import LayerNormLinear, Linear
+from octavo.nn.lora import Adapters, is_adapter
+from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.plain_names import stored_names
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of PEFT's folder."""
+_ATTACHED = "octavo_lora"
+_CHUNK = 1 << 22
+_MIX, _GOLDEN = -0x40A7B892E31B1A47, -0x61C8864680B583EB  # odd, as signed 64-bit integers
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "use_qalora": (False,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "layer_replication": (None,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "layers_pattern": (None,),
+    "exclude_modules": (None, []),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "use_bdlora": (None, False),
+}
+"""Keys of PEFT's config that change what adapters compute → the values under which they do not."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What a model with adapters trains.
+
+    Attributes:
+        options: those that the model was built with.
+        targets: Hugging Face's names of the modules with adapters.
+        whole: those of the modules that are trained whole.
+        base: fingerprint of the frozen weights; empty for a model without values.
+    """
+
+    options: LoRA
+    targets: tuple[str, ...]
+    whole: tuple[str, ...]
+    base: str = ""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For the state of a checkpoint."""
+        return {
+            "base": self.base,
+            "rank": self.options.rank,
+            "scale": self.options.scale,
+            "targets": list(self.targets),
+            "save_whole": list(self.whole),
+        }
+
+
+def adapted(model: nn.Module) -> Adapted | None:
+    """What a model with Octavo's adapters trains; None for one without."""
+    return vars(model).get(_ATTACHED)
+
+
+def adapt(model: Decoder, options: LoRA) -> None:
+    """Put adapters beside the matrices of a decoder on the meta device, and freeze all else but the modules to save whole.
+
+    Raises:
+        InputError: a pattern matches nothing, or a matrix that takes no adapter; the rank is larger than a matrix; the model's
+            matrices are shared by tensor-parallel ranks.
+    """
+    if model.tensor is not None:
+        check_tensor(options, model.tensor.size)
+    way = conversion(model.spec)
+    places = _places(model, way)
+    chosen = _chosen(model, way, places, options)
+    whole = _whole(model, way, options.save_whole)
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if _module(way.names(name)[0]) in whole:
+            parameter.requires_grad_(True)
+    _check_rank(model, way, places, chosen, options.rank)
+    for name, (layer, attribute) in places.items():
+        sources = [_module(source) for source in way.names(name)]
+        if not any(source in chosen for source in sources):
+            continue
+        parameter = model.get_parameter(name)
+        rows, columns = parameter.shape
+        leaves = [source.rpartition(".")[2] for source in sources]
+        lengths = way.repetition(name, rows)
+        sizes = _sizes(way, name, rows)
+        layer.add_module(
+            attribute,
+            Adapters(
+                dict(zip(leaves, sizes, strict=True)),
+                [leaf for leaf, source in zip(leaves, sources, strict=True) if source in chosen],
+                lengths,
+                in_features=columns,
+                rank=options.rank,
+                scale=options.scale,
+                dropout=options.dropout,
+                # As PEFT's, float32 beside weights of 16 bits: an update of B is smaller than bfloat16's steps.
+                dtype=torch.promote_types(parameter.dtype, torch.float32),
+                device=parameter.device,
+            ),
+        )
+    vars(model)[_ATTACHED] = Adapted(options, tuple(chosen), tuple(whole))
+
+
+def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], chosen: Mapping[str, None], rank: int) -> None:
+    """Raise an InputError for a rank above the smaller dimension of a matrix, by the smallest of all."""
+    least: tuple[int, str, list[int]] | None = None
+    for name in places:
+        rows, columns = model.get_parameter(name).shape
+        for source, size in zip(map(_module, way.names(name)), _sizes(way, name, rows), strict=True):
+            if source in chosen and (least is None or min(size, columns) < least[0]):
+                least = min(size, columns), source, [size, columns]
+    if least is not None and rank > least[0]:
+        raise InputError(
+            f"lora.rank = {rank}, but {least[1]} is {least[2]}, where a rank above {least[0]} adds nothing: set lora.rank = "
+            f"{least[0]} or less."
+        )
+
+
+def check_tensor(options: LoRA, degree: int) -> None:
+    """Raise an InputError for matrices of which tensor-parallel ranks hold parts."""
+    if degree > 1:
+        raise InputError(
+            f"lora.rank = {options.rank} with tensor_parallel_degree = {degree}: adapters of matrices of which ranks hold "
+            "parts are not supported. Set parallel.tensor_parallel_degree = 1; sharding (hybrid_shard_degree) divides the "
+            "memory of the weights too."
+        )
+
+
+def _places(model: Decoder, way: Conversion) -> dict[str, tuple[nn.Module, str]]:
+    """Name of each parameter that can have adapters → the layer that computes with it, and the name of its adapters there."""
+    owners: dict[Tensor, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        if isinstance(module, LayerNormMLP):
+            owners |= {module.fc1_weight: (module, "lora_fc1"), module.fc2_weight: (module, "lora_fc2")}
+        elif isinstance(module, LayerNormLinear) or type(module) is Linear:
+            owners[module.weight] = (module, "lora")
+    return {name: owners[parameter] for name, parameter in model.named_parameters() if parameter in owners}
+
+
+def _sizes(way: Conversion, name: str, rows: int) -> list[int]:
+    """Rows of each of the source's matrices of a parameter."""
+    shape = torch.empty(rows, 1, device="meta")
+    return [part.shape[0] for part in way.split(name, shape).values()]
+
+
+def _module(weight: str) -> str:
+    """The module of a parameter, by Hugging Face's names."""
+    return weight.rpartition(".")[0]
+
+
+def _matches(module: str, pattern: str) -> bool:
+    """True if a pattern matches the name of a module, or the end of it behind a dot."""
+    return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
+
+
+def _chosen(model: Decoder, way: Conversion, places: Mapping[str, tuple[nn.Module, str]], options: LoRA) -> dict[str, None]:
+    """The modules with adapters, in the model's order, by Hugging Face's names."""
+    possible = dict.fromkeys(_module(source) for name in places for source in way.names(name))
+    others = dict.fromkeys(_module(source) for name, _ in model.named_parameters() for source in way.names(name))
+    if model.spec.experts and options.targets == ALL_LINEAR:
+        raise InputError(
+            f'lora.targets = "{ALL_LINEAR}": experts take no adapters. Name the matrices of the attention: lora.targets = '
+            f"{json.dumps(list(dict.fromkeys(one.rpartition('.')[2] for one in possible)))}."
+        )
+    if options.targets == ALL_LINEAR:
+        return possible
+    found: dict[str, None] = {}
+    for pattern in options.targets:
+        hits = [module for module in possible if _matches(module, pattern)]
+        if not hits:
+            leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in possible))
+            if other := [module for module in others if _matches(module, pattern)]:
+                raise InputError(
+                    f"lora.targets: {pattern!r} matches {other[0]}, which takes no adapter: {some(leaves, 8)} do. A module "
+                    "outside of the blocks can be trained whole: lora.save_whole."
+                )
+            guess = nearest(pattern.replace("*", ""), [*leaves, *possible])
+            hint = f" The nearest is {guess!r}." if guess else ""
+            raise InputError(f"lora.targets: {pattern!r} matches no matrix.{hint} Matrices are {some(leaves, 8)}.")
+        found |= dict.fromkeys(hits)
+    return {module: None for module in possible if module in found}
+
+
+def _whole(model: Decoder, way: Conversion, patterns: Sequence[str]) -> dict[str, None]:
+    """The modules that are trained whole, by Hugging Face's names."""
+    inside = {name for name, _ in model.named_parameters() if name.startswith("layers.")}
+    possible = dict.fromkeys(_module(way.names(name)[0]) for name, _ in model.named_parameters() if name not in inside)
+    ends = [_module(way.names(name)[0]) for name in ("embedding.weight", "head.weight")] if model.spec.tied else []
+    possible |= dict.fromkeys(ends)
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        hits = [module for module in possible if _matches(module, pattern)]
+        if not hits:
+            guess = nearest(pattern.replace("*", ""), [each for one in possible for each in (one.rpartition(".")[2], one)])
+            hint = f" The nearest is {guess!r}." if guess else ""
+            raise InputError(f"lora.save_whole: {pattern!r} matches none of {some(list(possible), 8)}.{hint}")
+        found |= dict.fromkeys(hits)
+    if tied := [one for one in found if one in ends]:
+        raise InputError(
+            f"lora.save_whole: {' and '.join(ends)} are one matrix (tie_word_embeddings), and a folder of adapters would hold "
+            f"one of both. Leave {tied[0]} out, or untie them in the model's config.json."
+        )
+    return found
+
+
+# Values ---------------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of the frozen parameters of a model, the same however they are sharded: names, shapes, dtypes and values.
+
+    Collective. One parameter at a time is whole on each rank.
+    """
+    stored = stored_names(model)
+    named = {stored.get(name, name): p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return fingerprint_of(named, lambda name: whole_tensor(named[name]))
+
+
+def fingerprint_of(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
+    """`fingerprint` of frozen parameters by their stored names, whose values `read` gives one by one."""
+    found = hashlib.sha256()
+    for name in sorted(names):
+        whole = read(name)
+        found.update(f"{name} {tuple(whole.shape)} {whole.dtype} {_sum(whole)}\n".encode())
+    return found.hexdigest()
+
+
+def _sum(tensor: Tensor) -> int:
+    """A sum of the mixed bits of each element and its place, modulo 2^64."""
+    flat, total = tensor.reshape(-1), 0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        bits = part.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
+        place = torch.arange(start, start + part.numel(), device=part.device) * _GOLDEN
+        mixed = (bits.to(torch.int64) + place) * _MIX
+        mixed = (mixed ^ (mixed >> 31)) * _GOLDEN
+        total += int((mixed ^ (mixed >> 29)).sum())
+    return total % (1 << 64)
+
+
+def settle(model: nn.Module) -> None:
+    """Note the fingerprint of the frozen weights, which have their values now. Collective."""
+    found = adapted(model)
+    assert found is not None
+    vars(model)[_ATTACHED] = Adapted(found.options, found.targets, found.whole, fingerprint(model))
+
+
+# PEFT's folder --------------------------------------------------------------------------------------------------------------
+
+
+def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str | None) -> dict[str, Any]:
+    """`adapter_config.json`; names: of all the model's parameters, by Octavo. source: where the base is from."""
+    modules = {_module(theirs) for name in names if not is_adapter(name) for theirs in way.names(name)}
+    options = found.options
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "r": options.rank,
+        "lora_alpha": options.scale_factor,
+        "lora_dropout": options.dropout,
+        "use_rslora": options.rslora,
+        "target_modules": _shortened(found.targets, modules),
+        "modules_to_save": list(found.whole) or None,
+    }
+
+
+def _shortened(targets: Sequence[str], modules: Iterable[str]) -> list[str]:
+    """The targets as PEFT matches them: by the end of their names where that names no other module."""
+    others = set(modules) - set(targets)
+    short: dict[str, None] = {}
+    for target in targets:
+        leaf = target.rpartition(".")[2]
+        unique = not any(other == leaf or other.endswith(f".{leaf}") for other in others)
+        short[leaf if unique else target] = None
+    return list(short)
+
+
+def peft_tensors(tensors: Mapping[str, Tensor], way: Conversion) -> dict[str, Tensor]:
+    """Trained tensors under Octavo's names → under those of PEFT's file."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for theirs, part in way.split(name, tensor).items():
+            found[theirs if is_adapter(name) else PEFT_PREFIX + theirs] = part.detach().cpu().contiguous()
+    return found
+
+
+def write_folder(
+    tensors: Mapping[str, Tensor], found: Adapted, way: Conversion, names: Iterable[str], folder: Path, source: str | None
+) -> None:
+    """Write PEFT's two files into a folder that exists.
+
+    tensors: whole ones of what is trained, by Octavo's names. names, source: as in `config_of`.
+    """
+    save_file(peft_tensors(tensors, way), folder / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(config_of(found, way, names, source), indent=2, sort_keys=True)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def from_folder(folder: str | Path) -> LoRA:
+    """The options of a folder of PEFT's, which `octavo.transform(model, lora=…)` loads.
+
+    Raises:
+        InputError: it is none, or its adapters compute something that Octavo's do not.
+    """
+    path = Path(folder)
+    config = _read_config(path)
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        with _opened(path) as file:
+            targets = sorted({_module_of_peft(key) for key in file.keys() if _is_lora(key)})  # noqa: SIM118
+    return LoRA(
+        rank=config["r"],
+        alpha=float(config["lora_alpha"]),
+        dropout=config.get("lora_dropout", 0.0),
+        targets=targets if targets == ALL_LINEAR else tuple(targets or ()),
+        rslora=config.get("use_rslora", False),
+        save_whole=tuple(config.get("modules_to_save") or ()),
+        load=str(path),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"lora.load = {str(path)!r} is no folder of PEFT's adapters: {CONFIG} cannot be read ({error}). Give the folder "
+            "that model.save_pretrained or octavo export has written."
+        ) from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise InputError(f"{file}: peft_type = {kind!r}: Octavo loads LoRA alone.")
+    for key, neutral in _NEUTRAL.items():
+        if key in config and config[key] not in neutral:
+            raise InputError(
+                f"{file}: {key} = {config[key]!r} is not supported: Octavo's adapters have {key} = {neutral[0]!r}. Keep the "
+                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        raise InputError(
+            f"{file}: init_lora_weights = {config['init_lora_weights']!r} changes the base weights. Save the adapters for the "
+            "original weights: model.save_pretrained(folder, path_initial_model_for_weight_conversion=…)."
+        )
+    return config
+
+
+def _opened(path: Path) -> Any:
+    file = path / WEIGHTS
+    if not file.is_file():
+        other = path / "adapter_model.bin"
+        way = f": convert {other.name} by PeftModel.from_pretrained(…).save_pretrained(…)" if other.is_file() else ""
+        raise InputError(f"lora.load: {file} does not exist{way or '. Copy the whole folder again'}.")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"lora.load: {file} cannot be read: {error}. Copy it again.") from None
+
+
+def _is_lora(key: str) -> bool:
+    return key.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def _module_of_peft(key: str) -> str:
+    return key.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0]
+
+
+def check_folder(model: Decoder, options: LoRA) -> None:
+    """Compare a folder of PEFT's with the adapters of a model, also on meta; reads no weight.
+
+    Raises:
+        InputError: other settings than the options', other names, or other shapes: adapters of another base.
+    """
+    assert options.load is not None
+    path = Path(options.load)
+    theirs = from_folder(path)
+    for key in ("rank", "scale"):
+        if getattr(theirs, key) != getattr(options, key):
+            raise InputError(
+                f"lora.{'alpha' if key == 'scale' else key}: the adapters in {path} were trained with rank {theirs.rank}, "
+                f"alpha {theirs.scale_factor:g}, rslora {theirs.rslora}. Set lora.rank = {theirs.rank}, lora.alpha = "
+                f"{theirs.scale_factor:g}, lora.rslora = {str(theirs.rslora).lower()}."
+            )
+    with _opened(path) as file:
+        stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    way = conversion(model.spec)
+    own = {key: tuple(part.shape) for key, part in peft_shapes(model, way).items()}
+    differing = [(key, stored[key], own[key]) for key in own if key in stored and stored[key] != own[key]]
+    if differing:
+        shown = "; ".join(f"{key} is {list(a)} there and {list(b)} here" for key, a, b in differing[:3])
+        raise InputError(
+            f"lora.load: the adapters in {path} are of another base: {shown}. Give the model that they were trained on "
+            f"({_read_config(path).get('base_model_name_or_path')})."
+        )
+    absent, more = ([one for one in a if one not in b] for a, b in ((own, stored), (stored, own)))
+    if absent or more:
+        parts = [f"it lacks {some(absent, 3)}"] if absent else []
+        parts += [f"it has {some(more, 3)} too"] if more else []
+        raise InputError(
+            f"lora.load: the adapters in {path} are of other matrices: {', and '.join(parts)}. Set lora.targets and "
+            "lora.save_whole as they are in its adapter_config.json, or give the model that they were trained on."
+        )
+
+
+def peft_shapes(model: nn.Module, way: Conversion) -> dict[str, Tensor]:
+    """The trained tensors of a model under PEFT's names, on the meta device."""
+    trained = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        theirs if is_adapter(name) else PEFT_PREFIX + theirs: part
+        for name, tensor in trained.items()
+        for theirs, part in way.split(name, tensor).items()
+    }
+
+
+def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, int], None]]:
+    """Trained parameter → a function that fills rows of it, from a first one on, with those of a folder of PEFT's."""
+    path, way = Path(folder), conversion(model.spec)
+
+    def reading(key: str) -> Callable[[Tensor, int], None]:
+        def read(out: Tensor, start: int) -> None:
+            with _opened(path) as file:
+                out.copy_(file.get_slice(key)[start : start + out.shape[0]])
+
+        return read
+
+    names: dict[str, Callable[[Tensor, int], None]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (theirs,) = way.names(name)
+            names[name] = reading(theirs if is_adapter(name) else PEFT_PREFIX + theirs)
+    return names
+
+
+def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, scale: float) -> Tensor:
+    """A frozen parameter with its adapters: W + scale · B · A in float32, rounded once to the dtype of W.
+
+    name: of the parameter, by its stored name. tensors: the adapters' by PEFT's names.
+    """
+    parts = way.split(name, weight)
+    changed = {}
+    for theirs, part in parts.items():
+        a, b = (tensors.get(f"{PEFT_PREFIX}{_module(theirs)}.lora_{kind}.weight") for kind in "AB")
+        changed[theirs] = part if a is None or b is None else (part.float() + scale * (b.float() @ a.float())).to(part.dtype)
+    return way.join(name, tuple(changed.values())) if parts else weight

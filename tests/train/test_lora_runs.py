@@ -1,0 +1,178 @@
+"""Runs with adapters: continued exactly, on any ranks, exported for PEFT and merged; and refused quickly."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from llamas import llama
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ranks
+from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.plan.run import Target, check
+from octavo.run.metrics import read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "optimizer.schedule=constant"]
+LORA = "\n[lora]\nrank = 4\n"
+RECIPES = ["delayed", "current", "rowwise", "block"]
+
+
+def adapted(run, lines=LORA):
+    run.file.write_text(run.file.read_text() + lines)
+    return run
+
+
+def train(file, overrides):
+    """`octavo train` in this process, which is one rank of those that the pool has joined."""
+    from rich.console import Console
+
+    from octavo.train.trainer import Trainer
+
+    return Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train().summary.loss
+
+
+def losses(run):
+    return [record["loss"] for record in read_metrics(run.output / "metrics.jsonl")]
+
+
+def recipe_lines(recipe):
+    return [f"fp8.recipe={recipe}", *([] if recipe == "delayed" else ["fp8.amax_history_len=1024"]), "fp8.enabled=true"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_continues_to_the_bit_and_goes_to_peft_and_merged(recipe, tiny_run, tmp_path, capsys):
+    peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
+    run = adapted(tiny_run(steps=4, every=2), LORA + "dropout = 0.1\n")
+    command = ["train", str(run.file), *recipe_lines(recipe), "train.micro_batch=1"]
+    assert main(command) == 0
+    first = losses(run)
+    shutil.rmtree(run.output / "checkpoints" / "step-4")
+    assert main(command) == 0
+    assert losses(run) == first
+    assert main(["export", str(run.output), "--to", str(tmp_path / "peft")]) == 0
+    assert "PeftModel.from_pretrained" in capsys.readouterr().out
+    assert main(["export", str(run.output), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    stored = load_file(next((run.output / "checkpoints" / "step-4").glob("*.safetensors")))
+    assert not [name for name in stored if name.startswith("model.") and "lora_" not in name]
+    ids = torch.arange(32).view(2, 16)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert main(["export", str(run.output), "--to", str(tmp_path / "base"), "--merge"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    factors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, weight in base.named_parameters():
+            key = f"base_model.model.{name.removesuffix('.weight')}.lora"
+            if f"{key}_A.weight" in factors:
+                weight -= 2 * factors[f"{key}_B.weight"] @ factors[f"{key}_A.weight"]
+    with torch.no_grad():
+        around = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+        found = around(input_ids=ids).logits
+        torch.testing.assert_close(found, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    assert main(["sample", str(run.output), "--tokens", "3"]) == 0
+
+
+@ranks.alone
+def test_ranks_train_the_adapters_of_one_rank(tiny_run):
+    given = [*EXACT, "train.micro_batch=1"]
+    lines = LORA + 'save_whole = ["norm"]\n'
+    one = adapted(tiny_run("one", steps=4), lines)
+    ranks.run(1, train, one.file, given)
+    wanted = read_metrics(one.output / "metrics.jsonl")
+    layouts = (
+        (2, []),
+        (2, ["train.recompute=true"]),
+        (2, ["train.recompute=selective", "parallel.context_parallel_degree=2"]),
+        (4, ["parallel.hybrid_shard_degree=2"]),
+    )
+    for number, (count, more) in enumerate(layouts):
+        several = adapted(tiny_run(f"several-{number}", steps=4), lines)
+        assert len(set(ranks.run(count, train, several.file, [*given, *more]))) == 1
+        for a, b in zip(read_metrics(several.output / "metrics.jsonl"), wanted, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+@ranks.alone
+@pytest.mark.parametrize("params", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sharded_fp8_bases_train_as_one_rank_s_and_continue_on_others(recipe, params, tiny_run):
+    given = [*recipe_lines(recipe), f"model.params_dtype={params}", "model.config.attention_dropout=0.0"]
+    one = adapted(tiny_run("one", steps=4))
+    ranks.run(1, train, one.file, given)
+    two = adapted(tiny_run("two", steps=4, every=2))
+    ranks.run(2, train, two.file, given)
+    assert losses(two) == pytest.approx(losses(one), rel=2e-3)
+    whole = losses(two)
+    shutil.rmtree(two.output / "checkpoints" / "step-4")
+    ranks.run(2, train, two.file, given)
+    assert losses(two) == whole
+    shutil.rmtree(two.output / "checkpoints" / "step-4")
+    ranks.run(1, train, two.file, given)
+    assert losses(two) == pytest.approx(whole, rel=2e-3)
+
+
+def from_folder(run, folder):
+    import re
+
+    text = re.sub(r"\[model\.config\]\n.*?(?=\n\[)", "load = true\n", run.file.read_text(), flags=re.DOTALL)
+    run.file.write_text(text.replace('"llama-tiny"', f'"{folder}"'))
+    return run
+
+
+def test_a_folder_s_weights_stay_and_another_folder_is_refused(tiny_run, tmp_path, capsys):
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    llama(**sizes).save_pretrained(tmp_path / "base")
+    run = from_folder(
+        adapted(tiny_run(steps=2, every=2), LORA + 'targets = ["q_proj"]\nsave_whole = ["lm_head"]\n'), tmp_path / "base"
+    )
+    assert main(["train", str(run.file), "model.params_dtype=bfloat16"]) == 0
+    assert main(["export", str(run.output), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name].bfloat16(), after[name])}
+    assert {name for name in before if name not in same} == {
+        "lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight",
+    }  # fmt: skip
+    llama(seed=1, **sizes).save_pretrained(tmp_path / "base")
+    capsys.readouterr()
+    assert main(["export", str(run.output), "--to", str(tmp_path / "other"), "--merge"]) == 2
+    assert "another base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("rank = 40", ("lora.rank = 40", "k_proj is [16, 32]", "lora.rank = 16 or less")),
+        ('rank = 4\ntargets = ["q_porj"]', ("'q_porj' matches no matrix", "'q_proj'")),
+        ('rank = 4\ntargets = "q_proj"', ("lora.targets = 'q_proj'", '["q_proj"]')),
+        ("alpha = 8.0", ("lora.alpha = 8.0", "lora.rank")),
+        ("rank = 0", ("lora.rank = 0",)),
+        ("r = 8", ("unknown key lora.r.", "Did you mean lora.rank?")),
+        ('rank = 4\nload = "nowhere"', ("nowhere", "no folder of PEFT's")),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(lines, words, tiny_run, capsys):
+    run = adapted(tiny_run(), f"\n[lora]\n{lines}\n")
+    assert main(["train", str(run.file), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+    assert not run.output.exists()
+
+
+def test_layouts_that_adapters_do_not_have_are_refused_by_name(tiny_run, capsys):
+    run = adapted(tiny_run())
+    assert main(["train", str(run.file), "train.recompute=mlp", "--dry-run"]) == 2
+    assert 'recompute = "mlp"' in capsys.readouterr().err
+    assert main(["train", str(run.file), 'train.freeze=["*norm*"]', "--dry-run"]) == 2
+    assert "train.freeze" in capsys.readouterr().err
+    two = RunConfig.from_file(run.file, ["parallel.tensor_parallel_degree=2", "model.config.num_key_value_heads=2"])
+    with pytest.raises(InputError, match="tensor_parallel_degree = 2"):
+        check(two, target=Target(world_size=2))
+    assert main(["train", str(run.file), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["parameters"] - found["frozen"] < found["frozen"]
