@@ -2,6 +2,9 @@
 
 import copy
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,3 +259,12 @@ def test_the_fingerprint_is_of_names_shapes_places_and_values():
         weight[[0, 1]] = weight[[1, 0]]
     assert adapted(octavo.transform(copy.deepcopy(base), lora=octavo.LoRA(2))).base != first
     assert base.config.vocab_size == VOCABULARY
+
+
+def test_the_example_trains_and_says_the_truth(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lora", str(tmp_path)])
+    names = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "lora.py"), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert names["losses"][-1] < 0.95 * names["losses"][0]
+    assert names["again"] == pytest.approx(names["losses"][-1], rel=0.15)
+    assert f"with loss {names['again']:.3f} there" in said
