@@ -44,7 +44,7 @@ from octavo.models.description import describe
 from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
 from octavo.models.huggingface import pose_as_pretrained
-from octavo.models.lora import adapt, adapted, check_folder, reader, settle
+from octavo.models.lora import adapt, adapted, check_folder, noting, reader, settle
 from octavo.models.own_code import (
     cast,
     compute_in,
@@ -88,6 +88,7 @@ from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.shards import local_shard, named_tensors
+from octavo.parallel.stored_base import refuse_shards, store_in_fp8
 from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.torch_states import check_torch_states
 from octavo.parallel.world import state
@@ -117,6 +118,7 @@ class BuildOptions:
         averaged: average the gradients of a model that keeps its own code over ranks, for mean losses; False sums them.
         resize: the config may have more tokens than the weights of `load_from`.
         lora: adapters, which with the modules that they name are all that is trained.
+        base_recipe: of the products, for frozen weights that are stored in FP8; None for no products in FP8.
     """
 
     dtype: torch.dtype
@@ -138,6 +140,7 @@ class BuildOptions:
     averaged: bool = False
     resize: bool = False
     lora: LoRA | None = None
+    base_recipe: Recipe | None = None
 
     def check(self) -> None:
         """Raise an InputError for values that no model takes, and for libraries that lack what training calls."""
@@ -246,6 +249,7 @@ def transform(
         moe=moe if isinstance(moe, MoeConfig) else MoeConfig.from_dict(moe or {}, where="octavo.transform(moe=…)"),
         averaged=True,
         lora=lora,
+        base_recipe=recipe,
     )
     if lora is not None and load_state_dict_from_rank0:
         raise InputError("load_state_dict_from_rank0 with lora: give load_from, a folder of which each rank reads its part.")
@@ -353,15 +357,17 @@ def build_model(
     use_own_buffers(model)
     freeze(model, options.frozen)
     _adapt(model, options.lora)
+    if device.type != "meta" and options.lora is not None and options.lora.base == "fp8":
+        _check_stored_base(options, sharding)
     # 3. Recompute, offload.
     _recompute(model, parts_of(model)[0], options)
     if device.type == "meta":
         return model.train()
     if not placed:
-        materialise(model, device, _values(model, weights, from_rank0, options.seed))
+        materialise(model, device, _values(model, weights, from_rank0, options))
         _begin_adapters(model)
         return model.train()
-    return place(model, device, sharding, lambda: _values(model, weights, from_rank0, options.seed), averaged=options.averaged)
+    return place(model, device, sharding, lambda: _values(model, weights, from_rank0, options), averaged=options.averaged)
 
 
 def place(
@@ -419,6 +425,15 @@ def _adapt(model: nn.Module, options: LoRA | None) -> None:
     adapt(model, options)
     if options.load is not None:
         check_folder(model, options)
+
+
+def _check_stored_base(options: BuildOptions, sharding: Sharding | None) -> None:
+    """Refuse what a base in FP8 does not have."""
+    if options.base_recipe is None:
+        raise InputError(
+            'lora.base = "fp8", but no product runs in FP8. Set fp8.enabled = true, or lora.base = "params_dtype".'
+        )
+    refuse_shards(1 if sharding is None else sharding.mesh.size())
 
 
 @torch.no_grad()
@@ -558,9 +573,9 @@ def _recompute(model: nn.Module, stack: Decoder | Blocks | None, options: BuildO
         stack.run_block = offloaded(stack.run_block, options.horizon)
 
 
-def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, seed: int) -> Values:
+def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, options: BuildOptions) -> Values:
     """The weights as values; without any, the initialisation of the decoder or of a model's own modules."""
-    loader = None if weights is None else WeightLoader(model, weights)
+    loader, seed = None if weights is None else WeightLoader(model, weights), options.seed
     if from_rank0 is not None:
         return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
     values: Values
@@ -568,7 +583,12 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
         values = Loaded(loader)
     else:
         values = CounterInit(seed, model.spec.initializer_range) if isinstance(model, Decoder) else OwnInit(seed)
-    return values if adapted(model) is None else BesideAdapters(values, seed)
+    if options.lora is None:
+        return values
+    if options.lora.base == "fp8":
+        assert options.base_recipe is not None
+        values = store_in_fp8(model, options.base_recipe, values, noting(model))
+    return BesideAdapters(values, seed)
 
 
 def _weights(

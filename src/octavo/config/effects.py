@@ -128,7 +128,7 @@ _NEEDS = (
         "a data set as data.validation_source",
     ),
     _Need(
-        tuple(f"lora.{key}" for key in ("alpha", "dropout", "targets", "rslora", "save_whole", "load")),
+        tuple(f"lora.{key}" for key in ("alpha", "dropout", "targets", "rslora", "save_whole", "load", "base")),
         ("lora.rank",),
         lambda config: config.lora.rank is not None,
         "lora.rank",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from octavo.config.section import Section, refuse_addresses
-from octavo.errors import InputError
+from octavo.errors import InputError, unknown
 
 ALL_LINEAR = "all-linear"
 """Every matrix of every block."""
@@ -28,6 +29,7 @@ class LoRA:
         rslora: the scale is alpha / √rank.
         save_whole: patterns of modules outside of the blocks that are trained and saved whole, such as "lm_head".
         load: a folder of PEFT's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with.
+        base: "fp8" stores the frozen matrices of the blocks once, in FP8: 1 byte a parameter, by the recipe of the products.
 
     Raises:
         InputError: a value out of range.
@@ -40,6 +42,7 @@ class LoRA:
     rslora: bool = False
     save_whole: Sequence[str] = ()
     load: str | None = None
+    base: Literal["params_dtype", "fp8"] = "params_dtype"
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
@@ -54,6 +57,8 @@ class LoRA:
             if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
                 shown = f'"{ALL_LINEAR}" or a list' if name == "targets" else "a list"
                 raise InputError(f'lora.{name} = {given!r}: give {shown} of patterns, such as ["q_proj", "v_proj"].')
+        if self.base not in ("params_dtype", "fp8"):
+            raise unknown("base", str(self.base), ("params_dtype", "fp8"), key="lora.base")
         if not self.targets:
             raise InputError(
                 f'lora.targets = []: no matrix gets an adapter. Give "{ALL_LINEAR}", or patterns such as "q_proj".'
@@ -93,6 +98,11 @@ class LoraConfig(Section):
         description='Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].',
     )
     load: str | None = Field(None, description="Folder of PEFT's with the adapters to begin with.")
+    base: Literal["params_dtype", "fp8"] = Field(
+        "params_dtype",
+        description='"fp8": the frozen matrices of the blocks are stored in FP8 alone, 1 byte a parameter (one rank; not '
+        'rowwise scaling). "params_dtype": as model.params_dtype says.',
+    )
 
     @field_validator("load")
     @classmethod
@@ -114,4 +124,4 @@ class LoraConfig(Section):
         if self.rank is None:
             return None
         targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
-        return LoRA(self.rank, self.alpha, self.dropout, targets, self.rslora, tuple(self.save_whole), self.load)
+        return LoRA(self.rank, self.alpha, self.dropout, targets, self.rslora, tuple(self.save_whole), self.load, self.base)

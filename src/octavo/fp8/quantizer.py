@@ -255,6 +255,8 @@ class LinearQuantizer:
         keep: backward may read a layout from here, if it reads any. Otherwise it casts the weight again, as it does under
         activation checkpoints, offloading and FSDP, and where it computes the output again.
         """
+        if self.state.stored is not None:  # backward transposes it, in place of a saved layout
+            return self.state.stored.operand(self.state, self.recipe, self.out_dtype, rowwise=rowwise, columnwise=columnwise)
         if self.recipe is None:
             calibration.observe(self.state, Operand.WEIGHT, weight)
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
@@ -312,6 +314,8 @@ class LinearQuantizer:
 
     def restored_weight(self, saved: QuantizedTensor, *, rowwise: bool = False) -> QuantizedTensor:
         """The saved weight for the input gradient and, with `rowwise`, for the output; a restored one is returned as it is."""
+        if self.state.stored is not None and saved.columnwise_data is None:
+            return self.state.stored.operand(self.state, self.recipe, self.out_dtype, rowwise=rowwise, columnwise=True)
         if self.recipe is None:
             return QuantizedTensor(saved.high_precision.to(self.out_dtype))
         if saved.columnwise_data is not None:

@@ -19,6 +19,7 @@ from octavo.errors import InputError
 from octavo.fp8 import buffers
 from octavo.fp8.buffers import BufferSet, ScaleBuffer, Slot, Waiting
 from octavo.fp8.recipe import Operand, Recipe
+from octavo.fp8.stored import Stored
 from octavo.kernels.quantize.quantized import QuantizedTensor
 from octavo.process import process
 
@@ -44,6 +45,7 @@ class ModuleState:
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
+        self.stored: Stored | None = None  # how the weight is stored, if in FP8 alone
         self.context_group: dist.ProcessGroup | None = None  # shares each sequence, whose tokens have one current scale
         self.tensor_group: dist.ProcessGroup | None = None  # holds parts of operands, which have one scale
         self.observed: dict[Operand, Tensor] = {}
@@ -221,6 +223,12 @@ def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
     for state in vars(module).values():
         if isinstance(state, ModuleState):
             pairs = ((getattr(module, part, None), state_dict.get(prefix + part)) for part in state.parts)
+            if state.stored is not None and (new := state_dict.get(prefix + state.weight_name)) is not None:
+                # A copy into bytes would round each value to a whole number.
+                raise InputError(
+                    f"load_state_dict: {prefix}{state.weight_name} is stored in FP8 (lora.base), without room for a tensor of "
+                    f"{new.dtype}. Give the weights to octavo.transform, or load what is trained alone."
+                )
             # PyTorch reports one of another shape, and leaves the weight as it is.
             if any(a is not None and b is not None and a.shape == getattr(b, "shape", None) for a, b in pairs):
                 weight_is_new(state)

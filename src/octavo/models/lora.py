@@ -33,7 +33,7 @@ from octavo.nn.plain_names import stored_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of PEFT's folder."""
-_ATTACHED = "octavo_lora"
+_ATTACHED, _NOTED = "octavo_lora", "octavo_lora_base"
 _CHUNK = 1 << 22
 _MIX, _GOLDEN = -0x40A7B892E31B1A47, -0x61C8864680B583EB  # odd, as signed 64-bit integers
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -81,6 +81,7 @@ class Adapted:
             "base": self.base,
             "rank": self.options.rank,
             "scale": self.options.scale,
+            "stored": self.options.base,
             "targets": list(self.targets),
             "save_whole": list(self.whole),
         }
@@ -244,20 +245,39 @@ def _whole(model: Decoder, way: Conversion, patterns: Sequence[str]) -> dict[str
 def fingerprint(model: nn.Module) -> str:
     """A hash of the frozen parameters of a model, the same however they are sharded: names, shapes, dtypes and values.
 
-    Collective. One parameter at a time is whole on each rank.
+    Collective. One parameter at a time is whole on each rank. Of a weight that is stored in FP8 it is of the values before.
     """
-    stored = stored_names(model)
-    named = {stored.get(name, name): p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    return fingerprint_of(named, lambda name: whole_tensor(named[name]))
+    stored, noted = stored_names(model), vars(model).get(_NOTED, {})
+    lines = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            own = stored.get(name, name)
+            lines[own] = noted[own] if own in noted else _line(own, whole_tensor(parameter.detach()))
+    return _hash(lines)
 
 
 def fingerprint_of(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
     """`fingerprint` of frozen parameters by their stored names, whose values `read` gives one by one."""
-    found = hashlib.sha256()
-    for name in sorted(names):
-        whole = read(name)
-        found.update(f"{name} {tuple(whole.shape)} {whole.dtype} {_sum(whole)}\n".encode())
-    return found.hexdigest()
+    return _hash({name: _line(name, read(name)) for name in names})
+
+
+def noting(model: nn.Module) -> Callable[[str, Tensor], None]:
+    """A function that takes note of a frozen parameter before its cast to FP8, for the model's fingerprint."""
+    stored, noted = stored_names(model), vars(model).setdefault(_NOTED, {})
+
+    def note(name: str, weight: Tensor) -> None:
+        own = stored.get(name, name)
+        noted[own] = _line(own, weight)
+
+    return note
+
+
+def _hash(lines: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{lines[name]}\n" for name in sorted(lines)).encode()).hexdigest()
+
+
+def _line(name: str, whole: Tensor) -> str:
+    return f"{name} {tuple(whole.shape)} {whole.dtype} {_sum(whole)}"
 
 
 def _sum(tensor: Tensor) -> int:

@@ -94,6 +94,8 @@ def product(
     if recipe is None and tensor is None:
         bias, x = None if bias is None else bias.to(out_dtype), x.to(out_dtype)
         calibration.observe(state, Operand.INPUT, x)
+        if state.stored is not None:
+            weight = state.stored.values(state, out_dtype)
         calibration.observe(state, Operand.WEIGHT, weight)
         return high_precision(x, weight.to(out_dtype), bias)
     if x.dtype == torch.float64 and recipe is not None and (x.is_cuda or weight.dtype != torch.float64):

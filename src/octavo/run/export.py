@@ -275,7 +275,7 @@ def _adapter_options(config: RunConfig) -> BuildOptions:
         seed=config.train.seed,
         moe=config.moe,
         resize=config.model.resize,
-        lora=dataclasses.replace(lora, load=None),
+        lora=dataclasses.replace(lora, load=None, base="params_dtype"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,7 +82,7 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     train_loader = _loader(plan, prepared, "train")
     model = build_model(
         plan.hf_config,
-        plan.build_options,
+        replace(plan.build_options, base_recipe=plan.recipe),
         device=plan.device,
         load_from=plan.weights_folder,
         sharding=sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype),

@@ -1,0 +1,113 @@
+"""Frozen weights that are stored in FP8 alone: their bytes and scales, 1 byte a parameter.
+
+The parameter is uint8 and its scales are a buffer of int32, so that no `.to(dtype)` rounds either of them. A product reads the
+bytes as they are; backward transposes them, which is exact for one scale a tensor and for blocks of 128 × 128. A scale a row
+would need a second copy for backward, with other scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import InputError
+from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
+from octavo.kernels import reference
+from octavo.kernels.quantize import cast_scaled
+from octavo.kernels.quantize.cast import cast, transpose
+from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+
+_BITS = "_scale_bits"
+_BLOCK = 128
+
+
+def refuse(recipe: Recipe, name: str) -> None:
+    """Raise an InputError for a recipe whose weight cannot be stored in one layout; name: of the layer."""
+    granularity = recipe.casts[Operand.WEIGHT].granularity
+    if granularity not in (Granularity.TENSOR, Granularity.BLOCK_128X128):
+        raise InputError(
+            f'lora.base = "fp8": {name} runs by {recipe.name} scaling, whose weight needs two FP8 copies, one a direction. '
+            'Set fp8.recipe = "delayed", "current" or "block", or lora.base = "params_dtype".'
+        )
+    if not recipe.native:
+        raise InputError(
+            'lora.base = "fp8" with a recipe object of Transformer Engine, whose first scale is 1: take one of octavo.recipe.'
+        )
+    if recipe.history is not None and recipe.history.margin:
+        raise InputError(
+            f'lora.base = "fp8" with fp8.margin = {recipe.history.margin}: a stored weight has the scale of its own amax. Set '
+            'fp8.margin = 0, or lora.base = "params_dtype".'
+        )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a layer's weight is stored."""
+
+    cast: Cast
+
+    @property
+    def one_scale(self) -> bool:
+        """One scale a tensor; else one for each block of 128 × 128."""
+        return self.cast.granularity is Granularity.TENSOR
+
+    def allocate(self, module: nn.Module, name: str) -> None:
+        """Put the bytes, without values, in the place of a frozen parameter [N, K], on its device."""
+        old: nn.Parameter = getattr(module, name)
+        rows, columns = old.shape
+        scales = () if self.one_scale else (-(-rows // _BLOCK), -(-columns // _BLOCK))
+        setattr(module, name, nn.Parameter(torch.empty_like(old, dtype=torch.uint8), requires_grad=False))
+        module.register_buffer(name + _BITS, torch.empty(scales, dtype=torch.int32, device=old.device), persistent=False)
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, name: str, weight: Tensor) -> None:
+        """Cast a weight [N, K] as the recipe's first forward would, to the bit."""
+        kind = self.cast.format
+        if self.one_scale:
+            scale = cast_scaled.scale_from_amax(cast_scaled.amax(weight), kind.max, self.cast.power_of_two)
+            made = cast(weight, Quantizer(kind.dtype, kind.max, scale))
+            data, scale_inv = made.rowwise
+        else:
+            out, _ = cast_scaled.blocks(weight, kind.dtype, kind.max, _BLOCK, rowwise=True, columnwise=False)
+            assert out is not None
+            data, scale_inv = out.data, out.scale_inv
+        getattr(module, name).copy_(data.view(torch.uint8))
+        getattr(module, name + _BITS).copy_(scale_inv.contiguous().view(torch.int32))
+
+    def operand(
+        self, state: Any, recipe: Recipe | None, dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = False
+    ) -> QuantizedTensor:
+        """The weight of a layer's state as operand: the stored bytes, or without a recipe their values in `dtype`.
+
+        Raises:
+            InputError: the recipe casts weights otherwise than they are stored.
+        """
+        data, scale_inv = self._parts(state)
+        if recipe is None:
+            return QuantizedTensor(self.values(state, dtype))
+        how = recipe.casts[Operand.WEIGHT]
+        if (how.format, how.granularity) != (self.cast.format, self.cast.granularity) or (
+            how.power_of_two != self.cast.power_of_two
+        ):
+            raise InputError(
+                f'lora.base = "fp8": weights are stored in {self.cast.format.name}, scale by {self.cast.granularity.value}, '
+                f"and the forward runs by {recipe.name} scaling. Run it by the recipe of octavo.transform."
+            )
+        one = QuantizedTensor(data, scale_inv) if rowwise or not columnwise else QuantizedTensor()
+        if not columnwise:
+            return one
+        turned = scale_inv if self.one_scale else scale_inv.t().contiguous()
+        return one._replace(columnwise_data=transpose(data), columnwise_scale_inv=turned)
+
+    def values(self, state: Any, dtype: torch.dtype) -> Tensor:
+        """The values of the bytes [N, K] in `dtype`, for products in high precision."""
+        return reference.dequantize(*self._parts(state)).to(dtype)
+
+    def _parts(self, state: Any) -> tuple[Tensor, Tensor]:
+        module, name = state.module, state.weight_name
+        data: Tensor = getattr(module, name)
+        bits: Tensor = getattr(module, name + _BITS)
+        return data.view(self.cast.format.dtype), bits.view(torch.float32)
