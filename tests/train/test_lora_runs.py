@@ -176,3 +176,58 @@ def test_layouts_that_adapters_do_not_have_are_refused_by_name(tiny_run, capsys)
     assert main(["train", str(run.file), "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["parameters"] - found["frozen"] < found["frozen"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_base_in_fp8_trains_as_one_that_is_cast_and_continues_and_merges(recipe, tiny_run, tmp_path):
+    command = [*recipe_lines(recipe), "model.params_dtype=bfloat16", "train.micro_batch=1"]
+    cast, stored = (
+        adapted(tiny_run(name, steps=4, every=2), LORA + lines) for name, lines in (("a", ""), ("b", 'base = "fp8"\n'))
+    )
+    for run in (cast, stored):
+        assert main(["train", str(run.file), *command]) == 0
+    assert losses(stored) == losses(cast)
+    shutil.rmtree(stored.output / "checkpoints" / "step-4")
+    assert main(["train", str(stored.file), *command]) == 0
+    assert losses(stored) == losses(cast)
+    for name, run in (("cast", cast), ("stored", stored)):
+        assert main(["export", str(run.output), "--to", str(tmp_path / name), "--merge"]) == 0
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("cast", "stored"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_base_in_fp8_is_refused_where_it_is_not_exact(tiny_run, capsys):
+    run = adapted(tiny_run(), LORA + 'base = "fp8"\n')
+    for overrides, words in (
+        (["fp8.recipe=rowwise", "fp8.amax_history_len=1024"], "two FP8 copies"),
+        (["fp8.margin=1"], "fp8.margin = 1"),
+        (["fp8.enabled=false"], "no product runs in FP8"),
+        (["train.compare_bf16=true"], "train.compare_bf16"),
+        (["lora.base=fp4"], "lora.base = 'fp4'"),
+    ):
+        assert main(["train", str(run.file), "--dry-run", *overrides]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(InputError, match="on 2 ranks"):
+        check(RunConfig.from_file(run.file), target=Target(world_size=2))
+    assert not run.output.exists()
+
+
+@ranks.alone
+def test_attention_s_adapters_beside_spread_experts_train_as_on_one_rank(tiny_run, tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=4, sliding_window=None, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    given = ["model.dtype=float32", "fp8.enabled=false", "optimizer.schedule=constant", "train.micro_batch=1"]
+    found = []
+    for number, (count, more) in enumerate(((1, []), (2, []), (2, ["parallel.expert_parallel_degree=2"]))):
+        lines = LORA + 'targets = ["q_proj", "o_proj"]\n'
+        run = from_folder(adapted(tiny_run(f"run-{number}", steps=3), lines), tmp_path / "mixtral")
+        ranks.run(count, train, run.file, [*given, *more])
+        found.append(losses(run))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)

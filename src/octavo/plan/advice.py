@@ -123,6 +123,8 @@ def setup_of(plan: RunPlan) -> Setup:
         parameters=plan.parameters,
         frozen=plan.frozen,
         frozen_of_block=plan.frozen_of_block,
+        adapter_rank=config.lora.rank or 0,
+        stored=config.lora.rank is not None and config.lora.base == "fp8",
         micro_batch=plan.micro_batch,
         sequence_length=config.data.sequence_length,
         compute_bytes=plan.dtype.itemsize,

@@ -33,6 +33,7 @@ from octavo.plan.saved import (
     Setup,
     block_bytes,
     block_parameters,
+    fp8_elements,
     gathers_fp8,
     is_offloaded,
     kept_weights,
@@ -99,6 +100,9 @@ def estimate(setup: Setup) -> Estimate:
     """The peak of one rank in a step, by part."""
     setup = of_tensor_rank(setup)
     exact = exact_bytes(setup.parameters, setup.params_bytes, setup.shard, frozen=setup.frozen)
+    if setup.adapter_rank:
+        share, trained = _shares(setup)
+        exact = share + trained * (1 + STATES)
     if setup.spec is None:
         share, trained = _shares(setup)
         parts = {"parameters": share, "optimizer states": STATES * trained, "gradients": trained}
@@ -111,9 +115,13 @@ def estimate(setup: Setup) -> Estimate:
 
 def _shares(setup: Setup) -> tuple[int, int]:
     """Bytes of a rank's parameters, and of those that are trained."""
-    counts = setup.parameters, setup.parameters - setup.frozen
-    share, trained = (math.ceil(count / setup.shard) * setup.params_bytes for count in counts)
-    return share, trained
+    trained = math.ceil((setup.parameters - setup.frozen) / setup.shard) * setup.trained_bytes
+    if not setup.adapter_rank:
+        return math.ceil(setup.parameters / setup.shard) * setup.params_bytes, trained
+    frozen = math.ceil(setup.frozen / setup.shard) * setup.params_bytes
+    if setup.stored and setup.spec is not None:
+        frozen -= fp8_elements(setup, setup.spec) * (setup.params_bytes - 1)
+    return frozen + trained, trained
 
 
 def _offloaded(setup: Setup) -> int:

@@ -69,6 +69,7 @@ class Setup:
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
+        adapter_rank: of adapters beside all matrices; 0 for none. stored: frozen matrices of blocks are stored in FP8 alone.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
         memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None for no columnwise weights from 16 bits.
@@ -103,6 +104,13 @@ class Setup:
     frozen: int = 0
     frozen_of_block: int = 0
     syncs: bool = False
+    adapter_rank: int = 0
+    stored: bool = False
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a trained parameter and of each of its states: adapters are float32 beside weights of 16 bits."""
+        return max(4, self.params_bytes) if self.adapter_rank else self.params_bytes
 
     @property
     def keeps_whole_gradients(self) -> bool:
@@ -265,7 +273,16 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         _keep_own_tokens(setup, mlp, spec, recipes.fc1, rowwise=setup.recomputes_mlp)
     if spec.parallel:
         mlp.activations.pop(0)  # the stream, which attention saves too
-    return [*_tensors(attention), *_tensors(mlp)]
+    return [*_tensors(attention), *_tensors(mlp), *_tensors(SavedBytes(_of_adapters(setup, spec), []))]
+
+
+def _of_adapters(setup: Setup, spec: ModelSpec) -> list[int]:
+    """What adapters beside all matrices save: their inputs, of which attention's result is there, and the results of A."""
+    if not setup.adapter_rank:
+        return []
+    ffn = 0 if spec.experts else spec.ffn_size
+    columns = [spec.hidden_size, *([spec.hidden_size, ffn] if ffn else []), *[setup.adapter_rank] * 7]
+    return [setup.tokens * each * setup.compute_bytes for each in columns]
 
 
 def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None, *, rowwise: bool = False) -> None:
@@ -323,6 +340,8 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
     """FP8 weights that several micro-batches share: both layouts, from the first on and until the next step."""
     if not setup.accumulates:
         return 0
+    if setup.stored:
+        return 2 * spec.vocabulary * spec.hidden_size if setup.head else 0
     total = 0
     for recipes, times in Counter(setup.recipes).items():
         for name, shape in zip(recipes, weight_shapes(setup, spec), strict=True):
@@ -383,22 +402,24 @@ def root_bytes(setup: Setup) -> int:
 
 def use_of(setup: Setup) -> WeightUse:
     """The part of a setup on which copies of the blocks' weights depend."""
-    return WeightUse(setup.compute_bytes, block_bytes(setup), setup.accumulates, setup.sharded, keeps_columnwise(setup))
+    return WeightUse(
+        setup.compute_bytes, block_bytes(setup), setup.accumulates or setup.stored, setup.sharded, keeps_columnwise(setup)
+    )
 
 
 def keeps_columnwise(setup: Setup) -> bool:
     """Forward casts weights with one scale in both layouts, for the backward of this forward."""
-    if setup.spec is None:
+    if setup.spec is None or setup.stored:
         return False
     return quantizer.keeps_columnwise(
         setup.params_bytes,
-        affordable=is_affordable(_fp8_elements(setup, setup.spec), setup.memory),
+        affordable=is_affordable(fp8_elements(setup, setup.spec), setup.memory),
         shared=setup.sharded or setup.accumulates,
         hooks=recomputes_block(setup.recompute) or setup.offload,
     )
 
 
-def _fp8_elements(setup: Setup, spec: ModelSpec) -> int:
+def fp8_elements(setup: Setup, spec: ModelSpec) -> int:
     """Elements of the FP8 weights of all blocks, of dense layers among experts too."""
     return sum(
         rows * columns

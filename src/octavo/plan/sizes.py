@@ -124,7 +124,8 @@ def check_sizes(
     of_device = hardware.memory_gib * GIB
     if hardware.kind == "cpu":  # which ranks on this machine share
         of_device /= max(1, rank_variable("LOCAL_WORLD_SIZE", degrees.world))
-    params_bytes = torch_dtype(config.model.params_dtype).itemsize
+    stored = config.lora.rank is not None and config.lora.base == "fp8"
+    params_bytes = 1 if stored else torch_dtype(config.model.params_dtype).itemsize
     # Patterns have no names to match yet: of a run that freezes any parameter only the parameters themselves count.
     frozen = count if config.train.freeze or config.lora.rank is not None else 0
     each = exact_bytes(1, params_bytes, frozen=min(1, frozen))
@@ -139,7 +140,7 @@ def check_sizes(
             f"{hardware.name} for a rank"
         )
         options = []
-        if exact * 2 <= of_device * params_bytes and config.model.dtype != "float16":
+        if not stored and exact * 2 <= of_device * params_bytes and config.model.dtype != "float16":
             options.append('set model.params_dtype = "bfloat16"')
         ranks = 1 << max(0, math.ceil(math.log2(count * each / of_device)))
         if hardware.kind == "cuda" and ranks <= MOST_RANKS:
