@@ -71,6 +71,11 @@ class TrainConfig(Section):
         default_factory=list,
         description="Patterns (`fnmatch`) of the names of parameters, or of modules with them, that are not trained.",
     )
+    verify: bool | str = Field(
+        False,
+        description="A run on several ranks starts only with what `octavo verify` has found of its layout. true: in "
+        "verify.json, where that command writes it. A text: in the file of this name.",
+    )
     compare_bf16: bool = Field(False, description="Train the same steps once more without FP8, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
     early_stopping: int = Field(

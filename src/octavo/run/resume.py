@@ -28,6 +28,7 @@ CHANGEABLE: dict[str, str] = {
     "train.sample_prompt": "samples do not change the run",
     "train.sample_tokens": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
+    "train.verify": "a check of the first start",
     "train.micro_batch": "the same gradient, in another order of summation; what else changes is said (`warn_of_other_layout`)",
     "train.recompute": "the same numbers, for less memory",
     "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",

@@ -32,6 +32,7 @@ from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
 from octavo.plan import advice, fp8_auto
 from octavo.plan.run import RunPlan, check, steps_of_epochs
+from octavo.plan.verified import refuse_unverified
 from octavo.run import finished
 from octavo.run.folder import RunFolder, locked
 from octavo.run.plots import plot_run
@@ -165,7 +166,9 @@ class _Run:
     def settle(self, config: RunConfig, plan: RunPlan) -> tuple[RunPlan, PreparedData]:
         """The plan as the run's past allows it, with the number of steps and the tokenizer's ids; and the data."""
         before = self.folder.config() if self.folder.has_checkpoints else None  # a run without checkpoints may change
-        if before is not None:
+        if before is None:
+            refuse_unverified(config, plan.degrees)
+        else:
             config, taken = with_keys_of(before, config, plan.config)
             plan = check(config) if taken else plan
             if taken:

@@ -19,14 +19,11 @@ A second pass is in the dtypes that the run trains in, beside one rank, within t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +33,17 @@ from torch import Tensor
 from octavo.config.degrees import DEGREES, Degrees, composes, divisors
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
-from octavo.errors import InputError, OctavoError
+from octavo.errors import InputError
 from octavo.models.families import decoder_spec
 from octavo.models.sources import load_config
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor
 from octavo.plan.run import Target, check
+from octavo.plan.verified import verified_keys
 from octavo.verify.compare import Bounds, Difference, differences, is_record, loaded
 from octavo.verify.small import MICRO_BATCH, check_small, small_config
+from octavo.verify.start import start
 from octavo.verify.worker import Results, Task
-from octavo.watchdog.launcher import launch
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
 """In float64, and where casts are others by rule; seen there: losses 0.003, norms 0.03, the gradient of a router 0.41."""
@@ -56,6 +54,7 @@ of two layouts: 0.17% by the root of 80 is 1.5%. Seen: losses 0.0004, norms 0.00
 FP8's casts have errors of 2.6% and 5.3%, and a gradient has eight of each behind it: 17%. Seen: losses 0.006, norms 0.02,
 gradients 0.31. Its bounds are those of `ALIKE`, and those of experts, of which another rounding may choose another."""
 SEEDS = [0, 1, 2]
+_ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
@@ -115,6 +114,7 @@ def verify(
         "ranks": ranks,
         "degrees": dataclasses.asdict(degrees),
         "model": {key: getattr(small, key) for key in _SHOWN if getattr(small, key, None) is not None},
+        "keys": verified_keys(config),
         "verified": all(each.first is None for each in comparisons),
         "comparisons": [_figures(each) for each in comparisons],
         **({"lowered": lowered} if lowered else {}),
@@ -263,11 +263,7 @@ def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, say: Callable[
     for ranks in dict.fromkeys(ranks for ranks, _ in all_tasks.values()):
         names = [name for name, (each, _) in all_tasks.items() if each == ranks]
         say(f"training on {ranks} rank{'s'[: ranks > 1]}, {len(SEEDS)} seeds …")
-        command = [sys.executable, "-m", "octavo.verify.worker", str(folder), *names]
-        with _on_cpus():
-            code = launch(command, ranks, timeout=60.0, grace=10.0)
-        if code:
-            raise OctavoError(f"{ranks} ranks ended with exit code {code} (above): nothing was verified.")
+        start("octavo.verify.worker", str(folder), *names, ranks=ranks, environment=_ON_CPUS)
     return {name: _read(folder / f"{name}.safetensors") for name in all_tasks}
 
 
@@ -278,21 +274,6 @@ def _read(path: Path) -> Results:
             phase, _, name = key.partition(": ")
             found.setdefault(phase, {})[name] = file.get_tensor(key)
     return found
-
-
-@contextlib.contextmanager
-def _on_cpus() -> Iterator[None]:
-    """An environment for ranks without GPUs, one thread each."""
-    before = {key: os.environ.get(key) for key in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:

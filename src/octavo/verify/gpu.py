@@ -12,12 +12,10 @@ is a rank; it reads FOLDER/run.json and writes FOLDER/NAME-RANK.json.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ from octavo.plan.run import RunPlan, Target, check
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
 from octavo.verify.small import check_small, layers_of_each_kind, of_layers
-from octavo.watchdog.launcher import launch
+from octavo.verify.start import start
 from octavo.watchdog.watchdog import Watchdog
 
 STEPS, ACCUMULATION = 3, 2
@@ -212,27 +210,8 @@ def _bits_of(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None])
 
 def _run(folder: Path, name: str, times: int, ranks: int, environment: dict[str, str]) -> list[list[Bits]]:
     """What the steps gave, by rank and time."""
-    with _environment(environment):
-        code = launch(
-            [sys.executable, "-m", "octavo.verify.gpu", str(folder), name, str(times)], ranks, timeout=60.0, grace=10.0
-        )
-    if code:
-        raise OctavoError(f"{ranks} ranks ended with exit code {code} (above): nothing was verified.")
+    start("octavo.verify.gpu", str(folder), name, str(times), ranks=ranks, environment=environment)
     return [json.loads((folder / f"{name}-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in values}
-    os.environ |= values
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
 def main(folder: Path, name: str, times: int) -> int:

@@ -1,0 +1,97 @@
+"""`train.verify`: a run's first start asks for what `octavo verify` has found of its layout."""
+
+import dataclasses
+import json
+
+import pytest
+from rich.console import Console
+
+import ranks
+from octavo.cli import main
+from octavo.config.degrees import fit_degrees
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.plan.verified import refuse_unverified, verified_keys
+from octavo.run.metrics import read_metrics
+from octavo.train.trainer import Trainer
+
+pytestmark = ranks.alone
+
+GIVEN = ["parallel.tensor_parallel_degree=2", "model.config.attention_dropout=0.0", "fp8.enabled=false"]
+
+
+def trained(file, overrides):
+    """What is refused; empty for a run that has trained."""
+    try:
+        Trainer(RunConfig.from_file(file, overrides), console=Console(quiet=True)).train()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def written(path, config, degrees, **changes):
+    found = {"degrees": dataclasses.asdict(degrees), "keys": verified_keys(config), "verified": True}
+    path.write_text(json.dumps(found | changes))
+
+
+def test_a_run_starts_with_its_certificate_and_continues_without(tiny_run):
+    tiny = tiny_run(steps=4, every=2)
+    path = tiny.folder / "found.json"
+    given = [*GIVEN, f"train.verify={json.dumps(str(path))}"]
+    assert (
+        f"found.json is not there. Run octavo verify RUN.toml --ranks 2 --output {path}"
+        in ranks.run(2, trained, tiny.file, given)[0]
+    )
+    assert not list(tiny.output.glob("*.jsonl"))
+    config = RunConfig.from_file(tiny.file, given)
+    degrees = fit_degrees(world_size=2, tensor_parallel_degree=2)
+    written(path, config, degrees, verified=False)
+    assert "says that the layout differs from one rank" in ranks.run(2, trained, tiny.file, given)[0]
+    written(path, config, degrees)
+    assert ranks.run(2, trained, tiny.file, [*given, "train.steps=2"]) == ["", ""]
+    path.unlink()
+    assert ranks.run(2, trained, tiny.file, [*given, "train.steps=4"]) == ["", ""]  # not its first start
+    assert len(read_metrics(tiny.output / "metrics.jsonl")) == 4
+
+
+def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
+    path = tmp_path / "verify.json"
+    tiny = tiny_run()
+    config = RunConfig.from_file(tiny.file, [*GIVEN, f"train.verify={json.dumps(str(path))}"])
+    of_many = fit_degrees(world_size=16, tensor_parallel_degree=2)
+
+    def said(other=config, degrees=of_many, **changes):
+        written(path, other, degrees, **changes)
+        with pytest.raises(InputError) as error:
+            refuse_unverified(config, of_many)
+        return str(error.value)
+
+    written(path, config, fit_degrees(world_size=4, tensor_parallel_degree=2))
+    refuse_unverified(config, of_many)  # fewer shards
+    written(path, config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})}), of_many)
+    refuse_unverified(config, of_many)
+    for override, text in (
+        ("train.recompute=true", "is of train.recompute = true, and the run has false"),
+        ("model.config.num_key_value_heads=1", "is of model.config = "),
+        ("parallel.reduce_dtype=bfloat16", 'is of parallel.reduce_dtype = "bfloat16", and the run has "float32"'),
+    ):
+        assert text in said(RunConfig.from_file(tiny.file, [*GIVEN, override]))
+    assert "is of tensor degree 4, and the run has 2" in said(degrees=fit_degrees(world_size=16, tensor_parallel_degree=4))
+    assert "is of one of shard, and the run has 8. Run octavo verify RUN.toml --ranks 4" in said(
+        degrees=fit_degrees(world_size=2, tensor_parallel_degree=2)
+    )
+    path.write_text("{}")
+    with pytest.raises(InputError, match="is no report of a run's layout"):
+        refuse_unverified(config, of_many)
+    path.write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        refuse_unverified(config, of_many)
+    refuse_unverified(config, fit_degrees(world_size=1))  # one rank has no layout
+
+
+@pytest.mark.long
+def test_what_the_command_finds_lets_the_run_start(tiny_run):
+    tiny = tiny_run(steps=2)
+    path = tiny.folder / "verify.json"
+    assert main(["verify", str(tiny.file), "--ranks", "2", "--output", str(path), *GIVEN]) == 0
+    assert ranks.run(2, trained, tiny.file, [*GIVEN, f"train.verify={json.dumps(str(path))}"]) == ["", ""]
