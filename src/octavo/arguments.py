@@ -146,8 +146,10 @@ def names(text: str | None, option: str = "") -> list[str]:
     return found
 
 
-def check_fuzz(run_file: str | None, cases: int | None, seed: int | None, *, gpu: bool) -> None:
-    """Raise an InputError unless `octavo verify` was given either a run file or --fuzz."""
+def check_fuzz(run_file: str | None, cases: int | None, seed: int | None, *, gpu: bool, causality: bool) -> None:
+    """Raise an InputError unless `octavo verify` was given either a run file or --fuzz, and options that go together."""
+    if causality and (gpu or cases is not None):
+        raise InputError(f"--causality is of a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")
     if cases is not None and run_file is not None:
         raise InputError(f"--fuzz {cases} draws its runs: leave {run_file} out, or leave --fuzz out to verify it.")
     if cases is None and run_file is None:

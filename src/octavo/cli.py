@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -293,6 +294,9 @@ def verify(
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Two layers of full width on GPUs, overlapped and not.")] = False,
     output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="A file for the differences.")] = "verify.json",
+    causality: Annotated[
+        bool, typer.Option("--causality", help="Also: no later token changes an earlier one's logits.")
+    ] = False,
     fuzz: options.FuzzCases = None,
     seed: options.FuzzSeed = None,
     as_json: AsJson = False,
@@ -303,7 +307,7 @@ def verify(
     """
     refuse_ranks_of_ranks(ranks or 2)
     path = local_path(output, "--output")
-    options.check_fuzz(run_file, fuzz, seed, gpu=gpu)
+    options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality)
     config = None if run_file is None else _config(run_file, overrides)
     from octavo.bench.files import check_file
     from octavo.storage import write_atomic
@@ -321,7 +325,8 @@ def verify(
     if config is None:
         figures, text = drawn(fuzz or 1, seed or 0, ranks, say)
     else:
-        figures, text = verify_on_gpus(config, ranks, say=say) if gpu else compared(config, ranks or 2, given=given, say=say)
+        on_cpus = partial(compared, config, ranks or 2, given=given, causality=causality)
+        figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
     _print(figures if as_json else [*text, f"each {'difference' if config else 'case'} is in {path}"])
     if not figures["verified"]:

@@ -872,8 +872,8 @@ def test_the_head_trains_in_fp8_too():
 
 
 SOURCES = {
-    "averaged", "config", "device", "excluded", "from_rank0", "frozen", "load_from", "load_state_dict_from_rank0", "moe",
-    "objective", "resize",
+    "averaged", "base_recipe", "config", "device", "excluded", "from_rank0", "frozen", "load_from",
+    "load_state_dict_from_rank0", "lora", "moe", "objective", "resize",
 }  # fmt: skip
 """Arguments that say where a model comes from or what it learns, and no setting of its steps on one GPU."""
 RANKS = {"cp_comm_type"}

@@ -187,8 +187,8 @@ def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeyp
     for config, fault in (
         ({"tensor_parallel_degree": 2}, "tensor 2 does not divide the world of 1"),
         ({"tensor_parallel_degree": 2, "expert_parallel_degree": 3}, "an expert group is a part of a tensor group, or several"),
-        ({"expert_parallel_degree": 8}, "do not fit 1 ranks"),
-        ({"context_parallel_degree": 2}, "do not fit 1 ranks"),
+        ({"expert_parallel_degree": 8}, "do not fit 1 rank:"),
+        ({"context_parallel_degree": 2}, "do not fit 1 rank:"),
         (tmp_path / "none.json", "cannot be read"),
         (7, "got int"),
     ):

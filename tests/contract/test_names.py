@@ -27,12 +27,13 @@ def _contract(of):
 
 _fsdp2, _pytorch, _transformers = (_contract(of) for of in ("fsdp2", "pytorch", "transformers"))
 STANDARD = {
-    "_exit", "_getframe", "_current_frames", "_run_exitfuncs", "_args_from_interpreter_flags", "_replace", "_field_defaults",
+    "_exit", "_getframe", "_current_frames", "_run_exitfuncs", "_args_from_interpreter_flags", "_asdict", "_replace",
+    "_field_defaults",
 }  # fmt: skip
 """Of Python itself."""
 OWN = {
-    "_Interval", "_bprop", "_bprop_tensors", "_error", "_extra_state", "_failed", "_fp8_state", "_hybrid_shard_zero2", "_id",
-    "_token_id", "_weight",
+    "_Interval", "_bprop", "_bprop_tensors", "_degree", "_error", "_extra_state", "_failed", "_fp8_state",
+    "_hybrid_shard_zero2", "_id", "_scale_bits", "_token_id", "_weight",
 }  # fmt: skip
 """Parts of Octavo's keys and names, and of arguments of Transformer Engine and names of SMP, in strings."""
 TABLES = (

@@ -266,7 +266,7 @@ def experts():
                     (matrix(rows, hidden, dtype=E4M3), of_row[kind]),
                     (matrix(count, ffn, hidden, dtype=E4M3), of_matrix[kind]),
                 )
-                gemm.launch_rows(a, b, routes, dtype, kind, precise=precise)
+                gemm.launch_rows(a, b, routes.experts, routes.ends, dtype, kind, precise=precise)
                 a, b = (matrix(ffn, rows, dtype=E5M2), dy_scale), (matrix(hidden, rows, dtype=E4M3), x_scale)
                 gemm.launch_weights(a, b, routes, dtype, kind, precise=precise)
 

@@ -96,7 +96,7 @@ def test_what_is_said_of_a_generated_call_is_what_happens(tmp_path, names):
             fault = None
         except Exception as error:  # each has its own
             fault = f"{type(error).__name__}: {error}"
-            if "do not fit 1 ranks" in fault:  # a degree that runs on more ranks, which a launcher starts
+            if "do not fit 1 rank:" in fault:  # a degree that runs on more ranks, which a launcher starts
                 fault = None
         octavo.shutdown()
         assert verdict != "runs" or fault is None, (text, fault)

@@ -98,6 +98,7 @@ def test_ranks_train_the_adapters_of_one_rank(tiny_run):
 
 
 @ranks.alone
+@pytest.mark.long(lambda recipe, params: (recipe, params) not in (("delayed", "bfloat16"), ("block", "float32")))
 @pytest.mark.parametrize("params", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sharded_fp8_bases_train_as_one_rank_s_and_continue_on_others(recipe, params, tiny_run):
@@ -213,6 +214,7 @@ def test_a_base_in_fp8_is_refused_where_it_is_not_exact(tiny_run, capsys):
 
 
 @ranks.alone
+@pytest.mark.long
 def test_attention_s_adapters_beside_spread_experts_train_as_on_one_rank(tiny_run, tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
 

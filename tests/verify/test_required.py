@@ -17,7 +17,12 @@ from octavo.train.trainer import Trainer
 
 pytestmark = ranks.alone
 
-GIVEN = ["parallel.tensor_parallel_degree=2", "model.config.attention_dropout=0.0", "fp8.enabled=false"]
+GIVEN = [
+    "optimizer.schedule=constant",
+    "parallel.tensor_parallel_degree=2",
+    "model.config.attention_dropout=0.0",
+    "fp8.enabled=false",
+]
 
 
 def trained(file, overrides):
@@ -72,7 +77,7 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     refuse_unverified(config, of_many)
     for override, text in (
         ("train.recompute=true", "is of train.recompute = true, and the run has false"),
-        ("model.config.num_key_value_heads=1", "is of model.config = "),
+        ("model.config.intermediate_size=96", "is of model.config = "),
         ("parallel.reduce_dtype=bfloat16", 'is of parallel.reduce_dtype = "bfloat16", and the run has "float32"'),
     ):
         assert text in said(RunConfig.from_file(tiny.file, [*GIVEN, override]))

@@ -28,6 +28,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.long(lambda source, kind: source == "mixtral-8x7b" and kind == "fp8")
 @pytest.mark.parametrize(("source", "world", "degrees", "kind"), LAYOUTS)
 def test_a_layout_is_equal_and_continues_in_others(source, world, degrees, kind):
     found = comparisons(run_of(source), world, degrees, kinds=[kind])

@@ -26,7 +26,7 @@ from octavo.errors import InputError, nearest, some
 from octavo.models.convert import Conversion, conversion
 from octavo.models.decoder import Decoder
 from octavo.models.families import PEFT_PREFIX
-from octavo.nn.linear import LayerNormLinear, Linear
+from octavo.nn.linear import LayerNormLinear, Linear, NormedLayer
 from octavo.nn.lora import Adapters, is_adapter
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.plain_names import stored_names
@@ -119,6 +119,8 @@ def adapt(model: Decoder, options: LoRA) -> None:
         leaves = [source.rpartition(".")[2] for source in sources]
         lengths = way.repetition(name, rows)
         sizes = _sizes(way, name, rows)
+        if isinstance(layer, NormedLayer):
+            layer.adapted = True
         layer.add_module(
             attribute,
             Adapters(

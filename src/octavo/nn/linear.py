@@ -26,7 +26,7 @@ from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
-from octavo.nn.lora import added, has_adapters
+from octavo.nn.lora import added
 from octavo.nn.norm import (
     FLOATS,
     FLOATS_OF_PYTORCH,
@@ -319,7 +319,8 @@ class Linear(nn.Linear):
             bias = self.tensor.replicated(bias)
         how = (compute_dtype(input), is_first_microbatch)
         y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread, tensor=self.tensor)
-        y = added(y, self, input.to(y.dtype))
+        if "lora" in self._modules:
+            y = added(y, self, input.to(y.dtype))
         return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
 
 
@@ -344,6 +345,8 @@ class NormedLayer(ResidualLayer):
     _beside_adapters: Callable[..., tuple[Tensor, ...]]
     """`_fused` of a layer with adapters, whose inputs the kernels store; not in compiled code."""
 
+    adapted = False
+    """True if a weight of this layer has adapters."""
     return_bias: bool
     return_layernorm_output: bool
     draws: Draws
@@ -360,11 +363,6 @@ class NormedLayer(ResidualLayer):
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.layer_norm_weight = nn.Parameter(torch.empty(size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(size, **make)) if normalization == "LayerNorm" else None
-
-    @property
-    def adapted(self) -> bool:
-        """True if a weight of this layer has adapters."""
-        return has_adapters(self)
 
     def reset_parameters(self) -> None:
         """Initial values: a norm that changes nothing, and those of `init_linear_` for each matrix."""

@@ -89,11 +89,6 @@ class Adapters(nn.Module):
         return f"scale={self.scale:g}, dropout={self.dropout:g}"
 
 
-def has_adapters(layer: nn.Module) -> bool:
-    """True if a weight of a layer has adapters: children of the names `lora`, `lora_fc1` and `lora_fc2`."""
-    return any(isinstance(child, Adapters) for child in layer.children())
-
-
 def added(y: Tensor, layer: nn.Module, x: Tensor, name: str = "lora") -> Tensor:
     """The product y [..., N] of the input x [..., K] with the layer's adapters of this name, if any, in the dtype of y."""
     adapters = layer._modules.get(name)

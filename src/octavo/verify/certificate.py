@@ -56,6 +56,7 @@ gradients 0.31. Its bounds are those of `ALIKE`, and those of experts, of which 
 SEEDS = [0, 1, 2]
 _ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
+NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
 
@@ -85,7 +86,12 @@ class Comparison:
 
 
 def verify(
-    config: RunConfig, ranks: int, *, given: Sequence[str] = (), say: Callable[[str], None] = lambda _: None
+    config: RunConfig,
+    ranks: int,
+    *,
+    given: Sequence[str] = (),
+    causality: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Verify the layout of a run on so many CPU ranks: the report as a dict and as lines of text.
 
@@ -93,6 +99,7 @@ def verify(
         config: the run. Its model, data and weights are not read.
         ranks: CPU ranks, two or more.
         given: keys from the command line. Their degrees must fit the ranks; those of the run file are lowered to divisors.
+        causality: ask also whether other tokens change what they may not.
         say: shows progress.
 
     Raises:
@@ -108,7 +115,8 @@ def verify(
     run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False})
     degrees = check(run, target=Target(world_size=ranks)).degrees
     with tempfile.TemporaryDirectory() as folder:
-        comparisons = compared(_run(tasks(config, degrees, spec, Path(folder)), Path(folder), say), config, degrees, spec)
+        trainings = tasks(config, degrees, spec, Path(folder), causality=causality)
+        comparisons = compared(_run(trainings, Path(folder), say), config, degrees, spec)
     small = small_config(hf_config, spec, degrees)
     figures = {
         "ranks": ranks,
@@ -118,9 +126,15 @@ def verify(
         "verified": all(each.first is None for each in comparisons),
         "comparisons": [_figures(each) for each in comparisons],
         **({"lowered": lowered} if lowered else {}),
+        **(
+            {"not_causal": NOT_CAUSAL}
+            if causality and config.fp8.enabled is not False and sets_scales_of_others(config)
+            else {}
+        ),
         "not_covered": NOT_COVERED,
     }
-    return figures, [_head(figures), *lowered, *map(_line, comparisons), f"not covered: {NOT_COVERED}"]
+    said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
+    return figures, [_head(figures), *lowered, *map(_line, comparisons), *said, f"not covered: {NOT_COVERED}"]
 
 
 def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
@@ -132,6 +146,11 @@ def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
     one_scale = {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
     experts = degrees.tensor % degrees.expert == 0 and not config.parallel.expert_dispatch_fp8
     return one_scale and experts and spec.kv_heads % degrees.tensor == 0
+
+
+def sets_scales_of_others(config: RunConfig) -> bool:
+    """True if a token has a part in the scales of others in its forward, and so in their results: under current scaling."""
+    return "current" in {config.fp8.recipe, *config.fp8.layers.values()}
 
 
 def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: ModelSpec) -> bool:
@@ -162,7 +181,13 @@ def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
 
 
 def tasks(
-    config: RunConfig, degrees: Degrees, spec: ModelSpec, folder: Path, seeds: Sequence[int] = SEEDS
+    config: RunConfig,
+    degrees: Degrees,
+    spec: ModelSpec,
+    folder: Path,
+    seeds: Sequence[int] = SEEDS,
+    *,
+    causality: bool = False,
 ) -> dict[str, tuple[int, Task]]:
     """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
     other = other_layout(degrees, spec)
@@ -183,7 +208,7 @@ def tasks(
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
         at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"
-        add(f"{kind} layout", degrees, fp8=fp8, saves=at, loads=at, then=layout(other, fp8))
+        add(f"{kind} layout", degrees, fp8=fp8, saves=at, loads=at, then=layout(other, fp8), causality=causality)
         alone = not fp8 or (degrees.data == 1 and degrees.world > 1)
         if fp8 and not alone:  # each with all parameters, or with shards where the layout has none
             shards = 1 if degrees.hybrid_shard > 1 else degrees.data
@@ -215,6 +240,11 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
             next_ = _comparison(precision, f"continued {where}", exact, each["continued"], further)
             same = loaded(each["loaded"], layout["trained"])
             comparisons.append(dataclasses.replace(next_, differences=[*same, *next_.differences]))
+        if "causality" in layout and (kind == "plain" or not sets_scales_of_others(config)):
+            changes = [
+                Difference(name, found.item(), found.item() <= EQUAL.tensor) for name, found in layout["causality"].items()
+            ]
+            comparisons.append(Comparison(precision, "by causality", True, changes))
     for kind in (kind for kind in ("narrow", "narrow-fp8") if f"{kind} layout" in found):
         precision = f"{config.model.dtype}, " + ("without FP8" if kind == "narrow" else f"{config.fp8.recipe} scaling")
         ours, theirs = (found[f"{kind} {name}"]["trained"] for name in ("layout", "one"))

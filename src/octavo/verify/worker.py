@@ -62,6 +62,7 @@ class Task:
         saves: a folder for a checkpoint of each seed behind the first steps; None: nothing is saved.
         loads: the folder of such checkpoints, from which another training continues; None: none does.
         then: degrees of the layout that continues; None: the same.
+        causality: ask what other tokens change, behind the first steps.
     """
 
     run: dict[str, Any]
@@ -74,6 +75,7 @@ class Task:
     saves: str | None = None
     loads: str | None = None
     then: dict[str, int] | None = None
+    causality: bool = False
 
 
 Results = dict[str, dict[str, Tensor]]
@@ -83,6 +85,7 @@ Results = dict[str, dict[str, Tensor]]
     further      the next ones
     loaded       what a model of other weights holds behind a load of what `trained` saved
     continued    the next steps from there
+    causality    the largest change of a logit that may not change, behind the first steps
 """
 
 
@@ -105,6 +108,8 @@ def _results(task: Task) -> Results:
         keep("trained", seed, training.steps(1, small.STEPS))
         if task.saves is not None:
             save(_checkpoint(task.saves, seed), training.model, training.optimizer)
+        if task.causality:
+            keep("causality", seed, training.changed_by_others())
         keep("further", seed, training.steps(small.STEPS + 1, small.LAST))
     if task.loads is not None:
         if task.then is not None:
@@ -190,6 +195,40 @@ class _Training:
         for moment in ("step", "exp_avg", "exp_avg_sq"):
             found |= _whole(self.model, moment, partial(_moment, self.optimizer, moment))
         return found | _histories(self.model)
+
+    def changed_by_others(self) -> dict[str, Tensor]:
+        """The largest change of a logit that may not change, over the largest logit, by what has changed. Collective.
+
+        Later tokens; the other sequences of the batch; and with documents those of the document before.
+        """
+        plan = self._context.plan
+        documents = plan.config.data.packing == "documents"
+        batch = self._samples.step(small.LAST * plan.config.train.global_batch)[0]
+        ids, middle = batch.input_ids, batch.input_ids.shape[1] // 2 + 1
+
+        def logits(given: Tensor) -> Tensor:
+            positions = batch.position_ids if documents else None
+            self.model.eval()
+            with torch.no_grad(), fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
+                found: Tensor = self.model(input_ids=given, position_ids=positions).logits
+            self.model.train()
+            return found
+
+        others, places = ids.roll(1, -1).flip(-1), torch.arange(ids.shape[1])
+        wanted, found = logits(ids), dict[str, Tensor]()
+        first = torch.arange(len(ids))[:, None] == 0
+        masks = {"later tokens": (places >= middle, places < middle), "other sequences": (first, ~first)}
+        if documents:
+            starts = (batch.position_ids == 0) & (places > 0)
+            later = starts.cumsum(-1) > 0
+            masks["the document before"] = (~later, later)
+        for name, (change, stay) in masks.items():
+            apart = (logits(torch.where(change, others, ids)) - wanted).abs().amax(-1).where(stay, 0.0)
+            largest = torch.stack((apart.max(), wanted.abs().max())).double()
+            if state.world_size > 1:
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
+            found[f"logits behind a change of {name}"] = largest[0] / largest[1]
+        return found
 
     def _evaluated(self, step: int) -> dict[str, Tensor]:
         """States behind each block, scales, and logits of the first micro-batch of all samples of a step. Collective."""

@@ -19,6 +19,7 @@ _NAMES = (
     (re.compile(r"\boctavo\.init\b"), "torch.sagemaker.init"),
 )
 _DEGREES = re.compile(r"_degree\b")
+_SAID = "Degrees are keys of"
 
 
 @contextlib.contextmanager
@@ -30,8 +31,9 @@ def users_names(where: str = "torch.sagemaker.init") -> Iterator[None]:
         text = str(error)
         for pattern, name in _NAMES:
             text = pattern.sub(name, text)
-        if text == str(error):
+        of_degrees = _DEGREES.search(text) and _SAID not in text
+        if text == str(error) and not of_degrees:
             raise
-        if _DEGREES.search(text):
-            text += f" Degrees are keys of {where}; the number of ranks is torchrun's --nproc-per-node times its --nnodes."
+        if of_degrees:
+            text += f" {_SAID} {where}; the number of ranks is torchrun's --nproc-per-node times its --nnodes."
         raise InputError(text) from error
