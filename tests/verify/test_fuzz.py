@@ -29,7 +29,7 @@ def test_a_case_is_drawn_from_its_number_alone(tmp_path):
 
 
 @pytest.mark.parametrize("seed", CASES)
-@pytest.mark.long(lambda seed: seed not in (4, 14))
+@pytest.mark.long(lambda seed: seed != 4)
 def test_a_case_is_equal(seed, tmp_path):
     case = drawn(seed, tmp_path)
     degrees = case.config.parallel.model_dump(include={name for name in vars(case.config.parallel) if name.endswith("_degree")})

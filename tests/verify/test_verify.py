@@ -76,6 +76,7 @@ def test_what_the_run_recomputes_and_offloads_is_equal(section):
     assert [each.first for each in found.values()] == [None] * 3
 
 
+@pytest.mark.long(lambda source: source == "mixtral-8x7b")
 @pytest.mark.parametrize("source", ["llama-1b", "mixtral-8x7b"])
 def test_scales_of_current_scaling_are_equal(source):
     found = comparisons(run_of(source, fp8={"recipe": "current"}), 2, TENSOR, kinds=["fp8"])
@@ -86,6 +87,7 @@ def test_scales_of_current_scaling_are_equal(source):
     assert sum(name.startswith("scale ") and "before step 1" in name for name in names) >= 16  # of inputs and weights
 
 
+@pytest.mark.long(lambda source, recipe: source == "mixtral-8x7b" and recipe == "rowwise")
 @pytest.mark.parametrize(
     ("source", "degrees", "recipe"),
     [
