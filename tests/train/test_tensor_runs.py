@@ -160,6 +160,7 @@ def test_a_killed_run_continues_to_the_same_bits_and_at_other_degrees(tiny_run):
     assert main(["describe", str(moving.output)]) == 0  # on the two ranks of the last start
 
 
+@pytest.mark.long
 def test_a_run_continues_with_slices_whole_experts_or_on_one_rank(tiny_run):
     """In FP8 by delayed scaling, whose scales are an expert's."""
     given = [*FP8, *EXPERTS, "train.micro_batch=1"]
