@@ -105,6 +105,10 @@ def verify(
     Raises:
         InputError: the run does not fit the ranks, or its model is not Octavo's decoder.
     """
+    if config.lora.rank is not None:
+        raise InputError(
+            f"lora.rank = {config.lora.rank}: octavo verify compares trainings of all weights. Give a run file without [lora]."
+        )
     if ranks < 2:
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
     hf_config = load_config(config.model.source, config.model.config)
