@@ -220,7 +220,7 @@ def _layer(spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None
 
 
 def _attention(spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None) -> dict[str, Any]:
-    """What every attention of Transformer Engine is told about a model, alone or in a block."""
+    """Arguments of Transformer Engine's attention for a model, alone or in a block."""
     return {
         "num_gqa_groups": spec.kv_heads,
         "kv_channels": spec.head_dim,

@@ -262,9 +262,9 @@ def _compare_adapters(path: Path, model: nn.Module, saved: dict[str, Any] | None
     if own == saved:
         return
     if own is None or saved is None:
-        holds, has = ("the whole model", "adapters alone") if saved is None else ("adapters alone", "none")
+        holds, has = ("the whole model", "adapters alone") if saved is None else ("adapters alone", "all weights")
         raise InputError(
-            f"checkpoint {path} holds {holds}, and of this model {has} are trained (lora). Build the model as it was saved: "
+            f"checkpoint {path} holds {holds}, and this model trains {has}. Build it as it was saved: "
             f"with {'no adapters' if saved is None else 'the same adapters'}."
         )
     changed = [key for key in own if own[key] != saved.get(key)]

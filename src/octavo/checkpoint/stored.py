@@ -119,7 +119,7 @@ class StoredTensors:
         """A slice of a piece. Columns are read by runs, and small gaps between them with them."""
         shape, size = list(piece.shape), piece.dtype.itemsize
         strides = [size * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # in bytes
-        # What follows the dimension of the runs, the first whose rest is read whole, is read with it.
+        # Runs are along the first dimension behind which all is read.
         first = max((dim for dim, length in enumerate(lengths) if length != shape[dim]), default=0)
         while first and (shape[first] - lengths[first]) * strides[first] < _LEAST_GAP:
             first -= 1

@@ -131,7 +131,7 @@ def _check_effect(config: DataConfig, found: Format) -> None:
 
 
 def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, written: Written) -> ExampleRecord | None:
-    """What was read of examples; refuses a mask that leaves out no token, which is a fault unless it is asked for."""
+    """Counts of examples; refuses a mask of every token, which is a fault unless it is asked for."""
     if not examples.counts.read or corpus.form.format in (None, "text"):
         return None
     counts = written.splits.values()

@@ -432,11 +432,11 @@ class ExampleEncoder:
             )
 
     def _around_turns(self, example: Conversation, turn: int, before: str) -> tuple[bool, str]:
-        """What the template writes around a text of the assistant, tried once with a word.
+        """The template's text around one of the assistant, tried once with a word.
 
         Returns:
-            True if it begins a turn with more than white space and nothing asks for the turn; and what it writes between the
-            text and the last token of the turn.
+            True if it begins a turn with more than white space and nothing asks for the turn; and its text between that of the
+            assistant and the last token of the turn.
         """
         template = self.template(bool(example.tools))
         if template not in self._tried_turns:

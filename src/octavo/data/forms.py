@@ -1,4 +1,4 @@
-"""What a row of a data set holds: a conversation, a prompt with its completion, or text or token ids.
+"""The form of a row of a data set: a conversation, a prompt with its completion, or text or token ids.
 
 `data.format` says it, else the names of the first row's columns; a set with columns of several kinds, and one of preference
 pairs, are refused. All sources of a section have one form.

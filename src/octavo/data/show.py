@@ -1,6 +1,6 @@
 """Prepared data for a reader's eyes: documents with their trained tokens marked, and counts.
 
-What is shown is read from the token files, as training reads it: not the text that went in.
+Token files are shown as training reads them, and not the text that went in.
 """
 
 from __future__ import annotations

@@ -390,7 +390,7 @@ class Decoder(PretrainedInterface):
         return None
 
     def _settings(self, device: torch.device) -> dict[str, str]:
-        """What has to be the same on ranks that share sequences, by the calls that set it."""
+        """Settings that ranks of a group have in common, by the calls that set them."""
         recipe = current_recipe(device)
         settings = {
             "model.train()": "training" if self.training else "evaluation",
