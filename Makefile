@@ -5,7 +5,7 @@ NEWEST := .venv-newest/bin
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes: without bytecode each compiles Octavo anew, and pytest rewrites every test.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo test test-long test-newest models-table lint format clean
+.PHONY: help demo test test-long test-newest docs models-table lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -33,6 +33,10 @@ test-newest: .venv-newest/bin/python  ## types and every test with the newest re
 	$(NEWEST)/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers) '
 	$(NEWEST)/python -m mypy
 	$(NEWEST)/python -m pytest -q -n 2 --dist loadgroup
+
+docs: .venv/ready  ## the pages of docs/ as a site in docs/_build/html; a warning is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 models-table: .venv/ready  ## rewrite the table of docs/models.md by training steps of tiny models
 	$(BIN)/python tests/models

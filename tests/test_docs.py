@@ -656,3 +656,10 @@ def test_estimates_on_the_pages_are_those_of_a_dry_run(capsys):
     batch = ("train.global_batch=16", "train.micro_batch=16")
     said = memory(ROOT / "presets" / "llama-1b.toml", "--gpu", "rtx 4090", *batch)
     assert f"```text\nmemory{said.rstrip()}\n```" in page
+
+
+def test_every_page_is_in_the_contents_of_the_site():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = [line for part in re.findall(r"```\{toctree\}\n(.*?)```", index, re.S) for line in part.splitlines()]
+    pages = [line for line in listed if line and not line.startswith(":")]
+    assert sorted(pages) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")

@@ -30,7 +30,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         weight_decay: of matrices, from 0; all else has 0.
 
     Returns:
-        `{"params": [...], "weight_decay": ...}` each, parameters in the model's order.
+        A dictionary each, with `params`, in the model's order, and `weight_decay`.
 
     Raises:
         InputError: `model` is no module, trains nothing, or its parameters do not show their shapes (FSDP1, lazy modules);
