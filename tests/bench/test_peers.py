@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import command_lines
 from octavo import build
 from octavo.bench import peers, run, te_attention
-from octavo.bench.cases import ALL_CASES, CASES, CONTEXT_CASES, VISION_CASES
+from octavo.bench.cases import ALL_CASES, CASES, CONTEXT_CASES, LORA_CASES, VISION_CASES
 from octavo.bench.peers import ENTRIES, PEERS, build_octavo
 from octavo.bench.run import run_suite
 from octavo.bench.sharded import SHARDED
@@ -857,7 +857,7 @@ def test_a_workload_whose_model_is_not_installed_is_left_out_or_refused_by_name(
     ((case, able),) = run._plan(ONE_GPU, ["vit-huge"], entries, gpu, said.append)
     assert (case, able) == (VISION_CASES["vit-huge"], entries[:1])
     assert said[1:] == ["vit-huge: without octavo-delayed-fp8-head"]
-    assert set(ALL_CASES) == set(CASES) | set(CONTEXT_CASES) | set(VISION_CASES)
+    assert set(ALL_CASES) == set(CASES) | set(CONTEXT_CASES) | set(VISION_CASES) | set(LORA_CASES)
 
 
 def test_the_head_trains_in_fp8_too():

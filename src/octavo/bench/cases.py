@@ -16,7 +16,7 @@ from octavo.config.recompute import Recompute
 from octavo.models.families import spec_of
 from octavo.models.shapes import SHAPES
 from octavo.models.spec import ModelSpec
-from octavo.plan.flops import TokenFlops, matmul_parameters, model_flops
+from octavo.plan.flops import TokenFlops, adapter_parameters, matmul_parameters, model_flops
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,30 @@ class Case:
     def flops(self) -> TokenFlops:
         """FLOPs of a token."""
         return model_flops(self.spec, self.sequence_length)
+
+
+@dataclass(frozen=True)
+class LoraCase(Case):
+    """A decoder's shape and a batch for LoRA on all matrices of the blocks.
+
+    Attributes:
+        rank, alpha: of the adapters; alpha 2 x rank.
+        stored: the frozen weights fit the GPU in FP8 alone, so only entries that store them so train it.
+    """
+
+    rank: int = 16
+    stored: bool = False
+
+    state_bytes: ClassVar[int] = 2
+
+    @property
+    def alpha(self) -> float:
+        """The adapters count alpha / rank times."""
+        return 2.0 * self.rank
+
+    def flops(self) -> TokenFlops:
+        """FLOPs of a token: frozen matrices have no weight gradient."""
+        return model_flops(self.spec, self.sequence_length, adapters=adapter_parameters(self.spec, self.rank))
 
 
 @dataclass(frozen=True)
@@ -242,4 +266,14 @@ CONTEXT_CASES: dict[str, Case] = {
         Case("tiny-cp2", _TINY, 2, 32, context=2, recompute="selective"),
     )
 }
-ALL_CASES: dict[str, AnyCase] = {**CASES, **CONTEXT_CASES, **VISION_CASES}
+LORA_CASES: dict[str, LoraCase] = {
+    case.name: case
+    for case in (
+        LoraCase("llama-8b-lora", SHAPES["llama-8b"], 1, 4096),
+        LoraCase("llama-8b-8layers-lora", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 4096),
+        LoraCase("llama-70b-lora", SHAPES["llama-70b"], 1, 4096, recompute=True, stored=True),
+        LoraCase("tiny-lora", _TINY, 2, 32, rank=4),
+        LoraCase("tiny-lora-stored", _TINY, 2, 32, rank=4, recompute=True, stored=True),
+    )
+}
+ALL_CASES: dict[str, AnyCase] = {**CASES, **CONTEXT_CASES, **VISION_CASES, **LORA_CASES}

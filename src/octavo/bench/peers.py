@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.bench import te_attention
-from octavo.bench.cases import AnyCase, Case, VisionCase
+from octavo.bench.cases import AnyCase, Case, LoraCase, VisionCase
 from octavo.bench.plain import FAMILIES, Experts, PlainDecoder
 from octavo.bench.vision.models import Around, Classifier, replace_blocks, timm_model, under_autocast
+from octavo.config.lora import LoRA
 from octavo.errors import first_line, install_extra
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES, FastAccumulation, Format, Recipe
@@ -61,6 +62,8 @@ INSTALL = {
     "torchao": install_extra("bench"),
     "transformer-engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     FLASH_ATTENTION: install_extra("flash"),
+    "peft": "pip install peft",
+    "liger-kernel": "pip install liger-kernel",
 }
 """Packages that an entry or a workload may need, and the command that installs each."""
 
@@ -86,6 +89,7 @@ class Entry:
         text: it trains decoders.
         families: of the decoders it trains these alone; empty: all.
         head_forward: precision of the head's forward product, if another.
+        stored: with LoRA it stores the frozen weights in FP8 alone.
         exchanges: differs from another entry only in the exchange of keys and values, so trains shared sequences alone.
     """
 
@@ -101,12 +105,15 @@ class Entry:
     exchanges: bool = False
     tensor: bool = False
     overlap: bool = False
+    stored: bool = False
     needs: tuple[str, ...] = ()
 
     def trains(self, case: AnyCase) -> bool:
         """True if it has a model of this case."""
         if isinstance(case, VisionCase):
             return self.vision
+        if isinstance(case, LoraCase) and case.stored and not self.stored:
+            return False
         alone = case.expert > 1 or (case.tensor > 1 and not self.tensor) or (case.tensor > 1 and case.spec.experts > 0)
         if self.overlap and case.tensor == 1:
             return False
@@ -250,7 +257,7 @@ def build_huggingface(case: Case, device: torch.device, compiled: bool, *, seed:
     model.train()
     if case.spec.experts:
         model.set_experts_implementation("grouped_mm")
-    loss = _loss_of(model)
+    loss = loss_of(model)
     return Training(model, torch.compile(loss) if compiled else loss)
 
 
@@ -302,12 +309,14 @@ def build_octavo(
     strategy: str = "all_gather",
     reshard: bool | Literal["auto"] = "auto",
     sync_each: bool = False,
+    stored: bool = False,
     seed: int = SEED,
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
     head, fast, strategy, reshard, sync_each: as `fp8.head`, `fp8.fast_accumulation`, `parallel.cp_comm_type`,
-    `parallel.reshard_after_forward` and `parallel.sync_each_micro_batch`. Nothing is compiled: the layers are fused kernels.
+    `parallel.reshard_after_forward` and `parallel.sync_each_micro_batch`. stored: frozen weights beside a `LoraCase`'s adapters
+    are stored in FP8 alone. Nothing is compiled: the layers are fused kernels.
     A vision transformer's kernels are shorter than their launch from Python, so its forward and backward are one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
@@ -324,9 +333,12 @@ def build_octavo(
     if sharding is not None:
         sharding = replace(sharding, reshard_after_forward=reshard, sync_each_micro_batch=sync_each)
     settings = MODEL_SETTINGS | {"recompute": case.recompute, "offload": case.offload, "horizon": 2}
+    if isinstance(case, LoraCase):
+        settings |= {"lora": LoRA(case.rank, case.alpha, base="fp8" if stored else "params_dtype"), "base_recipe": scaling}
     options = BuildOptions(**dtypes, buffer_dtype=torch.float32, seed=seed, fp8_head=head, **settings)
     model = build_model(case.hf_config(), options, device=device, sharding=sharding)
-    return Training(model, _loss_of(model), around, AdamW(model.parameters(), **ADAMW))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Training(model, loss_of(model), around, AdamW(trained, **ADAMW))
 
 
 def build_default(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
@@ -339,7 +351,7 @@ def build_default(case: Case, device: torch.device, compiled: bool, *, seed: int
     with device:
         theirs = AutoModelForCausalLM.from_config(case.hf_config()).to(torch.bfloat16)
     model = transform(theirs.train())
-    return Training(model, _loss_of(model), fp8_autocast, AdamW(model.parameters(), **ADAMW))
+    return Training(model, loss_of(model), fp8_autocast, AdamW(model.parameters(), **ADAMW))
 
 
 def _recipe(name: str, fast: FastAccumulation) -> Recipe:
@@ -348,7 +360,9 @@ def _recipe(name: str, fast: FastAccumulation) -> Recipe:
     return RECIPES[name](**RECIPE_SETTINGS[name], **({"fast_accumulation": fast} if has_fast else {}))
 
 
-def _loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of a model that is called as Hugging Face's are."""
+
     def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
         found: Tensor = model(input_ids=input_ids, labels=labels).loss
         return found

@@ -38,7 +38,7 @@ CPU_RANKS = 2
 """Default number of ranks on a CPU for suites of several."""
 PROFILED_STEPS = 3
 """Steps of a breakdown."""
-STARTED = ("one-gpu", "sharded", "context")
+STARTED = ("one-gpu", "lora", "sharded", "context")
 """Suites whose entries can be started several times."""
 SAVES = 2
 """Default number of saves in the background."""
@@ -242,7 +242,7 @@ def _check_gpu(suite: Suite, target: Target, profile: str | None) -> None:
         raise InputError(
             f"the suite {suite.name} {what} of a GPU, and the device is cpu. Use --device cuda where there is one."
         )
-    if profile and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "sharded", "context", "vision")):
+    if profile and (target.device.kind != "cuda" or suite.name not in ("one-gpu", "lora", "sharded", "context", "vision")):
         raise InputError(
             f"{profile} reads the kernels of training steps on a GPU: not those of the suite {suite.name}"
             f" on {target.torch_device}."

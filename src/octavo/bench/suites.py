@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.bench import memory
-from octavo.bench.cases import CASES, CONTEXT_CASES, VISION_CASES
+from octavo.bench.cases import CASES, CONTEXT_CASES, LORA_CASES, VISION_CASES
 from octavo.bench.kernels import attention, products
 from octavo.bench.kernels.bandwidth import KERNELS
 from octavo.bench.layers.suite import LAYERS, SETTLING
+from octavo.bench.lora import LORA
 from octavo.bench.peers import ENTRIES, Entry
 from octavo.bench.sharded import CONTEXT, SHARDED
 from octavo.bench.vision.replicas import REPLICAS
@@ -57,6 +58,7 @@ SUITES: dict[str, Suite] = {
         Suite(
             "one-gpu", ENTRIES, {**_ALONE, **VISION_CASES}, ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers", "vit-huge")
         ),
+        Suite("lora", LORA, LORA_CASES, ("llama-8b-lora", "llama-70b-lora"), tiny="tiny-lora", steps=10),
         Suite("sharded", SHARDED, CASES, ("llama-8b-8k", "llama-8b-16k"), (1, None)),
         Suite("context", CONTEXT, CONTEXT_CASES, _SPLIT, (2, None)),
         # The published measurement averages the steps after the 10th to the 50th.

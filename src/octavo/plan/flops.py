@@ -4,6 +4,8 @@
 
 Matmul parameters include the output head, not the embedding, biases and norms. A causal query sees T/2 keys on average, which
 gives the usual 6·L·d·T. Recomputed operations are not counted. Imports neither torch nor transformers.
+
+A frozen matrix has no weight gradient: 4 instead of 6. With LoRA the adapters' parameters count 6 times, and all others 4.
 """
 
 from __future__ import annotations
@@ -39,23 +41,30 @@ class MatmulParameters:
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations of one token's forward and backward, by part of the model."""
+    """Operations of one token's forward and backward, by part of the model.
+
+    Attributes:
+        adapters: of LoRA's products, which never run in FP8.
+        head_products: products of the head: output, input gradient and, unless it is frozen, weight gradient.
+    """
 
     layers: float
     router: float
     head: float
     attention: float
+    adapters: float = 0.0
+    head_products: int = 3
 
     @property
     def total(self) -> float:
         """All operations of a token."""
-        return self.layers + self.router + self.head + self.attention
+        return self.layers + self.router + self.head + self.attention + self.adapters
 
     def by_precision(self, *, layers: str = "bf16", head: str = "bf16", head_forward: str | None = None) -> dict[str, float]:
         """Operations in "bf16" and "fp8" for the precisions of the linear layers, the head and, if another, its forward."""
-        split = {"bf16": self.router + self.attention, "fp8": 0.0}
+        split = {"bf16": self.router + self.attention + self.adapters, "fp8": 0.0}
         split[layers] += self.layers
-        forward = self.head / 3 if head_forward else 0.0
+        forward = self.head / self.head_products if head_forward else 0.0
         split[head_forward or head] += forward
         split[head] += self.head - forward
         return {precision: flops for precision, flops in split.items() if flops}
@@ -81,15 +90,32 @@ def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
     )
 
 
-def model_flops(spec: ModelSpec, sequence_length: int) -> TokenFlops:
-    """Operations of one token of a decoder, averaged over a full sequence of `sequence_length` tokens."""
+def adapter_parameters(spec: ModelSpec, rank: int) -> int:
+    """Parameters of LoRA adapters of this rank beside all matrices of a decoder's blocks; experts have none."""
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    attention = 2 * (spec.hidden_size + q) + 2 * (spec.hidden_size + kv)
+    mlp = (3 if spec.gated else 2) * (spec.hidden_size + (spec.dense_ffn_size or spec.ffn_size))
+    return rank * (spec.layers * attention + (spec.layers - spec.mixtures) * mlp)
+
+
+def model_flops(
+    spec: ModelSpec, sequence_length: int, *, adapters: int | None = None, head_trained: bool = False
+) -> TokenFlops:
+    """Operations of one token of a decoder, averaged over a full sequence of `sequence_length` tokens.
+
+    adapters: parameters of LoRA's, beside frozen matrices; None without LoRA. head_trained: the head is not frozen beside them.
+    """
     parameters = matmul_parameters(spec)
     keys = sum(mean_keys(sequence_length, window) for window in spec.windows)
+    products = 3 if adapters is None else 2
+    head_products = 3 if head_trained else products
     return TokenFlops(
-        layers=6.0 * parameters.layers,
-        router=6.0 * parameters.router,
-        head=6.0 * parameters.head,
+        layers=2.0 * products * parameters.layers,
+        router=2.0 * products * parameters.router,
+        head=2.0 * head_products * parameters.head,
         attention=12.0 * spec.heads * spec.head_dim * keys,
+        adapters=6.0 * (adapters or 0),
+        head_products=head_products,
     )
 
 

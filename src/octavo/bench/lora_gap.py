@@ -1,0 +1,229 @@
+"""Loss of LoRA over a base in FP8 against a bfloat16 base: pairs of runs that share weights, adapters and samples.
+
+    python -m octavo.bench.lora_gap FOLDER --output gap.json
+
+A small model is pretrained on bytes of Python source, in FP8 with float32 weights. Its folder is the base of both runs of a
+pair: adapters on bytes of other text (headers, templates and documentation of the installed packages), a seed each for the
+adapters' first values and the order of the samples. One run has no FP8; the other stores the base in FP8 and multiplies in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.bench.results import commit
+from octavo.build import BuildOptions, build_model
+from octavo.errors import InputError
+from octavo.fp8.recipe import RECIPES
+from octavo.hardware import describe_device
+from octavo.models.shapes import SHAPES
+from octavo.run.provenance import version
+from octavo.storage import write_atomic
+from octavo.train.adamw import AdamW
+
+VOCABULARY = 256
+PRETRAINING, ADAPTATION = (".py",), (".h", ".hpp", ".cuh", ".txt", ".rst", ".md", ".pyi", ".html", ".js")
+"""Ends of the names of files with text for the base, and for its adapters."""
+TINY: dict[str, Any] = SHAPES["llama-tiny"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SMALL: dict[str, Any] = SHAPES["llama-tiny"] | {
+    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "head_dim": 64,
+}  # fmt: skip
+
+
+def text_of(ends: tuple[str, ...], size: int) -> Tensor:
+    """About so many bytes of installed files whose names end so, in an order by their names' hash: uint8."""
+    root, parts, found = Path(sysconfig.get_paths()["purelib"]), [], 0
+    for folder in (root, Path(sysconfig.get_paths()["stdlib"])):
+        for path in sorted(folder.rglob("*"), key=lambda path: hash_of(path.name)):
+            if path.suffix in ends and path.is_file() and "LICENSE" not in path.name:
+                parts.append(path.read_bytes()[:100_000])
+                found += len(parts[-1])
+                if found >= size:
+                    break
+        if found >= size:
+            break
+    if found < size // 8:
+        raise InputError(
+            f"{root} has {found:,} bytes of {', '.join(ends)}, of {size:,} that are wanted: install more packages."
+        )
+    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
+
+
+def hash_of(name: str) -> int:
+    """A number by a name, the same in each process."""
+    number = 0
+    for byte in name.encode():
+        number = (number * 1_000_003 + byte) % (1 << 61)
+    return number
+
+
+def batches(text: Tensor, shape: tuple[int, int], seed: int, device: torch.device) -> Iterator[Tensor]:
+    """Random places of a text without end: int64 [B, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - shape[1], shape[:1], generator=generator)
+        yield torch.stack([text[start : start + shape[1]] for start in starts.tolist()]).to(device, torch.int64)
+
+
+def train(
+    model: nn.Module,
+    samples: Iterator[Tensor],
+    steps: int,
+    rate: float,
+    around: Callable[[], Any],
+) -> list[float]:
+    """AdamW with a warm-up and a linear decay; returns the loss of each step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0), []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / min(50, steps), 1.05 - step / steps)
+        ids = next(samples)
+        with around():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        octavo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module, text: Tensor, shape: tuple[int, int], count: int, around: Callable[[], Any]) -> float:
+    """Mean loss of so many batches, the same in each call."""
+    samples, losses = batches(text, shape, 12345, next(model.parameters()).device), []
+    model.eval()
+    for _ in range(count):
+        ids = next(samples)
+        with around():
+            losses.append(float(model(input_ids=ids, labels=ids).loss))
+    model.train()
+    return statistics.fmean(losses)
+
+
+def empty(sizes: dict[str, Any], length: int) -> nn.Module:
+    """Hugging Face's model of a shape on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    changes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": length,
+        "use_cache": False,
+        "tie_word_embeddings": False,
+    }
+    changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
+    with octavo.delayed_init():
+        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **changes}))
+    return model
+
+
+def measure(
+    folder: Path,
+    *,
+    tiny: bool = False,
+    recipe: str = "delayed",
+    seeds: int = 5,
+    pretraining: int = 600,
+    steps: int = 150,
+    batch: int = 32,
+    length: int = 1024,
+    rank: int = 16,
+    device: str = "cuda",
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Pretrain the base in `folder`, or take it from there, and train the pairs; returns rows and the mean gap.
+
+    Raises:
+        InputError: there is too little text.
+    """
+    where, shape, sizes = torch.device(device), (batch, length), TINY if tiny else SMALL
+    scaling = RECIPES[recipe]()
+
+    def fp8() -> Any:
+        return octavo.fp8_autocast(fp8_recipe=scaling)
+
+    def bf16() -> Any:
+        return octavo.fp8_autocast(enabled=False)
+
+    if not (folder / "config.json").exists():
+        model = octavo.transform(empty(sizes, length), scaling, device=where, params_dtype=torch.float32)
+        python = text_of(PRETRAINING, 200_000 if tiny else 60_000_000)
+        losses = train(model, batches(python, shape, 0, where), pretraining, 1e-3, fp8)
+        octavo.export(model, folder)
+        size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        say(f"base: {size:.1f}M parameters, loss {losses[0]:.3f} to {losses[-1]:.3f}")
+        del model
+    other = text_of(ADAPTATION, 200_000 if tiny else 40_000_000)
+    cut = len(other) * 9 // 10
+    learned, held_out = other[:cut], other[cut:]
+    rows: list[dict[str, Any]] = []
+    for seed in range(1, seeds + 1):
+        pair: dict[str, dict[str, float]] = {}
+        for name, around in (("bf16", bf16), ("fp8", fp8)):
+            options = BuildOptions(
+                dtype=torch.bfloat16,
+                params_dtype=torch.bfloat16,
+                fp8_head=None if name == "fp8" else False,
+                seed=seed,  # of the adapters' first values
+                lora=octavo.LoRA(rank=rank, base="fp8" if name == "fp8" else "params_dtype"),
+                base_recipe=scaling,
+            )
+            model = build_model(empty(sizes, length), options, device=where, load_from=folder)
+            before = evaluated(model, held_out, shape, 8, around)
+            losses = train(model, batches(learned, shape, seed, where), steps, 5e-4, around)
+            loss, held = statistics.fmean(losses[len(losses) // 2 :]), evaluated(model, held_out, shape, 8, around)
+            pair[name] = {"before": before, "loss": loss, "held_out": held}
+            del model
+        gap = {what: 100 * (pair["fp8"][what] / pair["bf16"][what] - 1) for what in ("before", "loss", "held_out")}
+        rows.append({"seed": seed, **pair, "gap_percent": gap})
+        say(
+            f"seed {seed}: held out {pair['bf16']['before']:.4f} before, bf16 {pair['bf16']['held_out']:.5f}, FP8 "
+            f"{pair['fp8']['held_out']:.5f} ({gap['held_out']:+.3f}%); training {gap['loss']:+.3f}%"
+        )
+    summary = {what: _mean_of([row["gap_percent"][what] for row in rows]) for what in ("loss", "held_out")}
+    for what, (mean, error) in summary.items():
+        say(f"{what}: mean gap {mean:+.4f}%, standard error {error:.4f}%")
+    return {"recipe": recipe, "steps": steps, "rank": rank, "rows": rows, "mean_gap_and_error_percent": summary}
+
+
+def _mean_of(gaps: list[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return statistics.fmean(gaps), error
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m octavo.bench.lora_gap", description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("folder", type=Path, help="of the base: written, or read where it is there")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--recipe", default="delayed", choices=[name for name in RECIPES if name != "rowwise"])
+    for name, usual in (("seeds", 5), ("pretraining", 600), ("steps", 150), ("batch", 32), ("length", 1024), ("rank", 16)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--tiny", action="store_true", help="a shape for CPUs; measures nothing")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = vars(parser.parse_args(arguments))
+    output, device = given.pop("output"), describe_device(given["device"])
+    found = measure(given.pop("folder"), **given)
+    machine = {"gpu" if device.kind == "cuda" else "cpu": device.name, "torch": version("torch")}
+    if output is not None:
+        write_atomic(
+            output, json.dumps({"suite": "lora-gap", "commit": commit(), "machine": machine, **found}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
