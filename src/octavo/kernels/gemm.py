@@ -169,6 +169,13 @@ def high_precision_mm(
     return _to(out, out_dtype)
 
 
+def add_mm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out [M, N] += a [M, C] · b [C, N] of one float dtype, in place: sums in float32, rounded once."""
+    if widens(a):
+        return out.copy_(torch.addmm(out.float(), a.float(), b.float()))
+    return out.addmm_(a, b)
+
+
 def scaled_mm_of_each(
     a: Sequence[Operand], b: Sequence[Operand], biases: Sequence[Tensor | None], *, out_dtype: torch.dtype, precise: bool
 ) -> list[Tensor]:

@@ -409,7 +409,7 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
         if torch.compiler.is_compiling() or not (own and self.input_layernorm) or has_hooks(core):
             return None
         qkv = self.layernorm_qkv
-        return None if qkv.streams_norm or qkv.adapted or has_hooks(qkv) else Handover()
+        return None if qkv.streams_norm or has_hooks(qkv) else Handover()
 
     def _is_short(self, x: Tensor, attn_mask_type: str | None) -> bool:
         """True if the kernel of short sequences takes the joint product of x [B, T, hidden]."""

@@ -26,7 +26,7 @@ from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
-from octavo.nn.lora import added
+from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
     FLOATS,
     FLOATS_OF_PYTORCH,
@@ -222,6 +222,92 @@ class _NormLinearFunction(torch.autograd.Function):
         return *through, dw, db, *(None,) * 4
 
 
+class _AdaptedLinearFunction(torch.autograd.Function):
+    """The product of a frozen weight with its adapters, whose matrices are the last arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms, unread: bool, adapters: Adapters,
+        *trained: Tensor,
+    ) -> Tensor:  # fmt: skip
+        gemms.want(ctx.needs_input_grad[0], False)
+        matrix = flat(x).to(gemms.out_dtype)
+        x_q, w = gemms.input(DenseOperand(matrix), rowwise=not unread), gemms.weight(weight, rowwise=not unread)
+        joint = adapters.joint(gemms.out_dtype)
+        reduced = joint.reduced(matrix)
+        if unread:
+            y = matrix.new_empty(matrix.shape[0], weight.shape[0])
+        else:
+            y = gemms.output(x_q, w, bias)
+            joint.add_(y, reduced)
+        ctx.save_for_backward(matrix, reduced, *joint, *gemms.saved(x_q, w, weight))
+        ctx.call = gemms, adapters, x.dtype, x.shape
+        return unflat(y, (*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gemms, adapters, dtype, shape = ctx.call
+        refuse_second_derivative("these layers")
+        matrix, reduced, a, b, *saved = ctx.saved_tensors
+        rows, joint = flat(dy), Joint(a, b)
+        dx, _, _ = gemms.gradients(DenseOperand(rows), saved)
+        d_reduced, d_a, d_b = joint.gradients(rows, matrix, reduced)
+        if dx is not None:
+            gemm.add_mm_(dx, d_reduced, a)
+            dx = unflat(dx.to(dtype), shape)
+        return dx, *(None,) * 5, *adapters.split(d_a, d_b)
+
+
+class _AdaptedNormLinearFunction(torch.autograd.Function):
+    """The residual stream, and the product of its norm with its adapters, or its heads; weight and bias are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
+        weight: Tensor, bias: Tensor | None, form: NormForm, gemms: LinearGemms, rotation: Rotation | None,
+        adapters: Adapters, *trained: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        gemms.want(any(ctx.needs_input_grad[:4]), False)
+        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
+        normed = producer.beside(gemms.out_dtype)
+        x, w = gemms.input(normed), gemms.weight(weight)
+        matrix, joint = cast(Tensor, normed.matrix), adapters.joint(gemms.out_dtype)
+        reduced = joint.reduced(matrix)
+        y = gemms.output(x, w, bias)
+        joint.add_(y, reduced)
+        y = unflat(y, (*residual.shape[:-1], weight.shape[0]))
+        ctx.set_materialize_grads(False)
+        h = residual if delta is None else unflat(producer.sum, residual.shape)
+        tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+        ctx.save_for_backward(h, producer.stats, norm_weight, matrix, reduced, *joint, *tables, *gemms.saved(x, w, weight))
+        ctx.call, ctx.shape = (form, gemms, adapters, len(trained)), residual.shape
+        ctx.rotation = None if rotation is None else rotation._replace(cos=None, sin=None)
+        if rotation is not None and rotation.handover is not None:
+            rotation.handover.expected = True
+        return (h, y) if rotation is None else (h, *rotation.split(y))
+
+    @staticmethod
+    def backward(ctx: Any, d_residual: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, gemms, adapters, count = ctx.call
+        rotation: Rotation | None = ctx.rotation
+        refuse_second_derivative("these layers")
+        h, stats, norm_weight, matrix, reduced, a, b, cos, sin, *saved = ctx.saved_tensors
+        if all(grad is None for grad in grads):
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * (8 + count)
+        if rotation is None:
+            dy = flat(cast(Tensor, grads[0]))
+        else:
+            joined = rotation._replace(cos=cos, sin=sin).join(grads)
+            dy = joined(Quantizer(gemms.out_dtype)).high_precision
+        d_normed, _, _ = gemms.gradients(DenseOperand(dy), saved)
+        d_reduced, d_a, d_b = Joint(a, b).gradients(dy, matrix, reduced)
+        through: tuple[Tensor | None, ...] = (None,) * 4
+        if d_normed is not None:
+            gemm.add_mm_(d_normed, d_reduced, a)
+            through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
+        return *through, *(None,) * 6, *adapters.split(d_a, d_b)
+
+
 def norm_linear(
     residual: Tensor, delta: Tensor | None, norm: NormParameters, weight: Tensor, bias: Tensor | None, gemms: LinearGemms
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,10 +404,24 @@ class Linear(nn.Linear):
             refuse_inputs(self.tensor, return_input)
             bias = self.tensor.replicated(bias)
         how = (compute_dtype(input), is_first_microbatch)
-        y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread, tensor=self.tensor)
-        if "lora" in self._modules:
-            y = added(y, self, input.to(y.dtype))
+        if (adapters := joined(self, self.weight, bias)) is not None and self.tensor is None:
+            gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, input.device), *how)
+            with autocast.scales_of_forward():
+                more = self.unread, adapters, *adapters.trained
+                y = _AdaptedLinearFunction.apply(input, self.weight, bias, gemms, *more)
+        else:
+            y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread, tensor=self.tensor)
+            y = added(y, self, input.to(y.dtype)) if "lora" in self._modules else y
         return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
+
+
+def joined(layer: nn.Module, weight: Tensor, bias: Tensor | None, name: str = "lora") -> Adapters | None:
+    """The layer's adapters of this name, if they are computed as one pair beside a frozen weight and bias."""
+    adapters = layer._modules.get(name)
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not isinstance(adapters, Adapters) or trains or not adapters.joins():
+        return None
+    return adapters
 
 
 def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
@@ -526,6 +626,13 @@ class LayerNormLinear(NormedLayer):
         *,
         rotation: Rotation | None,
     ) -> tuple[Tensor, ...]:
+        if (adapters := joined(self, self.weight, bias)) is not None:
+            recipe = active_recipe(self.fp8_state, residual.device)
+            outputs: tuple[Tensor, ...] = _AdaptedNormLinearFunction.apply(
+                residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form,
+                LinearGemms(self.fp8_state, self.weight, recipe, dtype, first), rotation, adapters, *adapters.trained,
+            )  # fmt: skip
+            return outputs
         h, y, normed = self._fused(residual, delta, norm, dtype, first, bias, rotation=None, return_input=True)
         y = added(y, self, normed)
         return h, *((y,) if rotation is None else rotation.composed(y))

@@ -29,12 +29,12 @@ from octavo.fp8.quantizer import (
 from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
-from octavo.kernels import reference
+from octavo.kernels import gemm, reference
 from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
-from octavo.nn.linear import NormedLayer, norm_linear, product
-from octavo.nn.lora import added
+from octavo.nn.linear import NormedLayer, joined, norm_linear, product
+from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
     NormForm,
     NormParameters,
@@ -176,6 +176,97 @@ class _NormMlpFunction(torch.autograd.Function):
                 d_normed += flat(d_first)
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
         return *through, d_w1, d_b1, d_w2, d_b2, *(None,) * 8
+
+
+class _AdaptedNormMlpFunction(torch.autograd.Function):
+    """The residual stream and the result of an MLP of frozen matrices, with the adapters of one or both.
+
+    The activation's kernel reads the first product with its adapters, and stores the second's input in high precision beside
+    the FP8 operand. In backward no weight has a gradient, so that no operand is turned.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
+        weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
+        form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, unread: bool,
+        first: Adapters | None, second: Adapters | None, *trained: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        want_x = any(ctx.needs_input_grad[:4])
+        fc1.want(want_x, False)
+        fc2.want(want_x or first is not None, False)
+        producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
+        normed = None if first is None else producer.beside(fc1.out_dtype)
+        x, w1 = fc1.input(normed or producer), fc1.weight(weight_1)
+        hidden = fc1.output(x, w1, bias_1)
+        saved_1: tuple[Tensor | None, ...] = (None,) * 4
+        if first is not None and normed is not None:
+            matrix, joint = cast(Tensor, normed.matrix), first.joint(fc1.out_dtype)
+            reduced = joint.reduced(matrix)
+            joint.add_(hidden, reduced)
+            saved_1 = matrix, reduced, *joint
+
+        def activate(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
+            return activation(curve, hidden, block, quantizer, beside=beside)
+
+        shape = producer.sum.shape[0], weight_2.shape[1]
+        beside = None if second is None else Beside(activate, shape, fc2.out_dtype, residual.device)
+        activated = fc2.input(beside or activate, rowwise=beside is not None or not unread)
+        w2 = fc2.weight(weight_2, rowwise=not unread)
+        y = producer.sum.new_empty(shape[0], weight_2.shape[0], dtype=fc2.out_dtype) if unread else None
+        y = fc2.output(activated, w2, bias_2) if y is None else y
+        saved_2: tuple[Tensor | None, ...] = (None,) * 4
+        if second is not None and beside is not None:
+            matrix, joint = cast(Tensor, beside.matrix), second.joint(fc2.out_dtype)
+            reduced = joint.reduced(matrix)
+            if not unread:
+                joint.add_(y, reduced)
+            saved_2 = matrix, reduced, *joint
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.shape = (form, fc1, fc2, curve, block, first, second, len(trained)), residual.shape
+        h = residual if delta is None else unflat(producer.sum, residual.shape)
+        ctx.save_for_backward(
+            h, producer.stats, norm_weight, hidden if fc2.wants_x else None, *saved_1, *saved_2,
+            *fc1.saved(x, w1, weight_1), *fc2.saved(activated, w2, weight_2),
+        )  # fmt: skip
+        return h, unflat(y, (*residual.shape[:-1], weight_2.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, d_residual: Tensor | None, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, fc1, fc2, curve, block, first, second, count = ctx.call
+        refuse_second_derivative("these layers")
+        h, stats, norm_weight, hidden, *saved = ctx.saved_tensors
+        if d_out is None:
+            return d_residual, d_residual if ctx.needs_input_grad[1] else None, *(None,) * (14 + count)
+        dy, (matrix_1, reduced_1, *pair_1), (matrix_2, reduced_2, *pair_2) = flat(d_out), saved[:4], saved[4:8]
+        of_second: list[Tensor] = []
+        through: tuple[Tensor | None, ...] = (None,) * 4
+        d_activated = fc2.gradients(DenseOperand(dy), saved[16:])[0]
+        if second is not None:
+            joint = Joint(*pair_2)
+            d_reduced, d_a, d_b = joint.gradients(dy, matrix_2, reduced_2)
+            of_second = second.split(d_a, d_b)
+            if d_activated is not None:
+                gemm.add_mm_(d_activated, d_reduced, joint.a)
+        if d_activated is None:
+            return *through, *(None,) * 12, *of_second
+        of_first: list[Tensor] = []
+
+        def produce(quantizer: Quantizer) -> QuantizedTensor:
+            return activation_backward(curve, d_activated, hidden, block, quantizer)[0]
+
+        if first is None:
+            d_normed = fc1.gradients(produce, saved[8:16])[0]
+        else:
+            d_hidden = produce(Quantizer(fc1.out_dtype)).high_precision
+            d_normed, joint = fc1.gradients(DenseOperand(d_hidden), saved[8:16])[0], Joint(*pair_1)
+            d_reduced, d_a, d_b = joint.gradients(d_hidden, matrix_1, reduced_1)
+            of_first = first.split(d_a, d_b)
+            if d_normed is not None:
+                gemm.add_mm_(d_normed, d_reduced, joint.a)
+        if d_normed is not None:
+            through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
+        return *through, *(None,) * 12, *of_first, *of_second
 
 
 class _ActivationFunction(torch.autograd.Function):
@@ -397,6 +488,24 @@ class LayerNormMLP(NormedLayer):
         inputs: int = 0,
     ) -> tuple[Tensor, ...]:
         """Norm and first product as one function, then the activation, whose input the adapters change, and the second."""
+        of_fc1 = joined(self, self.fc1_weight, self.fc1_bias, "lora_fc1")
+        of_fc2 = joined(self, self.fc2_weight, bias, "lora_fc2")
+        pair = of_fc1, of_fc2
+        frozen = not any(part is not None and part.requires_grad for matrix in self._matrices() for part in matrix[:2])
+        there = [name for name in ("lora_fc1", "lora_fc2") if name in self._modules]
+        if frozen and sum(adapters is not None for adapters in pair) == len(there):
+            states = self.fc1_fp8_state, self.fc2_fp8_state
+            weights = self.fc1_weight, self.fc2_weight
+            fc1, fc2 = (
+                LinearGemms(state, weight, active_recipe(state, residual.device), dtype, first)
+                for state, weight in zip(states, weights, strict=True)
+            )
+            trained = [matrix for adapters in pair if adapters is not None for matrix in adapters.trained]
+            outputs: tuple[Tensor, ...] = _AdaptedNormMlpFunction.apply(
+                residual, delta, norm.weight, norm.bias, weights[0], self.fc1_bias, weights[1], bias,
+                norm.form, fc1, fc2, self.activation, self.gate_rows, self.unread, *pair, *trained,
+            )  # fmt: skip
+            return outputs
         state = self.fc1_fp8_state
         gemms = LinearGemms(state, self.fc1_weight, active_recipe(state, residual.device), dtype, first)
         h, hidden, normed = norm_linear(residual, delta, norm, self.fc1_weight, self.fc1_bias, gemms)
