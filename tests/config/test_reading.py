@@ -24,6 +24,15 @@ def test_a_missing_file_is_answered_with_the_nearest(run_file, tmp_path):
     assert "Did you mean" not in message(RunConfig.from_file, tmp_path)
 
 
+def test_presets_are_found_outside_of_a_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunConfig.from_file("presets/demo.toml").train.output == "runs/demo"
+    said = message(RunConfig.from_file, "presets/demmo.toml")
+    assert "demo.toml?" in said
+    (tmp_path / "presets").mkdir()  # a folder of one's own hides them all
+    assert "'presets/demo.toml' does not exist" in message(RunConfig.from_file, "presets/demo.toml")
+
+
 @pytest.mark.parametrize(
     ("override", "read"),
     [

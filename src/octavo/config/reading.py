@@ -27,10 +27,14 @@ _FORM = "is not section.key=value, as in optimizer.lr=1e-4."
 def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
     """The tables of a run file, or of another TOML file, which messages call `what`.
 
+    A run file `presets/NAME.toml` that is not below the working directory is the installed one.
+
     Raises:
         InputError: the file is missing, cannot be read, or is not TOML.
     """
     try:
+        if what == "run file" and path.parts[:-1] == ("presets",) and not path.parent.is_dir():
+            path = _presets() / path.name
         if not path.is_file():
             raise _missing(path, what)
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
@@ -49,6 +53,12 @@ def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
     except ValueError:  # Python's limit for the digits of a number
         fault = "a number has thousands of digits"
     raise InputError(f"{what} {str(path)!r} is not valid TOML: {fault}.")
+
+
+def _presets() -> Path:
+    """The run files that come with Octavo: in a wheel beside its modules, in a clone at its top."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "presets", package.parents[1] / "presets") if folder.is_dir())
 
 
 def _missing(path: Path, what: str) -> InputError:
