@@ -233,7 +233,7 @@ class _AdaptedLinearFunction(torch.autograd.Function):
         gemms.want(ctx.needs_input_grad[0], False)
         matrix = flat(x).to(gemms.out_dtype)
         x_q, w = gemms.input(DenseOperand(matrix), rowwise=not unread), gemms.weight(weight, rowwise=not unread)
-        joint = adapters.joint(gemms.out_dtype)
+        joint = adapters.joint(trained, gemms.out_dtype)
         reduced = joint.reduced(matrix)
         if unread:
             y = matrix.new_empty(matrix.shape[0], weight.shape[0])
@@ -271,7 +271,7 @@ class _AdaptedNormLinearFunction(torch.autograd.Function):
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
         normed = producer.beside(gemms.out_dtype)
         x, w = gemms.input(normed), gemms.weight(weight)
-        matrix, joint = cast(Tensor, normed.matrix), adapters.joint(gemms.out_dtype)
+        matrix, joint = cast(Tensor, normed.matrix), adapters.joint(trained, gemms.out_dtype)
         reduced = joint.reduced(matrix)
         y = gemms.output(x, w, bias)
         joint.add_(y, reduced)

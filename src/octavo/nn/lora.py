@@ -13,8 +13,8 @@ for each adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,10 @@ class Adapters(nn.Module):
         self.rows, self.lengths, self.scale, self.dropout = dict(parts), tuple(lengths), scale, dropout
         for name in adapted:
             self.add_module(name, Adapter(in_features, parts[name], rank, dtype, device))
+        self._adapted = [name for name in parts if name in adapted]
+        length = sum(self.lengths)
+        self._shape = sum(parts.values()) // length, length, [rank * number for number in range(len(self._adapted) + 1)]
+        self._blocks = self._places()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → what is added to the product [..., N], in the layout of its rows and the dtype of x."""
@@ -109,54 +113,61 @@ class Adapters(nn.Module):
     @property
     def trained(self) -> list[Tensor]:
         """A and B of each adapter, in the order of `parts`."""
-        return [matrix for name in self.rows if name in self._modules for matrix in self._modules[name].parameters()]  # type: ignore[union-attr]
+        found: list[Any] = []
+        for name in self._adapted:
+            parameters: Any = self._modules[name]._parameters  # type: ignore[union-attr]
+            found += parameters["lora_A"], parameters["lora_B"]
+        return found
 
     def joins(self) -> bool:
         """True if this call computes the adapters as one pair."""
         return not (torch.compiler.is_compiling() or (self.dropout and self.training))
 
-    def joint(self, dtype: torch.dtype) -> Joint:
-        """One pair of all adapters, for products in `dtype`."""
-        matrices = self.trained
-        if len(matrices) == 2 and len(self.lengths) == 1:
+    def joint(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> Joint:
+        """One pair of all adapters, for products in `dtype`; matrices: `trained`."""
+        if self._blocks is None:
             a, b = matrices
             return Joint(a.to(dtype), (b * self.scale).to(dtype))
-        a = torch.cat(matrices[::2]).to(dtype)
-        b = a.new_zeros(sum(self.rows.values()), a.shape[0])
-        for number, start, view in self._blocks(b):
-            part = matrices[2 * number + 1][start : start + view.shape[0] * view.shape[1]]
+        a = torch.cat(list(matrices[::2])).to(dtype)
+        repeats, length, ends = self._shape
+        b = a.new_zeros(repeats, length, ends[-1])
+        for number, start, first, count in self._blocks:
+            part = matrices[2 * number + 1][start : start + repeats * count]
+            view = b[:, first : first + count, ends[number] : ends[number + 1]]
             torch.mul(part.view(view.shape), self.scale, out=view)
-        return Joint(a, b)
+        return Joint(a, b.flatten(0, 1))
 
     def split(self, d_a: Tensor, d_b: Tensor) -> list[Tensor]:
         """The gradients of `trained`, from those of a joint pair, which are overwritten."""
         d_b.mul_(self.scale)
-        matrices = self.trained
-        if len(matrices) == 2 and len(self.lengths) == 1:
+        if self._blocks is None:
             return [d_a, d_b]
-        of_b: list[list[Tensor]] = [[] for _ in matrices[::2]]
-        for number, _, view in self._blocks(d_b):
-            of_b[number].append(view.flatten(0, 1))
-        of_a = d_a.split([a.shape[0] for a in matrices[::2]])
-        parts = zip(of_a, of_b, strict=True)
-        return [one for a, blocks in parts for one in (a, blocks[0] if len(blocks) == 1 else torch.cat(blocks))]
+        repeats, length, ends = self._shape
+        of_b: list[list[Tensor]] = [[] for _ in self._adapted]
+        blocks = d_b.view(repeats, length, ends[-1])
+        for number, _, first, count in self._blocks:
+            of_b[number].append(blocks[:, first : first + count, ends[number] : ends[number + 1]].reshape(repeats * count, -1))
+        found: list[Tensor] = []
+        for number, parts in enumerate(of_b):
+            found += d_a[ends[number] : ends[number + 1]], parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found
 
-    def _blocks(self, joint: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Of a matrix [N, R] as `Joint.b`: an adapter's number, first row in its B, and the view [repeats, length, r] of it."""
-        lengths = self.lengths if len(self.lengths) > 1 else (joint.shape[0],)
-        blocks = joint.view(-1, sum(lengths), joint.shape[1])
-        names = list(self.rows) if len(self.rows) == len(lengths) else list(self.rows) * len(lengths)
-        several = len(self.rows) < len(lengths)  # one matrix has the rows of all parts, one part after the other
-        numbers = {name: number for number, name in enumerate(name for name in self.rows if name in self._modules)}
-        ranks = [a.shape[0] for a in self.trained[::2]]
-        columns = [sum(ranks[:number]) for number in range(len(ranks))]
-        first = 0
-        for name, length in zip(names, lengths, strict=True):
+    def _places(self) -> list[tuple[int, int, int, int]] | None:
+        """Blocks of `Joint.b` with a B: number of an adapter, first row in its B, first row and number of rows of a repetition.
+
+        None where one adapter has all rows in their order.
+        """
+        if len(self.lengths) == 1:
+            return None
+        several = len(self.rows) == 1  # one matrix has the rows of all parts, one part after the other
+        names = list(self.rows) * (len(self.lengths) if several else 1)
+        numbers, repeats = {name: number for number, name in enumerate(self._adapted)}, self._shape[0]
+        found, first = [], 0
+        for name, count in zip(names, self.lengths, strict=True):
             if name in numbers:
-                own = numbers[name]
-                start = blocks.shape[0] * first if several else 0
-                yield own, start, blocks[:, first : first + length, columns[own] : columns[own] + ranks[own]]
-            first += length
+                found.append((numbers[name], repeats * first if several else 0, first, count))
+            first += count
+        return found
 
     def _delta(self, name: str, rows: int, x: Tensor) -> Tensor:
         adapter = self._modules.get(name)

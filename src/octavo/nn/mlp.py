@@ -192,7 +192,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, unread: bool,
         first: Adapters | None, second: Adapters | None, *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        want_x = any(ctx.needs_input_grad[:4])
+        want_x, count = any(ctx.needs_input_grad[:4]), 0 if first is None else len(first.trained)
         fc1.want(want_x, False)
         fc2.want(want_x or first is not None, False)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
@@ -201,7 +201,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         hidden = fc1.output(x, w1, bias_1)
         saved_1: tuple[Tensor | None, ...] = (None,) * 4
         if first is not None and normed is not None:
-            matrix, joint = cast(Tensor, normed.matrix), first.joint(fc1.out_dtype)
+            matrix, joint = cast(Tensor, normed.matrix), first.joint(trained[:count], fc1.out_dtype)
             reduced = joint.reduced(matrix)
             joint.add_(hidden, reduced)
             saved_1 = matrix, reduced, *joint
@@ -217,7 +217,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         y = fc2.output(activated, w2, bias_2) if y is None else y
         saved_2: tuple[Tensor | None, ...] = (None,) * 4
         if second is not None and beside is not None:
-            matrix, joint = cast(Tensor, beside.matrix), second.joint(fc2.out_dtype)
+            matrix, joint = cast(Tensor, beside.matrix), second.joint(trained[count:], fc2.out_dtype)
             reduced = joint.reduced(matrix)
             if not unread:
                 joint.add_(y, reduced)
