@@ -21,6 +21,8 @@ from building import built_model
 from octavo import build
 from octavo.bench.cases import ALL_CASES, CASES
 from octavo.bench.memory import WORKLOADS
+from octavo.config.lora import LoRA
+from octavo.fp8.recipe import RECIPES
 from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.nn import head, mlp
@@ -238,6 +240,30 @@ def test_saved_tensors_of_other_families(family, recipe, recompute):
 @pytest.mark.parametrize("recipe", [None, "delayed", "rowwise", "block"])
 def test_saved_tensors_of_experts(recipe, recompute):
     check_saved(recipe, MIXTURES["mixtral"], within=0.02, recompute=recompute, row_tile=1)  # small ones of the router differ
+
+
+@pytest.mark.parametrize(("recompute", "documents"), [(False, False), (False, True), ("selective", False)])
+@pytest.mark.parametrize(
+    ("recipe", "stored"), [(None, False), ("delayed", False), ("delayed", True), ("rowwise", False), ("block", True)]
+)
+def test_saved_tensors_beside_adapters(recipe, stored, recompute, documents):
+    how = {"params_bytes": 2, "adapter_rank": 3, "head_frozen": True, "stored": stored}
+    setup = setup_of(spec_of(CONFIG), 2, 48, recipe, recompute=recompute, documents=documents, **how)
+    model = built_model(
+        CONFIG, dtype=torch.bfloat16, params_dtype=torch.bfloat16, device="cpu", seed=0, recompute=recompute,
+        lora=LoRA(3, base="fp8" if stored else "params_dtype"), base_recipe=RECIPES[recipe]() if stored else None,
+    )  # fmt: skip
+    kept, cached = saved_bytes(model, recipe, documents, None)
+    blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
+    ends = saved.saved_by_ends(setup, setup.spec) + setup.spec.hidden_size * setup.tokens * setup.compute_bytes
+    ends -= setup.tokens * 8  # a frozen embedding saves no ids
+    if recompute:
+        ends -= 2 * 48 * setup.spec.head_dim * 4
+    elif recipe == "rowwise":  # the first block's input has no gradient, for which its first matrix has a copy
+        rows, columns = saved.weight_shapes(setup, setup.spec)[0]
+        ends -= rows * columns + 4 * columns
+    assert cached == 0
+    assert kept == pytest.approx(blocks + ends, abs=64)
 
 
 def check_saved(recipe, config=CONFIG, *, within=0.0, **setting):

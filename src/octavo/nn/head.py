@@ -219,12 +219,12 @@ def _filled_up(x: Tensor, columns: int) -> Tensor:
 
 def peak_bytes(
     tokens: int, hidden_size: int, words: int, element: int, weight_element: int,
-    *, fp8: bool | Literal["backward"], cached: bool, late: bool,
+    *, fp8: bool | Literal["backward"], cached: bool, late: bool, trained: bool = True,
 ) -> int:  # fmt: skip
-    """Bytes of `linear_cross_entropy` with both gradients at their peak, its result included, without hidden states and weight.
+    """Bytes of `linear_cross_entropy` with its gradients at their peak, its result included, without hidden states and weight.
 
     element, weight_element: bytes of an element of the hidden states and of the weight. fp8: its products in FP8, with
-    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16.
+    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16. trained: the weight is.
     """
     n, whole, row_bytes = tokens, words * hidden_size, words * element
     d_hidden = n * hidden_size * element
@@ -232,10 +232,16 @@ def peak_bytes(
     converted = 0 if late or weight_element == 4 else whole * weight_element
     if not fp8:
         logits = _largest_chunk(n, row_bytes, int(_Head.chunk_share * CHUNK_BYTES)) * row_bytes
+        if not trained:
+            return d_hidden + copy + logits
         return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
     rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * CHUNK_BYTES)), _aligned(words)
     part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
     kept, several = _aligned(part) * width, part < n
+    if not trained:
+        x, w = (n * hidden_size, whole) if fp8 is True else (0, 0)
+        logits_peak = kept + rows * row_bytes + (0 if fp8 is True else copy) + x + w
+        return d_hidden + max(logits_peak, kept + (0 if cached else whole))
     total = whole * (4 if several or late else weight_element)
     w_columnwise = 0 if cached else whole
     x, w = (2 * n * hidden_size, w_columnwise) if fp8 is True else (0, 0)  # of FP8 logits

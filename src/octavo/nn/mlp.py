@@ -364,6 +364,16 @@ def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bo
     return dy + hidden + of.backward_bytes(every, d_weights + w1 + d_normed, recompute=recompute)
 
 
+def backward_bytes_beside_adapters(tokens: int, of: MlpUse) -> int:
+    """Temporaries of the backward of a `LayerNormMLP` of frozen matrices with adapters at their peak."""
+    width, element = of.hidden_size, of.use.compute_bytes
+    dy = tokens * width * (element + (0 if of.second is None else 1))
+    # Of the activation's result and of its input, which is cast from high precision.
+    d_hidden = tokens * of.ffn * element + tokens * of.fc1_rows * (element + (0 if of.first is None else 1))
+    w1 = of.sizes[0] * (element if of.first is None else 1)
+    return dy + d_hidden + w1 + tokens * width * element
+
+
 CHUNK_ROWS = 128
 """Tokens of a chunk are a multiple of this, the rows that share a scale under block scaling."""
 

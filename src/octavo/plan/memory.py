@@ -25,7 +25,7 @@ from octavo.models.spec import ModelSpec
 from octavo.nn.embedding import saved_by_embedding
 from octavo.nn.experts import backward_bytes_of_experts
 from octavo.nn.head import peak_bytes
-from octavo.nn.mlp import backward_bytes_of_mlp
+from octavo.nn.mlp import backward_bytes_beside_adapters, backward_bytes_of_mlp
 from octavo.parallel.gathered import LAYOUTS
 from octavo.plan.saved import (
     BlockRecipes,
@@ -140,7 +140,8 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     always = {"parameters": share, "optimizer states": STATES * trained, "buffers": buffers}
     before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
-    of_head = spec.vocabulary * spec.hidden_size * (4 if setup.late else root_bytes(setup))
+    matrix = 0 if setup.head_frozen else spec.vocabulary * spec.hidden_size
+    of_head = matrix * (4 if setup.late else root_bytes(setup))
     ends = saved_by_ends(setup, spec)
     stays = {
         recipes: [saved for saved in saved_in_forward(setup, spec, recipes) if not is_offloaded(setup, saved)]
@@ -164,7 +165,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     trained_of_block = block_parameters(spec) - setup.frozen_of_block
     block = math.ceil(trained_of_block / setup.shard) * setup.params_bytes
     # Gradients on their way through a sum over ranks: of the block before, or of the head if it has a weight of its own.
-    matrix, early = spec.vocabulary * spec.hidden_size, setup.sharded and not spec.tied
+    early = setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
     of_block = (trained_of_block - _not_summed(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
     end = spec.layers - 1
@@ -220,7 +221,7 @@ def _travelling(setup: Setup) -> int:
 def _head(setup: Setup, spec: ModelSpec) -> int:
     """Temporaries of the output head at their peak, its result included."""
     sizes = setup.tokens, spec.hidden_size, spec.vocabulary, setup.compute_bytes, root_bytes(setup)
-    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late)
+    return peak_bytes(*sizes, fp8=setup.head, cached=setup.accumulates, late=setup.late, trained=not setup.head_frozen)
 
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
@@ -230,6 +231,8 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
         tokens = setup.tokens_of_experts
         dispatched = tokens * spec.visited if setup.expert > 1 else 0
         return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of)
+    if setup.adapter_rank:
+        return backward_bytes_beside_adapters(setup.tokens, of)
     return backward_bytes_of_mlp(
         setup.own_tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp, tensor=setup.tensor
     )

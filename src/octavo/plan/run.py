@@ -44,6 +44,7 @@ from octavo.models.resized import grown
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_loader import folder_weights
+from octavo.nn.lora import is_adapter
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
@@ -71,7 +72,7 @@ class RunPlan:
     micro_batch: int  # sequences in a forward of a rank
     accumulation: int  # forwards in a step
     layers: Mapping[str, Fp8Layer]  # layers that can run in FP8, by name
-    flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters
+    flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters beside no LoRA
     weights: Layout  # parameters and persistent buffers by their stored names
     weights_folder: Path | None  # pretrained weights; None for random ones
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
@@ -80,6 +81,7 @@ class RunPlan:
     tokens_added: int = 0  # to the vocabulary of the source, by `model.resize`
     frozen: int = 0  # parameters that are not trained
     frozen_of_block: int = 0  # those of the block with the fewest
+    head_frozen: bool = False
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
@@ -294,13 +296,14 @@ def check(
         layers=layers,
         micro_batch=micro_batch,
         accumulation=accumulation,
-        flops=None if _frozen(model) else _token_flops(hf_config, config.data.sequence_length),
+        flops=_token_flops(config, hf_config, model),
         weights={stored.get(name, name): tensor for name, tensor in layout_of(weights(model)).items()},
         weights_folder=folder,
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokens_added=hf_config.vocab_size - tokens,
         frozen=_frozen(model),
+        head_frozen=isinstance(model, Decoder) and not model.head.weight.requires_grad,
         frozen_of_block=min(map(_frozen, model.layers)) if isinstance(model, Decoder) else 0,
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
@@ -518,9 +521,16 @@ def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -
         )
 
 
-def _token_flops(hf_config: Any, sequence_length: int) -> flops.TokenFlops | None:
+def _token_flops(config: RunConfig, hf_config: Any, model: torch.nn.Module) -> flops.TokenFlops | None:
+    length = config.data.sequence_length
+    how: dict[str, Any] = {}
+    if config.lora.rank is not None and isinstance(model, Decoder):
+        adapters = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+        how = {"adapters": adapters, "head_trained": model.head.weight.requires_grad}
+    elif _frozen(model):
+        return None
     try:
-        return flops.model_flops(spec_of(hf_config), sequence_length)
+        return flops.model_flops(spec_of(hf_config), length, **how)
     except (InputError, AttributeError):  # a family that is not counted has no rate, and no guess
         return None
 

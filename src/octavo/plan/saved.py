@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from octavo.config.recompute import Recompute, recomputes_block
 from octavo.fp8 import quantizer
 from octavo.fp8.linear import saved_input_bytes
-from octavo.fp8.quantizer import WeightUse, cached_weight_bytes, has_one_scale
+from octavo.fp8.quantizer import WeightUse, cached_weight_bytes, has_one_scale, repeats_input
 from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.hardware import is_affordable
 from octavo.kernels.autograd import SavedBytes
@@ -69,7 +69,8 @@ class Setup:
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
-        adapter_rank: of adapters beside all matrices; 0 for none. stored: frozen matrices of blocks are stored in FP8 alone.
+        adapter_rank: of adapters beside all matrices; 0 for none. head_frozen: the head is not trained.
+        stored: frozen matrices of blocks are stored in FP8 alone.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
         memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None for no columnwise weights from 16 bits.
@@ -105,6 +106,7 @@ class Setup:
     frozen_of_block: int = 0
     syncs: bool = False
     adapter_rank: int = 0
+    head_frozen: bool = False
     stored: bool = False
 
     @property
@@ -273,16 +275,41 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
         _keep_own_tokens(setup, mlp, spec, recipes.fc1, rowwise=setup.recomputes_mlp)
     if spec.parallel:
         mlp.activations.pop(0)  # the stream, which attention saves too
-    return [*_tensors(attention), *_tensors(mlp), *_tensors(SavedBytes(_of_adapters(setup, spec), []))]
+    if setup.adapter_rank:
+        _replace_inputs(setup, spec, recipes, attention, mlp)
+    return [*_tensors(attention), *_tensors(mlp)]
 
 
-def _of_adapters(setup: Setup, spec: ModelSpec) -> list[int]:
-    """What adapters beside all matrices save: their inputs, of which attention's result is there, and the results of A."""
-    if not setup.adapter_rank:
-        return []
-    ffn = 0 if spec.experts else spec.ffn_size
-    columns = [spec.hidden_size, *([spec.hidden_size, ffn] if ffn else []), *[setup.adapter_rank] * 7]
-    return [setup.tokens * each * setup.compute_bytes for each in columns]
+def _replace_inputs(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attention: SavedBytes, mlp: SavedBytes) -> None:
+    """Replace the inputs of frozen products, which backward does not read, by what adapters beside all matrices save.
+
+    That is their inputs in high precision, of which attention's result is there, the results of A, and both matrices in the
+    dtype of products.
+    """
+    tokens, element, rank = setup.tokens, setup.compute_bytes, setup.adapter_rank
+    (qkv, d), (_, attended), (fc1, _), (_, ffn) = weight_shapes(setup, spec)
+    joined = setup.documents and setup.context == 1
+
+    def replace_input(saved: SavedBytes, columns: int, recipe: str | None) -> None:
+        for size in saved_input_bytes(tokens, columns, recipe_of(recipe), element):
+            saved.activations.remove(size)
+
+    def add(saved: SavedBytes, rows: int, columns: int, count: int, *, there: bool = False) -> None:
+        ranks = count * rank
+        saved.activations.extend([] if there else [tokens * columns * element])
+        saved.activations.extend([tokens * ranks * element, ranks * (rows + columns) * element])
+
+    replace_input(attention, d, recipes.qkv)
+    add(attention, qkv, d, 3)
+    if joined or recipes.proj is not None:
+        replace_input(attention, attended, recipes.proj)
+    add(attention, d, attended, 1, there=not joined)
+    if not spec.experts:
+        replace_input(mlp, d, recipes.fc1)
+        add(mlp, fc1, d, 2 if spec.gated else 1)
+        if not repeats_input(recipe_of(recipes.fc2)):
+            replace_input(mlp, ffn, recipes.fc2)
+        add(mlp, d, ffn, 1)
 
 
 def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None, *, rowwise: bool = False) -> None:
