@@ -88,7 +88,7 @@ from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.shards import local_shard, named_tensors
-from octavo.parallel.stored_base import refuse_shards, store_in_fp8
+from octavo.parallel.stored_base import store_in_fp8, values_in_fp8
 from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.torch_states import check_torch_states
 from octavo.parallel.world import state
@@ -357,8 +357,8 @@ def build_model(
     use_own_buffers(model)
     freeze(model, options.frozen)
     _adapt(model, options.lora)
-    if device.type != "meta" and options.lora is not None and options.lora.base == "fp8":
-        _check_stored_base(options, sharding)
+    if options.lora is not None and options.lora.base == "fp8":
+        _store_base(model, options, device)
     # 3. Recompute, offload.
     _recompute(model, parts_of(model)[0], options)
     if device.type == "meta":
@@ -427,13 +427,14 @@ def _adapt(model: nn.Module, options: LoRA | None) -> None:
         check_folder(model, options)
 
 
-def _check_stored_base(options: BuildOptions, sharding: Sharding | None) -> None:
-    """Refuse what a base in FP8 does not have."""
-    if options.base_recipe is None:
+def _store_base(model: nn.Module, options: BuildOptions, device: torch.device) -> None:
+    """Store frozen weights in FP8; a model on meta, of whose products nothing is known yet, stays as it is."""
+    if options.base_recipe is not None:
+        store_in_fp8(model, options.base_recipe)
+    elif device.type != "meta":
         raise InputError(
             'lora.base = "fp8", but no product runs in FP8. Set fp8.enabled = true, or lora.base = "params_dtype".'
         )
-    refuse_shards(1 if sharding is None else sharding.mesh.size())
 
 
 @torch.no_grad()
@@ -586,8 +587,7 @@ def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None,
     if options.lora is None:
         return values
     if options.lora.base == "fp8":
-        assert options.base_recipe is not None
-        values = store_in_fp8(model, options.base_recipe, values, noting(model))
+        values = values_in_fp8(model, values, noting(model))
     return BesideAdapters(values, seed)
 
 

@@ -208,9 +208,23 @@ def test_a_base_in_fp8_is_refused_where_it_is_not_exact(tiny_run, capsys):
     ):
         assert main(["train", str(run.file), "--dry-run", *overrides]) == 2
         assert words in capsys.readouterr().err
-    with pytest.raises(InputError, match="on 2 ranks"):
-        check(RunConfig.from_file(run.file), target=Target(world_size=2))
     assert not run.output.exists()
+
+
+@ranks.alone
+@pytest.mark.long(lambda recipe: recipe == "delayed")
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_sharded_bases_in_fp8_train_as_ones_that_are_cast_and_merge(recipe, tiny_run, tmp_path):
+    given = [*recipe_lines(recipe), "model.params_dtype=bfloat16", "model.config.attention_dropout=0.0"]
+    runs = [adapted(tiny_run(name, steps=4, every=2), LORA + lines) for name, lines in (("a", ""), ("b", 'base = "fp8"\n'))]
+    for run in runs:
+        ranks.run(2, train, run.file, given)
+    assert losses(runs[0]) == losses(runs[1])
+    shutil.rmtree(runs[1].output / "checkpoints" / "step-4")
+    ranks.run(1, train, runs[1].file, given)
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=2e-3)
+    assert main(["export", str(runs[0].output), "--to", str(tmp_path / "cast"), "--merge"]) == 0
+    assert main(["export", str(runs[1].output), "--to", str(tmp_path / "stored"), "--merge"]) == 0
 
 
 @ranks.alone

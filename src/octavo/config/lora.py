@@ -100,7 +100,7 @@ class LoraConfig(Section):
     load: str | None = Field(None, description="Folder of PEFT's with the adapters to begin with.")
     base: Literal["params_dtype", "fp8"] = Field(
         "params_dtype",
-        description='"fp8": the frozen matrices of the blocks are stored in FP8 alone, 1 byte a parameter (one rank; not '
+        description='"fp8": the frozen matrices of the blocks are stored in FP8 alone, 1 byte a parameter (not under '
         'rowwise scaling). "params_dtype": as model.params_dtype says.',
     )
 

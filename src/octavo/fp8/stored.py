@@ -7,6 +7,7 @@ would need a second copy for backward, with other scales.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from octavo.kernels import reference
 from octavo.kernels.quantize import cast_scaled
 from octavo.kernels.quantize.cast import cast, transpose
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+from octavo.kernels.scales import inverse_
 
 _BITS = "_scale_bits"
 _BLOCK = 128
@@ -45,9 +47,10 @@ def refuse(recipe: Recipe, name: str) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a layer's weight is stored."""
+    """How a layer's weight is stored; dtype: of the weight that is cast."""
 
     cast: Cast
+    dtype: torch.dtype
 
     @property
     def one_scale(self) -> bool:
@@ -62,20 +65,45 @@ class Stored:
         setattr(module, name, nn.Parameter(torch.empty_like(old, dtype=torch.uint8), requires_grad=False))
         module.register_buffer(name + _BITS, torch.empty(scales, dtype=torch.int32, device=old.device), persistent=False)
 
+    def rows_to_read(self, start: int, stop: int, height: int) -> tuple[int, int]:
+        """The rows of a matrix of this height that are read to cast those from `start` to `stop`: whole blocks."""
+        if self.one_scale or start == stop:
+            return start, stop
+        return start // _BLOCK * _BLOCK, min(-(-stop // _BLOCK) * _BLOCK, height)
+
     @torch.no_grad()
-    def fill(self, module: nn.Module, name: str, weight: Tensor) -> None:
-        """Cast a weight [N, K] as the recipe's first forward would, to the bit."""
-        kind = self.cast.format
+    def fill(
+        self, module: nn.Module, name: str, weight: Tensor, out: Tensor, first: int = 0, skipped: int = 0,
+        *, join: Callable[[Tensor, bool], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Cast rows of a weight as the recipe's first forward would cast the whole, to the bit.
+
+        Args:
+            module, name: of the parameter.
+            weight: rows of `rows_to_read`, [R, K].
+            out: this rank's rows of the parameter, uint8.
+            first: number of the first row of `weight` in the matrix. skipped: rows of it in front of this rank's.
+            join: leaves the largest values of all ranks in a tensor, in place: with True of those that share one scale, with
+                False of those that have rows of this module's matrix. None for one rank.
+        """
+        kind, bits = self.cast.format, getattr(module, name + _BITS)
         if self.one_scale:
-            scale = cast_scaled.scale_from_amax(cast_scaled.amax(weight), kind.max, self.cast.power_of_two)
-            made = cast(weight, Quantizer(kind.dtype, kind.max, scale))
-            data, scale_inv = made.rowwise
-        else:
-            out, _ = cast_scaled.blocks(weight, kind.dtype, kind.max, _BLOCK, rowwise=True, columnwise=False)
-            assert out is not None
-            data, scale_inv = out.data, out.scale_inv
-        getattr(module, name).copy_(data.view(torch.uint8))
-        getattr(module, name + _BITS).copy_(scale_inv.contiguous().view(torch.int32))
+            largest = cast_scaled.amax(weight) if weight.numel() else torch.zeros((), device=weight.device)
+            if join is not None:
+                join(largest, True)
+            scale = cast_scaled.scale_from_amax(largest, kind.max, self.cast.power_of_two)
+            inverse_(scale, bits.view(torch.float32))
+            if weight.numel():
+                out.copy_(cast(weight, Quantizer(kind.dtype, kind.max, scale)).rowwise[0].view(torch.uint8))
+            return
+        bits.zero_()
+        if weight.numel():
+            q, _ = cast_scaled.blocks(weight, kind.dtype, kind.max, _BLOCK, rowwise=True, columnwise=False)
+            assert q is not None
+            out.copy_(q.data.view(torch.uint8)[skipped : skipped + len(out)])
+            bits[first // _BLOCK :][: len(q.scale_inv)] = q.scale_inv.contiguous().view(torch.int32)
+        if join is not None:  # scales are above 0: integers of their bits are in the order of their values
+            join(bits, False)
 
     def operand(
         self, state: Any, recipe: Recipe | None, dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = False

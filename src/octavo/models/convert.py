@@ -27,6 +27,7 @@ from transformers.utils import logging
 from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line, warn
+from octavo.fp8.scaling import states_of
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.own_code import float32_names
 from octavo.models.spec import ModelSpec
@@ -146,6 +147,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         state = {name: tensor for name, tensor in state.items() if name in weights.shapes or id(tensor) not in present}
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     blocks = parameters_of(model)
+    before_cast = {state.weight: state.stored.dtype for _, state in states_of(model) if state.stored is not None}
     for name, tensor in state.items():
         if is_adapter(name):
             continue
@@ -153,7 +155,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         shape = torch.empty(shape_of(tensor, blocks), device="meta")
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
             if theirs not in weights.optional:
-                wanted[theirs] = tuple(part.shape), tensor.dtype
+                wanted[theirs] = tuple(part.shape), before_cast.get(tensor, tensor.dtype)
     if [name for name in wanted if name not in weights.shapes] == ["lm_head.weight"]:
         raise InputError(
             f"{weights.owner} has no weight 'lm_head.weight'. If the output head is the embedding, set tie_word_embeddings ="

@@ -98,7 +98,8 @@ def product(
             weight = state.stored.values(state, out_dtype)
         calibration.observe(state, Operand.WEIGHT, weight)
         return high_precision(x, weight.to(out_dtype), bias)
-    if x.dtype == torch.float64 and recipe is not None and (x.is_cuda or weight.dtype != torch.float64):
+    kind = weight.dtype if state.stored is None else state.stored.dtype
+    if x.dtype == torch.float64 and recipe is not None and (x.is_cuda or kind != torch.float64):
         raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
     how = state, weight, recipe, out_dtype, first
     gemms = LinearGemms(*how) if tensor is None else RowParallelGemms(tensor, *how)

@@ -28,7 +28,14 @@ from octavo.nn.plain_names import PlainLayerNormMLP, PlainTransformerLayer
 from octavo.parallel.coordination import Ranks
 from octavo.parallel.experts import experts_in, sharding_mesh, spread_experts
 from octavo.parallel.fsdp2 import bf16_reduce, direct_gather, direct_reduce, each_micro_batch, single_rank
-from octavo.parallel.fsdp2.adapter import backward_is_open, end_passes, forward_is_open, group_of, groups_of
+from octavo.parallel.fsdp2.adapter import (
+    FrozenBytes,
+    backward_is_open,
+    end_passes,
+    forward_is_open,
+    group_of,
+    groups_of,
+)
 from octavo.parallel.fsdp2.fp8_gather import gather_in_fp8
 from octavo.parallel.gathered import has_fp8_weights
 from octavo.parallel.sharding import Sharding
@@ -123,7 +130,8 @@ def shard(
                 if how.expert_mesh is not None:
                     spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
             policy = own if has_fp8_weights(of_dtypes, how.recipe) else outer
-            fully_shard(part, mesh=shared, reshard_after_forward=how.frees_blocks, mp_policy=policy)
+            with FrozenBytes():
+                fully_shard(part, mesh=shared, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
     for end in front:
         fully_shard(end, mesh=mesh, reshard_after_forward=False, mp_policy=outer)

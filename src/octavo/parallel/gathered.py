@@ -83,7 +83,8 @@ def gathered_bytes(
 
 def _bytes_of(part: nn.Module, recipe: Recipe | None, param_dtype: torch.dtype | None, seen: set[int]) -> Iterator[int]:
     """Bytes of each parameter of a part that is not `seen` yet."""
-    in_fp8 = {id(state.weight) for _, state in states_of(part) if has_one_scale(state.under(recipe))}
+    cast = [state for _, state in states_of(part) if state.stored is None and has_one_scale(state.under(recipe))]
+    in_fp8 = {id(state.weight) for state in cast}
     fp8 = has_fp8_weights(part, recipe)
     for parameter in part.parameters():
         if id(parameter) not in seen:
@@ -102,8 +103,9 @@ def element_bytes(stored: int, gathered: int, *, fp8: bool) -> int:
 
 
 def has_fp8_weights(part: nn.Module, recipe: Recipe | None) -> bool:
-    """True if weights of `part` are gathered in FP8 under `recipe`; a layer may have a recipe of its own."""
-    return any_in_fp8([recipe, *(state.under(recipe) for _, state in states_of(part))])
+    """True if weights of `part` are gathered in FP8 under `recipe`, or stored in it; a layer may have a recipe of its own."""
+    states = [state for _, state in states_of(part)]
+    return any(state.stored is not None for state in states) or any_in_fp8([recipe, *(s.under(recipe) for s in states)])
 
 
 def any_in_fp8(recipes: Iterable[Recipe | None]) -> bool:

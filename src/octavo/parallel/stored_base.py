@@ -1,19 +1,28 @@
-"""Frozen weights are cast to FP8 one by one, as they get their values: none is in high precision beside another."""
+"""Frozen weights are cast to FP8 one by one, as they get their values: none is in high precision beside another.
+
+Each rank reads and casts its rows alone, by the scale of the whole: ranks join amaxes, or the scales of blocks of 128 × 128.
+FSDP2 then gathers bytes, 1 a parameter. Every rank has all scales.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from octavo.collectives.blocks import BlockTensor, Part, as_held, indices, local_of, part_of
 from octavo.errors import InputError
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.fp8.stored import Stored, refuse
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.deferred_init import CounterInit, Load, Loaded, Values, counter_normal_
+from octavo.parallel.shards import LocalShard, groups_of, named_tensors
 
 
 @dataclass(frozen=True)
@@ -27,13 +36,19 @@ class _Without:
         self.load(name, out, start)
 
 
+Pieces = Iterable[tuple[Tensor, Callable[[int, int], Tensor]]]
+"""Parts of a weight, each with the numbers of its elements in the whole, as `LocalShard.numbers` has them."""
+Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
+"""Takes note of a weight before its cast: stored name, shape of the whole, this rank's pieces, and a sum over ranks in place."""
+
+
 @dataclass(frozen=True)
 class StoredInFp8:
-    """The values of `base`, and FP8 of those of frozen weights; `note` gets each of these in high precision, by its name."""
+    """The values of `base`, and FP8 of those of stored weights; `note` gets each of these in high precision."""
 
     base: Loaded | CounterInit
-    weights: Mapping[str, tuple[ModuleState, torch.dtype]]
-    note: Callable[[str, Tensor], None]
+    weights: Mapping[str, ModuleState]
+    note: Note
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
         """As `base`; a stored weight has to be among its values."""
@@ -43,22 +58,41 @@ class StoredInFp8:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill all other tensors, then one stored weight after the other."""
+        """Fill all other tensors, then one stored weight after the other: of each this rank's rows. Collective."""
         self._others.fill(model, self._left(names))
         stored = stored_names(model)
-        for name, (state, dtype) in self.weights.items():
-            module, how = state.module, state.stored
-            assert module is not None
-            assert how is not None
-            parameter = getattr(module, state.weight_name)
-            weight = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-            if isinstance(self.base, Loaded):
-                self.base.load(name, weight, 0)
-            else:
-                key = stored.get(name, name)
-                counter_normal_(weight, _numbers(weight), seed=self.base.seed, name=key, std=self.base.std)
-            self.note(name, weight)
-            how.fill(module, state.weight_name, weight)
+        for name, tensor in named_tensors(model):
+            if name in self.weights:
+                self._fill(name, stored.get(name, name), tensor)
+
+    def _fill(self, name: str, key: str, tensor: Tensor) -> None:
+        state, held, own = self.weights[name], as_held(tensor), local_of(tensor).detach()
+        module, how = state.module, state.stored
+        assert module is not None
+        assert how is not None
+        start = _first_row(held)
+        first, last = how.rows_to_read(start, start + len(own), held.shape[0])
+        of_matrix = tensor.block.own if isinstance(tensor, BlockTensor) else Part.of_all(tensor.shape)
+        part = of_matrix.cut((first, *(0,) * (held.dim() - 1)), (last - first, *held.shape[1:]))
+        rows = LocalShard(torch.empty(part.local_shape, dtype=how.dtype, device=own.device), part)
+        if isinstance(self.base, Loaded):
+            rows.load(functools.partial(self.base.load, name))
+        else:
+            counter_normal_(rows.local, rows.numbers, seed=self.base.seed, name=key, std=self.base.std)
+        rows.clear_padding()
+        of_matrix_ranks, of_all = groups_of(held), groups_of(tensor)
+
+        def join(values: Tensor, one_scale: bool) -> None:
+            for group in of_all if one_scale else of_matrix_ranks:
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+        def add_up(values: Tensor) -> None:
+            for group in of_all:
+                dist.all_reduce(values, group=group)
+
+        weight = rows.local[start - first :][: len(own)]
+        self.note(key, part_of(tensor).shape, _pieces(weight, part_of(tensor)), add_up)
+        how.fill(module, state.weight_name, rows.local, own.view(torch.uint8), first, start - first, join=join)
 
     @property
     def _others(self) -> Values:
@@ -71,37 +105,45 @@ class StoredInFp8:
         return [name for name in names if name not in self.weights and not name.endswith("weight_scale_bits")]
 
 
-def _numbers(weight: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: torch.arange(start, stop, device=weight.device)
+def _first_row(held: Tensor) -> int:
+    """Number of this rank's first row of a matrix, whole or sharded by rows."""
+    if not isinstance(held, DTensor):
+        return 0
+    (chunk,) = held.__create_chunk_list__()
+    return int(chunk.offsets[0])
 
 
-def refuse_shards(ranks: int) -> None:
-    """Raise an InputError for several ranks: what is stored in FP8 is not sharded."""
-    if ranks > 1:
-        raise InputError(
-            f'lora.base = "fp8" on {ranks} ranks: weights that are stored in FP8 are not sharded. Run on one rank, or set '
-            'lora.base = "params_dtype" and model.params_dtype = "bfloat16", whose shards are gathered in FP8.'
-        )
+def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, int], Tensor]]]:
+    """What this rank counts of a part, with the numbers of the elements in the whole."""
+    if part.counts_all:
+        yield local, LocalShard(local, part).numbers
+        return
+    for box in part.counted:
+        piece = local[box.in_local]
+        runs = tuple(indices((first, first + size)) for first, size in zip(box.whole, box.sizes, strict=True))
+        yield piece, LocalShard(piece, Part(part.shape, runs)).numbers
 
 
-def store_in_fp8(model: nn.Module, recipe: Recipe, base: Values, note: Callable[[str, Tensor], None]) -> StoredInFp8:
-    """Let a model on the meta device store its frozen weights in FP8, and wrap the source of its values.
+def store_in_fp8(model: nn.Module, recipe: Recipe) -> None:
+    """Let a model on the meta device, which is not sharded yet, store its frozen weights in FP8.
 
     Weights that are trained, or out of FP8, stay as they are; so do those of experts.
 
     Raises:
         InputError: a layer's recipe needs two layouts of its weight, or another first scale.
     """
-    assert isinstance(base, Loaded | CounterInit)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, tuple[ModuleState, torch.dtype]] = {}
     for name, state in states_of(model):
         weight, module, own = state.weight, state.module, state.under(recipe)
         if weight is None or module is None or own is None or weight.requires_grad or state.experts or name == "head":
             continue
         refuse(own, name)
-        parameter = names[weight]  # type: ignore[index]
-        found[parameter] = state, weight.dtype
-        state.stored = Stored(own.casts[Operand.WEIGHT])
+        state.stored = Stored(own.casts[Operand.WEIGHT], weight.dtype)
         state.stored.allocate(module, state.weight_name)
-    return StoredInFp8(base, found, note)
+
+
+def values_in_fp8(model: nn.Module, base: Values, note: Note) -> StoredInFp8:
+    """The source of the values of a model after `store_in_fp8`, sharded or not."""
+    assert isinstance(base, Loaded | CounterInit)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    stored = [state for _, state in states_of(model) if state.stored is not None]
+    return StoredInFp8(base, {names[state.weight]: state for state in stored}, note)  # type: ignore[index]

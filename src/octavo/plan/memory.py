@@ -120,7 +120,7 @@ def _shares(setup: Setup) -> tuple[int, int]:
         return math.ceil(setup.parameters / setup.shard) * setup.params_bytes, trained
     frozen = math.ceil(setup.frozen / setup.shard) * setup.params_bytes
     if setup.stored and setup.spec is not None:
-        frozen -= fp8_elements(setup, setup.spec) * (setup.params_bytes - 1)
+        frozen -= fp8_elements(setup, setup.spec) // setup.shard * (setup.params_bytes - 1)
     return frozen + trained, trained
 
 
@@ -298,7 +298,9 @@ def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _fp8_sizes(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[int]:
-    """Elements of each weight of a block that is gathered in FP8."""
+    """Elements of each weight of a block that is cast to FP8 before it is gathered."""
+    if setup.stored:
+        return []
     shapes = zip(recipes, weight_shapes(setup, spec), strict=True)
     return [rows * columns for name, (rows, columns) in shapes if has_one_scale(recipe_of(name))]
 
@@ -312,9 +314,11 @@ def _cast_shards(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes of a gathered block: FP8 weights with one scale in both layouts."""
+    """Bytes of a gathered block: FP8 weights with one scale in both layouts, stored ones in one."""
     fp8 = sum(_fp8_sizes(setup, spec, setup.recipes[-1]))
-    return LAYOUTS * fp8 + (own_block_parameters(setup, spec) - fp8) * block_bytes(setup)
+    shapes = zip(setup.recipes[-1], weight_shapes(setup, spec), strict=True) if setup.stored else ()
+    stored = sum(rows * columns for name, (rows, columns) in shapes if name is not None)
+    return LAYOUTS * fp8 + stored + (own_block_parameters(setup, spec) - fp8 - stored) * block_bytes(setup)
 
 
 def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
@@ -322,6 +326,6 @@ def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
     if not setup.sharded:
         return 0, 0
     root, block = root_parameters(spec) * setup.gather_bytes, _gathered_block(setup, spec)
-    if gathers_fp8(setup):  # autograd's parameter of an FP8 weight, one for all
+    if gathers_fp8(setup) and not setup.stored:  # autograd's parameter of an FP8 weight, one for all
         root += max(_fp8_sizes(setup, spec, setup.recipes[-1]), default=0) * setup.params_bytes
     return (root, 2 * block) if setup.reshard else (root + spec.layers * block, 0)

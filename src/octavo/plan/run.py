@@ -31,7 +31,6 @@ from octavo.dtypes import torch_dtype
 from octavo.errors import InputError
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
-from octavo.fp8.stored import refuse as refuse_stored
 from octavo.hardware import Device, Gpu, describe_device, supports_fp8, whole_gib
 from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
@@ -49,7 +48,7 @@ from octavo.nn.plain_names import stored_names
 from octavo.parallel.context import check_context, own_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, gather_dtype
-from octavo.parallel.stored_base import refuse_shards
+from octavo.parallel.stored_base import store_in_fp8
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
 from octavo.plan.precision import PrecisionSchedule
@@ -278,7 +277,7 @@ def check(
             raise InputError(f"fp8.enabled = true, but {why}. Set fp8.enabled = false, or change the keys named.")
         use, note = False, f"no FP8: {why}"
     if config.lora.options is not None and config.lora.base == "fp8":
-        _check_stored_base(config, model, recipe, world, use=use)
+        _store_base(config, model, recipe, use=use)
     config.tell_notes(world)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
@@ -482,17 +481,14 @@ def _check_settings(config: RunConfig) -> None:
         )
 
 
-def _check_stored_base(config: RunConfig, model: torch.nn.Module, recipe: Recipe, world: int, *, use: bool) -> None:
-    """Refuse frozen weights in FP8 without products in FP8, on several ranks, or beside a run in bf16."""
+def _store_base(config: RunConfig, model: torch.nn.Module, recipe: Recipe, *, use: bool) -> None:
+    """Store frozen weights in FP8 as the run does; refused without products in FP8, or beside a run in bf16."""
     other = 'Set lora.base = "params_dtype".'
     if not use:
         raise InputError(f'lora.base = "fp8", but no product runs in FP8 here. {other}')
     if config.train.compare_bf16:
         raise InputError(f'lora.base = "fp8" with train.compare_bf16 = true: the run without FP8 has no such weights. {other}')
-    refuse_shards(world)
-    for name, state in states_of(model):
-        if (own := state.under(recipe)) is not None and name != "head" and not state.experts:
-            refuse_stored(own, name)
+    store_in_fp8(model, recipe)
 
 
 def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) -> None:

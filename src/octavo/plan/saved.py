@@ -412,6 +412,8 @@ def recipe_of(name: str | None) -> Recipe | None:
 
 def gathers_fp8(setup: Setup) -> bool:
     """Some weights of blocks are gathered in FP8."""
+    if setup.stored:
+        return setup.sharded
     return setup.sharded and any_in_fp8(recipe_of(name) for recipes in set(setup.recipes) for name in recipes)
 
 

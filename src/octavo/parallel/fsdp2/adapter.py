@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 
 from octavo.errors import InputError
@@ -65,6 +66,19 @@ buffers: the next reduction asks for its buffers anew.
 
 class InPlace(AllGatherResult):
     """FSDP2's record of a gathering that nothing has waited for, of one into the parameters' own memory."""
+
+
+class FrozenBytes(TorchFunctionMode):
+    """Around `fully_shard` of parameters of bytes, which are frozen.
+
+    PyTorch before 2.13 lets each parameter that it shards require a gradient for a moment, which integers cannot.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave tensors of integers as they are where they would require gradients."""
+        if func is Tensor.requires_grad_ and not args[0].is_floating_point():
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass

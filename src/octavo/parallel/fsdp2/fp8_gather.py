@@ -122,7 +122,7 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
 
 def _shared(parameter: Parameter, group: Group, forward: _Mode) -> _SharedWeight | None:
     state = _state_of(parameter.module, parameter.name)
-    if state is None:
+    if state is None or state.stored is not None:  # bytes, which FSDP2 gathers as they are
         return None
     parameter.pad()
     weight = _SharedWeight(parameter, group, state, forward)

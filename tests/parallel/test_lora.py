@@ -1,0 +1,97 @@
+"""Adapters over ranks, beside frozen weights in high precision and in FP8, train as on one rank."""
+
+import functools
+
+import pytest
+import torch
+from lora_ranks import gathered, trained
+from tensor_ranks import ALIGNED
+
+import octavo
+import ranks
+
+pytestmark = ranks.alone
+FP8, WIDE = octavo.LoRA(4, base="fp8"), octavo.LoRA(4)
+BOTH = {"stored": {"lora": FP8}, "cast": {"lora": WIDE}}
+EXACT = {"dtype": torch.float64, "params_dtype": torch.float64}
+"""Sums do not depend on their order, so that layouts compare to rounding of float64 alone."""
+RECOMPUTE = {f"{name}-recomputed": case | {"recompute": True} for name, case in BOTH.items()}
+
+
+def run(world, degrees, cases, shape=ALIGNED, **options):
+    """What the first rank found; all found the same whole tensors."""
+    found = ranks.run(world, trained, shape, degrees, cases, **EXACT | options)
+    for other in found[1:]:
+        for name in cases:
+            assert_same(found[0][name], other[name], ("gradients", "parameters"))
+            assert other[name]["losses"] == found[0][name]["losses"]
+            assert other[name]["base"] == found[0][name]["base"]
+    return found[0]
+
+
+@functools.cache
+def of_one_rank(recipe, case="stored"):
+    return run(1, None, {case: BOTH[case]}, recipe=recipe)[case]
+
+
+def assert_same(found, wanted, keys=("losses", "norms", "gradients", "parameters", "base", "evaluation")):
+    """Equal to the bit."""
+    for key in keys:
+        if isinstance(wanted[key], dict):
+            assert found[key].keys() == wanted[key].keys()
+            assert all(torch.equal(found[key][name], wanted[key][name]) for name in wanted[key]), key
+        else:
+            assert found[key] == wanted[key], key
+
+
+def assert_near(found, wanted, limit=1e-9):
+    """Each gradient and each adapter, relative to its largest value."""
+    assert found["base"] == wanted["base"]
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=limit)
+    for key in ("losses", "evaluation"):  # in float32
+        assert found[key] == pytest.approx(wanted[key], rel=1e-6)
+    for key in ("gradients", "parameters"):
+        assert found[key].keys() == wanted[key].keys()
+        for name, value in wanted[key].items():
+            assert value.abs().max() > 0, name
+            torch.testing.assert_close(found[key][name], value, rtol=0, atol=limit * value.abs().max().item(), msg=name)
+
+
+SHARDED = {
+    "shard": (2, {}),
+    "replicate": (2, {"hybrid_shard_degree": 1}),
+    "hybrid": (4, {"hybrid_shard_degree": 2}),
+    "shard of 4": (4, {}),
+}
+
+
+@pytest.mark.long(lambda layout, recipe: (layout, recipe) not in (("shard", "block"), ("hybrid", "delayed")))
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("layout", SHARDED)
+def test_a_base_in_fp8_is_sharded_as_bytes_and_computes_as_one_that_is_cast(layout, recipe):
+    world, degrees = SHARDED[layout]
+    found = run(world, degrees, BOTH | RECOMPUTE, recipe=recipe)
+    assert_same(found["stored"], found["cast"])
+    assert_same(found["stored-recomputed"], found["stored"])
+    wanted = of_one_rank(recipe)
+    if recipe == "block":
+        assert_near(found["stored"], wanted)
+    else:  # a rank's samples have scales of their own at first
+        assert found["stored"]["losses"] == pytest.approx(wanted["losses"], rel=2e-2)
+        assert found["stored"]["base"] == wanted["base"]
+    assert found["stored"]["stored"] == 8
+    assert found["stored"]["bytes"] < 1.1 * found["stored"]["elements"] < found["cast"]["bytes"]
+
+
+def test_a_forward_gathers_a_byte_a_frozen_parameter():
+    options = {"dtype": torch.bfloat16, "params_dtype": torch.bfloat16}
+    for sent, stored in ranks.run(2, gathered, ALIGNED, {"reshard_after_forward": True}, "delayed", **options):
+        assert sent == stored
+
+
+def test_checkpoints_of_adapters_continue_on_other_ranks(tmp_path):
+    where = functools.partial(run, cases={"stored": BOTH["stored"]}, recipe="block")
+    where(2, {}, save=tmp_path / "two")
+    wanted = where(1, None, load=tmp_path / "two")["stored"]
+    for world, degrees in ((2, {}), (4, {"hybrid_shard_degree": 2})):
+        assert_near(where(world, degrees, load=tmp_path / "two")["stored"], wanted)
