@@ -62,10 +62,13 @@ SHARDED = {
     "replicate": (2, {"hybrid_shard_degree": 1}),
     "hybrid": (4, {"hybrid_shard_degree": 2}),
     "shard of 4": (4, {}),
+    "context": (2, {"context_parallel_degree": 2}),
+    "ring": (4, {"context_parallel_degree": 2, "cp_comm_type": "p2p"}),
+    "heads": (4, {"context_parallel_degree": 4, "cp_comm_type": "a2a"}),
 }
 
 
-@pytest.mark.long(lambda layout, recipe: (layout, recipe) not in (("shard", "block"), ("hybrid", "delayed")))
+@pytest.mark.long(lambda layout, recipe: (layout, recipe) not in (("context", "block"), ("shard", "delayed")))
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("layout", SHARDED)
 def test_a_base_in_fp8_is_sharded_as_bytes_and_computes_as_one_that_is_cast(layout, recipe):
@@ -89,6 +92,7 @@ def test_a_forward_gathers_a_byte_a_frozen_parameter():
         assert sent == stored
 
 
+@pytest.mark.long
 def test_checkpoints_of_adapters_continue_on_other_ranks(tmp_path):
     where = functools.partial(run, cases={"stored": BOTH["stored"]}, recipe="block")
     where(2, {}, save=tmp_path / "two")

@@ -39,7 +39,7 @@ class _Without:
 Pieces = Iterable[tuple[Tensor, Callable[[int, int], Tensor]]]
 """Parts of a weight, each with the numbers of its elements in the whole, as `LocalShard.numbers` has them."""
 Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
-"""Takes note of a weight before its cast: stored name, shape of the whole, this rank's pieces, and a sum over ranks in place."""
+"""Takes note of a weight before its cast: stored name, shape of the whole, a rank's pieces, and a sum over ranks in place."""
 
 
 @dataclass(frozen=True)
