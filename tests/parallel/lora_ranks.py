@@ -16,9 +16,11 @@ from octavo.models.lora import adapted
 from octavo.parallel.fsdp2 import direct_gather
 
 
-def model_of(shape, degrees, recipe=None, lora=None, **options):
-    """A model whose adapters' B are random, the same over any ranks."""
+def model_of(shape, degrees, recipe=None, lora=None, *, random=True, **options):
+    """A model whose adapters' B are random, the same over any ranks; random: False leaves those of its folder."""
     model = started(shape, degrees, recipe, lora=lora, **options)
+    if not random:
+        return model
     blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B"):
@@ -53,15 +55,17 @@ def gathered_bytes():
         yield found
 
 
-def trained(shape, degrees, cases, *, recipe=None, steps=2, given=None, micro_batches=1, load=None, save=None, **options):
+def trained(shape, degrees, cases, *, recipe=None, steps=2, given=None, micro_batches=1, load=None, save=None, export=None,
+            **options):  # fmt: skip
     """`cases` (name → options of `model_of`) → losses, norms, gradients of the last step and adapters behind it, whole.
 
-    load, save: checkpoints to begin with and to end in.
+    load, save: checkpoints to begin with and to end in. export: folder of PEFT's to end in.
     """
     chosen, found = None if recipe is None else RECIPES[recipe](), {}
     for name, case in cases.items():
         model = model_of(shape, degrees, chosen, **options, **case)
         optimizer = optimizer_of(model)
+        torch.manual_seed(7)
         if load is not None:
             octavo.load(load, model, optimizer)
         of_steps = [
@@ -71,7 +75,9 @@ def trained(shape, degrees, cases, *, recipe=None, steps=2, given=None, micro_ba
         ]  # fmt: skip
         if save is not None:
             octavo.save(save, model, optimizer)
-        losses, norms, gradients = zip(*of_steps, strict=True)
+        if export is not None:
+            octavo.export(model, export)
+        losses, norms, gradients = zip(*of_steps, strict=True) if of_steps else ((), (), ({},))
         frozen = [p for p in model.layers.parameters() if not p.requires_grad]
         found[name] = {
             "losses": losses,

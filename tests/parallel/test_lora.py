@@ -5,10 +5,12 @@ import functools
 import pytest
 import torch
 from lora_ranks import gathered, trained
-from tensor_ranks import ALIGNED
+from safetensors.torch import load_file
+from tensor_ranks import ALIGNED, MIXTURE
 
 import octavo
 import ranks
+from octavo.models.lora import from_folder
 
 pytestmark = ranks.alone
 FP8, WIDE = octavo.LoRA(4, base="fp8"), octavo.LoRA(4)
@@ -99,3 +101,86 @@ def test_checkpoints_of_adapters_continue_on_other_ranks(tmp_path):
     wanted = where(1, None, load=tmp_path / "two")["stored"]
     for world, degrees in ((2, {}), (4, {"hybrid_shard_degree": 2})):
         assert_near(where(world, degrees, load=tmp_path / "two")["stored"], wanted)
+
+
+TENSOR = {"tensor_parallel_degree": 2}
+SHAPES = {
+    "llama": ALIGNED,
+    "fewer-keys": ALIGNED | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "shared-keys": ALIGNED | {"num_key_value_heads": 1},
+    "phi3": ALIGNED | {"model_type": "phi3", "num_key_value_heads": 1},
+    "neox": ALIGNED | {"model_type": "gpt_neox"},
+    "qwen3": ALIGNED | {"model_type": "qwen3"},
+    "mixtral": MIXTURE,
+}
+
+
+def check_tensor(world, degrees, shape, cases, **options):
+    found = run(world, degrees, cases, shape, **options)
+    wanted = run(1, None, cases, shape, **options)
+    for name in cases:
+        assert_near(found[name], wanted[name])
+
+
+@pytest.mark.long(lambda shape: shape != "shared-keys")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_ranks_train_the_adapters_of_one_rank(shape):
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if shape == "mixtral" else "all-linear"
+    cases = {
+        "all": {"lora": octavo.LoRA(4, targets=targets), "offload": True},
+        "dropped": {"lora": octavo.LoRA(4, dropout=0.3, targets=targets), "recompute": True},
+    }
+    if "model_type" not in SHAPES[shape]:
+        cases["some"] = {"lora": octavo.LoRA(3, targets=["v_proj", "up_proj", "o_proj"])}
+    check_tensor(2, TENSOR, SHAPES[shape], cases)
+
+
+TENSOR_LAYOUTS = {
+    "2": (2, TENSOR),
+    "4": (4, {"tensor_parallel_degree": 4}),
+    "shard": (4, TENSOR | {"hybrid_shard_degree": 2}),
+    "replicate": (4, TENSOR | {"hybrid_shard_degree": 1}),
+    "context": (4, TENSOR | {"context_parallel_degree": 2}),
+}
+
+
+@pytest.mark.long(lambda layout, recipe: (layout, recipe) != ("2", "delayed"))
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_tensor_ranks_store_their_parts_of_a_base_in_fp8(layout, recipe):
+    world, degrees = TENSOR_LAYOUTS[layout]
+    found = run(world, degrees, BOTH | RECOMPUTE, recipe=recipe)
+    assert_same(found["stored"], found["cast"])
+    assert_same(found["stored-recomputed"], found["stored"])
+    wanted = of_one_rank(recipe)
+    assert found["stored"]["base"] == wanted["base"]
+    if layout in ("2", "4") and recipe != "block":  # which see the same samples, and cast whole tensors
+        assert_near(found["stored"], wanted)
+    else:
+        assert found["stored"]["losses"] == pytest.approx(wanted["losses"], rel=2e-2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["4", "shard", "replicate", "context"])
+def test_tensor_ranks_beside_other_degrees_train_the_adapters_of_one_rank(layout):
+    cases = {"all": {"lora": WIDE}, "whole": {"lora": octavo.LoRA(4, save_whole=["norm", "lm_head", "embed_tokens"])}}
+    check_tensor(*TENSOR_LAYOUTS[layout], SHAPES["fewer-keys"], cases, micro_batches=1)
+
+
+@pytest.mark.long
+def test_checkpoints_and_folders_of_tensor_ranks_continue_at_other_degrees(tmp_path):
+    shape = SHAPES["shared-keys"]
+    where = functools.partial(run, cases={"all": {"lora": WIDE}}, shape=shape)
+    where(2, TENSOR, save=tmp_path / "two", export=tmp_path / "peft")
+    wanted = where(1, None, load=tmp_path / "two", export=tmp_path / "one")["all"]
+    for world, degrees in ((4, TENSOR), (4, {"tensor_parallel_degree": 4}), (2, {})):
+        assert_near(where(world, degrees, load=tmp_path / "two")["all"], wanted)
+    # A folder holds the same, whoever writes and reads it.
+    lora = from_folder(tmp_path / "peft")
+    loaded = functools.partial(run, cases={"loaded": {"lora": lora, "random": False}}, shape=shape, steps=0)
+    found = [loaded(world, degrees)["loaded"]["parameters"] for world, degrees in ((1, None), (2, TENSOR), (4, {}))]
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert {name for name in stored if "k_proj" in name and "lora_B" in name}
+    for each in found:
+        assert each.keys() == found[0].keys()
+        assert all(torch.equal(each[name], found[0][name]) for name in each)

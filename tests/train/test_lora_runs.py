@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 import ranks
 from octavo.cli import main
 from octavo.config.run import RunConfig
-from octavo.errors import InputError
-from octavo.plan.run import Target, check
 from octavo.run.metrics import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
@@ -77,7 +75,7 @@ def test_a_run_continues_to_the_bit_and_goes_to_peft_and_merged(recipe, tiny_run
 
 
 @ranks.alone
-def test_ranks_train_the_adapters_of_one_rank(tiny_run):
+def test_ranks_train_the_adapters_of_one_rank(tiny_run, tmp_path):
     given = [*EXACT, "train.micro_batch=1"]
     lines = LORA + 'save_whole = ["norm"]\n'
     one = adapted(tiny_run("one", steps=4), lines)
@@ -88,6 +86,7 @@ def test_ranks_train_the_adapters_of_one_rank(tiny_run):
         (2, ["train.recompute=true"]),
         (2, ["train.recompute=selective", "parallel.context_parallel_degree=2"]),
         (4, ["parallel.hybrid_shard_degree=2"]),
+        (2, ["parallel.tensor_parallel_degree=2"]),
     )
     for number, (count, more) in enumerate(layouts):
         several = adapted(tiny_run(f"several-{number}", steps=4), lines)
@@ -95,6 +94,11 @@ def test_ranks_train_the_adapters_of_one_rank(tiny_run):
         for a, b in zip(read_metrics(several.output / "metrics.jsonl"), wanted, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    merged = []
+    for number, run in enumerate((one, several)):  # of one rank, and of tensor ranks
+        assert main(["export", str(run.output), "--to", str(tmp_path / f"{number}"), "--merge"]) == 0
+        merged.append(load_file(tmp_path / f"{number}" / "model.safetensors"))
+    assert all(torch.allclose(merged[0][name], merged[1][name], rtol=1e-3, atol=1e-4) for name in merged[0])
 
 
 @ranks.alone
@@ -171,9 +175,6 @@ def test_layouts_that_adapters_do_not_have_are_refused_by_name(tiny_run, capsys)
     assert 'recompute = "mlp"' in capsys.readouterr().err
     assert main(["train", str(run.file), 'train.freeze=["*norm*"]', "--dry-run"]) == 2
     assert "train.freeze" in capsys.readouterr().err
-    two = RunConfig.from_file(run.file, ["parallel.tensor_parallel_degree=2", "model.config.num_key_value_heads=2"])
-    with pytest.raises(InputError, match="tensor_parallel_degree = 2"):
-        check(two, target=Target(world_size=2))
     assert main(["train", str(run.file), "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["parameters"] - found["frozen"] < found["frozen"]

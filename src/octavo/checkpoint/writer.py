@@ -74,7 +74,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     scratch = {name for name, buffer in model.named_buffers() if name not in state and id(buffer) not in persistent}
     named = dict(named_tensors(model))
     if adapted(model) is not None:
-        scratch |= {name for name, tensor in named.items() if not tensor.requires_grad}
+        scratch |= named.keys() - {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: named[name].detach() for name in dict.fromkeys((*state, *named)) if name in named and name not in scratch}
 
 

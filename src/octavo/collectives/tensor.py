@@ -186,15 +186,23 @@ class TensorGroup(Ranks):
 
     def dropped(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of this rank's x [B, T / n, C] in training, by its rows of the mask that one rank draws for [B, T, C]."""
+        return self._dropped(x, rate, (*widened(x.shape[:2], self.size), *x.shape[2:]), self.own)
+
+    def dropped_columns(self, x: Tensor, rate: float) -> Tensor:
+        """Dropout of this rank's equal part x [B, T, C / n] of columns, by its columns of the mask of one rank."""
+        shape = *x.shape[:-1], x.shape[-1] * self.size
+        return self._dropped(x, rate, shape, lambda mask: mask.chunk(self.size, -1)[self.rank])
+
+    def _dropped(self, x: Tensor, rate: float, shape: Sequence[int], own: Callable[[Tensor], Tensor]) -> Tensor:
+        """Dropout of x by its own part of a mask of this shape."""
         if not rate or x.numel() == 0:
             return x
-        shape = *widened(x.shape[:2], self.size), *x.shape[2:]
         with torch.no_grad():
             if x.is_cuda:  # where one rank's kernel leaves a mask, and multiplies in float32
                 mask, scale = torch.native_dropout(x.new_empty(shape), rate, True)[1], 1 / (1 - rate)
             else:
                 mask, scale = functional.dropout(x.new_ones(shape), rate), None
-            mask = self.own(mask).clone()
+            mask = own(mask).clone()
         made: Tensor = _Dropped.apply(x, mask, scale)
         return made
 
@@ -222,6 +230,11 @@ class TensorGroup(Ranks):
     def replicated(self, parameter: Tensor | None) -> Tensor | None:
         """A parameter that every rank holds and reads for its own tokens or heads: its gradient is the sum of all ranks'."""
         return None if parameter is None else _Replicated.apply(parameter, self)
+
+    def shared(self, parameter: Tensor, rows: int) -> Tensor:
+        """A parameter whose last rows the ranks of `sharing` hold too: the gradient of these is the sum of theirs."""
+        made: Tensor = _Shared.apply(parameter, self, rows) if rows else parameter
+        return made
 
 
 class Gathering:
@@ -341,3 +354,15 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.tensor.sum_(grad.contiguous().clone()), None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, tensor: TensorGroup, rows: int) -> Tensor:
+        ctx.tensor, ctx.rows = tensor, rows
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        own, shared = grad.split([grad.shape[0] - ctx.rows, ctx.rows])
+        return torch.cat([own, ctx.tensor.sum_shared_(shared.contiguous().clone())]), None, None

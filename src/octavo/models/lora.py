@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo.collectives.blocks import parameters_of, with_block
+from octavo.collectives.blocks import Block, Indices, Part, declare, indices, parameters_of, shape_of, share_out, with_block
+from octavo.collectives.tensor import TensorGroup
 from octavo.collectives.whole import whole_tensor
 from octavo.config.lora import ALL_LINEAR, LoRA
 from octavo.errors import InputError, nearest, some
 from octavo.models.convert import Conversion, conversion
 from octavo.models.decoder import Decoder
 from octavo.models.families import PEFT_PREFIX
+from octavo.models.tensor_parallel import part_of_rank
 from octavo.nn.linear import LayerNormLinear, Linear, NormedLayer
-from octavo.nn.lora import Adapters, is_adapter
+from octavo.nn.lora import Adapter, Adapters, is_adapter
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.plain_names import stored_names
 
@@ -98,12 +101,10 @@ def adapt(model: Decoder, options: LoRA) -> None:
     """Put adapters beside the matrices of a decoder on the meta device, and freeze all else but the modules to save whole.
 
     Raises:
-        InputError: a pattern matches nothing, or a matrix that takes no adapter; the rank is larger than a matrix; the model's
-            matrices are shared by tensor-parallel ranks.
+        InputError: a pattern matches nothing, or a matrix that takes no adapter; the rank is larger than a matrix.
     """
-    if model.tensor is not None:
-        check_tensor(options, model.tensor.size)
     way = conversion(model.spec)
+    held = way if model.tensor is None else conversion(part_of_rank(model.spec, model.tensor.size))  # by this rank
     places = _places(model, way)
     chosen = _chosen(model, way, places, options)
     whole = _whole(model, way, options.save_whole)
@@ -119,33 +120,80 @@ def adapt(model: Decoder, options: LoRA) -> None:
         parameter = model.get_parameter(name)
         rows, columns = parameter.shape
         leaves = [source.rpartition(".")[2] for source in sources]
-        lengths = way.repetition(name, rows)
-        sizes = _sizes(way, name, rows)
         if isinstance(layer, NormedLayer):
             layer.adapted = True
-        layer.add_module(
-            attribute,
-            Adapters(
-                dict(zip(leaves, sizes, strict=True)),
-                [leaf for leaf, source in zip(leaves, sources, strict=True) if source in chosen],
-                lengths,
-                in_features=columns,
-                rank=options.rank,
-                scale=options.scale,
-                dropout=options.dropout,
-                # As PEFT's, float32 beside weights of 16 bits: an update of B is smaller than bfloat16's steps.
-                dtype=torch.promote_types(parameter.dtype, torch.float32),
-                device=parameter.device,
-            ),
+        adapters = Adapters(
+            dict(zip(leaves, _sizes(held, name, rows), strict=True)),
+            [leaf for leaf, source in zip(leaves, sources, strict=True) if source in chosen],
+            held.repetition(name, rows),
+            in_features=columns,
+            rank=options.rank,
+            scale=options.scale,
+            dropout=options.dropout,
+            # As PEFT's, float32 beside weights of 16 bits: an update of B is smaller than bfloat16's steps.
+            dtype=torch.promote_types(parameter.dtype, torch.float32),
+            device=parameter.device,
         )
+        layer.add_module(attribute, adapters)
+        if model.tensor is not None:
+            _share_out(
+                adapters, model.tensor, parameters_of(model)[parameter], name, (way, held), getattr(layer, "shared_rows", 0)
+            )
     vars(model)[_ATTACHED] = Adapted(options, tuple(chosen), tuple(whole))
+
+
+def _share_out(
+    adapters: Adapters, tensor: TensorGroup, block: Block | None, name: str, ways: tuple[Conversion, Conversion], shared: int
+) -> None:
+    """Declare this rank's part of each adapter of a parameter of which tensor ranks hold parts.
+
+    block: of the parameter, with this name. ways: of the whole decoder, and of one of a rank's parts. shared: rows of the
+    parameter, the last, that other ranks hold too.
+    """
+    assert block is not None
+    adapters.tensor, adapters.by_columns = tensor, not block.own.has_whole_rows
+    way, held = ways
+    leaves = list(adapters.rows)
+    rows = [_rows_of_sources(way, held, name, block.shape[0], part) for part in block.parts]
+    if shared:  # of keys and values, or of the matrix that ends with them
+        several = len(leaves) > 1
+        adapters.shared_rows = dict.fromkeys(leaves[1:] if several else leaves, shared // 2 if several else shared)
+    for number, leaf in enumerate(leaves):
+        adapter = adapters._modules.get(leaf)
+        if not isinstance(adapter, Adapter):
+            continue
+        rank, height = adapter.lora_A.shape[0], _sizes(way, name, block.shape[0])[number]
+        whole = indices((0, rank))
+        for matrix, shape, parts in (
+            ("lora_A", (rank, block.shape[1]), [(whole, part.indices[1]) for part in block.parts]),
+            ("lora_B", (height, rank), [(each[number], whole) for each in rows]),
+        ):
+            declare(adapter, matrix, share_out(shape, parts, tensor._group, tensor.rank))
+
+
+def _numbers(rows: int) -> Tensor:
+    return torch.arange(rows).view(-1, 1)
+
+
+def _rows_of_sources(way: Conversion, held: Conversion, name: str, height: int, part: Part) -> list[Indices]:
+    """Rows of each of the source's matrices that a rank with this part of a parameter holds, in the order of its adapters."""
+    own = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges]).view(-1, 1)
+    found = []
+    for whole, mine in zip(way.split(name, _numbers(height)).values(), held.split(name, own).values(), strict=True):
+        places = torch.full((height,), -1)
+        places[whole.flatten()] = torch.arange(len(whole))
+        rows = places[mine.flatten()]
+        first = [0, *((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
+        found.append(indices(*((int(rows[a]), int(rows[b - 1]) + 1) for a, b in itertools.pairwise(first))))
+    return found
 
 
 def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], chosen: Mapping[str, None], rank: int) -> None:
     """Raise an InputError for a rank above the smaller dimension of a matrix, by the smallest of all."""
     least: tuple[int, str, list[int]] | None = None
+    blocks = parameters_of(model)
     for name in places:
-        rows, columns = model.get_parameter(name).shape
+        rows, columns = shape_of(model.get_parameter(name), blocks)
         for source, size in zip(map(_module, way.names(name)), _sizes(way, name, rows), strict=True):
             if source in chosen and (least is None or min(size, columns) < least[0]):
                 least = min(size, columns), source, [size, columns]
@@ -153,16 +201,6 @@ def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], chosen: 
         raise InputError(
             f"lora.rank = {rank}, but {least[1]} is {least[2]}, where a rank above {least[0]} adds nothing: set lora.rank = "
             f"{least[0]} or less."
-        )
-
-
-def check_tensor(options: LoRA, degree: int) -> None:
-    """Raise an InputError for matrices of which tensor-parallel ranks hold parts."""
-    if degree > 1:
-        raise InputError(
-            f"lora.rank = {options.rank} with tensor_parallel_degree = {degree}: adapters of matrices of which ranks hold "
-            "parts are not supported. Set parallel.tensor_parallel_degree = 1; sharding (hybrid_shard_degree) divides the "
-            "memory of the weights too."
         )
 
 
@@ -484,7 +522,9 @@ def check_folder(model: Decoder, options: LoRA) -> None:
 
 def peft_shapes(model: nn.Module, way: Conversion) -> dict[str, Tensor]:
     """The trained tensors of a model under PEFT's names, on the meta device."""
-    trained = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters() if p.requires_grad}
+    blocks = parameters_of(model)
+    shapes = {name: shape_of(p, blocks) for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return {
         theirs if is_adapter(name) else PEFT_PREFIX + theirs: part
         for name, tensor in trained.items()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from octavo.collectives.tensor import TensorGroup
 from octavo.kernels import gemm
 
 SUFFIXES = (".lora_A", ".lora_B")
@@ -69,6 +70,9 @@ class Joint(NamedTuple):
 class Adapters(nn.Module):
     """The adapters of one parameter, by the names of the source's matrices in it.
 
+    Of a parameter of which tensor ranks hold rows they hold the same rows of each B, and A whole; of one by columns the same
+    columns of A, and B whole. Between the two products A · x [B, T, r] is gathered from the ranks' tokens, or added up.
+
     Args:
         parts: name → rows of each matrix of the parameter, in the order of their rows, with and without adapter.
         adapted: the names of those with one.
@@ -76,6 +80,13 @@ class Adapters(nn.Module):
             source has all parts one after the other.
         scale, dropout: as in `octavo.LoRA`.
     """
+
+    tensor: TensorGroup | None = None
+    """The ranks that hold other rows or columns of the parameter."""
+    by_columns = False
+    """They hold columns."""
+    shared_rows: Mapping[str, int] = {}
+    """Name → rows of a B, the last, that other ranks of the group hold too."""
 
     def __init__(
         self,
@@ -101,7 +112,12 @@ class Adapters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] → what is added to the product [..., N], in the layout of its rows and the dtype of x."""
-        deltas = [self._delta(name, rows, x) for name, rows in self.rows.items()]
+        reduced = self._reduced(x)
+        leading = next(iter(reduced.values())).shape[:-1]
+        deltas = [
+            self._delta(name, reduced[name]) if name in reduced else x.new_zeros(*leading, rows)
+            for name, rows in self.rows.items()
+        ]
         if len(self.lengths) == 1:
             return deltas[0]
         if len(deltas) == 1:
@@ -121,7 +137,7 @@ class Adapters(nn.Module):
 
     def joins(self) -> bool:
         """True if this call computes the adapters as one pair."""
-        return not (torch.compiler.is_compiling() or (self.dropout and self.training))
+        return self.tensor is None and not (torch.compiler.is_compiling() or (self.dropout and self.training))
 
     def joint(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> Joint:
         """One pair of all adapters, for products in `dtype`; matrices: `trained`."""
@@ -169,13 +185,35 @@ class Adapters(nn.Module):
             first += count
         return found
 
-    def _delta(self, name: str, rows: int, x: Tensor) -> Tensor:
-        adapter = self._modules.get(name)
-        if adapter is None:
-            return x.new_zeros(*x.shape[:-1], rows)
+    def _reduced(self, x: Tensor) -> dict[str, Tensor]:
+        """Name → A · dropout(x), of the tokens of the product's result."""
+        found = {}
+        for name in self.rows:
+            adapter = self._modules.get(name)
+            if isinstance(adapter, Adapter):
+                a = adapter.lora_A if self.tensor is None or self.by_columns else self.tensor.replicated(adapter.lora_A)
+                assert a is not None
+                found[name] = functional.linear(self._dropped(x), a.to(x.dtype))
+        if self.tensor is None:
+            return found
+        exchange = self.tensor.scattered if self.by_columns else self.tensor.gathered
+        parts = exchange(torch.cat([*found.values()], -1)).split([part.shape[-1] for part in found.values()], -1)
+        return dict(zip(found, parts, strict=True))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if self.tensor is None or not self.training:
+            return functional.dropout(x, self.dropout, self.training)
+        return (self.tensor.dropped_columns if self.by_columns else self.tensor.dropped)(x, self.dropout)
+
+    def _delta(self, name: str, reduced: Tensor) -> Tensor:
+        adapter = self._modules[name]
         assert isinstance(adapter, Adapter)
-        a, b = adapter.lora_A.to(x.dtype), adapter.lora_B.to(x.dtype)
-        return functional.linear(functional.linear(functional.dropout(x, self.dropout, self.training), a), b) * self.scale
+        b: Tensor | None = adapter.lora_B
+        if self.tensor is not None:
+            rows = self.shared_rows.get(name, 0)
+            b = self.tensor.replicated(b) if self.by_columns else self.tensor.shared(adapter.lora_B, rows)
+        assert b is not None
+        return functional.linear(reduced, b.to(reduced.dtype)) * self.scale
 
     def extra_repr(self) -> str:
         """The scale, for `print(model)`."""

@@ -516,13 +516,14 @@ class LayerNormMLP(NormedLayer):
                 norm.form, fc1, fc2, self.activation, self.gate_rows, self.unread, *pair, *trained,
             )  # fmt: skip
             return outputs
-        state = self.fc1_fp8_state
-        gemms = LinearGemms(state, self.fc1_weight, active_recipe(state, residual.device), dtype, first)
+        how: Any = self.fc1_fp8_state, self.fc1_weight, active_recipe(self.fc1_fp8_state, residual.device), dtype, first
+        gemms = LinearGemms(*how) if self.tensor is None else ColumnParallelGemms(self.tensor, *how)
+        bias = bias if self.tensor is None else self.tensor.replicated(bias)
         h, hidden, normed = norm_linear(residual, delta, norm, self.fc1_weight, self.fc1_bias, gemms)
         hidden = added(hidden, self, normed, "lora_fc1")
         activated = _ActivationFunction.apply(hidden, self.activation, self.gate_rows)
         how = self.fc2_fp8_state, dtype, first
-        y = product(activated, self.fc2_weight, bias, *how, unread=self.unread)
+        y = product(activated, self.fc2_weight, bias, *how, unread=self.unread, tensor=self.tensor)
         return h, added(y, self, activated, "lora_fc2")
 
     def _with_norm(

@@ -27,6 +27,8 @@ def refuse_torch_clipping(model: nn.Module) -> None:
     for parameter, block in parameters_of(model).items():
         of_part = block is not None and not block.is_whole
         _mark(parameter, of_part)
+        if not parameter.is_floating_point():  # frozen bytes
+            continue
         trained = parameter.requires_grad
         parameter.requires_grad_()  # one that is frozen takes no hook, and may be trained later
         parameter.register_post_accumulate_grad_hook(functools.partial(_mark_gradient, of_part=of_part))

@@ -36,7 +36,6 @@ from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import FP8_HEAD, Decoder
 from octavo.models.families import decoder_spec, spec_of
-from octavo.models.lora import check_tensor as adapters_check_tensor
 from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
 from octavo.models.replace import choose_recipes
 from octavo.models.resized import grown
@@ -260,8 +259,6 @@ def check(
     model = build_model(hf_config, build_options(config, blocks=blocks), device="meta")
     _check_context(config, degrees, model)
     check_tensor(config, degrees, model)
-    if (lora := config.lora.options) is not None:
-        adapters_check_tensor(lora, degrees.tensor)
     if world > 1 and not isinstance(model, Decoder):
         refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
     experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0

@@ -165,18 +165,21 @@ class Setup:
 def of_tensor_rank(setup: Setup) -> Setup:
     """The setup with a tensor-parallel rank's part of the model, padding of its vocabulary included, in place of the whole.
 
-    Of frozen parameters each rank is assumed to have the same share as of all. Of experts the part is a slice of each, and also
-    where they are whole: a rank's shards have as many elements then.
+    Of frozen parameters each rank is assumed to have the same share as of all; of each adapter one matrix of two is whole. Of
+    experts the part is a slice of each, and also where they are whole: a rank's shards have as many elements then.
     """
     if setup.spec is None or setup.tensor == 1:
         return setup
     spec, whole = _part(setup.spec, setup.tensor), max(1, setup.parameters)
     own, block = parameters(spec), block_parameters(setup.spec)
+    frozen = setup.frozen * own // whole
+    if setup.adapter_rank:
+        frozen, own = own, own + (setup.parameters - setup.frozen) * (setup.tensor + 1) // (2 * setup.tensor)
     return replace(
         setup,
         spec=spec,
         parameters=own,
-        frozen=setup.frozen * own // whole,
+        frozen=frozen,
         frozen_of_block=setup.frozen_of_block * block_parameters(spec) // block,
     )
 
