@@ -355,9 +355,13 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             if len(names) > 1:
                 raise InputError(
                     f"{kind} treats a parameter as one, and {name} is {len(names)}, with interleaved rows: "
-                    f"{some(names)}. Give {kind} octavo.matrices(model, …).values() and attach it (docs/models.md), or "
-                    'keep the model\'s code by octavo.transform(model, blocks="own").'
+                    f"{some(names)}. {_remedy(kind)}Give {kind} octavo.matrices(model, …).values() and attach it "
+                    '(docs/models.md), or keep the model\'s code by octavo.transform(model, blocks="own").'
                 )
+
+
+def _remedy(kind: str) -> str:
+    return "Build octavo.muon(model, lr=…) in its place, which splits and joins them itself. Or: " if "Muon" in kind else ""
 
 
 def _refuse_parts(model: nn.Module, kind: str, held: set[int], *, has_remedy: bool) -> None:

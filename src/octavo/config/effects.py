@@ -67,6 +67,12 @@ _NEEDS = (
     *map(_of_recipes, _RECIPE_KEYS),
     _Need(("train.loss_scale",), ("model.dtype",), lambda config: config.model.dtype == "float16", 'model.dtype = "float16"'),
     _Need(
+        tuple(f"optimizer.{key}" for key in ("adamw_lr", "muon_momentum", "muon_nesterov", "muon_scale")),
+        ("optimizer.name",),
+        lambda config: config.optimizer.name == "muon",
+        'optimizer.name = "muon"',
+    ),
+    _Need(
         ("optimizer.min_lr_fraction",),
         ("optimizer.schedule",),
         lambda config: config.optimizer.schedule != "constant",

@@ -1,18 +1,34 @@
-"""[optimizer]: AdamW, its schedule and clipping."""
+"""[optimizer]: AdamW or Muon, the schedule and clipping."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from octavo.config.section import Section
 
 
 class OptimizerConfig(Section):
-    """AdamW, its schedule and clipping."""
+    """AdamW or Muon, the schedule and clipping."""
 
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description='"muon": Muon for the matrices of blocks; AdamW for embedding, head, norms, biases and routers.',
+    )
     lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    adamw_lr: float | None = Field(
+        None,
+        gt=0,
+        description='Peak rate of AdamW beside Muon; lr when absent, which muon_scale = "match_rms_adamw" alone allows.',
+    )
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of Muon's momentum.")
+    muon_nesterov: bool = Field(True, description="Nesterov's step of Muon's momentum.")
+    muon_scale: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="Factor of Muon's rate for a matrix [A, B]: 0.2 sqrt(max(A, B)), with rates and decay as AdamW has them, "
+        'or "original": sqrt(max(1, A / B)).',
+    )
     weight_decay: float = Field(
         0.1, ge=0, description="Decoupled weight decay of matrices; none for norms, biases and other vectors."
     )
@@ -35,6 +51,15 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("both betas must lie in [0, 1): the usual pair is [0.9, 0.95]")
         return value
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> OptimizerConfig:
+        if self.name == "muon" and self.muon_scale == "original" and self.adamw_lr is None:
+            raise ValueError(
+                'optimizer.muon_scale = "original" has rates of another size (about 0.02) than AdamW, which trains the '
+                "embedding, head, norms, biases and routers: set optimizer.adamw_lr too, such as 3e-4"
+            )
+        return self
 
     def decay_start(self, steps: int) -> int:
         """The last step of wsd before its decay, in a run of `steps`."""

@@ -52,6 +52,16 @@ class RunConfig(Section):
             raise ValueError(_refusal(self, idle))
         return self
 
+    @model_validator(mode="after")
+    def _refuse_muon_of_adapters(self) -> RunConfig:
+        if self.optimizer.name == "muon" and self.lora.rank is not None:
+            raise ValueError(
+                f'optimizer.name = "muon" and lora.rank = {self.lora.rank}: an adapter is trained as two low-rank factors, and '
+                'orthogonalised one by one their product has not the update of a matrix. Set optimizer.name = "adamw", or '
+                "train without lora"
+            )
+        return self
+
     @classmethod
     def from_file(
         cls,

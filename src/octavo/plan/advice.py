@@ -117,6 +117,7 @@ def setup_of(plan: RunPlan) -> Setup:
             BlockRecipes(*(_recipe(plan, f"layers.{i}.{matrix}") for matrix in (*_MATRICES, *_mlp_of(spec, i))))
             for i in range(spec.layers)
         )
+    muon = plan.muon
     history = 0 if plan.recipe is None or plan.recipe.history is None else plan.recipe.history.length
     return Setup(
         spec=spec,
@@ -150,6 +151,9 @@ def setup_of(plan: RunPlan) -> Setup:
         context=plan.degrees.context,
         tensor=plan.degrees.tensor,
         expert=plan.degrees.expert,
+        hidden=0 if muon is None else muon.elements,
+        largest_hidden=0 if muon is None else muon.largest,
+        largest_matrix=0 if muon is None else muon.square,
         row_tile=TILE if plan.hardware.kind == "cuda" else 1,
     )
 

@@ -24,6 +24,7 @@ from octavo.hardware import FP8_CAPABILITY, GPUS, lookup
 from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
 from octavo.plan import advice, fp8_auto
+from octavo.plan.muon import MuonWork
 from octavo.plan.run import RunPlan, Target, check, inactive_parameters
 from octavo.run.folder import RunFolder
 
@@ -74,6 +75,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         "frozen": plan.frozen,
         **({"tokens_added": plan.tokens_added} if plan.tokens_added else {}),
         "memory": advice.figures(plan, found),
+        **({"muon": dataclasses.asdict(plan.muon)} if plan.muon is not None else {}),
         "batch": {
             "global_batch": train.global_batch,
             "data_parallel": plan.degrees.data,
@@ -104,9 +106,20 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         *([f"unused      {unused}"] if unused else []),
         *(f"data        {notice}" for notice in notices),
         f"output      {config.output}",
+        *([f"muon        {_of_muon(plan, plan.muon, tokens_per_step)}"] if plan.muon is not None else []),
         *advice.lines(plan, found),
     ]
     return figures, text
+
+
+def _of_muon(plan: RunPlan, work: MuonWork, tokens: int) -> str:
+    """Matrices, and FLOPs beside those of the model."""
+    share = f", {work.flops / (plan.flops.total * tokens):.2%} of the model's" if plan.flops is not None else ""
+    over = "" if plan.degrees.world == 1 else f", shared out over {plan.degrees.world} ranks"
+    return (
+        f"{work.matrices:,} matrices of {work.elements:,} parameters; Newton-Schulz: {work.flops / 1e12:.3g} TFLOP a step"
+        f"{share}{over}"
+    )
 
 
 def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None = None) -> tuple[dict[str, Any], list[str]]:

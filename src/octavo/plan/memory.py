@@ -90,22 +90,25 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def exact_bytes(parameters: int, params_bytes: int, shard: int = 1, *, frozen: int = 0) -> int:
-    """Parameters, gradients and AdamW's states of one rank; of `frozen` ones, which are not trained, themselves alone."""
+def exact_bytes(parameters: int, params_bytes: int, shard: int = 1, *, frozen: int = 0, hidden: int = 0) -> int:
+    """Parameters, gradients and AdamW's states of one rank; of `frozen` ones, which are not trained, themselves alone.
+
+    hidden: those that Muon trains, with one state.
+    """
     trained = math.ceil((parameters - frozen) / shard)
-    return (math.ceil(parameters / shard) + trained * (1 + STATES)) * params_bytes
+    return (math.ceil(parameters / shard) + trained * (1 + STATES) - hidden // shard) * params_bytes
 
 
 def estimate(setup: Setup) -> Estimate:
     """The peak of one rank in a step, by part."""
     setup = of_tensor_rank(setup)
-    exact = exact_bytes(setup.parameters, setup.params_bytes, setup.shard, frozen=setup.frozen)
+    exact = exact_bytes(setup.parameters, setup.params_bytes, setup.shard, frozen=setup.frozen, hidden=setup.hidden)
     if setup.adapter_rank:
         share, trained = _shares(setup)
         exact = share + trained * (1 + STATES)
     if setup.spec is None:
         share, trained = _shares(setup)
-        parts = {"parameters": share, "optimizer states": STATES * trained, "gradients": trained}
+        parts = {"parameters": share, "optimizer states": _states(setup), "gradients": trained}
         return Estimate(parts, "activations are unknown for a model's own code", exact, complete=False)
     moments = dict(_moments(setup, setup.spec))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -124,6 +127,21 @@ def _shares(setup: Setup) -> tuple[int, int]:
     return frozen + trained, trained
 
 
+def _states(setup: Setup) -> int:
+    """Bytes of a rank's optimizer states: two moments, and of Muon's matrices the momentum alone."""
+    return STATES * _shares(setup)[1] - setup.hidden // setup.shard * setup.trained_bytes
+
+
+def _of_muon(setup: Setup) -> int:
+    """Temporaries of Muon's step: gathered updates of the matrices of this rank, and those of the iteration, in 16 bits.
+
+    The largest parameter has its update, the input of the iteration, two results of products and the joined result; a matrix
+    has its two Gram matrices.
+    """
+    of_rank = 2 * setup.hidden * setup.tensor // setup.world if setup.world > 1 else 0
+    return of_rank + setup.largest_hidden * (setup.params_bytes // setup.shard + 4 * 2) + 2 * 2 * setup.largest_matrix
+
+
 def _offloaded(setup: Setup) -> int:
     if setup.spec is None or not setup.offload:
         return 0
@@ -137,7 +155,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     # The stream of all tokens in front of the head, and the gradient of the embedding's result.
     gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
     buffers = WORKSPACE + _buffers(setup, spec) + _peer_memory(setup, spec)
-    always = {"parameters": share, "optimizer states": STATES * trained, "buffers": buffers}
+    always = {"parameters": share, "optimizer states": _states(setup), "buffers": buffers}
     before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
     matrix = 0 if setup.head_frozen else spec.vocabulary * spec.hidden_size
@@ -207,6 +225,11 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         | {"temporaries": of_root + stream + gathered}
         | always,
     )
+    if setup.hidden:
+        yield (
+            "in Muon's step",
+            {"gradients": trained, "gathered weights": held, "weight copies": kept, "temporaries": _of_muon(setup)} | always,
+        )
 
 
 def _travelling(setup: Setup) -> int:

@@ -36,6 +36,7 @@ from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import FP8_HEAD, Decoder
 from octavo.models.families import decoder_spec, spec_of
+from octavo.models.hidden import hidden_parameters
 from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
 from octavo.models.replace import choose_recipes
 from octavo.models.resized import grown
@@ -50,6 +51,7 @@ from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.stored_base import store_in_fp8
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
+from octavo.plan.muon import MuonWork, muon_work
 from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
 from octavo.plan.tensor import check_tensor
@@ -111,6 +113,14 @@ class RunPlan:
     def model_on_meta(self) -> torch.nn.Module:
         """The run's model without storage: names, shapes and recipes of its layers. For reading alone."""
         return build_model(self.hf_config, self.build_options, device="meta")
+
+    @functools.cached_property
+    def muon(self) -> MuonWork | None:
+        """The matrices that Muon trains; None under AdamW."""
+        if self.config.optimizer.name != "muon":
+            return None
+        hidden = hidden_parameters(self.model_on_meta)
+        return muon_work([shape for one in hidden for shape in one.matrices], [math.prod(one.shape) for one in hidden])
 
     @functools.cached_property
     def part_on_meta(self) -> torch.nn.Module:
@@ -304,6 +314,7 @@ def check(
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
     vars(plan)["model_on_meta"] = model  # it is built once
+    _ = plan.muon  # raises for matrices that cannot be split
     return plan
 
 

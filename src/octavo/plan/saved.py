@@ -73,6 +73,8 @@ class Setup:
         stored: frozen matrices of blocks are stored in FP8 alone.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
+        hidden: parameters that Muon trains, with one state in place of two; largest_hidden: of the largest whole one;
+            largest_matrix: the largest square of a matrix's shorter side, as the iteration has two.
         memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None for no columnwise weights from 16 bits.
     """
 
@@ -105,6 +107,9 @@ class Setup:
     frozen: int = 0
     frozen_of_block: int = 0
     syncs: bool = False
+    hidden: int = 0
+    largest_hidden: int = 0
+    largest_matrix: int = 0
     adapter_rank: int = 0
     head_frozen: bool = False
     stored: bool = False
@@ -179,6 +184,7 @@ def of_tensor_rank(setup: Setup) -> Setup:
         setup,
         spec=spec,
         parameters=own,
+        hidden=setup.hidden // setup.tensor,
         frozen=frozen,
         frozen_of_block=setup.frozen_of_block * block_parameters(spec) // block,
     )

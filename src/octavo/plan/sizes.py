@@ -128,9 +128,11 @@ def check_sizes(
     params_bytes = 1 if stored else torch_dtype(config.model.params_dtype).itemsize
     # Patterns have no names to match yet: of a run that freezes any parameter only the parameters themselves count.
     frozen = count if config.train.freeze or config.lora.rank is not None else 0
-    each = exact_bytes(1, params_bytes, frozen=min(1, frozen))
+    # Nor are Muon's matrices known: all of the parameters may be.
+    hidden = count if config.optimizer.name == "muon" and not frozen else 0
+    each = exact_bytes(1, params_bytes, frozen=min(1, frozen), hidden=min(1, hidden))
     shards = degrees.hybrid_shard * degrees.tensor  # norms are whole on each tensor-parallel rank
-    exact = exact_bytes(count, params_bytes, shards, frozen=frozen)
+    exact = exact_bytes(count, params_bytes, shards, frozen=frozen, hidden=hidden)
     if exact > of_device:
         most = int(of_device * shards / each)
         what = (

@@ -48,24 +48,27 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            lists: list[list[Tensor]] = [[] for _ in range(6)]
-            has_complex = self._init_group(group, *lists)
-            params, grads, exp_avgs, exp_avg_sqs, maxima, steps = (
-                [x.to_local() if isinstance(x, DTensor) else x for x in kind] for kind in lists
-            )
-            own: list[tuple[Tensor, ...]] = []
-            rest: list[tuple[Tensor, ...]] = []
-            native = {d for d in {p.device for p in params} if _native(d)} if not maxima and _kernel_has(group) else set()
-            for row in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-                if row[0].device in native and _kernel_takes(*row[:4]):
-                    own.append(row)
-                else:
-                    rest.append(row)
-            if own:
-                self._step_by_kernel(group, own)
-            if rest:
-                self._step_by_torch(group, rest, maxima, has_complex)
+            self._step_group(group)
         return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        has_complex = self._init_group(group, *lists)
+        params, grads, exp_avgs, exp_avg_sqs, maxima, steps = (
+            [x.to_local() if isinstance(x, DTensor) else x for x in kind] for kind in lists
+        )
+        own: list[tuple[Tensor, ...]] = []
+        rest: list[tuple[Tensor, ...]] = []
+        native = {d for d in {p.device for p in params} if _native(d)} if not maxima and _kernel_has(group) else set()
+        for row in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+            if row[0].device in native and _kernel_takes(*row[:4]):
+                own.append(row)
+            else:
+                rest.append(row)
+        if own:
+            self._step_by_kernel(group, own)
+        if rest:
+            self._step_by_torch(group, rest, maxima, has_complex)
 
     def _step_by_kernel(self, group: dict[str, Any], rows: list[tuple[Tensor, ...]]) -> None:
         """Rows of parameter, gradient, both moments and step."""

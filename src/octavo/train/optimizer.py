@@ -18,10 +18,23 @@ from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import gradient_norm
 from octavo.train.adamw import AdamW
+from octavo.train.muon import MuonAdamW
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW with decoupled weight decay of matrices, by the rule of `octavo.parameter_groups`."""
+    """AdamW, or Muon with it, with decoupled weight decay of matrices by the rule of `octavo.parameter_groups`."""
+    if config.name == "muon":
+        return MuonAdamW(
+            model,
+            lr=config.lr,
+            adamw_lr=config.adamw_lr,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            scale=config.muon_scale,
+            betas=config.betas,
+            eps=config.eps,
+        )
     groups = parameter_groups(model, config.weight_decay)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 

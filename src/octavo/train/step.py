@@ -125,7 +125,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         check_finite(context.model, step, loss_value, norm_value, forwards, advice)
     rate = learning_rate(step, config.optimizer, context.plan.schedule_end(step))
     for group in context.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)
     if not skipped:
         context.optimizer.step()
     context.optimizer.zero_grad()

@@ -1,0 +1,44 @@
+"""FLOPs and memory of Muon's steps: pure functions of the shapes of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STEPS = 5
+"""Of Newton and Schulz's iteration (`octavo.train.muon`)."""
+
+
+def iteration_flops(rows: int, columns: int) -> int:
+    """FLOPs of the five steps for a matrix: X·Xᵀ, its square, and their product with X, of the shorter side m: 4m²n + 2m³."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4 * short * short * long + 2 * short**3)
+
+
+@dataclass(frozen=True)
+class MuonWork:
+    """The matrices of a model that Muon trains.
+
+    Attributes:
+        matrices: their number.
+        elements: of all; largest: of the largest parameter, which may have several.
+        square: the largest square of a matrix's shorter side.
+        flops: of a step, over all ranks.
+    """
+
+    matrices: int
+    elements: int
+    largest: int
+    square: int
+    flops: int
+
+
+def muon_work(matrices: Sequence[tuple[int, int, int]], parameters: Sequence[int]) -> MuonWork:
+    """Of (number, rows, columns) of matrices, and the elements of each parameter."""
+    return MuonWork(
+        sum(count for count, *_ in matrices),
+        sum(parameters),
+        max(parameters),
+        max(min(shape) ** 2 for _, *shape in matrices),
+        sum(count * iteration_flops(*shape) for count, *shape in matrices),
+    )

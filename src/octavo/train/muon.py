@@ -1,0 +1,291 @@
+"""Muon for the hidden matrices of a model, and AdamW for all else, as one optimizer; right over ranks.
+
+The update is `torch.optim.Muon`'s: momentum (`lerp`) and Nesterov's step, five steps of Newton and Schulz's iteration,
+decoupled weight decay, and a rate by the matrix's shape. Momentum is of elements, sharded as its parameter: a checkpoint keeps
+it as it keeps weights, and loads at any degrees. What is orthogonalised is a whole matrix of the model
+(`octavo.models.hidden`), never a shard, a tensor rank's part or a joined parameter.
+
+Over ranks each matrix is computed once: parameters, and slices of stacked experts, are shared out by their FLOPs over all
+ranks. A step gathers the updates, of which a rank keeps those that it computes, and broadcasts the results. That is about
+twice the traffic of one gathering of the weights in bf16. Newton and Schulz's steps run in bf16 on a GPU, as PyTorch's, and in
+float32 (float64 for float64 weights) on a CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.collectives.blocks import local_of, part_of
+from octavo.collectives.whole import whole_tensor
+from octavo.errors import InputError
+from octavo.groups import parameter_groups
+from octavo.models.hidden import HiddenParameter, hidden_parameters
+from octavo.parallel.fsdp import settle
+from octavo.parallel.shards import LocalShard, like
+from octavo.plan.muon import iteration_flops
+from octavo.train.adamw import AdamW
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration, as `torch.optim.Muon` has them."""
+STEPS = 5
+EPS = 1e-7
+"""Least norm by which a matrix is divided."""
+
+Scale = Literal["match_rms_adamw", "original"]
+"""Rule of the rate by a matrix's shape [rows, columns], as `adjust_lr_fn` of `torch.optim.Muon`."""
+
+
+def scale_of(scale: Scale, rows: int, columns: int) -> float:
+    """Factor of the rate: 0.2 · sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))."""
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+@torch.no_grad()
+def orthogonalised(stack: Tensor, dtype: torch.dtype, *, batched: bool | None = None) -> Tensor:
+    """U·S'·Vᵀ of each matrix U·S·Vᵀ of a stack [number, rows, columns], with singular values S' near 1, in `dtype`.
+
+    The iteration of `torch.optim.Muon`; the result is as the input, transposed twice if rows are more than columns. Zero stays
+    zero. batched: products of all matrices at once; None: on a GPU. One by one a matrix has the same bits in any stack.
+    """
+    a, b, c = COEFFICIENTS
+    tall = stack.shape[1] > stack.shape[2]
+    x = stack.mT if tall else stack
+    x = x.to(dtype, copy=True)
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS))
+    if len(x) > 1 and (x.device.type != "cpu" if batched is None else batched):
+        return _iterated(x, torch.baddbmm, a, b, c, tall)
+    return torch.stack([_iterated(matrix, torch.addmm, a, b, c, tall) for matrix in x])
+
+
+def _iterated(x: Tensor, add_product: Callable[..., Tensor], a: float, b: float, c: float, tall: bool) -> Tensor:
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Rows of a parameter that one rank orthogonalises: all, or those of some experts."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+class MuonAdamW(AdamW):
+    """Muon's groups and AdamW's groups of a model's parameters.
+
+    Args:
+        model: of `octavo.transform` or with its original code; sharded before, if it is.
+        lr: rate of Muon's matrices.
+        adamw_lr: of all else; None: `lr`, which `scale` = "match_rms_adamw" alone allows.
+        weight_decay: decoupled, of matrices (`octavo.parameter_groups`).
+        momentum, nesterov, scale: of Muon.
+        betas, eps: of AdamW.
+        dtype: of Newton and Schulz's steps; None: bf16 on a GPU, the wider of float32 and the weight's dtype on a CPU.
+
+    Raises:
+        InputError: the model has no hidden matrix, or one that cannot be split; a setting out of its range; no `adamw_lr`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        adamw_lr: float | None = None,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: Scale = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check(lr, adamw_lr, momentum, scale)
+        hidden = hidden_parameters(model, "octavo.muon")
+        own = {one.parameter for one in hidden}
+        groups: list[dict[str, Any]] = [
+            {"params": [one.parameter for one in hidden], "lr": lr, "weight_decay": float(weight_decay), "muon": True}
+            | {"momentum": momentum, "nesterov": nesterov, "scale": scale}
+        ]
+        rate = lr if adamw_lr is None else adamw_lr
+        for group in parameter_groups(model, weight_decay):
+            if rest := [parameter for parameter in group["params"] if parameter not in own]:
+                groups.append({"params": rest, "lr": rate, "weight_decay": group["weight_decay"], "lr_scale": rate / lr})
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+        self._model, self._dtype = model, dtype
+        self._hidden = {one.parameter: one for one in hidden}
+        self._spread = dist.is_initialized() and dist.get_world_size() > 1
+        self._slices = self._shared_out(hidden)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built; later ones are refused, since matrices are shared out by then."""
+        if "_slices" in vars(self):
+            raise InputError(
+                "octavo.muon has the parameters of the model that it was built for, and takes no other group: build it after "
+                "the model is complete and requires_grad is set."
+            )
+        super().add_param_group(param_group)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        if group.get("muon"):
+            self._step_matrices(group)
+        else:
+            super()._step_group(group)
+
+    def _shared_out(self, hidden: list[HiddenParameter]) -> dict[nn.Parameter, list[_Slice]]:
+        """Each parameter's slices and their ranks: the most FLOPs first, each to the rank with the fewest."""
+        world = dist.get_world_size() if self._spread else 1
+        pieces: list[tuple[float, nn.Parameter, int, int]] = []
+        for one in hidden:
+            number = min(one.experts or 1, world)
+            count, rows = one.experts or 1, one.shape[0]
+            ends = [round(count * part / number) * (rows // count) for part in range(number)] + [rows]
+            flops = sum(each * iteration_flops(*shape) for each, *shape in one.matrices)
+            for start, stop in itertools.pairwise(ends):
+                pieces.append((flops * (stop - start) / rows, one.parameter, start, stop))
+        loads, found = [0.0] * world, dict[nn.Parameter, list[_Slice]]()
+        for cost, parameter, start, stop in sorted(pieces, key=lambda piece: -piece[0]):
+            owner = min(range(world), key=loads.__getitem__)
+            loads[owner] += cost
+            found.setdefault(parameter, []).append(_Slice(start, stop, owner))
+        return {parameter: sorted(slices, key=lambda each: each.start) for parameter, slices in found.items()}
+
+    @torch.no_grad()
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        settle(self._model)
+        stepped = self._with_gradients([self._hidden[parameter] for parameter in group["params"]])
+        rank = dist.get_rank() if self._spread else 0
+        # All gathers first: a rank then computes its matrices while the others compute theirs.
+        taken: list[tuple[HiddenParameter, dict[_Slice, Tensor]]] = []
+        for one in stepped:
+            whole = whole_tensor(one.tensor(self._direction(one.parameter, group)))
+            slices = self._slices[one.parameter]
+            mine = {each: whole[each.start : each.stop] for each in slices if each.owner == rank}
+            if not self._spread:
+                self._apply(one, _of_slice(one, mine[slices[0]], whole.dtype), group)
+                continue
+            if len(mine) < len(slices):  # not the memory of what others compute
+                mine = {each: rows.clone() for each, rows in mine.items()}
+            taken.append((one, mine))
+        for one, mine in taken:
+            for each, rows in mine.items():
+                mine[each] = _of_slice(one, rows, rows.dtype).contiguous()
+        for one, mine in taken:
+            parts = []
+            for each in self._slices[one.parameter]:
+                like_it = self._compute_dtype(one.parameter)
+                empty = (each.stop - each.start, one.shape[1])
+                rows = mine.pop(each) if each in mine else local_of(one.parameter).new_empty(empty, dtype=like_it)
+                dist.broadcast(rows, each.owner)
+                parts.append(rows)
+            self._apply(one, parts[0] if len(parts) == 1 else torch.cat(parts), group)
+
+    def _compute_dtype(self, parameter: Tensor) -> torch.dtype:
+        if self._dtype is not None:
+            return self._dtype
+        if parameter.device.type != "cpu":
+            return torch.bfloat16
+        return torch.promote_types(torch.float32, parameter.dtype)
+
+    def _with_gradients(self, hidden: list[HiddenParameter]) -> list[HiddenParameter]:
+        """Those with a gradient, by which ranks have to agree: the others are skipped, as PyTorch's optimizers skip them."""
+        have = [one.parameter.grad is not None for one in hidden]
+        if self._spread and hidden:
+            device = hidden[0].parameter.device
+            counts = torch.tensor([*have, *(not each for each in have)], dtype=torch.int32, device=device)
+            dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+            some_have, some_lack = (row.tolist() for row in counts.view(2, -1))
+            for one, has, lacks in zip(hidden, some_have, some_lack, strict=True):
+                if has and lacks:
+                    raise InputError(
+                        f"{one.name} has a gradient on some ranks and none on others, and Muon orthogonalises the gradient of "
+                        "all: give each rank a loss that depends on it, or freeze it on all of them."
+                    )
+        return [one for one, has in zip(hidden, have, strict=True) if has]
+
+    def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """Momentum's step of this rank's elements, in the dtype of the iteration; the momentum is brought up to date."""
+        assert parameter.grad is not None
+        gradient = local_of(parameter.grad)
+        if self.grad_scale is not None:
+            gradient.mul_(self.grad_scale)
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+        momentum = local_of(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        step = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return like(parameter, step.to(self._compute_dtype(parameter)))
+
+    def _apply(self, one: HiddenParameter, update: Tensor, group: dict[str, Any]) -> None:
+        """Weight decay and the update of this rank's elements, from the whole one."""
+        held = one.tensor(one.parameter)
+        local, part = local_of(held).detach(), part_of(held)
+        if not local.numel():
+            return
+        own = LocalShard(torch.empty(part.local_shape, dtype=update.dtype, device=update.device), part)
+        own.copy_from(update)
+        rate = group["lr"]
+        factors = [scale_of(group["scale"], rows, columns) for _, rows, columns in one.matrices]
+        local.mul_(1 - rate * group["weight_decay"])
+        if len(set(factors)) == 1:
+            local.add_(own.local.view_as(local), alpha=-(rate * factors[0]))
+            return
+        # The factor of each of this rank's rows: those of its matrix.
+        rows = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges])
+        numbers = [torch.full((count, size, 1), index) for index, (count, size, _) in enumerate(one.matrices)]
+        of_row = one.join(numbers)[:, 0][rows].to(local.device)
+        for index, factor in enumerate(factors):
+            chosen = (of_row == index).nonzero()[:, 0]
+            local[chosen] = local[chosen].add_(own.local[chosen], alpha=-(rate * factor))
+
+
+def _of_slice(one: HiddenParameter, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return one.join([orthogonalised(stack, dtype) for stack in one.split(rows)])
+
+
+def _check(lr: float, adamw_lr: float | None, momentum: float, scale: str) -> None:
+    if scale not in ("match_rms_adamw", "original"):
+        raise InputError(f'octavo.muon: scale = {scale!r}: give "match_rms_adamw" or "original".')
+    for name, value in (("lr", lr), ("adamw_lr", adamw_lr)):
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"octavo.muon: {name} = {value!r}: give a rate above 0, such as 3e-4.")
+    if not 0 <= momentum < 1:
+        raise InputError(f"octavo.muon: momentum = {momentum!r}: give a number from 0 to below 1, such as 0.95.")
+    if scale == "original" and adamw_lr is None:
+        raise InputError(
+            'octavo.muon: scale = "original" has rates of another size (about 0.02) than AdamW, which trains embedding, head, '
+            "norms, biases and routers. Give adamw_lr too, such as 3e-4."
+        )
+
+
+def muon(model: nn.Module, lr: float = 3e-4, **settings: Any) -> MuonAdamW:
+    """Muon for a model's hidden matrices and AdamW for all else, for a loop of one's own.
+
+        optimizer = octavo.muon(model, lr=3e-4, weight_decay=0.1)
+
+    Whole matrices of the model are orthogonalised at any degrees of sharding, tensor and expert parallelism. `octavo.save` and
+    `octavo.load` keep its states. Over ranks a step is collective.
+
+    Args:
+        model: of `octavo.transform`, or with its original code.
+        lr: of hidden matrices.
+        settings: `adamw_lr`, `weight_decay`, `momentum`, `nesterov`, `scale`, `betas`, `eps`, as `MuonAdamW` has them.
+
+    Raises:
+        InputError: the model has no hidden matrix, or one that cannot be split; a setting out of its range.
+    """
+    return MuonAdamW(model, lr=lr, **settings)
