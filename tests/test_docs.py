@@ -18,7 +18,7 @@ from octavo.cli import main
 from octavo.config.run import RunConfig, known_keys
 from octavo.hardware import FP8_CAPABILITY, LEAST_CAPABILITY
 from octavo.libraries import LEAST_DRIVER
-from octavo.run.resume import CHANGEABLE
+from octavo.run.resume import CHANGEABLE, FP8_CHANGES
 
 ROOT = Path(__file__).parent.parent
 RUN_FILES = (ROOT / "docs" / "run-files.md").read_text(encoding="utf-8")
@@ -44,12 +44,12 @@ def test_every_key_is_documented_in_its_section_with_its_meaning():
             default = field.get_default(call_default_factory=True)
             shown = "none" if default is None else f"`{json.dumps(list(default) if isinstance(default, tuple) else default)}`"
             assert f"| {shown} |" in row, name
-    assert RUN_FILES.count("\n| `") - len(known_keys()) == 8  # the rows of the run's folder
+    assert RUN_FILES.count("\n| `") - len(known_keys()) == 16  # the rows of the run's folder, and of the changes of [fp8]
 
 
 def test_the_keys_that_may_change_are_the_table_of_resume():
     part = RUN_FILES.split("## Continuing a run")[1].split("## The folder")[0]
-    assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps", "train.extended"} == set(CHANGEABLE)
+    assert set(re.findall(r"`([a-z_]+\.[a-z0-9_*]+)`", part)) - {"train.steps", "train.extended"} == {*CHANGEABLE, *FP8_CHANGES}
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "transformers"])

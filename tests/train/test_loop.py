@@ -215,7 +215,7 @@ def test_keys_that_the_losses_depend_on_may_not_change_and_the_others_may(tiny_r
     assert "amax_history_len was" not in err  # which goes with the recipe
     assert err.endswith("Put them back to continue it, or set another train.output.\n")
     assert losses(run.output) == before
-    assert main(["train", str(run.file), "fp8.enabled=false"]) == 2
+    assert main(["train", str(run.file), "fp8.enabled=false"]) == 2  # all steps are done
     assert "other settings: fp8.enabled was True and is now False. Put" in capsys.readouterr().err
     assert main(["train", str(run.file), "log.every=2", "checkpoint.keep=1", "train.validate_every=1"]) == 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +61,12 @@ def restore(
     optimizer: torch.optim.Optimizer | None,
     ranks: Ranks,
     opened: Callable[[Path], OpenCheckpoint] = OpenCheckpoint,
+    *,
+    fresh: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
+
+    fresh: layers that begin without their FP8 state in the checkpoint.
 
     Raises:
         InputError: it is of another model or optimizer; nothing was changed.
@@ -74,7 +78,7 @@ def restore(
         _agree(checkpoint, ranks)
         pieces = ranks.on_rank_0(lambda: open_tensors(checkpoint).pieces)
         with ranks.sharing_errors():
-            loaded = _Loaded(checkpoint, StoredTensors(checkpoint.folder, pieces), model, optimizer, ranks.rank)
+            loaded = _Loaded(checkpoint, StoredTensors(checkpoint.folder, pieces), model, optimizer, ranks.rank, fresh)
         with ranks.sharing_errors():
             loaded.read()
             checkpoint.verify_opened()  # after the reads: what was read is what was verified
@@ -142,6 +146,7 @@ class _Loaded:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         rank: int,
+        fresh: Collection[str] = (),
     ) -> None:
         path, self.state = checkpoint.path, _state_of(checkpoint)
         self._model, self._optimizer, self._rank = model, optimizer, rank
@@ -155,7 +160,9 @@ class _Loaded:
         if isinstance(self._stored, Converted):
             self._scalars = self._stored.scalars(self._scalars)
         self._recipe = _recipe_from(path, self.state.pop("recipe"))
-        _compare_heads(path, model, self.state.pop("fp8_head", None))
+        head = self.state.pop("fp8_head", None)
+        if "head" not in fresh:
+            _compare_heads(path, model, head)
         _compare_specs(path, model, self.state.pop("spec", None))
         _compare_adapters(path, model, self.state.pop("lora", None))
         layout = self._stored.layout
@@ -177,7 +184,10 @@ class _Loaded:
         self._tensor = self._saved_tensor_degree()
         saved_ranks = {0, *checkpoint.manifest.random_ranks}
         self._random_rank, self._draws_anew = source_of(rank, saved_ranks, self._tensor)
-        self._fp8 = shard_io.empty_tensors(shard_io.subset(layout, "fp8."))
+        records = shard_io.subset(layout, "fp8.").items()
+        self._fresh = frozenset(fresh)
+        kept = {name: each for name, each in records if name.rsplit(".", 2)[0] not in self._fresh}
+        self._fp8 = shard_io.empty_tensors(kept)
         self._experts = {name: state.experts for name, state in states_of(model)}
         self._random = shard_io.empty_tensors(shard_io.subset(layout, f"random.{self._random_rank}."))
         if self._recipe is not None:
@@ -214,7 +224,7 @@ class _Loaded:
                 tensor.copy_(self._weights.pop(name))
         reset_states(self._model)
         if self._recipe is not None:
-            load_state_records(self._model, self._fp8, self._recipe)
+            load_state_records(self._model, self._fp8, self._recipe, fresh=self._fresh)
         if self._optimizer is not None:
             optimizer_state.install_states(self._model, self._optimizer, self._states, self._groups, self._scalars)
         restore_random(without_tracked(self._random, self._rank, self._tensor), self._random_scalars)

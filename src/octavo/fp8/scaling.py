@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -443,8 +443,8 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
             raise InputError(f"{name} has no weights yet: materialise the model before its FP8 state is loaded.")
 
 
-def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe) -> None:
-    """Restore records of `state_records` in the modules with FP8 under an autocast of `recipe`.
+def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe, *, fresh: Collection[str] = ()) -> None:
+    """Restore records of `state_records` in the modules with FP8 under an autocast of `recipe`, but in `fresh` ones.
 
     Raises:
         InputError: as `check_state_records`, before anything is changed.
@@ -453,7 +453,7 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
     for name, state in states_of(model):
         device = state.device
         own = state.under(recipe)
-        if own is None or device is None:
+        if own is None or device is None or name in fresh:
             continue
         state.prepare(own, device)
         for operand, slot in state.slots.items():

@@ -33,6 +33,22 @@ class PrecisionSchedule:
                 for state in matched_layers(model, pattern, "fp8.schedule"):
                     self._steps.setdefault(state, set()).add(steps_without_fp8(when, steps))
 
+    def until(self, last: int) -> dict[ModuleState, list[range]]:
+        """The steps without FP8 up to step `last` of each layer that has any, as ranges that do not touch."""
+        found: dict[ModuleState, list[range]] = {}
+        for state, ranges in self._steps.items():
+            joined: list[range] = []
+            for each in sorted(
+                (range(steps.start, min(steps.stop, last + 1)) for steps in ranges), key=lambda each: each.start
+            ):
+                if joined and each and each.start <= joined[-1].stop:
+                    joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
+                elif each:
+                    joined.append(each)
+            if joined:
+                found[state] = joined
+        return found
+
     def begin(self, step: int) -> None:
         """Before step `step`, the first is 1, and the evaluations behind it."""
         for state, ranges in self._steps.items():

@@ -48,6 +48,23 @@ CHANGEABLE: dict[str, str] = {
 }
 """Patterns of keys that may differ from the run that wrote the checkpoint, each with the reason."""
 
+FP8_CHANGES: dict[str, str] = {
+    "fp8.enabled": 'true or false: layers enter or leave FP8; "auto" is measured at the start alone, and refused',
+    "fp8.recipe": "layers of another recipe begin anew",
+    "fp8.format": "the same, of delayed and current scaling",
+    "fp8.amax_history_len": "the same, of delayed scaling",
+    "fp8.amax_compute_algo": "the same, of delayed scaling",
+    "fp8.margin": "the same, of delayed scaling",
+    "fp8.use_power_2_scales": "the same, of current scaling, which has no state",
+    "fp8.fast_accumulation": "the same scales, with other sums; nothing is dropped",
+    "fp8.skip": "layers that enter FP8 begin anew, and those that leave it drop their state",
+    "fp8.layers": "the same",
+    "fp8.schedule": "for steps that are not done yet",
+    "fp8.head": "the head begins anew",
+    "fp8.emulate": "the same numbers, on another device",
+}
+"""Keys of `[fp8]`, which may differ in a run that has steps to do, with what changes; an absent one keeps the run's value."""
+
 _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of older versions, whose run files leave these keys out."""
 
@@ -186,6 +203,20 @@ def check_resumable(
             "or set another train.output."
         )
     raise InputError(f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, causes)}. {remedy}")
+
+
+def changed_fp8(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys of `[fp8]` with other values than before, each with both; without those that have no effect on both sides."""
+    idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
+    both = _recorded(before), settled(now, list(without_effect(now)))
+    old, new = ({key: value_of(config, key) for key in FP8_CHANGES} for config in both)
+    found = {key: (old[key], new[key]) for key in FP8_CHANGES if _ordered(old[key]) != _ordered(new[key])}
+    return {key: pair for key, pair in found.items() if found.keys().isdisjoint(idle.get(key, ()))}
+
+
+def _ordered(value: Any) -> Any:
+    """A table as pairs: later patterns win, so order counts."""
+    return list(value.items()) if isinstance(value, dict) else value
 
 
 def check_same_model(recorded: Path, hf_config: Any) -> None:

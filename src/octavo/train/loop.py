@@ -30,7 +30,7 @@ from octavo.errors import OctavoError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.world import state
-from octavo.plan import fp8_auto
+from octavo.plan import fp8_auto, fp8_changes
 from octavo.plan.run import RunPlan
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
@@ -71,6 +71,10 @@ def train_one(
     done = steps_done(latest, plan, prepared)
     if latest is not None:
         all_ranks().on_rank_0(lambda: check_same_model(folder.model / "config.json", plan.hf_config))
+    changes = None
+    if latest is not None and (before := folder.config()) is not None and done < plan.steps:
+        with all_ranks().sharing_errors():  # rank 0 writes the run's file below
+            changes = fp8_changes.find(plan, before, read_state(latest))
     label = "fp8" if plan.recipe is not None else short_name(config.model.dtype)
     best = all_ranks().on_rank_0(lambda: BestValidation.of(r for r in read_metrics(folder.metrics) if r["step"] <= done))
     checkpoints.protected = best.step if config.checkpoint.best else 0
@@ -94,6 +98,8 @@ def train_one(
         _announce(console, label, plan, prepared, f"{'continues after' if done else 'starts in'} {latest or folder.path}")
         if latest is not None and first_rank:
             warn_of_other_layout(latest, read_state(latest)["layout"], run_layout(plan))
+            if changes is not None:
+                warn(f"{latest} continues with other FP8: {changes}.")
         context, validation = build(plan, prepared, watch)
         opened.callback(context.loader.close)
         if not isinstance(context.model, Decoder):
@@ -110,10 +116,17 @@ def train_one(
         if plan.recipe is not None:
             share = f"{found.fp8_layers} of {len(found.layers)} matrices"
             say(console, f"{label}: {share} run in FP8 (octavo describe names them)")
-        restore_or_begin(context, latest, config.train.seed)
+        restore_or_begin(context, latest, config.train.seed, () if changes is None else changes.fresh)
         metrics = opened.enter_context(_open_metrics(folder, done)) if first_rank else None
         progress = StepProgress(console, label=label, steps=plan.steps, done=done, every=config.log.every)
-        session = _Session(context, validation, prepared, metrics, checkpoints, trackers, progress, events, best)
+        history = [] if latest is None else list(read_state(latest).get("fp8_changes", []))
+        if changes is not None:
+            history.append({"after": done, "keys": {key: list(pair) for key, pair in changes.keys.items()}})
+        for past in history[: -1 if changes is not None else None]:
+            say(console, f"{label}: {', '.join(past['keys'])} changed after step {past['after']}.")
+        session = _Session(
+            context, validation, prepared, metrics, checkpoints, trackers, progress, events, best, fp8_changes=history
+        )
         events.started(context.model, context.optimizer)
         events.state()  # a state that no checkpoint can keep is refused before the first step
         with progress:
@@ -168,6 +181,7 @@ class _Session:
     progress: StepProgress
     events: Events = field(default_factory=Events)
     best: BestValidation = field(default_factory=BestValidation)
+    fp8_changes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, str]:
@@ -261,6 +275,8 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     scalars = {
         "data": session.prepared.manifest.fingerprint,
         "layout": run_layout(context.plan),
+        "fp8": context.plan.config.fp8.model_dump(mode="json"),
+        **({"fp8_changes": session.fp8_changes} if session.fp8_changes else {}),
         "schedule_ends": [*context.plan.config.train.extended, context.plan.steps],
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }

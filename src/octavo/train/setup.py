@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -123,12 +123,12 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
     )
 
 
-def restore_or_begin(context: TrainContext, latest: Path | None, seed: int) -> None:
-    """Continue from a checkpoint; a new run gets its random state."""
+def restore_or_begin(context: TrainContext, latest: Path | None, seed: int, fresh: Collection[str] = ()) -> None:
+    """Continue from a checkpoint; a new run gets its random state. fresh: layers without the FP8 state of the checkpoint."""
     seed_everything(seed + state.token_rank)
     if latest is not None:
         # Random states last: nothing may draw after it.
-        saved = restore(latest, context.model, context.optimizer, writing_ranks())
+        saved = restore(latest, context.model, context.optimizer, writing_ranks(), fresh=fresh)
         if context.loss_scale is not None:
             context.loss_scale.load(saved["loss_scale"])
 

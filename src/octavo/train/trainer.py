@@ -212,6 +212,10 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
     check_extended(before, newest_state(folder.path), folder.run_file)
     config = with_own_scale(before, plan.config)
     same_end = with_values(config, {"train.extended": before.train.extended})
+    steps, auto = plan.config.train.steps, "auto" in (before.fp8.enabled, config.fp8.enabled)
+    if steps is not None and newest < steps and (not auto or before.fp8.enabled == config.fp8.enabled):
+        # `octavo.plan.fp8_changes` says what changes, and refuses what would be wrong.
+        before = before.model_copy(update={"fp8": config.fp8})
     check_resumable(before, same_end, folder.path, remedy=remedy)  # other keys first: they may be why the steps differ
     config = extend(before, config, newest)
     check_resumable(before, config, folder.path, remedy=remedy)

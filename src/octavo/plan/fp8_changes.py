@@ -1,0 +1,137 @@
+"""`[fp8]` keys that change when a run continues: which layers begin anew, and what is refused.
+
+FP8 state is scales and amax histories, which follow from the tensors: weights, optimizer states and data go on exactly under
+other keys. A layer whose recipe stays keeps its state to the bit. One with another recipe drops it, and its first scale is
+measured, as at the start of a run. The section is compared with that of the checkpoint, so that a start that ended before its
+first save changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from octavo.build import build_model
+from octavo.config.fp8 import Fp8Config
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.fp8.recipe import Recipe
+from octavo.fp8.scaling import states_of
+from octavo.models.decoder import Decoder
+from octavo.plan.precision import PrecisionSchedule
+from octavo.plan.run import RunPlan, build_options, recipe_from_config
+from octavo.run.resume import changed_fp8
+
+_OTHER_RUN = "set another train.output"
+
+
+@dataclass(frozen=True)
+class Fp8Changes:
+    """What another `[fp8]` section changes in a run that continues.
+
+    Attributes:
+        keys: each changed key with its old and new value.
+        fresh: layers whose state in the checkpoint is dropped.
+        begin: of these the ones in FP8 from here on; kept: layers that keep their scales and histories.
+    """
+
+    keys: Mapping[str, tuple[Any, Any]]
+    fresh: frozenset[str]
+    begin: int
+    kept: int
+
+    def __str__(self) -> str:
+        keys = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in self.keys.items())
+        if self.begin:
+            state = f"{self.begin} matrices drop their scales and amax histories, and their first scale is measured"
+        elif self.fresh:
+            state = "matrices that leave FP8 drop their scales and amax histories"
+        else:
+            state = "no scale is dropped"
+        kept = f"; {self.kept} keep theirs" if self.kept and self.fresh else ""
+        return (
+            f"{keys}. Weights, optimizer states and data go on exactly; {state}{kept}. Losses from here on differ from those "
+            "of an uninterrupted run by the rounding of FP8"
+        )
+
+
+def section_of(saved: Mapping[str, Any], before: RunConfig) -> Fp8Config:
+    """The `[fp8]` section with which a checkpoint was trained; that of the run's file for one of an older version."""
+    section = saved.get("fp8")
+    return Fp8Config.model_validate(section) if isinstance(section, dict) else before.fp8
+
+
+def find(plan: RunPlan, before: RunConfig, saved: Mapping[str, Any]) -> Fp8Changes | None:
+    """The changes of a run that continues from a checkpoint; None for none.
+
+    Args:
+        plan: of the run that continues.
+        before: the run's file of its last start.
+        saved: the state of the checkpoint.
+
+    Raises:
+        InputError: the change would be silently wrong: see `docs/run-files.md`.
+    """
+    before = before.model_copy(update={"fp8": section_of(saved, before)})
+    keys = changed_fp8(before, plan.config)
+    if not keys:
+        return None
+    _refuse(plan, before, keys, int(saved["step"]))
+    recorded = recipe_from_config(before.fp8) if before.fp8.enabled is not False and saved.get("recipe", True) else None
+    old = _recipes(_model_of(plan, before), recorded)
+    new = _recipes(plan.model_on_meta, plan.recipe)
+    fresh = frozenset(name for name in {*old, *new} if old.get(name) != new.get(name))
+    running = {name for name, recipe in new.items() if recipe is not None}
+    return Fp8Changes(keys, fresh, len(fresh & running), len(running - fresh))
+
+
+def _model_of(plan: RunPlan, config: RunConfig) -> nn.Module:
+    """The model of another section, on meta."""
+    return build_model(plan.hf_config, build_options(config, blocks=plan.blocks), device="meta")
+
+
+def _recipes(model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
+    """Each layer's recipe without what leaves its scales as they are, and of the head its products."""
+    found: dict[str, Any] = {}
+    for name, state in states_of(model):
+        own: Any = state.under(recipe)
+        if own is not None and hasattr(own, "fast_accumulation"):
+            own = dataclasses.replace(own, fast_accumulation=False)
+        is_head = isinstance(model, Decoder) and name == "head"
+        found[name] = (own, model.fp8_head) if is_head and own is not None else own
+    return found
+
+
+def _refuse(plan: RunPlan, before: RunConfig, keys: Mapping[str, tuple[Any, Any]], done: int) -> None:
+    config = plan.config
+    if "fp8.enabled" in keys and "auto" in keys["fp8.enabled"]:
+        old, new = keys["fp8.enabled"]
+        raise InputError(
+            f'fp8.enabled was {old!r} and is now {new!r}: "auto" is a choice of layers that is measured before '
+            f"the first step. Put it back, or {_OTHER_RUN}."
+        )
+    if config.lora.rank is not None and config.lora.base == "fp8" and keys.keys() - {"fp8.fast_accumulation", "fp8.schedule"}:
+        raise InputError(
+            f'lora.base = "fp8" stores the frozen weights by the recipe, and {", ".join(keys)} changed: they would be rounded '
+            f"anew, to other weights than the adapters were trained beside. Put it back, or {_OTHER_RUN}."
+        )
+    if config.train.compare_bf16:
+        raise InputError(
+            f"train.compare_bf16 = true compares one setting of FP8 with bf16, and {', '.join(keys)} changed after step "
+            f"{done}. Set train.compare_bf16 = false, or put it back."
+        )
+    if "fp8.schedule" in keys:
+        model = plan.model_on_meta
+        past = []
+        for section, steps in ((before, before.steps), (config, plan.steps)):
+            past.append(PrecisionSchedule(model, section.fp8.schedule, steps or plan.steps).until(done))
+        if past[0] != past[1]:
+            raise InputError(
+                f"fp8.schedule was {before.fp8.schedule!r} and is now {config.fp8.schedule!r}, by which some of the {done} "
+                "steps that are done would have been in another precision. Change the steps behind it alone, or "
+                f"{_OTHER_RUN}."
+            )
