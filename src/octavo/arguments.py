@@ -59,6 +59,7 @@ FuzzSeed = Annotated[
     int | None,
     typer.Option("--seed", min=0, metavar="S", help="The number of the first of them, which repeats it; 0 if absent."),
 ]
+FuzzResume = Annotated[bool, typer.Option("--resume", help="Go on with the cases that --output lacks, or has as different.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Keys to set over the run file.", show_default=False),
@@ -146,7 +147,9 @@ def names(text: str | None, option: str = "") -> list[str]:
     return found
 
 
-def check_fuzz(run_file: str | None, cases: int | None, seed: int | None, *, gpu: bool, causality: bool) -> None:
+def check_fuzz(
+    run_file: str | None, cases: int | None, seed: int | None, *, gpu: bool, causality: bool, resume: bool = False
+) -> None:
     """Raise an InputError unless `octavo verify` was given either a run file or --fuzz, and options that go together."""
     if causality and (gpu or cases is not None):
         raise InputError(f"--causality is of a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")
@@ -154,6 +157,8 @@ def check_fuzz(run_file: str | None, cases: int | None, seed: int | None, *, gpu
         raise InputError(f"--fuzz {cases} draws its runs: leave {run_file} out, or leave --fuzz out to verify it.")
     if cases is None and run_file is None:
         raise InputError("no run file: give one, as in octavo verify presets/demo.toml, or --fuzz 10 for runs at random.")
+    if cases is None and resume:
+        raise InputError("--resume goes on with the cases of --fuzz: give --fuzz N, or leave --resume out.")
     if cases is None and seed is not None:
         raise InputError(f"--seed {seed} is the first case of --fuzz: give --fuzz 1, or leave --seed out.")
     if cases is not None and gpu:

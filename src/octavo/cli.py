@@ -299,6 +299,7 @@ def verify(
     ] = False,
     fuzz: options.FuzzCases = None,
     seed: options.FuzzSeed = None,
+    resume: options.FuzzResume = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the layout of a run on CPU ranks with one rank: a small model, in float64, whose sums have no order.
@@ -307,7 +308,7 @@ def verify(
     """
     refuse_ranks_of_ranks(ranks or 2)
     path = local_path(output, "--output")
-    options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality)
+    options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality, resume=resume)
     config = None if run_file is None else _config(run_file, overrides)
     from octavo.bench.files import check_file
     from octavo.storage import write_atomic
@@ -323,7 +324,7 @@ def verify(
         console.print(line, markup=False, highlight=False)
 
     if config is None:
-        figures, text = drawn(fuzz or 1, seed or 0, ranks, say)
+        figures, text = drawn(fuzz or 1, seed or 0, ranks, output=path, resume=resume, say=say)
     else:
         on_cpus = partial(compared, config, ranks or 2, given=given, causality=causality)
         figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)

@@ -19,6 +19,7 @@ A second pass is in the dtypes that the run trains in, beside one rank, within t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -40,9 +41,9 @@ from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor
 from octavo.plan.run import Target, check
 from octavo.plan.verified import verified_keys
-from octavo.verify.compare import Bounds, Difference, differences, is_record, loaded
+from octavo.verify.compare import Bounds, Difference, differences, is_record, loaded, with_ranks
+from octavo.verify.pool import Pool
 from octavo.verify.small import MICRO_BATCH, check_small, small_config
-from octavo.verify.start import start
 from octavo.verify.worker import Results, Task
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
@@ -54,7 +55,7 @@ of two layouts: 0.17% by the root of 80 is 1.5%. Seen: losses 0.0004, norms 0.00
 FP8's casts have errors of 2.6% and 5.3%, and a gradient has eight of each behind it: 17%. Seen: losses 0.006, norms 0.02,
 gradients 0.31. Its bounds are those of `ALIKE`, and those of experts, of which another rounding may choose another."""
 SEEDS = [0, 1, 2]
-_ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
 _ONE_SCALE = ("delayed", "current", "bf16")
@@ -91,6 +92,8 @@ def verify(
     *,
     given: Sequence[str] = (),
     causality: bool = False,
+    seeds: Sequence[int] = SEEDS,
+    pool: Pool | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Verify the layout of a run on so many CPU ranks: the report as a dict and as lines of text.
@@ -100,6 +103,8 @@ def verify(
         ranks: CPU ranks, two or more.
         given: keys from the command line. Their degrees must fit the ranks; those of the run file are lowered to divisors.
         causality: ask also whether other tokens change what they may not.
+        seeds: of weights and samples, one training each.
+        pool: starts the ranks; None: one of this verification's alone.
         say: shows progress.
 
     Raises:
@@ -118,9 +123,10 @@ def verify(
     # Samples are of `small`, and weights are random.
     run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False})
     degrees = check(run, target=Target(world_size=ranks)).degrees
-    with tempfile.TemporaryDirectory() as folder:
-        trainings = tasks(config, degrees, spec, Path(folder), causality=causality)
-        comparisons = compared(_run(trainings, Path(folder), say), config, degrees, spec)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
+        pool = pool or started.enter_context(Pool(ON_CPUS))
+        trainings = tasks(config, degrees, spec, Path(folder), seeds, causality=causality)
+        comparisons = compared(_run(trainings, Path(folder), pool, say), config, degrees, spec)
     small = small_config(hf_config, spec, degrees)
     figures = {
         "ranks": ranks,
@@ -138,7 +144,13 @@ def verify(
         "not_covered": NOT_COVERED,
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
-    return figures, [_head(figures), *lowered, *map(_line, comparisons), *said, f"not covered: {NOT_COVERED}"]
+    return figures, [
+        _head(figures),
+        *lowered,
+        *[_line(each, ranks) for each in comparisons],
+        *said,
+        f"not covered: {NOT_COVERED}",
+    ]
 
 
 def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
@@ -212,12 +224,12 @@ def tasks(
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
         at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"
-        add(f"{kind} layout", degrees, fp8=fp8, saves=at, loads=at, then=layout(other, fp8), causality=causality)
+        add(f"{kind} layout", degrees, fp8=fp8, saves=at, loads=at, then=layout(other, fp8), further=fp8, causality=causality)
         alone = not fp8 or (degrees.data == 1 and degrees.world > 1)
         if fp8 and not alone:  # each with all parameters, or with shards where the layout has none
             shards = 1 if degrees.hybrid_shard > 1 else degrees.data
             add(f"{kind} data", Degrees(degrees.data, shards, 1, 1, 1), fp8=fp8)
-        add(f"{kind} one", _ONE, fp8=fp8, trains=alone, loads=at)
+        add(f"{kind} one", _ONE, fp8=fp8, trains=alone, loads=at, further=not fp8)
     passes = (False, True) if config.fp8.enabled is not False else (False,)
     for fp8 in passes if config.model.dtype != "float16" else ():  # which needs a scale of its losses
         kind = "narrow-fp8" if fp8 else "narrow"
@@ -236,14 +248,17 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
         exact = kind == "plain" or casts_alike(config, degrees, spec)
         if "trained" in beside:
             ranks = "one rank" if beside is one else f"{degrees.data} data-parallel ranks"
-            comparisons.append(_comparison(precision, f"beside {ranks}", exact, layout["trained"], beside["trained"]))
+            every = _differences(exact, layout["trained"], beside["trained"], layout["parts"], degrees)
+            comparisons.append(Comparison(precision, f"beside {ranks}", exact, every))
         further = layout["further"] if kind == "fp8" else one["further"]
         for then, each in ((other, layout), (_ONE, one)):
             exact = kind == "plain" or continues_alike(config, degrees, then, spec)
             where = "on one rank" if each is one else f"in {_named(then)}"
-            next_ = _comparison(precision, f"continued {where}", exact, each["continued"], further)
+            parts = each["parts continued"]
             same = loaded(each["loaded"], layout["trained"])
-            comparisons.append(dataclasses.replace(next_, differences=[*same, *next_.differences]))
+            same = with_ranks(same, each["loaded"], layout["trained"], parts, _samples(then))
+            next_ = _differences(exact, each["continued"], further, parts, then)
+            comparisons.append(Comparison(precision, f"continued {where}", exact, [*same, *next_]))
         if "causality" in layout and (kind == "plain" or not sets_scales_of_others(config)):
             changes = [
                 Difference(name, found.item(), found.item() <= EQUAL.tensor) for name, found in layout["causality"].items()
@@ -253,16 +268,29 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
         precision = f"{config.model.dtype}, " + ("without FP8" if kind == "narrow" else f"{config.fp8.recipe} scaling")
         ours, theirs = (found[f"{kind} {name}"]["trained"] for name in ("layout", "one"))
         bounds = ALIKE if kind == "narrow-fp8" or spec.experts else NARROW
-        every = [each for each in differences(ours, theirs, bounds) if not is_record(each.name)]
+        every = _differences(False, ours, theirs, found[f"{kind} layout"]["parts"], degrees, bounds)
         comparisons.append(Comparison(precision, "beside one rank", False, every))
     return comparisons
 
 
-def _comparison(
-    precision: str, beside: str, exact: bool, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
-) -> Comparison:
-    every = differences(found, wanted, EQUAL if exact else ALIKE)
-    return Comparison(precision, beside, exact, [each for each in every if exact or not is_record(each.name)])
+def _differences(
+    exact: bool,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    parts: Mapping[str, Tensor],
+    degrees: Degrees,
+    bounds: Bounds = ALIKE,
+) -> list[Difference]:
+    """Of a layout's results, which has these parts; those of scales and histories where casts are exact."""
+    every = differences(found, wanted, EQUAL if exact else bounds)
+    every = [each for each in every if exact or not is_record(each.name)]
+    return with_ranks(every, found, wanted, parts, _samples(degrees))
+
+
+def _samples(degrees: Degrees) -> list[range]:
+    """The ranks of each share of the samples."""
+    each = degrees.tensor * degrees.context
+    return [range(n * each, (n + 1) * each) for n in range(degrees.data)]
 
 
 def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -290,14 +318,15 @@ def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunCo
 _SHOWN = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, say: Callable[[str], None]) -> dict[str, Results]:
-    """What the tasks find. Those of as many ranks run in one start: it takes longer than the steps."""
+def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, pool: Pool, say: Callable[[str], None]) -> dict[str, Results]:
+    """What the tasks find. Those of as many ranks are one job."""
     for name, (_, task) in all_tasks.items():
         (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
     for ranks in dict.fromkeys(ranks for ranks, _ in all_tasks.values()):
-        names = [name for name, (each, _) in all_tasks.items() if each == ranks]
-        say(f"training on {ranks} rank{'s'[: ranks > 1]}, {len(SEEDS)} seeds …")
-        start("octavo.verify.worker", str(folder), *names, ranks=ranks, environment=_ON_CPUS)
+        those = {name: task for name, (each, task) in all_tasks.items() if each == ranks}
+        seeds = max(len(task.seeds) for task in those.values())
+        say(f"training on {ranks} rank{'s'[: ranks > 1]}, {seeds} seed{'s'[: seeds > 1]} …")
+        pool.run(ranks, folder, list(those))
     return {name: _read(folder / f"{name}.safetensors") for name in all_tasks}
 
 
@@ -318,6 +347,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
         "exact": comparison.exact,
         "verified": first is None,
         "first": None if first is None else first.name,
+        "ranks": None if first is None else list(first.ranks),
         "largest": comparison.largest.error,
         "errors": {each.name: each.error for each in comparison.differences},
     }
@@ -335,12 +365,22 @@ def _head(figures: Mapping[str, Any]) -> str:
     return f"{figures['ranks']} ranks ({layout}) of a small {model['model_type']}: {sizes}"
 
 
-def _line(comparison: Comparison) -> str:
+def _where(first: Difference, ranks: int) -> str:
+    """The ranks of a difference in words."""
+    if not first.ranks:
+        return ""
+    if len(first.ranks) == ranks:
+        return ", on every rank"
+    several = "s"[: len(first.ranks) > 1]
+    return f", in the part of rank{several} {', '.join(map(str, first.ranks))}"
+
+
+def _line(comparison: Comparison, ranks: int) -> str:
     first, largest = comparison.first, comparison.largest
     records = sum(is_record(each.name) for each in comparison.differences)
     what = f"{comparison.precision}, {comparison.beside}"
     if first is not None:
-        return f"DIFFERS  {what}: {first.name} by {first.error:.1e}"
+        return f"DIFFERS  {what}: {first.name} by {first.error:.1e}{_where(first, ranks)}"
     tensors = f"{len(comparison.differences) - records} tensors within {largest.error:.1e}"
     if not comparison.exact:
         return f"alike    {what}, whose roundings are others by rule: {tensors}"

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+LOADED = ", as loaded"
+_COPY = re.compile(r" of rank (\d+)\b")
 _HELD = ("parameter", "step", "exp_avg", "exp_avg_sq", "history")
-_NAN = 1e30
+NAN = 1e30
 """In place of NaN, as of scales that have not begun, which equals itself alone."""
 
 
 class Difference(NamedTuple):
-    """Of a tensor: its name, ‖found − wanted‖ / ‖wanted‖, and whether that is within the bound."""
+    """Of a tensor: its name, ‖found − wanted‖ / ‖wanted‖, whether that is within the bound, and the ranks it is of if known."""
 
     name: str
     error: float
     within: bool
+    ranks: Sequence[int] = ()
 
 
 class Bounds(NamedTuple):
@@ -39,19 +43,73 @@ def is_record(name: str) -> bool:
 
 
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
-    """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity."""
+    """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity.
+
+    A rank's own of what all hold alike ("… of rank N") is beside the other result's, and beyond any bound.
+    """
     result = []
     for name in dict.fromkeys((*found, *wanted)):
-        if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
-            result.append(Difference(name, float("inf"), False))
+        copy = _COPY.search(name)
+        alike = name if copy is None else _COPY.sub("", name)
+        one, other = found.get(name, found.get(alike)), wanted.get(name, wanted.get(alike))
+        ranks = () if copy is None else (int(copy[1]),)
+        if one is None or other is None or one.shape != other.shape:
+            result.append(Difference(name, float("inf"), False, ranks))
             continue
-        one, other = (each[name].double().nan_to_num(_NAN) for each in (found, wanted))
+        one, other = (each.double().nan_to_num(NAN) for each in (one, other))
         error = ((one - other).norm() / (other.norm() + 1e-30)).item()
-        result.append(Difference(name, error, error <= bounds.of(name)))
+        result.append(Difference(name, error, copy is None and error <= bounds.of(name), ranks))
     return result
+
+
+def with_ranks(
+    every: Sequence[Difference],
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    parts: Mapping[str, Tensor],
+    samples: Sequence[Sequence[int]],
+) -> list[Difference]:
+    """The differences, the first beyond its bound with the ranks in whose parts it lies.
+
+    Args:
+        every: the differences of `found` and `wanted`.
+        found, wanted: the results.
+        parts: of each parameter [rank, first indices, sizes] of the boxes of elements that ranks hold.
+        samples: ranks with the same samples, in the order of samples.
+    """
+    place = next((place for place, each in enumerate(every) if not each.within), None)
+    if place is None or every[place].ranks:
+        return list(every)
+    name = every[place].name.removesuffix(LOADED)
+    kind, parameter = name.split(",")[0].split()[:2]
+    one, other = found.get(name), wanted.get(name)
+    ranks: list[int] = []
+    if one is not None and other is not None and one.shape == other.shape:
+        apart = (one.double().nan_to_num(NAN) - other.double().nan_to_num(NAN)).abs()
+        if kind in ("parameter", "gradient", "exp_avg", "exp_avg_sq") and parameter in parts:
+            ranks = _where(apart, parts[parameter])
+        elif kind in ("states", "logits") and apart.shape[0] % len(samples) == 0:
+            rows = apart.chunk(len(samples))
+            ranks = [rank for those, part in zip(samples, rows, strict=True) if _is_much(part, apart) for rank in those]
+    return [*every[:place], every[place]._replace(ranks=ranks), *every[place + 1 :]]
+
+
+def _where(apart: Tensor, boxes: Tensor) -> list[int]:
+    """The ranks whose boxes have a hundredth of the largest distance, or more."""
+    found = set()
+    for rank, *box in boxes.tolist():
+        firsts, sizes = box[: len(box) // 2], box[len(box) // 2 :]
+        part = apart[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
+        if _is_much(part, apart):
+            found.add(rank)
+    return sorted(found)
+
+
+def _is_much(part: Tensor, apart: Tensor) -> bool:
+    return part.numel() > 0 and bool(part.max() >= 0.01 * apart.max())
 
 
 def loaded(found: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[Difference]:
     """Differences of what a layout holds behind a load from what was saved, in any bit."""
     wanted = {name: tensor for name, tensor in saved.items() if name.split()[0] in _HELD and " behind " not in name}
-    return [each._replace(name=f"{each.name}, as loaded") for each in differences(found, wanted, Bounds(0.0, 0.0, 0.0))]
+    return [each._replace(name=f"{each.name}{LOADED}") for each in differences(found, wanted, Bounds(0.0, 0.0, 0.0))]

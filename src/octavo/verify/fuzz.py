@@ -8,6 +8,7 @@ it starts is drawn again.
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import tempfile
 import time
@@ -15,14 +16,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
+from octavo._version import __version__
 from octavo.config.degrees import DEGREES, divisors
 from octavo.config.run import RunConfig
-from octavo.errors import InputError, OctavoError
+from octavo.errors import InputError, OctavoError, RunStopped
 from octavo.models.families import DECODER_FAMILIES
 from octavo.plan.run import Target, check
-from octavo.verify.certificate import verify
+from octavo.storage import write_atomic
+from octavo.verify.certificate import ON_CPUS, verify
+from octavo.verify.pool import Pool
 
 _ATTEMPTS = 200
 _EXPERTS = ("mixtral", "qwen3_moe")
@@ -77,36 +82,91 @@ def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
 
 
 def fuzz(
-    count: int, seed: int, ranks: int | None = None, say: Callable[[str], None] = lambda _: None
+    count: int,
+    seed: int,
+    ranks: int | None = None,
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Verify so many cases, those of `seed` and the numbers behind it: the report as a dict and as lines of text.
 
+    Args:
+        count, seed: which cases.
+        ranks: of each; None: 2 or 4, as drawn.
+        output: a file that has the report of what has ended, from the first case on.
+        resume: cases that `output` has as equal are taken from there; those that differed are verified.
+        say: shows progress.
+
     Raises:
-        InputError: one rank, which is no layout.
+        InputError: one rank, which is no layout; or `output` is no report of cases.
+        RunStopped: a signal ended it; `output` has the cases before.
     """
     if ranks is not None and ranks < 2:
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
+    before = _equal_cases(output) if resume and output is not None and output.exists() else {}
     cases: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Pool(ON_CPUS) as pool:
         for number in range(seed, seed + count):
-            case, started = drawn(number, Path(folder), ranks), time.monotonic()
-            given = [f"parallel.{key}" for key in DEGREES]
-            try:
-                figures, _ = verify(case.config, case.ranks, given=given)
-                first = next((each for each in figures["comparisons"] if not each["verified"]), None)
-                fault = None if first is None else f"{first['precision']}, {first['beside']}: {first['first']}"
-            except OctavoError as error:
-                fault = str(error)
-            cases.append({"seed": number, "case": case.text, "fault": fault, "seconds": round(time.monotonic() - started, 1)})
-            say(_line(cases[-1]))
+            case = drawn(number, Path(folder), ranks)
+            known = before.get((number, case.text))
+            cases.append(known if known is not None else _verified(case, number, pool))
+            if known is None:
+                say(_line(cases[-1]))
+            if output is not None:
+                write_atomic(output, json.dumps(_report(cases), indent=1) + "\n")
+    figures = _report(cases)
     faults = [case for case in cases if case["fault"] is not None]
-    figures = {"cases": cases, "verified": not faults}
     head = f"{count - len(faults)} of {count} cases from seed {seed} are equal"
+    of_ranks = "" if ranks is None else f" --ranks {ranks}"
     return figures, [
         head,
         *map(_line, faults),
-        *[f"octavo verify --fuzz 1 --seed {case['seed']} repeats it" for case in faults[:1]],
+        *[f"octavo verify --fuzz 1 --seed {case['seed']}{of_ranks} repeats it" for case in faults[:1]],
     ]
+
+
+def _verified(case: Case, number: int, pool: Pool) -> dict[str, Any]:
+    """What is reported of a case: its first difference, or the error of a rank."""
+    started, given = time.monotonic(), [f"parallel.{key}" for key in DEGREES]
+    try:
+        figures, _ = verify(case.config, case.ranks, given=given, seeds=[number], pool=pool)
+        first = next((each for each in figures["comparisons"] if not each["verified"]), None)
+        fault = None
+        if first is not None:
+            where = f" of ranks {first['ranks']}" if first["ranks"] else ""
+            fault = f"{first['precision']}, {first['beside']}: {first['first']}{where}"
+    except RunStopped:
+        raise
+    except OctavoError as error:
+        fault = str(error)
+    return {"seed": number, "case": case.text, "fault": fault, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _report(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    seconds = sorted(case["seconds"] for case in cases)
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "verified": all(case["fault"] is None for case in cases),
+        "equal": sum(case["fault"] is None for case in cases),
+        "median_seconds": seconds[len(seconds) // 2],
+        "cases": list(cases),
+    }
+
+
+def _equal_cases(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """By number and text those of an earlier report by the same version."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        cases = report["cases"] if report["version"] == __version__ else []
+        return {(case["seed"], case["case"]): case for case in cases if case["fault"] is None}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--resume: {path} is no report of octavo verify --fuzz ({type(error).__name__}: {error}): leave --resume out, or "
+            "give another --output."
+        ) from None
 
 
 def _line(case: dict[str, Any]) -> str:

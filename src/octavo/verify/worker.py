@@ -1,17 +1,11 @@
-"""Steps of the small run on a rank, and what all ranks hold behind them, whole.
-
-    python -m octavo.verify.worker FOLDER NAME …
-
-reads FOLDER/NAME.json of each task, and rank 0 writes FOLDER/NAME.safetensors. It is started by `octavo.verify.certificate`.
-"""
+"""Steps of the small run on a rank, and what all ranks hold behind them, whole; `octavo.verify.pool` forks the ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import os
-import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,11 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from octavo.build import build_model
 from octavo.checkpoint.api import load, save
-from octavo.collectives.blocks import parameters_of, with_block
+from octavo.collectives.blocks import local_of, parameters_of, part_of, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
-from octavo.errors import EXIT_FAILED, OctavoError, warn
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
@@ -44,7 +37,11 @@ from octavo.plan.run import RunPlan, recipe_from_config
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
 from octavo.verify import small
+from octavo.verify.compare import NAN
 from octavo.watchdog.watchdog import Watchdog
+
+_PATIENCE_SECONDS = 180.0
+"""Of ranks with one another: a small model's steps take less, and ranks that wait in a circle end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +59,7 @@ class Task:
         saves: a folder for a checkpoint of each seed behind the first steps; None: nothing is saved.
         loads: the folder of such checkpoints, from which another training continues; None: none does.
         then: degrees of the layout that continues; None: the same.
+        further: go on behind the first steps, for what continues from the checkpoint.
         causality: ask what other tokens change, behind the first steps.
     """
 
@@ -75,6 +73,7 @@ class Task:
     saves: str | None = None
     loads: str | None = None
     then: dict[str, int] | None = None
+    further: bool = False
     causality: bool = False
 
 
@@ -86,6 +85,9 @@ Results = dict[str, dict[str, Tensor]]
     loaded       what a model of other weights holds behind a load of what `trained` saved
     continued    the next steps from there
     causality    the largest change of a logit that may not change, behind the first steps
+
+What a rank holds that is not rank 0's to the bit, as of a norm that all hold, is in them as "… of rank N". Beside them are the
+`parts` of ranks that train and `parts continued`: by parameter [rank, first indices, sizes] of each box of elements.
 """
 
 
@@ -97,7 +99,7 @@ def results(task: Task) -> Results:
 
 def _results(task: Task) -> Results:
     config = RunConfig.from_dict(task.run, where="octavo verify")
-    init(config.parallel.model_dump())
+    init(config.parallel.model_dump(), timeout=_PATIENCE_SECONDS)
     found: Results = {}
 
     def keep(phase: str, seed: int, values: dict[str, Tensor]) -> None:
@@ -110,17 +112,20 @@ def _results(task: Task) -> Results:
             save(_checkpoint(task.saves, seed), training.model, training.optimizer)
         if task.causality:
             keep("causality", seed, training.changed_by_others())
-        keep("further", seed, training.steps(small.STEPS + 1, small.LAST))
+        if task.further:
+            keep("further", seed, training.steps(small.STEPS + 1, small.LAST))
+        found["parts"] = training.parts()
     if task.loads is not None:
         if task.then is not None:
             shutdown()
             config = RunConfig.from_dict(task.run | {"parallel": task.run["parallel"] | task.then}, where="octavo verify")
-            init(config.parallel.model_dump())
+            init(config.parallel.model_dump(), timeout=_PATIENCE_SECONDS)
         for seed in task.seeds:
             training = _Training(task, config, seed, weights=seed + 1000)
             load(_checkpoint(task.loads, seed), training.model, training.optimizer)
             keep("loaded", seed, training.held())
             keep("continued", seed, training.steps(small.STEPS + 1, small.LAST))
+            found["parts continued"] = training.parts()
     return found
 
 
@@ -187,14 +192,27 @@ class _Training:
                 found |= {name: gradients[name] * factor for name in reversed(gradients)}
             found |= {f"norm of step {step}": norm} | backward
         hook.remove()
-        return found | self.held() | _scales(self.model, " behind the last step")
+        return _with_other_ranks(found | self._held() | _scales(self.model, " behind the last step"))
 
     def held(self) -> dict[str, Tensor]:
         """Parameters, states of the optimizer and histories. Collective."""
+        return _with_other_ranks(self._held())
+
+    def _held(self) -> dict[str, Tensor]:
         found = _whole(self.model, "parameter", lambda p: p)
         for moment in ("step", "exp_avg", "exp_avg_sq"):
             found |= _whole(self.model, moment, partial(_moment, self.optimizer, moment))
         return found | _histories(self.model)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The elements of each parameter that each rank holds. Collective."""
+        blocks = parameters_of(self.model)
+        own = {name: part_of(with_block(p, blocks[p])).boxes for name, p in self.model.named_parameters()}
+        found: dict[str, list[tuple[int, ...]]] = {name: [] for name in own}
+        for rank, boxes in enumerate(_objects_of_all_ranks(own)):
+            for name, those in boxes.items():
+                found[name] += [(rank, *box.whole, *box.sizes) for box in those]
+        return {name: torch.tensor(boxes) for name, boxes in found.items()}
 
     def changed_by_others(self) -> dict[str, Tensor]:
         """The largest change of a logit that may not change, over the largest logit, by what has changed. Collective.
@@ -284,13 +302,18 @@ def _random_model(hf_config: Any, seed: int) -> nn.Module:
 
 
 def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-    """A tensor of each parameter, whole. Collective."""
+    """A tensor of each parameter, whole, with this rank's elements where others hold them too. Collective."""
     blocks, found = parameters_of(model), {}
     for name, parameter in model.named_parameters():
         part = value(parameter)
-        if part is not None:
-            whole = part if part.dim() == 0 else whole_tensor(with_block(part, blocks[parameter]))
-            found[f"{kind} {name}"] = whole.detach().clone()
+        if part is None:
+            continue
+        if part.dim() > 0:
+            held = with_block(part.detach(), blocks[parameter])
+            part = whole_tensor(held).detach().clone()
+            for box in part_of(held).boxes:
+                part[box.in_whole] = local_of(held)[box.in_local]
+        found[f"{kind} {name}"] = part.detach().clone()
     return found
 
 
@@ -310,23 +333,43 @@ def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
 
 
 def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
-    """The record of each operand under delayed scaling: its scale and its history; of other ranks those that differ."""
-    found = {}
-    for layer, fp8 in states_of(model):
-        for operand, slot in fp8.slots.items():
-            own = torch.cat((slot.scale.flatten(), slot.history.flatten())).clone()
-            found[f"history {layer}.{operand.value}{when}"] = own
-            for rank, other in enumerate(_of_all_ranks(own)):
-                if not torch.equal(other.nan_to_num(), own.nan_to_num()):
-                    found[f"history {layer}.{operand.value}{when} of rank {rank}"] = other
-    return found
+    """The record of each operand under delayed scaling: its scale and its history."""
+    return {
+        f"history {layer}.{operand.value}{when}": torch.cat((slot.scale.flatten(), slot.history.flatten())).clone()
+        for layer, fp8 in states_of(model)
+        for operand, slot in fp8.slots.items()
+    }
 
 
-def _of_all_ranks(own: Tensor) -> list[Tensor]:
+def _with_other_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Results, and behind each those of the ranks that have other bits; of scales alone a rank has its own. Collective."""
+    if state.world_size == 1:
+        return found
+    own = {name: _digest(each) for name, each in found.items() if not name.startswith("scale ")}
+    first, *others = _objects_of_all_ranks(own)
+    differing = [{name for name in (*first, *there) if first.get(name) != there.get(name)} for there in others]
+    if not any(differing):
+        return found
+    mine = {name: found.get(name, torch.zeros(())) for name in differing[state.rank - 1]} if state.rank else {}
+    result: dict[str, Tensor] = {}
+    every = _objects_of_all_ranks(mine)
+    for name in dict.fromkeys((*found, *(name for there in every for name in there))):
+        if name in found:
+            result[name] = found[name]
+        result |= {f"{name} of rank {rank}": there[name] for rank, there in enumerate(every) if name in there}
+    return result
+
+
+def _digest(tensor: Tensor) -> int:
+    """A number of the bits, of which each NaN counts as one."""
+    return zlib.crc32(tensor.detach().double().nan_to_num(NAN).contiguous().numpy().tobytes())
+
+
+def _objects_of_all_ranks(own: Any) -> list[Any]:
     if state.world_size == 1:
         return [own]
-    every = [torch.empty_like(own) for _ in range(state.world_size)]
-    dist.all_gather(every, own)
+    every: list[Any] = [None] * state.world_size
+    dist.all_gather_object(every, own, group=state.control)
     return every
 
 
@@ -341,31 +384,18 @@ def _sizes_of_large_models() -> Iterator[None]:
         offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES = before
 
 
-def main(folder: Path, names: Sequence[str]) -> int:
-    """Do tasks and write what they find; returns the exit code."""
-    torch.set_num_threads(1)
-    try:
-        for name in names:
-            found = results(Task(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))))
-            if state.rank == 0:
-                tensors = {f"{phase}: {key}": value for phase, values in found.items() for key, value in values.items()}
-                file = folder / f"{name}.safetensors"
-                save_file(
-                    {key: value.contiguous().clone() for key, value in tensors.items()}, file, {"order": "\n".join(tensors)}
-                )
-            several = state.world_size > 1
-            if several:
-                dist.barrier()  # one that leaves early would break the connections of the others
-            if several and name != names[-1]:
-                shutdown()
-    except OctavoError as error:
+def do(folder: Path, names: Sequence[str]) -> None:
+    """Do tasks, one after the other, and write what each finds. Collective.
+
+    Reads FOLDER/NAME.json of each, and rank 0 writes FOLDER/NAME.safetensors.
+    """
+    for number, name in enumerate(names):
+        if number:
+            shutdown()
+        found = results(Task(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))))
         if state.rank == 0:
-            warn(str(error))
-        return error.exit_code or EXIT_FAILED
-    return 0
-
-
-if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), sys.argv[2:])
-    sys.stderr.flush()
-    os._exit(code)  # gloo's threads may abort a process that ends as others do
+            tensors = {f"{phase}: {key}": value for phase, values in found.items() for key, value in values.items()}
+            file = folder / f"{name}.safetensors"
+            save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file, {"order": "\n".join(tensors)})
+        if state.world_size > 1:
+            dist.barrier()  # one that leaves early would break the connections of the others

@@ -50,9 +50,9 @@ def launch(
     with socket.create_server((_HOST, 0), backlog=max(128, ranks)) as listening, Supervisor() as processes:
         port = listening.getsockname()[1]
         for rank in range(ranks):
-            processes.start(command, _environment(rank, ranks, port))
+            processes.start(command, rank_environment(rank, ranks, port))
         with ThreadPoolExecutor(1) as thread:  # its import takes as long as theirs, and one may fail before
-            store = thread.submit(_keep_store, listening, port)
+            store = thread.submit(keep_store, listening, port)
             _wait(processes, store, timeout=timeout, grace=grace)
         return _exit_code(processes, ranks, stopped)
 
@@ -97,7 +97,7 @@ def _exit_code(processes: Supervisor, ranks: int, stopped: tuple[str, int]) -> i
     return EXIT_FAILED
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The user's environment with torchrun's variables."""
     # With threads for all cores in each, ranks on a CPU would wait for one another.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
@@ -107,7 +107,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     return threads | dict(os.environ) | {name: str(value) for name, value in (own | store | job).items()}
 
 
-def _keep_store(listening: socket.socket, port: int) -> object:
+def keep_store(listening: socket.socket, port: int) -> object:
+    """The ranks' store in this process, on a socket that listens at this port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
