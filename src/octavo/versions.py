@@ -29,6 +29,7 @@ CALLED = {
         "torch.distributed.checkpoint.state_dict._load_optim_state_dict",
         "torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict",
         "torch.distributed.distributed_c10d._get_default_store", "torch.distributed.tensor.DTensor._local_tensor",
+        "torch.distributed.tensor.debug._clear_sharding_prop_cache",
         "torch.distributed.tensor.placement_types._StridedShard", "torch.nn.modules.dropout._DropoutNd",
         "torch.nn.modules.module._has_any_global_hook", "torch.nn.utils.clip_grad._clip_grads_with_norm_",
         "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", "torch.ops.aten._scaled_dot_product_cudnn_attention",

@@ -85,6 +85,12 @@ NAMES = (
         (),
     ),
     Name(
+        "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        ("parallel/world.py",),
+        "DTensor's operations remember the mesh of earlier process groups for an equal one",
+        (),
+    ),
+    Name(
         "torch.distributed.tensor.placement_types._StridedShard",
         ("parallel/shards.py", "collectives/whole.py"),
         "experts that are sharded twice over one dimension",

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from llamas import llama
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import octavo
 import ranks
@@ -132,3 +133,24 @@ def test_a_model_of_one_rank_is_not_trained_on_several():
         for text, name in zip(said, ("Decoder", "Sequential"), strict=True):
             assert text.startswith(f"octavo.transform made this {name} before octavo.init")
             assert text.endswith("Call octavo.init first.")
+
+
+def _mesh_of_an_operation(tensor_ranks):
+    """Whether a tensor behind an operation has the mesh of today's groups, and its whole."""
+    degrees = {"hybrid_shard_degree": 4 // tensor_ranks, "tensor_parallel_degree": tensor_ranks, "expert_parallel_degree": 2}
+    octavo.init(degrees)
+    placements = [Replicate(), Shard(0), Shard(0)]
+    own = torch.full((2, 3), float(octavo.state.rank))
+    held = DTensor.from_local(own, octavo.state.expert_mesh, placements, run_check=False).detach()
+    found = held.device_mesh is octavo.state.expert_mesh, held.full_tensor()[:, 0].tolist()
+    octavo.shutdown()
+    return found
+
+
+def _meshes_of_equal_shape():
+    return [_mesh_of_an_operation(tensor_ranks) for tensor_ranks in (4, 2)]
+
+
+def test_groups_that_have_ended_are_not_taken_for_those_of_an_equal_mesh():
+    wanted = True, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert ranks.run(4, _meshes_of_equal_shape) == [[wanted, wanted]] * 4

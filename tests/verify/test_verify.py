@@ -104,6 +104,13 @@ def test_casts_that_are_others_by_rule_are_bounded(source, degrees, recipe):
     assert {each.exact for each in continued} == {recipe == "delayed"}  # their scales are in the checkpoint
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("assignment", ["sinkhorn", "balanced"])
+def test_routers_that_balance_the_tokens_of_their_rank_choose_the_largest_here(assignment):
+    found = comparisons(run_of("mixtral-8x7b", moe={"moe_load_balancing": assignment}), 2, {}, kinds=["plain"])
+    assert [each.first for each in found.values()] == [None] * 3
+
+
 @pytest.mark.parametrize(
     ("source", "degrees"), [("llama-1b", TENSOR), ("mistral-7b", {}), ("mixtral-8x7b", {"expert_parallel_degree": 2})]
 )

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from octavo.config.degrees import DEGREES, Degrees, fit_degrees
 from octavo.config.parallel import InitConfig
@@ -233,6 +234,7 @@ def shutdown() -> None:
     atexit.unregister(_destroy_at_exit)
     if state._owns_group and dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # PyTorch would give tensors of a later, equal mesh this one, whose groups have ended
     state._reset()
 
 

@@ -57,6 +57,7 @@ gradients 0.31. Its bounds are those of `ALIKE`, and those of experts, of which 
 SEEDS = [0, 1, 2]
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
+NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
 NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
@@ -141,7 +142,7 @@ def verify(
             if causality and config.fp8.enabled is not False and sets_scales_of_others(config)
             else {}
         ),
-        "not_covered": NOT_COVERED,
+        "not_covered": NOT_COVERED + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else ""),
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
     return figures, [

@@ -27,6 +27,7 @@ from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.hardware import describe_device
+from octavo.kernels.experts import assignment
 from octavo.models.families import decoder_spec
 from octavo.models.sources import load_config
 from octavo.parallel import averaging, offload
@@ -93,7 +94,7 @@ What a rank holds that is not rank 0's to the bit, as of a norm that all hold, i
 
 def results(task: Task) -> Results:
     """What a task finds; on every rank."""
-    with _sizes_of_large_models():
+    with _of_a_large_model():
         return _results(task)
 
 
@@ -374,14 +375,27 @@ def _objects_of_all_ranks(own: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _sizes_of_large_models() -> Iterator[None]:
-    """Treat the small model's tensors as a large one's, of which some are offloaded or reduced alone."""
-    before = offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES
-    offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES = 1, 1 << 15, 1 << 15
+def _of_a_large_model() -> Iterator[None]:
+    """Treat the small model's tensors as a large one's, of which some are offloaded or reduced alone.
+
+    And have routers choose the largest probabilities: other assignments are by the tokens of a rank.
+    """
+    changed: list[tuple[Any, str, Any]] = [
+        (offload, "SMALLEST_BYTES", 1), (direct_reduce, "LARGE_BYTES", 1 << 15), (averaging, "LARGE_BYTES", 1 << 15),
+        (assignment, "sinkhorn", _largest), (assignment, "round_robin", _largest),
+    ]  # fmt: skip
+    before = [getattr(owner, name) for owner, name, _ in changed]
+    for owner, name, value in changed:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        offload.SMALLEST_BYTES, direct_reduce.LARGE_BYTES, averaging.LARGE_BYTES = before
+        for (owner, name, _), value in zip(changed, before, strict=True):
+            setattr(owner, name, value)
+
+
+def _largest(logits: Tensor, top_k: int, counted: Tensor | None = None) -> Tensor:
+    return torch.topk(logits.detach(), top_k, dim=-1).indices
 
 
 def do(folder: Path, names: Sequence[str]) -> None:
