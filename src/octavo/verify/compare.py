@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -45,9 +46,10 @@ def is_record(name: str) -> bool:
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
     """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity.
 
-    A rank's own of what all hold alike ("… of rank N") is beside the other result's, and beyond any bound.
+    Gradients and moments are measured by 1e-5 of all of their kind, if theirs is less: that of a router is 0 if tokens visit one
+    expert with weight 1, and what is left of it is rounding. A rank's own of what all hold alike ("… of rank N") is beside the other result's, and beyond any bound.
     """
-    result = []
+    result, least = [], _least(wanted)
     for name in dict.fromkeys((*found, *wanted)):
         copy = _COPY.search(name)
         alike = name if copy is None else _COPY.sub("", name)
@@ -57,9 +59,24 @@ def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound
             result.append(Difference(name, float("inf"), False, ranks))
             continue
         one, other = (each.double().nan_to_num(NAN) for each in (one, other))
-        error = ((one - other).norm() / (other.norm() + 1e-30)).item()
+        size = max(other.norm().item(), least.get(_of_kind(name), 0.0), 1e-30)
+        error = (one - other).norm().item() / size
         result.append(Difference(name, error, copy is None and error <= bounds.of(name), ranks))
     return result
+
+
+def _of_kind(name: str) -> tuple[str, str]:
+    """Kind and seed."""
+    return name.split()[0], name.rpartition(", seed ")[2]
+
+
+def _least(wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], float]:
+    """By kind and seed 1e-5 of the norm of all."""
+    squares: dict[tuple[str, str], float] = {}
+    for name, tensor in wanted.items():
+        if name.startswith(("gradient ", "exp_avg ", "exp_avg_sq ")):
+            squares[_of_kind(name)] = squares.get(_of_kind(name), 0.0) + tensor.double().norm().item() ** 2
+    return {kind: 1e-5 * math.sqrt(square) for kind, square in squares.items()}
 
 
 def with_ranks(
