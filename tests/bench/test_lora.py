@@ -1,12 +1,14 @@
 """The LoRA suite: entries have PEFT's adapters, peers are compared with PEFT before they are timed, and FLOPs."""
 
 import dataclasses
+import json
 import math
+import time
 
 import pytest
 import torch
 
-from octavo.bench import lora, lora_gap
+from octavo.bench import lora, lora_gap, one_process
 from octavo.bench.cases import CASES, LORA_CASES
 from octavo.bench.lora import LORA
 from octavo.bench.run import run_suite
@@ -111,3 +113,26 @@ def test_pairs_of_runs_share_weights_adapters_and_samples(tmp_path):
     assert said[-1] == f"held_out: mean gap {mean:+.4f}%, standard error {error:.4f}%"
     again = lora_gap.measure(tmp_path / "base", **how, say=said.append)
     assert again == found
+
+
+@pytest.mark.long
+def test_entries_in_one_process_take_turns_and_a_failed_one_has_its_error(tmp_path, monkeypatch, capsys):
+    path, missing = tmp_path / "lora.json", LORA["torch-peft-liger"]
+    failing = dataclasses.replace(missing, build=lambda *given, **how: 1 / 0)
+    monkeypatch.setitem(LORA, missing.name, failing)
+    given = ["lora", "tiny-lora", "octavo-bf16,torch-peft-liger,torch-peft", "--steps", "4", "--warmup", "2", "--breakdown"]
+    results = one_process.main([*given, "--device", "cpu", "--output", str(path)])
+    assert json.loads(path.read_text()) == results
+    ours, failed, theirs = results["rows"]
+    assert failed["error"] == "ZeroDivisionError: division by zero"
+    for row in (ours, theirs):
+        assert (row["interleaved"], row["steps"], row["loss_step"]) == (True, 4, 7)
+        assert row["start_seconds"] > row["build_seconds"] > 0
+        assert row["largest_kernels"]
+    printed = capsys.readouterr().out
+    assert f"tiny-lora octavo-bf16: step {ours['step_ms']:.1f} ms" in printed
+
+
+def test_an_entry_that_does_not_start_in_time_is_stopped():
+    with pytest.raises(TimeoutError, match=r"^not started after 0\.05 s$"), one_process.limited(0.05):
+        time.sleep(5)

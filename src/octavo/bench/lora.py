@@ -10,6 +10,7 @@ with PEFT's in float32.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -204,10 +205,9 @@ def table(results: Mapping[str, Any]) -> str:
     for row in results["rows"]:
         if "kernel_ms" not in row:
             continue
-        total = sum(row["kernel_ms"].values())
-        lines += [
-            f"{row['workload']} {row['entry']}: step {row['step_ms']:.1f} ms, kernels {total:.1f}, host {row['host_ms']:.1f}"
-        ]
+        total, host = sum(row["kernel_ms"].values()), row.get("host_ms", math.nan)
+        name = f"{row['workload']} {row['entry']}"
+        lines += [f"{name}: step {row['step_ms']:.1f} ms, kernels {total:.1f}, host {host:.1f}"]
         lines += ["  " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in row["kernel_ms"].items())]
         lines += [f"  {one['ms']:8.2f} ms {one['calls']:7.0f} x {one['name'][:90]}" for one in row["largest_kernels"]]
     return "\n".join(lines)

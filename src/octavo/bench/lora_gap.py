@@ -2,18 +2,19 @@
 
     python -m octavo.bench.lora_gap FOLDER --output gap.json
 
-A small model is pretrained on bytes of Python source, in FP8 with float32 weights. Its folder is the base of both runs of a
-pair: adapters on bytes of other text (headers, templates and documentation of the installed packages), a seed each for the
-adapters' first values and the order of the samples. One run has no FP8; the other stores the base in FP8 and multiplies in it.
+A small model is pretrained on bytes of Python source (transformers), in FP8 with float32 weights. Its folder is the base of
+both runs of a pair: adapters on bytes of C++ headers (torch), a seed each for the adapters' first values and the order of the
+samples. One run has no FP8; the other stores the base in FP8 and multiplies in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import statistics
-import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from octavo.storage import write_atomic
 from octavo.train.adamw import AdamW
 
 VOCABULARY = 256
-PRETRAINING, ADAPTATION = (".py",), (".h", ".hpp", ".cuh", ".txt", ".rst", ".md", ".pyi", ".html", ".js")
-"""Ends of the names of files with text for the base, and for its adapters."""
+PRETRAINING, ADAPTATION = ("transformers", (".py",)), ("torch", (".h", ".hpp", ".cuh"))
+"""Package and ends of the names of files with text for the base, and for its adapters."""
 TINY: dict[str, Any] = SHAPES["llama-tiny"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SMALL: dict[str, Any] = SHAPES["llama-tiny"] | {
     "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -42,22 +43,20 @@ SMALL: dict[str, Any] = SHAPES["llama-tiny"] | {
 }  # fmt: skip
 
 
-def text_of(ends: tuple[str, ...], size: int) -> Tensor:
-    """About so many bytes of installed files whose names end so, in an order by their names' hash: uint8."""
-    root, parts, found = Path(sysconfig.get_paths()["purelib"]), [], 0
-    for folder in (root, Path(sysconfig.get_paths()["stdlib"])):
-        for path in sorted(folder.rglob("*"), key=lambda path: hash_of(path.name)):
-            if path.suffix in ends and path.is_file() and "LICENSE" not in path.name:
-                parts.append(path.read_bytes()[:100_000])
-                found += len(parts[-1])
-                if found >= size:
-                    break
-        if found >= size:
-            break
-    if found < size // 8:
-        raise InputError(
-            f"{root} has {found:,} bytes of {', '.join(ends)}, of {size:,} that are wanted: install more packages."
-        )
+def text_of(package: str, ends: tuple[str, ...], size: int) -> Tensor:
+    """About so many bytes of a package's files whose names end so, in an order by their names' hash: uint8."""
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    root, parts, read = Path(found.origin).parent, [], 0
+    for path in sorted(root.rglob("*"), key=lambda path: hash_of(path.name)):
+        if path.suffix in ends and path.is_file():
+            parts.append(path.read_bytes()[:100_000])
+            read += len(parts[-1])
+            if read >= size:
+                break
+    if read < size // 8:
+        raise InputError(f"{root} has {read:,} bytes of {', '.join(ends)}, of {size:,} that are wanted: use --tiny.")
     return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
 
 
@@ -136,9 +135,9 @@ def measure(
     tiny: bool = False,
     recipe: str = "delayed",
     seeds: int = 5,
-    pretraining: int = 600,
-    steps: int = 150,
-    batch: int = 32,
+    pretraining: int = 500,
+    steps: int = 120,
+    batch: int = 16,
     length: int = 1024,
     rank: int = 16,
     device: str = "cuda",
@@ -149,30 +148,32 @@ def measure(
     Raises:
         InputError: there is too little text.
     """
+    begun = time.perf_counter()
     where, shape, sizes = torch.device(device), (batch, length), TINY if tiny else SMALL
     scaling = RECIPES[recipe]()
 
-    def fp8() -> Any:
+    def in_fp8() -> Any:
         return octavo.fp8_autocast(fp8_recipe=scaling)
 
-    def bf16() -> Any:
+    def in_bf16() -> Any:
         return octavo.fp8_autocast(enabled=False)
 
     if not (folder / "config.json").exists():
         model = octavo.transform(empty(sizes, length), scaling, device=where, params_dtype=torch.float32)
-        python = text_of(PRETRAINING, 200_000 if tiny else 60_000_000)
-        losses = train(model, batches(python, shape, 0, where), pretraining, 1e-3, fp8)
+        python = text_of(*PRETRAINING, 200_000 if tiny else 24_000_000)
+        losses = train(model, batches(python, shape, 0, where), pretraining, 1e-3, in_fp8)
         octavo.export(model, folder)
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        say(f"base: {size:.1f}M parameters, loss {losses[0]:.3f} to {losses[-1]:.3f}")
+        seconds = time.perf_counter() - begun
+        say(f"base: {size:.1f}M parameters, loss {losses[0]:.3f} to {losses[-1]:.3f}, {seconds:.0f} s so far")
         del model
-    other = text_of(ADAPTATION, 200_000 if tiny else 40_000_000)
+    other = text_of(*ADAPTATION, 200_000 if tiny else 16_000_000)
     cut = len(other) * 9 // 10
     learned, held_out = other[:cut], other[cut:]
     rows: list[dict[str, Any]] = []
     for seed in range(1, seeds + 1):
         pair: dict[str, dict[str, float]] = {}
-        for name, around in (("bf16", bf16), ("fp8", fp8)):
+        for name, around in (("bf16", in_bf16), ("fp8", in_fp8)):
             options = BuildOptions(
                 dtype=torch.bfloat16,
                 params_dtype=torch.bfloat16,
@@ -189,9 +190,10 @@ def measure(
             del model
         gap = {what: 100 * (pair["fp8"][what] / pair["bf16"][what] - 1) for what in ("before", "loss", "held_out")}
         rows.append({"seed": seed, **pair, "gap_percent": gap})
+        before, (bf16, fp8) = pair["bf16"]["before"], (pair[name]["held_out"] for name in ("bf16", "fp8"))
         say(
-            f"seed {seed}: held out {pair['bf16']['before']:.4f} before, bf16 {pair['bf16']['held_out']:.5f}, FP8 "
-            f"{pair['fp8']['held_out']:.5f} ({gap['held_out']:+.3f}%); training {gap['loss']:+.3f}%"
+            f"{time.perf_counter() - begun:.0f} s, seed {seed}: held out {before:.4f} before, bf16 {bf16:.5f}, FP8 {fp8:.5f} "
+            f"({gap['held_out']:+.3f}%); training {gap['loss']:+.3f}%"
         )
     summary = {what: _mean_of([row["gap_percent"][what] for row in rows]) for what in ("loss", "held_out")}
     for what, (mean, error) in summary.items():
@@ -211,7 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of the base: written, or read where it is there")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--recipe", default="delayed", choices=[name for name in RECIPES if name != "rowwise"])
-    for name, usual in (("seeds", 5), ("pretraining", 600), ("steps", 150), ("batch", 32), ("length", 1024), ("rank", 16)):
+    for name, usual in (("seeds", 5), ("pretraining", 500), ("steps", 120), ("batch", 16), ("length", 1024), ("rank", 16)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--tiny", action="store_true", help="a shape for CPUs; measures nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

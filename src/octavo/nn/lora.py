@@ -53,7 +53,7 @@ class Joint(NamedTuple):
 
     def reduced(self, x: Tensor) -> Tensor:
         """x [M, K] · aᵀ, [M, R]."""
-        return gemm.high_precision_mm(x, self.a.t(), x.dtype)
+        return _narrow_mm(x, self.a.t(), x.dtype)
 
     def add_(self, y: Tensor, reduced: Tensor) -> None:
         """Add reduced · bᵀ to y [M, N]."""
@@ -62,9 +62,13 @@ class Joint(NamedTuple):
     def gradients(self, dy: Tensor, x: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of `reduced` [M, R], of a [R, K] and of b [N, R]; those of both matrices in float32, or float64."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        d_reduced = gemm.high_precision_mm(dy, self.b, x.dtype)
-        d_a = gemm.high_precision_mm(d_reduced.t(), x, wide)
-        return d_reduced, d_a, gemm.high_precision_mm(dy.t(), reduced, wide)
+        d_reduced = _narrow_mm(dy, self.b, x.dtype)
+        return d_reduced, _narrow_mm(d_reduced.t(), x, wide), _narrow_mm(dy.t(), reduced, wide)
+
+
+def _narrow_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product that takes the time of reading its operands: trials of algorithms would cost a start more than they give."""
+    return gemm.high_precision_mm(a, b, dtype, recurring=False)
 
 
 class Adapters(nn.Module):

@@ -37,6 +37,8 @@ from octavo.parallel.shards import local_shard, named_tensors
 
 _CHUNK = 1 << 18
 """Elements drawn at a time, in temporary 64-bit integers: six times as fast on a CPU as 2^22, and 20 MB instead of 200."""
+_CHUNK_ON_GPU = 1 << 23
+"""The same on a GPU, where a chunk is two dozen launches: 70B parameters in chunks of 2^18 would be 6 million."""
 _MIX_1, _MIX_2, _GOLDEN = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB  # as signed 64-bit integers
 
 
@@ -315,9 +317,9 @@ def counter_normal_(tensor: Tensor, numbers: Callable[[int, int], Tensor], *, se
     `LocalShard.numbers` has them.
     """
     flat = tensor.view(-1)
-    key = key_of(seed, name)
-    for start in range(0, flat.numel(), _CHUNK):
-        stop = min(start + _CHUNK, flat.numel())
+    key, chunk = key_of(seed, name), _CHUNK_ON_GPU if tensor.is_cuda else _CHUNK
+    for start in range(0, flat.numel(), chunk):
+        stop = min(start + chunk, flat.numel())
         bits = _mix(_mix(numbers(start, stop) * _GOLDEN + key) ^ key)
         # 24 bits each for radius and angle: uniform in (0, 1] and [0, 1), exact in float32.
         radius = (_shift_right(bits, 40).float() + 1) / (1 << 24)
