@@ -344,3 +344,25 @@ def test_what_is_stored_beside_is_what_is_cast(exact_casts, run, rows, columns, 
     assert torch.equal(made.rowwise_data.float(), cast.float())
     assert (made.columnwise_data is not None) == columnwise
     assert not columnwise or torch.equal(made.columnwise_data.float(), cast.float().t())
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu", CLAMPED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(act.activation_backward, id="definition"),
+        pytest.param(act.launch_backward, id="kernel", marks=interpreted),
+    ],
+)
+@pytest.mark.parametrize(("rows", "columns", "block"), [*SMALL, (0, 16, 16)])
+def test_a_gradient_that_is_stored_beside_is_what_is_cast(exact_casts, run, rows, columns, block, dtype, name):
+    (dy, x), quantizer = case(name, rows, columns, dtype), fp8_quantizer(E5M2, columnwise=False)
+    beside = torch.full(x.shape, torch.nan, dtype=dtype)
+    made, _, bias = run(name, dy, x, block, quantizer, bias=True, beside=beside)
+    plain, _, wanted = run(name, dy, x, block, Quantizer(dtype), bias=True)
+    assert torch.equal(beside, plain.high_precision)
+    assert torch.equal(bias, wanted)
+    assert torch.equal(quantizer.amax, torch.maximum(torch.tensor(0.125), reference.amax(beside.float())))
+    cast = reference.cast(beside.float(), quantizer.scale, quantizer.dtype, quantizer.fp8_max)
+    assert torch.equal(made.rowwise_data.float(), cast.float())

@@ -222,7 +222,7 @@ def activation_tiles(
     if weights_ptr is not None:
         y = y * tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
     if beside_ptr is not None:
-        y = store_rounded(y, beside_ptr, r[:, None] * columns + c[None, :], inside)
+        y = store_rounded(y, beside_ptr, r[:, None].to(tl.int64) * columns + c[None, :], inside)
     store_quantized(
         y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
         rowwise_ptr is not None and columnwise_ptr is not None,
@@ -249,7 +249,7 @@ def activation_backward_tiles(
     rows, columns, dy_stride, x_stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
-    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
 ):  # fmt: skip
     """The gradient of a tile, and the result again; see `activation_tiles`."""
     tile = tl.program_id(0)
@@ -282,6 +282,10 @@ def activation_backward_tiles(
             partial = partial_ptr + row_tile.to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
             tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
             tl.store(partial + _to_up(columns, BLOCK), tl.sum(d_up, 0), mask=c < columns)
+        if beside_ptr is not None:
+            at = r[:, None].to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)[None, :]
+            d_gate = store_rounded(d_gate, beside_ptr, at, inside)
+            d_up = store_rounded(d_up, beside_ptr, at + _to_up(columns, BLOCK), inside)
         _store_gated(
             d_gate, d_up, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
             r, c, rows, columns, inside, one, first, BLOCK,
@@ -292,6 +296,8 @@ def activation_backward_tiles(
         dx = dy * slope
         if partial_ptr is not None:
             tl.store(partial_ptr + row_tile.to(tl.int64) * columns + c, tl.sum(dx, 0), mask=c < columns)
+        if beside_ptr is not None:
+            dx = store_rounded(dx, beside_ptr, r[:, None].to(tl.int64) * columns + c[None, :], inside)
         store_quantized(
             dx, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
             rowwise_ptr is not None and columnwise_ptr is not None,
@@ -415,6 +421,7 @@ def launch_backward(
     *,
     recompute: Quantizer | None = None,
     bias: bool = False,
+    beside: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: of the kernel without packing."""
@@ -425,7 +432,7 @@ def launch_backward(
     y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
     dx = allocate(quantizer, rows, width, x.device)
     y = allocate(y_quantizer, rows, columns, x.device)
-    packed = tiles is None and rows % 4 == 0 and packs(quantizer, recompute)
+    packed = tiles is None and beside is None and rows % 4 == 0 and packs(quantizer, recompute)
     tiles = PACKED if packed else tiles or (BACKWARD_GATED if gated else BACKWARD)
     row_tiles = cdiv(rows, tiles.rows)
     partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
@@ -433,7 +440,9 @@ def launch_backward(
         without_elements(quantizer, dx)
         without_elements(y_quantizer, y)
     else:
-        run, own = (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0})
+        run, own = (
+            (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0, "beside_ptr": beside})
+        )
         registers = _REGISTERS_AGAIN if packed and not gated and recompute is not None else None
         run[(row_tiles * cdiv(columns, tiles.columns),)](
             dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
@@ -469,14 +478,19 @@ def activation_backward(
     *,
     recompute: Quantizer | None = None,
     bias: bool = False,
+    beside: Tensor | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
 
     dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum
-    of the gradient over rows before rounding, [F] or [2F].
+    of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, gets the gradient in its dtype;
+    `quantizer` then converts that rounded one.
     """
     if gemm.is_native(x.device):
-        return launch_backward(name, dy, x, block, quantizer, recompute=recompute, bias=bias)
+        return launch_backward(name, dy, x, block, quantizer, recompute=recompute, bias=bias, beside=beside)
     dx = reference.activation_backward(name, dy, x, block)
+    total = dx.sum(0) if bias else None
+    if beside is not None:
+        dx = beside.copy_(dx).float()
     y = None if recompute is None else quantize(reference.activation(name, x, block), recompute)
-    return quantize(dx, quantizer), y, dx.sum(0) if bias else None
+    return quantize(dx, quantizer), y, total

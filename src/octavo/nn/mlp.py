@@ -252,15 +252,17 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
             return *through, *(None,) * 12, *of_second
         of_first: list[Tensor] = []
 
-        def produce(quantizer: Quantizer) -> QuantizedTensor:
-            return activation_backward(curve, d_activated, hidden, block, quantizer)[0]
+        def produce(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
+            return activation_backward(curve, d_activated, hidden, block, quantizer, beside=beside)[0]
 
         if first is None:
             d_normed = fc1.gradients(produce, saved[8:16])[0]
         else:
-            d_hidden = produce(Quantizer(fc1.out_dtype)).high_precision
-            d_normed, joint = fc1.gradients(DenseOperand(d_hidden), saved[8:16])[0], Joint(*pair_1)
-            d_reduced, d_a, d_b = joint.gradients(d_hidden, matrix_1, reduced_1)
+            d_hidden = Beside(produce, tuple(hidden.shape), fc1.out_dtype, hidden.device)
+            d_normed, joint = fc1.gradients(d_hidden, saved[8:16])[0], Joint(*pair_1)
+            if d_hidden.matrix is None:  # no input has a gradient
+                d_hidden(Quantizer(fc1.out_dtype))
+            d_reduced, d_a, d_b = joint.gradients(cast(Tensor, d_hidden.matrix), matrix_1, reduced_1)
             of_first = first.split(d_a, d_b)
             if d_normed is not None:
                 gemm.add_mm_(d_normed, d_reduced, joint.a)
