@@ -43,6 +43,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
+from octavo.models.fp8_folders import DEQUANTISE
 from octavo.models.huggingface import pose_as_pretrained
 from octavo.models.lora import adapt, adapted, check_folder, noting, reader, settle
 from octavo.models.own_code import (
@@ -73,7 +74,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor, group_of, part_of_rank, refuse_own_calls
 from octavo.models.tensor_parallel import own_code_message as no_tensor_message
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
-from octavo.models.weight_files import DEQUANTISE, Weights
+from octavo.models.weight_files import Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
 from octavo.nn.norm import FLOATS, FLOATS_OF_PYTORCH
 from octavo.parallel.calls import begin, together

@@ -451,9 +451,9 @@ def test_a_refused_folder_leaves_the_model_as_it_was(edited):
 def test_a_config_that_says_quantised_is_refused_for_weights_alone(edited, key):
     _, folder = edited(dict)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: {"quant_method": "gptq", "bits": 4}}))
     config = load_config(str(folder))
-    refused((key, "'fp8'", "Dequantise"), build, config, folder)
+    refused(("'gptq'", "bits 4", "Dequantise"), build, config, folder)
     model = built_model(config, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=1)  # its shapes, untrained
     octavo.export(model, folder / "out")
     assert "quant" not in (folder / "out" / "config.json").read_text()

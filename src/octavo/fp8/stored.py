@@ -105,6 +105,12 @@ class Stored:
         if join is not None:  # scales are above 0: integers of their bits are in the order of their values
             join(bits, False)
 
+    @torch.no_grad()
+    def put(self, module: nn.Module, name: str, out: Tensor, data: Tensor, scale_inv: Tensor) -> None:
+        """Take rows of a folder's bytes, into `out`, and its scales of the whole matrix as they are."""
+        out.copy_(data.view(torch.uint8))
+        getattr(module, name + _BITS).copy_(scale_inv.contiguous().view(torch.int32))
+
     def operand(
         self, state: Any, recipe: Recipe | None, dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = False
     ) -> QuantizedTensor:

@@ -29,10 +29,11 @@ from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, OctavoError, first_line, warn
 from octavo.fp8.scaling import states_of
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
+from octavo.models.fp8_folders import DEQUANTISE, QUANTIZED_KEYS
 from octavo.models.own_code import float32_names
 from octavo.models.spec import ModelSpec
 from octavo.models.structure import difference_from, warn_of_hooks
-from octavo.models.weight_files import DEQUANTISE, QUANTIZED_KEYS, Weights, kind_of, save_shards
+from octavo.models.weight_files import Weights, kind_of, save_shards
 from octavo.nn.derived import written_class
 from octavo.nn.lora import is_adapter
 from octavo.nn.mlp import gate_up_block

@@ -29,8 +29,9 @@ from transformers.core_model_loading import (
 )
 
 from octavo.errors import InputError, first_line, some
+from octavo.models.fp8_folders import DEQUANTISE
 from octavo.models.own_code import float32_names
-from octavo.models.weight_files import DEQUANTISE, LISTED, InMemoryWeights, WeightFiles, Weights
+from octavo.models.weight_files import LISTED, Fp8Source, InMemoryWeights, WeightFiles, Weights
 
 _QUANTISED_NAME = re.compile(
     r"\.(weight_(scale\w*|packed|shape|global_scale)|weight\.(absmax|quant_\w+|quant_state\S*)|q(weight|zeros)|scales|SCB|input_scale)$"
@@ -109,6 +110,10 @@ class PublishedWeights(Weights):
             self._last = (first, self._convert(first, self._files.read))
         tensor = self._last[1][name]
         return tensor[start:stop] if shape else tensor
+
+    def fp8(self, name: str) -> Fp8Source | None:
+        """The bytes and scales of a tensor that its file stores in FP8, and no converter computes."""
+        return self._files.fp8(self._sources[name]) if name in self._sources else None
 
     def _match(self, state: dict[str, Tensor]) -> dict[str, str]:
         """Assign the tensors of the files to those of the model, in transformers' order; returns the others."""

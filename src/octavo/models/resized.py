@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import InputError
-from octavo.models.weight_files import Weights
+from octavo.models.weight_files import Fp8Source, Weights
 
 _ROWS = 1 << 14
 """Rows that are summed at a time."""
@@ -77,6 +77,10 @@ class ResizedWeights(Weights):
             self._means[name] = self._mean(name, old)
         mean = self._means[name].expand(stop - max(start, old), *self.shapes[name][1:])
         return mean if start >= old else torch.cat([self._weights.read(name, start, old).to(mean.dtype), mean])
+
+    def fp8(self, name: str) -> Fp8Source | None:
+        """The bytes and scales of a tensor without new rows."""
+        return None if name in self.resized else self._weights.fp8(name)
 
     def _mean(self, name: str, rows: int) -> Tensor:
         parts = range(0, rows, _ROWS)

@@ -16,8 +16,9 @@ from transformers import AutoConfig
 from octavo import hub
 from octavo.errors import InputError, is_unreachable, unknown, unreachable
 from octavo.models.families import DECODER_FAMILIES, FAMILIES, outside, spec_of
+from octavo.models.fp8_folders import QUANTIZED_KEYS
 from octavo.models.shapes import SHAPES, check_source
-from octavo.models.weight_files import INDEX, QUANTIZED_KEYS
+from octavo.models.weight_files import INDEX
 from octavo.storage import why_unusable
 
 

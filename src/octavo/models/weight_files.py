@@ -6,10 +6,12 @@ of the index. Other files are not read. Nothing is unpickled.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.errors import InputError, first_line, some
+from octavo.models.fp8_folders import DEQUANTISE, Fp8Matrix, matrices_of, scheme_of
 from octavo.storage import is_lfs_pointer
 
 SINGLE = "model.safetensors"
@@ -27,16 +30,9 @@ LISTED = 10
 """Names of weights that a message gives; of more it gives the number."""
 _SHARD_BYTES = 5 << 30
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-QUANTIZED_KEYS = ("quantization_config", "compression_config")
-"""Keys of a config that give the format of quantised weights."""
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files beside the weights that give it (ModelOpt, AutoGPTQ, AutoAWQ)."""
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-DEQUANTISE = (
-    "Octavo reads no scales of quantised weights. Dequantise them with transformers: from_pretrained(folder,"
-    " quantization_config=FineGrainedFP8Config(dequantize=True)) for FP8, from_pretrained(folder).dequantize() for"
-    " bitsandbytes; then save_pretrained to a new folder, and give that."
-)
 
 
 class Weights(ABC):
@@ -69,7 +65,26 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor; all of one without dimensions."""
+        """Rows `start` to `stop` of a tensor; all of one without dimensions. What is stored in FP8: as float32."""
+
+    def fp8(self, name: str) -> Fp8Source | None:
+        """The bytes and scales of a tensor that its source stores in FP8; None for another."""
+        return None
+
+
+@dataclass(frozen=True)
+class Fp8Source:
+    """A matrix [N, K] as its file has it.
+
+    Attributes:
+        matrix: which weights share a scale.
+        scales: float32 [] or [⌈N/rows⌉, ⌈K/columns⌉], all finite and above 0.
+        bytes: reads rows from a first one to a last one, E4M3.
+    """
+
+    matrix: Fp8Matrix
+    scales: Tensor
+    bytes: Callable[[int, int], Tensor]
 
 
 def kind_of(dtype: torch.dtype | str) -> str:
@@ -104,8 +119,16 @@ class InMemoryWeights(Weights):
 class WeightFiles(Weights):
     """The safetensors of a Hugging Face model folder, under their names on disk.
 
+    Weights in FP8 are read as float32, their scales are not among the tensors.
+
+    Attributes:
+        matrices: weights in FP8, by their names.
+        spare: scales of activations and of attention's cache in the files, which no weight needs.
+        cache: the folder's config has attention's cache in FP8.
+
     Raises:
-        InputError: the folder has no weights for transformers, or they are damaged, quantised, an adapter's, or pickles.
+        InputError: the folder has no weights for transformers, or they are damaged, an adapter's, pickles, or quantised
+            otherwise than in FP8 with scales.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -116,12 +139,13 @@ class WeightFiles(Weights):
                 " download first, which prints its folder."
             )
         config = _json_object(self.folder / "config.json") if (self.folder / "config.json").is_file() else {}
-        _refuse_other_formats(self.folder, config)
+        _refuse_other_formats(self.folder)
+        scheme = scheme_of(config, str(self.folder))
         name = _entry(self.folder, config.get("transformers_weights"))
         listed = _weight_map(self.folder / name) if name.endswith(".json") else {}
         self.where: dict[str, str] = {}  # tensor → file
         shapes: dict[str, tuple[int, ...]] = {}
-        kinds: dict[str, str] = {}
+        dtypes: dict[str, str] = {}
         for file in sorted(set(listed.values())) or [name]:
             if not (self.folder / file).is_file():
                 raise InputError(f"{self.folder / file} is missing, though {name} names it: copy the whole model folder.")
@@ -133,21 +157,46 @@ class WeightFiles(Weights):
                     )
                 self.where[tensor] = file
                 shapes[tensor] = tuple(shape)
-                kinds[tensor] = kind_of(dtype)
+                dtypes[tensor] = dtype
         for tensor, file in listed.items():
             if self.where.get(tensor) != file:
                 raise InputError(
                     f"{self.folder / name} says that {tensor} is in {file}, where it is not: index and shards are of two saves."
                     " Copy the whole model folder again."
                 )
+        self.matrices, self.spare = matrices_of(scheme, shapes, dtypes, str(self.folder))
+        self.cache = scheme is not None and scheme.cache
+        beside = {*self.spare, *(matrix.scale for matrix in self.matrices.values())}
+        shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in beside}
+        kinds = {tensor: "float" if tensor in self.matrices else kind_of(dtypes[tensor]) for tensor in shapes}
+        self._scales: tuple[str, Tensor] | None = None  # of the matrix that was read last
         super().__init__(shapes, kinds, str(self.folder), "a checkpoint of this model")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows of a tensor, on the CPU."""
-        dimensions = len(self.shape(name))  # explains a weight that is not there
+        self.shape(name)  # explains a weight that is not there
+        values = self._read(name, start, stop)
+        if (matrix := self.matrices.get(name)) is None:
+            return values
+        return matrix.rows(values, self._scales_of(matrix), start, self.owner)
+
+    def fp8(self, name: str) -> Fp8Source | None:
+        """The bytes and scales of a weight in FP8, on the CPU."""
+        if (matrix := self.matrices.get(name)) is None:
+            return None
+        return Fp8Source(matrix, self._scales_of(matrix), functools.partial(self._read, name))
+
+    def _scales_of(self, matrix: Fp8Matrix) -> Tensor:
+        if self._scales is None or self._scales[0] != matrix.scale:
+            self._scales = matrix.scale, matrix.check_scales(self._read(matrix.scale, 0, None), self.owner)
+        return self._scales[1]
+
+    def _read(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Rows of a tensor as it is stored."""
         # Open for this read only: mapped pages count as this process's memory.
         with safe_open(self.folder / self.where[name], "pt") as opened:
-            return opened.get_slice(name)[start:stop] if dimensions else opened.get_tensor(name)
+            part = opened.get_slice(name)
+            return part[start:stop] if part.get_shape() else opened.get_tensor(name)
 
 
 def _header(path: Path) -> list[tuple[str, list[int], str]]:
@@ -176,17 +225,11 @@ def _copy_again(path: Path) -> str:
     return "it is a pointer of git LFS, run git lfs pull" if is_lfs_pointer(path) else "copy it again"
 
 
-def _refuse_other_formats(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise an InputError for a folder with quantised weights, an adapter, or the shards of a distributed checkpoint."""
-    for key in QUANTIZED_KEYS:
-        if config.get(key):
-            method = config[key].get("quant_method", "unknown") if isinstance(config[key], dict) else config[key]
-            raise InputError(
-                f"{folder}: config.json has a {key} (quant_method {method!r}): its weights are quantised. {DEQUANTISE}"
-            )
+def _refuse_other_formats(folder: Path) -> None:
+    """Raise an InputError for a folder with a scheme in a file of its own, an adapter, or a distributed checkpoint's shards."""
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
-            raise InputError(f"{folder}: {name} says that its weights are quantised. {DEQUANTISE}")
+            raise InputError(f"{folder}: {name} says that its weights are quantised{_scheme_in(folder / name)}. {DEQUANTISE}")
     if (folder / "adapter_config.json").is_file():
         raise InputError(
             f"{folder} has an adapter (adapter_config.json), which transformers would add to the weights and Octavo does not:"
@@ -197,6 +240,15 @@ def _refuse_other_formats(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} is a distributed checkpoint (shard-…-model-…): export a run with octavo export RUN --to FOLDER, or save"
             " a model of transformers by save_pretrained, and give that folder."
         )
+
+
+def _scheme_in(path: Path) -> str:
+    """The scheme that a file beside the weights names, for a message."""
+    values = _json_object(path)
+    inner, maker = values.get("quantization"), values.get("producer")
+    tables = [inner if isinstance(inner, dict) else values, maker if isinstance(maker, dict) else {}]
+    found = [tables[1].get("name"), *(tables[0].get(key) for key in ("quant_algo", "quant_method", "bits", "w_bit"))]
+    return f" ({' '.join(str(one) for one in found if one)})" if any(found) else ""
 
 
 def _entry(folder: Path, named: Any) -> str:

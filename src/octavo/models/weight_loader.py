@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers import PreTrainedModel
 from octavo.collectives.blocks import parameters_of, shape_of
 from octavo.dtypes import short_name
 from octavo.errors import InputError, some, warn
+from octavo.kernels.reference import BLOCK
 from octavo.models.convert import check_names_and_shapes, conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.published import PublishedWeights, causal_lm_on_meta
 from octavo.models.resized import ResizedWeights
 from octavo.models.sources import load_config
-from octavo.models.weight_files import LISTED, InMemoryWeights, WeightFiles, Weights
+from octavo.models.weight_files import LISTED, Fp8Source, InMemoryWeights, WeightFiles, Weights
 from octavo.nn.lora import is_adapter
 
 _NO_PART = re.compile(
@@ -55,6 +57,13 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     check_names_and_shapes(model, weights)
     if others and given:  # the config of a run is the folder's, with keys that were changed on purpose
         _warn_once(f"{folder}: its config.json has {others}. The model keeps its own.")
+    if files.spare:
+        _warn_once(
+            f"{folder}: {some(files.spare, LISTED)}: scales of activations or of attention's cache, for inference, not loaded."
+            " Training takes scales by its recipe."
+        )
+    elif files.cache:
+        _warn_once(f"{folder}: config.json has kv_cache_scheme, for inference: attention here has no cache in FP8.")
     if published.unused:
         _warn_once(f"{folder}: {some(published.unused, LISTED)}: not part of {type(model).__name__}, and not loaded.")
     return weights
@@ -130,20 +139,40 @@ class WeightLoader:
             out.copy_(values)
             _check_range(parts[0][0], values, out)
             return
-        period = sum(length for _, _, length in parts)
-        rows = torch.arange(start, start + out.shape[0])
-        repetition = rows // period
-        inside = rows % period  # row within the repetition
-        for source, first, length in parts:
-            at = ((inside >= 0) & (inside < length)).nonzero().flatten()  # this part's rows of `out`
-            if at.numel():
-                # In the source they follow each other: one read for all, and one way to the device.
-                theirs = (first + repetition * length + inside)[at]
-                values = self._weights.read(source, int(theirs[0]), int(theirs[-1]) + 1).to(out.device)
-                converted = values.to(out.dtype)
-                _check_range(source, values, converted)
-                out.index_copy_(0, at.to(out.device), converted)
-            inside = inside - length  # begins at 0 in the next part
+        for source, at, first, last in _of_parts(parts, start, out.shape[0]):
+            # In the source they follow each other: one read for all, and one way to the device.
+            values = self._weights.read(source, first, last).to(out.device)
+            converted = values.to(out.dtype)
+            _check_range(source, values, converted)
+            out.index_copy_(0, at.to(out.device), converted)
+
+    def stored(self, name: str, start: int, rows: int, *, block: bool, power_of_two: bool) -> Fp8Rows | None:
+        """Rows of a matrix as its source stores it in FP8; None where it stores it otherwise.
+
+        Args:
+            name: of the matrix.
+            start, rows: the first row, and the number of rows.
+            block: with a scale for each 128 × 128; else with one scale for the whole matrix.
+            power_of_two: the scale of a whole matrix has to be a power of two.
+        """
+        parts = self._sources[name]
+        sources = {source: self._weights.fp8(source) for source, _, _ in parts}
+        there = {source: found for source, found in sources.items() if found is not None}
+        if not there:
+            return None
+        if reason := _not_as_stored(parts, there, block=block, power_of_two=power_of_two):
+            return Fp8Rows(reason)
+        data = torch.empty(rows, self._weights.shape(parts[0][0])[1], dtype=torch.float8_e4m3fn)
+        for source, at, first, last in _of_parts(parts, start, rows):
+            data.view(torch.uint8).index_copy_(0, at, there[source].bytes(first, last).view(torch.uint8))
+        scales = there[parts[0][0]].scales
+        if block and len(parts) > 1:
+            rows_of_blocks = sum(len(there[source].scales) for source in there)
+            scales = torch.empty(rows_of_blocks, scales.shape[1])
+            in_blocks = [(source, first // BLOCK, length // BLOCK) for source, first, length in parts]
+            for source, at, first, last in _of_parts(in_blocks, 0, rows_of_blocks):
+                scales.index_copy_(0, at, there[source].scales[first:last])
+        return Fp8Rows("", data, scales)
 
     def _rows(self, source: str, start: int, stop: int, dims: int) -> Tensor:
         """Rows of a tensor; of one that the parameter holds as a matrix, of its matrices one after the other."""
@@ -153,6 +182,57 @@ class WeightLoader:
         first = start // shape[1]
         matrices = self._weights.read(source, first, -(-stop // shape[1]))
         return matrices.flatten(0, 1)[start - first * shape[1] : stop - first * shape[1]]
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """Rows of a matrix [N, K] that a folder stores in FP8.
+
+    Attributes:
+        reason: why its bytes and scales cannot be taken as they are; empty if they can.
+        data: E4M3 [rows, K]. scale_inv: float32 of the whole matrix, [] or [⌈N/128⌉, ⌈K/128⌉].
+    """
+
+    reason: str
+    data: Tensor | None = None
+    scale_inv: Tensor | None = None
+
+
+def _of_parts(parts: Sequence[tuple[str, int, int]], start: int, rows: int) -> Iterator[tuple[str, Tensor, int, int]]:
+    """(source, its places among `rows` rows from `start` on, its first row and the one behind the last) of each part."""
+    period = sum(length for _, _, length in parts)
+    numbers = torch.arange(start, start + rows)
+    repetition = numbers // period
+    inside = numbers % period  # row within the repetition
+    for source, first, length in parts:
+        at = ((inside >= 0) & (inside < length)).nonzero().flatten()
+        if at.numel():
+            theirs = (first + repetition * length + inside)[at]
+            yield source, at, int(theirs[0]), int(theirs[-1]) + 1
+        inside = inside - length  # begins at 0 in the next part
+
+
+def _not_as_stored(
+    parts: Sequence[tuple[str, int, int]], there: Mapping[str, Fp8Source], *, block: bool, power_of_two: bool
+) -> str:
+    """Why a matrix of these parts cannot have the bytes and scales of its sources; empty if it can."""
+    if len(there) < len({source for source, _, _ in parts}):
+        return "parts in FP8 beside others"
+    matrices = [found.matrix for found in there.values()]
+    if block:
+        if not all(matrix.is_block for matrix in matrices):
+            return "other scales than one for each 128 by 128"
+        if len(parts) > 1 and any(first % BLOCK or length % BLOCK for _, first, length in parts):
+            return "blocks with rows of several matrices, which are one here"
+        return ""
+    if any(matrix.group is not None for matrix in matrices):
+        return "more than one scale a matrix"
+    scales = [found.scales for found in there.values()]
+    if any(not torch.equal(one, scales[0]) for one in scales):
+        return "matrices of different scales, which are one here"
+    if power_of_two and float(scales[0].frexp()[0]) != 0.5:
+        return "scales that are no powers of two (fp8.use_power_2_scales)"
+    return ""
 
 
 def _check_range(name: str, values: Tensor, converted: Tensor) -> None:

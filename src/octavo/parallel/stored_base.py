@@ -7,8 +7,11 @@ FSDP2 then gathers bytes, 1 a parameter. Every rank has all scales.
 from __future__ import annotations
 
 import functools
+import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from octavo.collectives.blocks import BlockTensor, Part, as_held, indices, local_of, part_of
-from octavo.errors import InputError
+from octavo.errors import InputError, some, warn
 from octavo.fp8.recipe import Operand, Recipe
 from octavo.fp8.scaling import ModuleState, states_of
 from octavo.fp8.stored import Stored, refuse
@@ -36,10 +39,43 @@ class _Without:
         self.load(name, out, start)
 
 
+class Fp8Rows(Protocol):
+    """Rows of a matrix in FP8, or the reason why bytes and scales of a folder do not fit; `models.weight_loader` has them."""
+
+    @property
+    def reason(self) -> str:
+        """Empty if bytes and scales fit."""
+
+    @property
+    def data(self) -> Tensor | None:
+        """E4M3 [rows, K]."""
+
+    @property
+    def scale_inv(self) -> Tensor | None:
+        """float32, of the whole matrix."""
+
+
+@runtime_checkable
+class LoadsFp8(Protocol):
+    """A source of weights that may have some in FP8."""
+
+    def stored(self, name: str, start: int, rows: int, *, block: bool, power_of_two: bool) -> Fp8Rows | None:
+        """Rows of a matrix as its source stores it; None where that is not FP8. As `WeightLoader.stored`."""
+
+
 Pieces = Iterable[tuple[Tensor, Callable[[int, int], Tensor]]]
 """Parts of a weight, each with the numbers of its elements in the whole, as `LocalShard.numbers` has them."""
 Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
 """Takes note of a weight before its cast: stored name, shape of the whole, a rank's pieces, and a sum over ranks in place."""
+
+
+@dataclass(frozen=True)
+class _Other:
+    """Of matrices of which ranks hold parts; their scales belong to those."""
+
+    reason: str = "parts of a matrix on several ranks"
+    data: Tensor | None = None
+    scale_inv: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,11 +97,14 @@ class StoredInFp8:
         """Fill all other tensors, then one stored weight after the other: of each this rank's rows. Collective."""
         self._others.fill(model, self._left(names))
         stored = stored_names(model)
+        report: dict[str, list[str]] = defaultdict(list)
         for name, tensor in named_tensors(model):
-            if name in self.weights:
-                self._fill(name, stored.get(name, name), tensor)
+            if name in self.weights and (reason := self._fill(name, stored.get(name, name), tensor)) is not None:
+                report[reason].append(name)
+        _say(report)
 
-    def _fill(self, name: str, key: str, tensor: Tensor) -> None:
+    def _fill(self, name: str, key: str, tensor: Tensor) -> str | None:
+        """Returns why bytes of a folder are not taken as they are, empty if they are; None where there are none."""
         state, held, own = self.weights[name], as_held(tensor), local_of(tensor).detach()
         module, how = state.module, state.stored
         assert module is not None
@@ -92,7 +131,23 @@ class StoredInFp8:
 
         weight = rows.local[start - first :][: len(own)]
         self.note(key, part_of(tensor).shape, _pieces(weight, part_of(tensor)), add_up)
-        how.fill(module, state.weight_name, rows.local, own.view(torch.uint8), first, start - first, join=join)
+        bytes_of_rank, stored = own.view(torch.uint8), self._stored(name, tensor, how, start, len(own))
+        if stored is not None and stored.data is not None and stored.scale_inv is not None:
+            how.put(module, state.weight_name, bytes_of_rank, stored.data, stored.scale_inv)
+            return stored.reason
+        if stored is not None:  # rounded once, to FP8
+            rows = LocalShard(torch.empty(part.local_shape, dtype=torch.float32, device=own.device), part)
+            rows.load(functools.partial(self.base.load, name))  # type: ignore[union-attr]
+            rows.clear_padding()
+        how.fill(module, state.weight_name, rows.local, bytes_of_rank, first, start - first, join=join)
+        return None if stored is None else stored.reason
+
+    def _stored(self, name: str, tensor: Tensor, how: Stored, start: int, rows: int) -> Fp8Rows | None:
+        """This rank's rows of a matrix as a folder has them in FP8; None where it has them otherwise."""
+        if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8):
+            return None
+        found = self.base.load.stored(name, start, rows, block=not how.one_scale, power_of_two=how.cast.power_of_two)
+        return _Other() if found is not None and isinstance(tensor, BlockTensor) else found
 
     @property
     def _others(self) -> Values:
@@ -103,6 +158,19 @@ class StoredInFp8:
 
     def _left(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name not in self.weights and not name.endswith("weight_scale_bits")]
+
+
+def _say(report: Mapping[str, Sequence[str]]) -> None:
+    """Say on the first rank which matrices of an FP8 folder are stored otherwise than there, and why."""
+    recast = {reason: names for reason, names in report.items() if reason}
+    if not recast or os.environ.get("RANK", "0") != "0":
+        return
+    total, changed = (sum(map(len, one.values())) for one in (report, recast))
+    reasons = "; ".join(f"{reason} ({len(names)}: {some(names, 2)})" for reason, names in recast.items())
+    warn(
+        f"{changed} of {total} matrices of the base, in FP8 in their folder, were cast to FP8 a second time for fp8.recipe, "
+        f'with scales of their own, because of {reasons}. lora.base = "params_dtype" takes their values without a second cast.'
+    )
 
 
 def _first_row(held: Tensor) -> int:
