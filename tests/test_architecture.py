@@ -34,7 +34,7 @@ LAYERS = (
     ("run",),
     ("plan",),
     ("train",),
-    ("doctor", "bench", "compat", "arguments", "verify"),
+    ("doctor", "bench", "compat", "arguments", "verify", "fp8_export"),
     ("migrate",),
     ("cli",),
     ("__main__",),

@@ -342,18 +342,23 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run with adapters the whole model; else PEFT's folder of the adapters.")
     ] = False,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Matrices in FP8 with the run's scales, as compressed-tensors and vLLM read them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's weights, config and tokenizer for Hugging Face; of a run with adapters these alone, for PEFT."""
+    from octavo.fp8_export import export_fp8
     from octavo.run.export import export_run
     from octavo.storage import new_folder
 
     folder = new_folder(local_path(to, "--to"), "--to")
-    written = export_run(local_path(run, "RUN"), folder, checkpoint, merge=merge)
+    write = export_fp8 if fp8 else export_run
+    written = write(local_path(run, "RUN"), folder, checkpoint, merge=merge)
     adapters = (folder / "adapter_config.json").is_file()
     loads = f"PeftModel.from_pretrained(model, {str(folder)!r})" if adapters else ""
     loads = loads or f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-    text = f"{written} is in {folder}: {loads} loads it."
+    text = f"{written} is in {folder}: {loads} loads it{f', vllm serve {folder} serves it' if fp8 else ''}."
     _print({"checkpoint": str(written), "folder": str(folder)} if as_json else [text])
 
 

@@ -325,6 +325,24 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return len(self.layout)
 
 
+def recipe_of(path: Path) -> recipes.Recipe | None:
+    """The recipe of the FP8 layers of a checkpoint; None where no product ran in FP8."""
+    return _recipe_from(path, read_state(path).get("recipe"))
+
+
+def stored_scales(path: Path) -> dict[str, torch.Tensor]:
+    """The delayed scales of a checkpoint, float32, by `<module>.<operand>`; those that have begun."""
+    with OpenCheckpoint(path) as checkpoint:
+        stored = open_tensors(checkpoint)
+        layout = shard_io.subset(stored.layout, "fp8.")
+        tensors = shard_io.empty_tensors({name: one for name, one in layout.items() if not name.endswith(".amax_history")})
+        stored.read({f"fp8.{name}": tensor for name, tensor in tensors.items()})
+        checkpoint.verify_opened()
+    scales = {name.removesuffix(".scale"): tensor for name, tensor in tensors.items() if name.endswith(".scale")}
+    begun = {name: tensors.get(f"{name}.begun", scale != 1) for name, scale in scales.items()}
+    return {name: scale for name, scale in scales.items() if bool(begun[name].all())}
+
+
 def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bool:
     """True if the newest readable checkpoint of a run has none of the names of `wanted`: it is of the model's own code."""
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import os
 import re
 import secrets
@@ -43,6 +44,8 @@ if TYPE_CHECKING:  # transformers' model classes import torchao, a peer that may
     from transformers import PreTrainedModel
 
 _ATTACHED = "octavo_conversion"
+Encode = Callable[[str, Tensor, dict[str, Tensor]], dict[str, Tensor]]
+"""(A parameter's name, the parameter, its parts by their published names) → tensors of a file."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,8 @@ def write_pretrained(
     generation: Any = None,
     replace: bool = False,
     shard_bytes: int | None = None,
+    encode: Encode | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
 
@@ -206,6 +211,8 @@ def write_pretrained(
         generation: the generation config, written as it is: `save_pretrained` refuses some of the Hub's.
         replace: take the place of a model in the folder, whose other files stay.
         shard_bytes: of one file of weights.
+        encode: of Octavo's decoder, gives the tensors in the place of a parameter's, with more of them; on meta their shapes.
+        more: keys of config.json in the place of the config's.
 
     Raises:
         InputError: the folder is not empty or cannot be written.
@@ -213,8 +220,11 @@ def write_pretrained(
     """
     reference, way = _source(tensors, config, model)
     with new_folder(folder, replace=replace) as new:
-        _write_tensors(tensors, new, way, read, reference, shard_bytes)
+        _write_tensors(tensors, new, way, read, reference, shard_bytes, encode)
         _config_of(reference, config, tensors).save_pretrained(new)
+        if more:
+            path = new / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | dict(more), indent=2, sort_keys=True) + "\n")
         if generation is not None:
             (new / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
         for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
@@ -438,11 +448,15 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
 
 
 def _pieces(
-    tensors: Mapping[str, Tensor], way: Conversion | PreTrainedModel | None, reference: PreTrainedModel | None = None
+    tensors: Mapping[str, Tensor],
+    way: Conversion | PreTrainedModel | None,
+    reference: PreTrainedModel | None = None,
+    encode: Encode | None = None,
 ) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]:
     """(the source's tensors of each group of names, on the meta device; the function that makes them from a group).
 
-    reference: transformers' model at the end of a `Conversion`, for its published names in place of its own.
+    reference: transformers' model at the end of a `Conversion`, for its published names in place of its own. encode: as in
+    `write_pretrained`.
     """
     from octavo.models.published import groups, published
 
@@ -452,7 +466,11 @@ def _pieces(
         if way is None:
             return dict(group)
         found = {source: part for name, tensor in group.items() for source, part in way.split(name, tensor).items()}
-        return found if reference is None else published(reference, found)
+        found = found if reference is None else published(reference, found)
+        if encode is None:
+            return found
+        ((name, tensor),) = group.items()  # each parameter is a group
+        return encode(name, tensor, found)
 
     # The shapes alone, without reading: matrices are taken apart on the meta device.
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
@@ -470,8 +488,9 @@ def _write_tensors(
     read: Callable[[str], Tensor] | None,
     reference: PreTrainedModel | None = None,
     shard_bytes: int | None = None,
+    encode: Encode | None = None,
 ) -> None:
-    pieces, theirs = _pieces(tensors, way, reference)
+    pieces, theirs = _pieces(tensors, way, reference, encode)
     values = read or tensors.__getitem__
     save_shards(pieces, lambda names: theirs({name: values(name) for name in names}), folder, shard_bytes)
 

@@ -82,7 +82,7 @@ def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan
     if plan.config.fp8.enabled != "auto":
         return plan
     if resumed:
-        return _with_saved_choice(plan, all_ranks().on_rank_0(lambda: _read_choice(folder.choices)))
+        return _with_saved_choice(plan, all_ranks().on_rank_0(lambda: read_choice(folder.choices)))
     if plan.recipe is None:
         names = [*plan.layers, "head"] if plan.config.fp8.head else plan.layers
         return dataclasses.replace(plan, excluded=dict.fromkeys(names, plan.fp8_note))
@@ -139,7 +139,8 @@ def _with_saved_choice(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
     return dataclasses.replace(plan, recipe=recipe, excluded=kept_out, fp8_note=note + how)
 
 
-def _read_choice(path: Path) -> dict[str, Any]:
+def read_choice(path: Path) -> dict[str, Any]:
+    """The choice that `record` saved: "fp8", "device", and "kept_out", layer → reason; an InputError for a damaged file."""
     try:
         choice = json.loads(path.read_bytes())
         return {"fp8": bool(choice["fp8"]), "device": str(choice["device"]), "kept_out": dict(choice["kept_out"])}

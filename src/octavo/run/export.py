@@ -33,6 +33,7 @@ from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, first_line, nearest, some, unknown, warn
 from octavo.models.convert import (
     Conversion,
+    Encode,
     check_decoder,
     conversion,
     conversion_of,
@@ -224,14 +225,25 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
         OctavoError: no checkpoint is whole.
     """
     config = run_config(run)
-    if to.resolve().is_relative_to((run / "checkpoints").resolve()):
-        raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
-    _check_empty(to)
+    check_target(run, to)
     if config.lora.rank is None and merge:
         raise InputError(f"--merge: {run} has no adapters (lora.rank), and its export is the whole model. Leave --merge out.")
     if config.lora.rank is not None and not merge:
         return _export_adapters_of_run(run, config, to, checkpoint)
     found = open_run(run, config, checkpoint)
+    write_run(found, to)
+    return found.checkpoint
+
+
+def check_target(run: Path, to: Path) -> None:
+    """Raise an InputError for a folder that is not empty, or that the run would remove."""
+    if to.resolve().is_relative_to((run / "checkpoints").resolve()):
+        raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
+    _check_empty(to)
+
+
+def write_run(found: OpenRun, to: Path, encode: Encode | None = None, more: Mapping[str, Any] | None = None) -> None:
+    """Write the weights of a checkpoint with config, generation config and tokenizer. encode, more: of `write_pretrained`."""
     generation, refused = found.generation.accepted()
     for key, reason in refused.items():
         warn(f"{FILE}: {key} = {found.generation.values[key]!r} is left out, since transformers refuses it: {reason}")
@@ -239,8 +251,9 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
         warn(f"{FILE}: {some(found.dropped)}: left out, since their ids are of another tokenizer than the run's.")
     if found.tokenizer is not None and (other := other_beside(found.tokenizer, found.config)):
         warn(other)
-    write_pretrained(found.shapes, found.config, to, found.tokenizer, read=found.read, generation=generation)
-    return found.checkpoint
+    write_pretrained(
+        found.shapes, found.config, to, found.tokenizer, read=found.read, generation=generation, encode=encode, more=more
+    )
 
 
 def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | None) -> Path:
@@ -280,9 +293,11 @@ def _adapter_options(config: RunConfig) -> BuildOptions:
 
 
 def _merged(
-    checkpoint: Path, config: RunConfig, hf_config: Any
+    checkpoint: Path, config: RunConfig, hf_config: Any, *, exact: bool
 ) -> tuple[Mapping[str, torch.Tensor], Callable[[str], torch.Tensor]]:
     """(the shapes of a run's weights with their adapters, by stored names; the function that gives the values of one).
+
+    exact: merged weights are float32, before they are rounded.
 
     Raises:
         InputError: the base is no more the one that the adapters were trained on.
@@ -296,15 +311,15 @@ def _merged(
         folder = weights_folder(config.model.source)
         load = WeightLoader(model, folder_weights(folder, model, hf_config, resize=config.model.resize))
 
-        def base(name: str) -> torch.Tensor:
-            out = torch.empty(shapes[name].shape, dtype=shapes[name].dtype)
+        def base(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+            out = torch.empty(shapes[name].shape, dtype=dtype or shapes[name].dtype)
             load(own[name], out, 0)
             return out
     else:  # of a seed
         initial = dict(build_model(hf_config, _adapter_options(config), device="cpu").named_parameters())
 
-        def base(name: str) -> torch.Tensor:
-            return initial[own[name]].detach()
+        def base(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return initial[own[name]].detach().to(dtype or shapes[name].dtype)
 
     saved = read_state(checkpoint).get("lora") or {}
     if (now := fingerprint_of(frozen, base)) != saved.get("base"):
@@ -318,7 +333,12 @@ def _merged(
     adapters = peft_tensors({name: stored[name] for name in stored if is_adapter(name)}, way)
 
     def read(name: str) -> torch.Tensor:
-        return merged(name, base(name), adapters, way, found.options.scale) if name in frozen else stored[name]
+        if name not in frozen:
+            return stored[name]
+        # A base in FP8 is its bytes: not by way of the parameters' dtype.
+        weight = base(name, torch.float32 if config.lora.base == "fp8" else None)
+        whole = merged(name, weight.float(), adapters, way, found.options.scale)
+        return whole if exact else whole.to(shapes[name].dtype)
 
     return shapes, read
 
@@ -353,8 +373,10 @@ def run_config(run: Path) -> RunConfig:
     return config
 
 
-def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
+def open_run(run: Path, config: RunConfig, name: str | None = None, *, exact: bool = False) -> OpenRun:
     """The newest whole checkpoint of a run, or that of the name "step-N"; adapters are merged into their base.
+
+    exact: merged weights are float32, not rounded to the parameters' dtype.
 
     Raises:
         InputError: there is no checkpoint, or none of that name; or the base is no more that of the adapters.
@@ -372,7 +394,7 @@ def open_run(run: Path, config: RunConfig, name: str | None = None) -> OpenRun:
         stored = StoredWeights(checkpoint)
         shapes, read = empty_tensors(stored.layout, "meta"), stored.__getitem__
     else:
-        shapes, read = _merged(checkpoint, config, hf_config)
+        shapes, read = _merged(checkpoint, config, hf_config, exact=exact)
     return OpenRun(checkpoint, hf_config, generation, tokenizer, shapes, read, dropped)
 
 

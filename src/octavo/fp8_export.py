@@ -1,0 +1,272 @@
+"""Exports a run in FP8 for serving, in compressed-tensors' layout, which transformers and vLLM read.
+
+A matrix that ran in FP8 is written as E4M3 bytes and scales as the run's recipe shares them. A matrix that Octavo holds joined
+(query/key/value, gate/up) has one scale a tensor in all of its parts: vLLM joins the parts too, and would cast those of other
+scales a second time. All else is in the dtype in which the run computes: head, embedding, routers, norms, and layers that
+stayed out of FP8. One file is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.build import build_model
+from octavo.checkpoint.reader import recipe_of, stored_scales
+from octavo.config.run import RunConfig
+from octavo.dtypes import torch_dtype
+from octavo.errors import InputError, some, warn
+from octavo.fp8.recipe import Granularity, Operand, Recipe
+from octavo.fp8.scaling import states_of
+from octavo.kernels import reference
+from octavo.kernels.reference import BLOCK
+from octavo.models.convert import conversion
+from octavo.models.decoder import Decoder
+from octavo.models.published import causal_lm_on_meta, published
+from octavo.nn.plain_names import stored_names
+from octavo.plan.fp8_auto import read_choice
+from octavo.plan.precision import PrecisionSchedule
+from octavo.plan.run import build_options
+from octavo.run.export import OpenRun, check_target, open_run, run_config, write_run
+from octavo.run.folder import RunFolder
+
+_E4M3 = torch.float8_e4m3fn
+_HALF_STEP = 16.0
+"""Of E4M3 around 448: a value that is clipped by less is off by no more than a rounding."""
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A parameter that ran in FP8.
+
+    Attributes:
+        recipe: of its layer.
+        weight_scale: the run's delayed scale; None where each tensor has its own.
+        input_scale: that of the layer's input, as scale of a cast.
+    """
+
+    recipe: Recipe
+    weight_scale: Tensor | None
+    input_scale: Tensor | None
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        """compressed-tensors' `weights` and `input_activations`."""
+        match self.recipe.casts[Operand.WEIGHT].granularity:
+            case Granularity.BLOCK_128X128:
+                weights = {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+                inputs: dict[str, Any] = {"strategy": "group", "group_size": BLOCK, "dynamic": True}
+            case Granularity.ROW:
+                weights, inputs = {"strategy": "channel"}, {"strategy": "token", "dynamic": True}
+            case _:
+                weights = {"strategy": "tensor"}
+                fixed = self.input_scale is not None
+                inputs = {"strategy": "tensor" if fixed else "token", "dynamic": not fixed}
+        return {"weights": {**_FLOAT8, "dynamic": False, **weights}, "input_activations": {**_FLOAT8, **inputs}}
+
+
+@dataclass
+class _Encoder:
+    """Gives the tensors of a file for each parameter."""
+
+    matrices: Mapping[str, _Matrix]
+    dtype: torch.dtype
+    beyond: list[str] = field(default_factory=list)
+
+    def __call__(self, name: str, weight: Tensor, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Bytes and scales of a matrix in FP8; else the parts in the dtype of the folder."""
+        matrix = self.matrices.get(name)
+        if matrix is None:
+            return {theirs: part.to(self.dtype) if part.is_floating_point() else part for theirs, part in parts.items()}
+        if weight.is_meta:
+            return {key: one for theirs, part in parts.items() for key, one in self._shapes(matrix, theirs, part).items()}
+        if not bool(weight.isfinite().all()):
+            raise InputError(f"{name} has values that are not finite: export an earlier checkpoint (--checkpoint step-N).")
+        how = matrix.recipe.casts[Operand.WEIGHT]
+        one = self._scale(name, weight, matrix) if how.granularity is Granularity.TENSOR else None
+        found: dict[str, Tensor] = {}
+        for theirs, part in parts.items():
+            if one is not None:
+                data, scale = reference.cast(part, one, _E4M3, how.format.max), one.reshape(1)
+            elif how.granularity is Granularity.ROW:
+                data, scale = reference.cast_rows(part, _E4M3, how.format.max)
+            else:
+                data, scale = reference.cast_blocks(part, _E4M3, how.format.max, BLOCK)
+            found |= {theirs: data, f"{theirs}_scale": reference.divide(1.0, scale)}
+            if matrix.input_scale is not None:
+                inverse = reference.divide(1.0, matrix.input_scale)
+                found[f"{theirs.removesuffix('weight')}input_scale"] = inverse.reshape(1).clone()
+        return found
+
+    def _scale(self, name: str, weight: Tensor, matrix: _Matrix) -> Tensor:
+        """The run's scale; of a weight that has grown beyond it since, that of its amax."""
+        how = matrix.recipe.casts[Operand.WEIGHT]
+        largest = reference.amax(weight)
+        if matrix.weight_scale is not None:
+            if bool(largest * matrix.weight_scale <= how.format.max + _HALF_STEP):
+                return matrix.weight_scale
+            self.beyond.append(name)
+        return reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
+
+    def _shapes(self, matrix: _Matrix, theirs: str, part: Tensor) -> dict[str, Tensor]:
+        rows, columns = part.shape
+        match matrix.recipe.casts[Operand.WEIGHT].granularity:
+            case Granularity.TENSOR:
+                scales: tuple[int, ...] = (1,)
+            case Granularity.ROW:
+                scales = (rows, 1)
+            case _:
+                scales = (-(-rows // BLOCK), -(-columns // BLOCK))
+        found = {theirs: torch.empty_like(part, dtype=_E4M3), f"{theirs}_scale": torch.empty(scales, device="meta")}
+        if matrix.input_scale is not None:
+            found[f"{theirs.removesuffix('weight')}input_scale"] = torch.empty(1, device="meta")
+        return found
+
+
+def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: bool = False) -> Path:
+    """Write a checkpoint of `run` (`step-N`, or the newest whole one) in FP8 to the folder `to`; returns the checkpoint.
+
+    Scales of activations are static where the run has delayed scales, which belong to its last steps; else dynamic, one a
+    token, or one for each 128 columns of it after block scaling. merge: of a run with adapters, merged in float32 and cast
+    once.
+
+    Raises:
+        InputError: as `export_run`; a run without products in FP8, with adapters and without `merge`, whose model keeps its
+            own code or has experts; or matrices whose blocks vLLM could not read.
+        OctavoError: no checkpoint is whole.
+    """
+    config = run_config(run)
+    check_target(run, to)
+    if (config.lora.rank is None) == merge:
+        raise InputError(
+            f"--merge: {run} has no adapters (lora.rank). Leave --merge out."
+            if merge
+            else f"--fp8: {run} has adapters (lora.rank), which are not served in FP8 alone: give --merge too, for the whole "
+            "model with them; without --fp8 they are written for PEFT."
+        )
+    found = open_run(run, config, checkpoint, exact=True)
+    model, recipe = _model(run, config, found)
+    matrices = _matrices(model, recipe, found.checkpoint, merged=merge)
+    dtype = torch_dtype(config.model.dtype)
+    encoder = _Encoder(matrices, dtype)
+    write_run(found, to, encoder, {"quantization_config": _quantization(model, matrices), "dtype": str(dtype)[6:]})
+    if encoder.beyond:
+        names = list(dict.fromkeys(encoder.beyond))
+        warn(
+            f"{some(names)}: grown beyond the delayed scale of the last step, which clips in the run's evaluation: written"
+            " with the scale of the weight's amax."
+        )
+    return found.checkpoint
+
+
+def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recipe]:
+    """(The run's model without values, with the layers that are in FP8 at the checkpoint; the recipe of its products).
+
+    Raises:
+        InputError: nothing ran in FP8, or the model keeps its own code or has experts.
+    """
+    recipe = recipe_of(found.checkpoint)
+    if recipe is None or config.fp8.enabled is False:
+        raise InputError(
+            f"--fp8: no product of {run} ran in FP8, so it has no scales, and served in FP8 it would compute otherwise than "
+            "it was trained. Export without --fp8; or train some steps with fp8.enabled = true."
+        )
+    options = build_options(config, blocks="auto")
+    choices = RunFolder(run).choices
+    excluded = read_choice(choices)["kept_out"] if config.fp8.enabled == "auto" and choices.is_file() else {}
+    names = type(options)(**{**vars(options), "lora": None, "frozen": (), "excluded": excluded})
+    model = build_model(found.config, names, device="meta")
+    if not isinstance(model, Decoder) or config.model.blocks == "own":
+        raise InputError(
+            f"--fp8: {type(model).__name__} keeps its own code (octavo.describe(model) says why), and FP8 folders are written"
+            " of Octavo's decoder. Export without --fp8."
+        )
+    if model.spec.mixtures:
+        raise InputError(
+            f"--fp8: {model.spec.family} has experts, whose layout in FP8 differs between readers (a matrix of each, or"
+            " one of all): not written. Export without --fp8."
+        )
+    if config.fp8.schedule:
+        if config.train.steps is None:
+            warn("fp8.schedule with train.epochs: layers that left FP8 in the last steps are written in FP8.")
+        else:
+            step = int(found.checkpoint.name.rpartition("-")[2])
+            PrecisionSchedule(model, config.fp8.schedule, config.train.steps).begin(step)
+    return model, recipe
+
+
+def _matrices(model: Decoder, recipe: Recipe, checkpoint: Path, *, merged: bool) -> dict[str, _Matrix]:
+    """Parameters in FP8 by their stored names. merged: recorded scales of weights are of the base alone.
+
+    Raises:
+        InputError: block scaling of matrices that are not of whole blocks, which vLLM refuses.
+    """
+    scales, stored = stored_scales(checkpoint), stored_names(model)
+    names = {id(parameter): stored.get(name, name) for name, parameter in model.named_parameters()}
+    way = conversion(model.spec)
+    found: dict[str, _Matrix] = {}
+    for module, state in states_of(model):
+        own = state.under(recipe)
+        if own is None or state.weight is None or module == "head":
+            continue
+        name, key = names[id(state.weight)], stored.get(module, module)
+        weight, inputs = (scales.get(f"{key}.{operand.value}") for operand in (Operand.WEIGHT, Operand.INPUT))
+        delayed = own.history is not None
+        if delayed and inputs is None:
+            raise InputError(f"--fp8: {module} has no delayed scale in {checkpoint}: it never ran. Give a later --checkpoint.")
+        found[name] = _Matrix(own, weight if delayed and not merged else None, inputs if delayed else None)
+        if own.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
+            for theirs, part in way.split(name, torch.empty(state.weight.shape, device="meta")).items():
+                if any(size % BLOCK for size in part.shape):
+                    raise InputError(
+                        f"--fp8: {theirs} is {list(part.shape)}, and readers of block scales take multiples of {BLOCK} alone. "
+                        'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for single layers).'
+                    )
+    if not found:
+        raise InputError("--fp8: every layer is out of FP8 (fp8.skip, fp8.layers, fp8.schedule). Export without --fp8.")
+    return found
+
+
+def _quantization(model: Decoder, matrices: Mapping[str, _Matrix]) -> dict[str, Any]:
+    """compressed-tensors' quantization_config."""
+    plain, way = causal_lm_on_meta(model.config), conversion(model.spec)
+    linear = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
+    in_fp8 = {theirs.removesuffix(".weight"): matrices[name] for name in matrices for theirs in way.names(name)}
+    left_out: dict[str, None] = {}
+    for name in linear:
+        if name not in in_fp8:  # under both of its names
+            weight = {f"{name}.weight": torch.empty(1, device="meta")}
+            left_out |= dict.fromkeys((name, *(theirs.removesuffix(".weight") for theirs in published(plain, weight))))
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, matrix in in_fp8.items():
+        scheme = matrix.scheme
+        for known, targets in groups:
+            if known == scheme:
+                targets.append(name)
+                break
+        else:
+            groups.append((scheme, [name]))
+    only = len(groups) == 1
+    return {
+        "config_groups": {
+            f"group_{number}": {
+                "targets": ["Linear"] if only else targets,
+                **scheme,
+                "output_activations": None,
+                "format": "float-quantized",
+            }
+            for number, (scheme, targets) in enumerate(groups)
+        },
+        "format": "float-quantized",
+        "global_compression_ratio": None,
+        "ignore": list(left_out),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
