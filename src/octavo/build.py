@@ -527,7 +527,11 @@ def _replacement(
 ) -> tuple[ModelSpec | None, bool, str]:
     """(spec of the decoder that replaces the model, True for new vision blocks, reason for the model's own code if neither)."""
     if getattr(original, "hf_quantizer", None) is not None:
-        raise InputError(f"the weights of this {type(original).__name__} are quantised. {DEQUANTISE}")
+        raise InputError(
+            f"the weights of this {type(original).__name__} are quantised in memory. Of a folder in FP8 give a model without"
+            " values, AutoModelForCausalLM.from_config(config) under octavo.delayed_init(), and load_from=folder. "
+            f"{DEQUANTISE}"
+        )
     causal_lm = original is None or (
         hasattr(config, "model_type") and any(base.__name__.endswith("ForCausalLM") for base in type(original).__mro__)
     )

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 import warnings
 
 import pytest
@@ -30,11 +31,16 @@ def each_warning_again():
     weight_loader._warn_once.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    llama(**SIZES, num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
 def saved(folder, **changes):
     sizes = {key: value for key, value in (SIZES | changes).items() if value is not None}
-    model = llama(**sizes)
-    model.save_pretrained(folder)
-    return model
+    llama(**sizes).save_pretrained(folder)
 
 
 def build(folder, dtype=torch.float32, **options):
@@ -296,6 +302,15 @@ FOLDERS = {
     "zero scale": ("channel", tensor(TENSOR_SCALE, at(0.0, 7)), None, (TENSOR_SCALE, "0 as a scale", "1 of 160")),
     "negative scale": ("tensor", tensor(TENSOR_SCALE, lambda s: -s), None, (TENSOR_SCALE, "-0.0")),
     "infinite scale": ("tensor", tensor(TENSOR_SCALE, at(torch.inf)), None, (TENSOR_SCALE, "inf")),
+    "reciprocal of a tensor's scale": ("tensor", tensor(TENSOR_SCALE, lambda s: 1 / s), None, (TENSOR_SCALE, "reciprocal")),
+    "reciprocals of blocks": ("block", tensor(BLOCK_SCALE, lambda s: 1 / s), None, (BLOCK_SCALE, "1 / scale")),
+    "bytes without their dtype": ("block", tensor(DATA, lambda w: w.view(torch.uint8)), None, (BLOCK_SCALE, "U8, not FP8")),
+    "all experts in one": (
+        "block", lambda tensors: tensors.update({DATA: tensors[DATA][None].clone()}), None, (DATA, "[1, 160, 144]"),
+    ),
+    "scale of an activation without a weight": (
+        "tensor", tensor("model.layers.0.input_layernorm.input_scale", torch.ones(1)), None, ("input_scale", "quantised"),
+    ),
     "integer scale": ("tensor", tensor(TENSOR_SCALE, torch.ones(1, dtype=torch.int32)), None, (TENSOR_SCALE, "I32")),
     "NaN bytes": (
         "block", tensor(DATA, lambda w: w.view(torch.uint8).index_fill(0, torch.tensor(3), 0x7F).view(w.dtype)), None,
@@ -347,9 +362,9 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_what_would_silently_be_other_values_is_refused(tmp_path, case):
+def test_what_would_silently_be_other_values_is_refused(plain, tmp_path, case):
     kind, change, edit, words = FOLDERS[case]
-    saved(tmp_path)
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     quantise(tmp_path, kind, change, edit=edit)
     refused(words, build, tmp_path)
 
@@ -367,8 +382,8 @@ def test_what_would_silently_be_other_values_is_refused(tmp_path, case):
         ({"bits": 8}, ("None", "bits 8")),
     ],
 )
-def test_other_schemes_are_refused_by_name(tmp_path, values, words):
-    saved(tmp_path)
+def test_other_schemes_are_refused_by_name(plain, tmp_path, values, words):
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "config.json"
     plain = json.loads(path.read_text())
     path.write_text(json.dumps(plain | {"quantization_config": values}))

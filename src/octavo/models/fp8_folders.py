@@ -33,6 +33,8 @@ SCALES = ("weight_scale", "weight_scale_inv")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _CACHE_SCALE = re.compile(r"\.(k_scale|v_scale|q_scale|kv_scale|prob_output_scale|[kv]_proj\.output_scale)$")
 """Scales of attention's cache, without a part in weights."""
+_E4M3_MAX, _LARGEST = 448.0, 4096.0
+"""The largest byte, and a weight that no model has: trained ones are below 100."""
 _FP8, _E4M3 = "fp8", "F8_E4M3"
 _COMPRESSED = "compressed-tensors"
 _BYTES_ALONE = ("float-quantized", "naive-quantized")
@@ -127,6 +129,12 @@ class Fp8Matrix:
                 f"{owner}: {self.scale} has {faulty[0].item():g} as a scale ({len(faulty)} of {values.numel()} are such): a "
                 "scale is a finite number above 0. The folder is damaged, or was quantised wrongly: copy it again, or give the "
                 "original model."
+            )
+        if float(values.median()) * _E4M3_MAX > _LARGEST:
+            raise InputError(
+                f"{owner}: {self.scale} is about {float(values.median()):g}, by which the largest weights would be about "
+                f"{float(values.median()) * _E4M3_MAX:.3g}: it seems to be the reciprocal, by which bytes are divided. A scale "
+                "multiplies the bytes, also under the name weight_scale_inv: write 1 / scale."
             )
         return values.reshape(()) if self.group is None else values.reshape(self.grid)
 

@@ -30,12 +30,15 @@ from transformers import (
 
 from octavo.data import tokenizer as tokenizers
 from octavo.data.special_tokens import SpecialTokens
-from octavo.errors import InputError, OctavoError, first_line, nearest
+from octavo.dtypes import short_name
+from octavo.errors import InputError, OctavoError, first_line, nearest, warn
 from octavo.models.convert import load_pretrained, without_progress_bar
 from octavo.models.decoder import Decoder
 from octavo.models.generation import from_model_config, load_generation_config
+from octavo.models.published import causal_lm_on_meta
 from octavo.models.sources import load_config
 from octavo.models.weight_files import WeightFiles
+from octavo.models.weight_loader import folder_weights
 from octavo.parallel.coordination import all_ranks
 from octavo.run.export import open_run, run_config
 from octavo.run.folder import RunFolder
@@ -275,16 +278,31 @@ def _of_folder(folder: Path, checkpoint: str | None) -> tuple[PreTrainedModel, P
             " text from a prompt alone."
         )
     _ = _tokenizer_of(folder).ends  # refused before the weights are read
-    WeightFiles(folder)  # refuses pickles, quantised and damaged weights
+    files = WeightFiles(folder)  # refuses pickles, damaged weights, and those that are quantised otherwise than in FP8
     generation = load_generation_config(str(folder)) or from_model_config(config)
     ends = GenerationConfig(
         eos_token_id=generation.values.get("eos_token_id")
     )  # given, so that a file that is refused is not read
+    model: PreTrainedModel
+    if files.matrices:
+        return _of_fp8_folder(folder, config, ends), folder, None
     with without_progress_bar():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(folder), trust_remote_code=False, dtype="auto", generation_config=ends
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=False, dtype="auto", generation_config=ends)
     return model, folder, None
+
+
+def _of_fp8_folder(folder: Path, config: Any, ends: GenerationConfig) -> PreTrainedModel:
+    """The model of a folder in FP8 with the values of its weights: transformers' readers need a GPU, or another package."""
+    weights = folder_weights(folder, None, config)
+    dtype = config.dtype or torch.bfloat16
+    state = {name: weights.read(name).to(dtype) for name, kind in weights.kinds.items() if kind == "float"}
+    state |= {name: weights.read(name) for name, kind in weights.kinds.items() if kind != "float"}
+    with without_progress_bar():
+        model: PreTrainedModel = type(causal_lm_on_meta(config)).from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, generation_config=ends
+        )
+    warn(f"{folder}: weights in FP8 are computed with by their values in {short_name(dtype)}, activations are not cast to FP8.")
+    return model
 
 
 def _ends(model: PreTrainedModel, ends: tuple[int, ...]) -> list[int]:
