@@ -141,6 +141,36 @@ def test_transformers_computes_the_logits_of_the_runs_evaluation(recipe, runs, t
     compressed_tensors.quantization.QuantizationConfig.model_validate(config["quantization_config"])
 
 
+SIZES = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+OTHERS = {
+    "gpt_neox": {},
+    "phi3": {"num_key_value_heads": 1, "pad_token_id": 0},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 1},
+}
+
+
+@pytest.mark.long(lambda family: family != "gpt_neox")
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_too(family, tiny_run, tmp_path):
+    AutoConfig.for_model(family, **SIZES | OTHERS[family]).save_pretrained(tmp_path / "config")
+    run, folder = tiny_run(steps=2), tmp_path / "served"
+    table = run.file.read_text()
+    run.file.write_text(table[: table.index("[model.config]")] + table[table.index("[data]") :])
+    lines = [line for line in lines_of("delayed") if "dropout" not in line]
+    assert main(["train", str(run.file), f"model.source={tmp_path / 'config'}", *lines]) == 0
+    assert main(["export", str(run.output), "--to", str(folder), "--fp8"]) == 0
+    with torch.no_grad():
+        found = served(folder)(input_ids=IDS).logits
+    assert relative(found, evaluated(run, "delayed", 2)[0]) < SAME_CASTS
+    matrices = [name for name, tensor in load_file(folder / "model.safetensors").items() if tensor.dtype == E4M3]
+    assert len(matrices) == 2 * {"gpt_neox": 4, "phi3": 4}.get(family, 7)
+
+
 def test_a_folder_that_was_written_is_a_base_to_the_byte(runs, tmp_path, capsys):
     folder = tmp_path / "served"
     assert main(["export", str(runs("delayed").output), "--to", str(folder), "--fp8"]) == 0

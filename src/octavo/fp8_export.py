@@ -9,7 +9,7 @@ stayed out of FP8. One file is in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,8 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     options = build_options(config, blocks="auto")
     choices = RunFolder(run).choices
     excluded = read_choice(choices)["kept_out"] if config.fp8.enabled == "auto" and choices.is_file() else {}
-    names = type(options)(**{**vars(options), "lora": None, "frozen": (), "excluded": excluded})
-    model = build_model(found.config, names, device="meta")
+    options = replace(options, lora=None, frozen=(), excluded=excluded)
+    model = build_model(found.config, options, device="meta")
     if not isinstance(model, Decoder) or config.model.blocks == "own":
         raise InputError(
             f"--fp8: {type(model).__name__} keeps its own code (octavo.describe(model) says why), and FP8 folders are written"

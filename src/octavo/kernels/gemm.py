@@ -201,7 +201,8 @@ def _blockwise(
         product = block_mm if torch.compiler.is_compiling() else _block_mm
         out = product(a, a_scale_inv, b, b_scale_inv, product_dtype)
     else:
-        # Their scales are powers of two, so the values of the blocks are exact in bf16, which multiplies fast.
+        # Scales of a cast are powers of two, so the values of the blocks are exact in bf16, which multiplies fast. Those of a
+        # folder in FP8 need not be: its weights are rounded as in a bf16 model.
         a, b = (reference.dequantize(*operand).bfloat16() for operand in ((a, a_scale_inv), (b, b_scale_inv)))
         with torch.autocast(a.device.type, enabled=False):
             out = a @ b.t() if product_dtype == torch.bfloat16 else torch.mm(a, b.t(), out_dtype=torch.float32)
