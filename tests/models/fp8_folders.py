@@ -4,6 +4,13 @@ import json
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import octavo
+from octavo.collectives.whole import whole_tensor
+from octavo.fp8.recipe import RECIPES
+from octavo.fp8.scaling import states_of
+from octavo.models.sources import load_config
 
 E4M3_MAX = 448.0
 LEFT_OUT = ("lm_head", "embed", "norm", "gate.weight", "router")
@@ -64,3 +71,21 @@ def quantise(folder, kind, change=None, *, edit=None, scale_dtype=torch.float32)
     save_file(tensors, file, metadata={"format": "pt"})
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     return values
+
+
+def bases(folder, recipe, degrees):
+    """On each rank: name → (bytes of the whole matrix, scales) of a base in FP8, and the loss of a step."""
+    if degrees is not None:
+        octavo.init(degrees)
+    recipe = RECIPES[recipe]()
+    with octavo.delayed_init():
+        empty = AutoModelForCausalLM.from_config(load_config(str(folder)))
+    lora, dtypes = octavo.LoRA(4, base="fp8"), {"dtype": torch.bfloat16, "params_dtype": torch.bfloat16}
+    model = octavo.transform(empty, recipe, lora=lora, load_from=folder, device="cpu", **dtypes)
+    found = {}
+    for name, state in states_of(model):
+        if state.stored is not None:
+            weight = whole_tensor(getattr(state.module, state.weight_name).detach())
+            bits = getattr(state.module, f"{state.weight_name}_scale_bits")
+            found[name] = weight.view(torch.uint8), bits.view(torch.float32).clone()
+    return found

@@ -9,12 +9,13 @@ import warnings
 import pytest
 import torch
 from expectations import refused
-from fp8_folders import config_of, quantise
+from fp8_folders import bases, config_of, quantise
 from llamas import hugging_face, llama, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import octavo
+import ranks
 from building import built_model
 from octavo.fp8.scaling import states_of
 from octavo.models import weight_loader
@@ -236,10 +237,29 @@ def test_a_second_cast_is_said_with_its_reason_and_is_the_only_one(tmp_path, kin
     found, wanted = state.stored.values(state, torch.float32), values[f"{LAYER}.weight"].float()
     if "8 of 8" in reason:
         how = copy.deepcopy(state.stored)
-        how.fill(state.module, state.weight_name, wanted)  # from float32: not by way of bfloat16
+        how.fill(state.module, state.weight_name, wanted, state.weight.detach())  # from float32: not by way of bfloat16
         assert torch.equal(found, how.values(state, torch.float32))
     else:
         assert torch.equal(found, wanted)
+
+
+@ranks.alone
+@pytest.mark.long(lambda kind, recipe: kind == "tensor" or recipe != "block")
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("block", "block"), ("block", "delayed"), ("tensor", "delayed"), ("tensor", "block")]
+)
+def test_ranks_have_the_base_of_one_rank_in_parts(plain, tmp_path, kind, recipe):
+    if kind == "block":
+        saved(tmp_path, **ALIGNED)
+    else:
+        shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
+    quantise(tmp_path, kind, same_scale)
+    (wanted,) = ranks.run(1, bases, tmp_path, recipe, None)
+    assert len(wanted) == 8
+    for found in ranks.run(2, bases, tmp_path, recipe, {}):
+        assert found.keys() == wanted.keys()
+        for name, parts in wanted.items():
+            assert all(torch.equal(a, b) for a, b in zip(found[name], parts, strict=True)), name
 
 
 def test_scales_that_training_does_not_read_are_said(tmp_path, capsys):
