@@ -262,6 +262,22 @@ def test_ranks_have_the_base_of_one_rank_in_parts(plain, tmp_path, kind, recipe)
             assert all(torch.equal(a, b) for a, b in zip(found[name], parts, strict=True)), name
 
 
+@ranks.alone
+@pytest.mark.long
+def test_tensor_ranks_cast_their_parts_once_more(tmp_path, capfd):
+    llama(**SIZES | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}).save_pretrained(tmp_path)
+    values = quantise(tmp_path, "tensor", same_scale)
+    found = ranks.run(2, bases, tmp_path, "current", {"tensor_parallel_degree": 2})
+    assert "8 of 8 matrices" in (said := capfd.readouterr().err)
+    assert "parts of a matrix on several ranks" in said
+    wanted = values["model.layers.0.mlp.down_proj.weight"].float()  # columns, one half on each rank
+    whole = torch.cat(
+        [data.view(torch.float8_e4m3fn).float() * scale for data, scale in (one["layers.0.ffn.fc2"] for one in found)], 1
+    )
+    assert whole.shape == wanted.shape
+    assert bool(((whole - wanted).abs() <= wanted.abs() * 2**-4 + wanted.abs().max() * 2**-17).all())
+
+
 def test_scales_that_training_does_not_read_are_said(tmp_path, capsys):
     saved(tmp_path)
 
