@@ -282,10 +282,11 @@ def test_folders_that_would_compute_something_else_are_refused(tiny_run, runs, t
         "blocks": (["fp8.recipe=block", "fp8.amax_history_len=1024"], ("multiples of 128", "rowwise")),
         "experts": ([f"model.source={tmp_path / 'mixtral'}"], ("has experts", "without --fp8")),
         "own": (["model.blocks=own"], ("keeps its own code",)),
+        "scheduled": (["fp8.schedule={ 'last 1' = '*' }"], ("every layer is out of FP8", "fp8.schedule")),
         "skipped": (["fp8.skip=['layers.*']"], ("every layer is out of FP8",)),
     }
     for name, (lines, words) in cases.items():
-        run = tiny_run(name, steps=1)
+        run = tiny_run(name, steps=2 if name == "scheduled" else 1)
         if name == "experts":
             table = run.file.read_text()
             run.file.write_text(table[: table.index("[model.config]")] + table[table.index("[data]") :])
