@@ -208,3 +208,21 @@ def test_a_broken_contract_is_refused_by_name():
         assert (
             "FSDP2's groups of parameters have no comm_ctx, by which Octavo shards. pip install 'torch>=2.11,<2.15'" in message
         )
+
+
+def test_frozen_bytes_are_sharded_where_a_parameter_would_require_a_gradient_first():
+    """As PyTorch before 2.13 makes the parameters of shards."""
+    data = torch.zeros(4, 2, dtype=torch.uint8)
+
+    class Sharded(torch.Tensor):  # a subclass, as DTensor is: `nn.Parameter` asks it for gradients by its method
+        pass
+
+    whole = data.as_subclass(Sharded)
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.nn.Parameter(whole)
+    with adapter.FrozenBytes():
+        parameter = torch.nn.Parameter(whole)
+        parameter.requires_grad_(False)
+        assert torch.nn.Parameter(torch.zeros(2)).requires_grad
+    assert not parameter.requires_grad
+    assert parameter.dtype == torch.uint8

@@ -184,3 +184,37 @@ def test_checkpoints_and_folders_of_tensor_ranks_continue_at_other_degrees(tmp_p
     for each in found:
         assert each.keys() == found[0].keys()
         assert all(torch.equal(each[name], found[0][name]) for name in each)
+
+
+ATTENTION = ("q_proj", "o_proj")
+OF_EXPERTS = {
+    "stored": {"lora": octavo.LoRA(4, targets=ATTENTION, base="fp8")},
+    "cast": {"lora": octavo.LoRA(4, targets=ATTENTION)},
+    "recomputed": {"lora": octavo.LoRA(4, targets=ATTENTION, base="fp8"), "recompute": True},
+}
+EXPERTS = {
+    "1": (1, None),
+    "shard": (2, {}),
+    "spread": (2, {"expert_parallel_degree": 2}),
+    "spread and shard": (4, {"expert_parallel_degree": 2}),
+    "spread, replicate": (4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    "slices": (2, TENSOR),
+    "slices, shard": (4, TENSOR),
+    "tensor, spread": (2, TENSOR | {"expert_parallel_degree": 2}),
+}
+
+
+@pytest.mark.long(lambda layout, recipe: (layout, recipe) != ("spread", "block"))
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts_in_fp8_compute_as_ones_that_are_cast(layout, recipe):
+    world, degrees = EXPERTS[layout]
+    found = run(world, degrees, OF_EXPERTS, SHAPES["mixtral"], recipe=recipe)
+    if recipe == "delayed":  # whose first cast is by the largest amax of all experts
+        assert found["stored"]["losses"] == pytest.approx(found["cast"]["losses"], rel=2e-2)
+        assert found["stored"]["base"] == found["cast"]["base"]
+    else:
+        assert_same(found["stored"], found["cast"])
+    assert_same(found["recomputed"], found["stored"])
+    assert found["stored"]["stored"] == 8
+    assert found["stored"]["bytes"] < 1.2 * found["stored"]["elements"] < found["cast"]["bytes"]

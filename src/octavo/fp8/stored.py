@@ -7,12 +7,13 @@ would need a second copy for backward, with other scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError
 from octavo.fp8.recipe import Cast, Granularity, Operand, Recipe
@@ -47,10 +48,17 @@ def refuse(recipe: Recipe, name: str) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a layer's weight is stored; dtype: of the weight that is cast."""
+    """How a layer's weight is stored.
+
+    Attributes:
+        cast: the recipe's.
+        dtype: of the weight that is cast.
+        experts: of a stack, whose matrices stand one after the other, each with scales of its own; None for one matrix.
+    """
 
     cast: Cast
     dtype: torch.dtype
+    experts: int | None = None
 
     @property
     def one_scale(self) -> bool:
@@ -60,20 +68,23 @@ class Stored:
     def allocate(self, module: nn.Module, name: str) -> None:
         """Put the bytes, without values, in the place of a frozen parameter [N, K], on its device."""
         old: nn.Parameter = getattr(module, name)
-        rows, columns = old.shape
+        rows, columns = old.shape[0] // (self.experts or 1), old.shape[1]
         scales = () if self.one_scale else (-(-rows // _BLOCK), -(-columns // _BLOCK))
+        scales = scales if self.experts is None else (self.experts, *scales)
         setattr(module, name, nn.Parameter(torch.empty_like(old, dtype=torch.uint8), requires_grad=False))
         module.register_buffer(name + _BITS, torch.empty(scales, dtype=torch.int32, device=old.device), persistent=False)
 
     def rows_to_read(self, start: int, stop: int, height: int) -> tuple[int, int]:
-        """The rows of a matrix of this height that are read to cast those from `start` to `stop`: whole blocks."""
+        """The rows of a parameter of this height that are read to cast those from `start` to `stop`: whole blocks."""
         if self.one_scale or start == stop:
             return start, stop
-        return start // _BLOCK * _BLOCK, min(-(-stop // _BLOCK) * _BLOCK, height)
+        each = height // (self.experts or 1)
+        (first, begin), (last, end) = divmod(start, each), divmod(stop - 1, each)
+        return first * each + begin // _BLOCK * _BLOCK, last * each + min((end // _BLOCK + 1) * _BLOCK, each)
 
     @torch.no_grad()
     def fill(
-        self, module: nn.Module, name: str, weight: Tensor, out: Tensor, first: int = 0, skipped: int = 0,
+        self, module: nn.Module, name: str, weight: Tensor, out: Tensor, height: int, first: int = 0, skipped: int = 0,
         *, join: Callable[[Tensor, bool], None] | None = None,
     ) -> None:  # fmt: skip
         """Cast rows of a weight as the recipe's first forward would cast the whole, to the bit.
@@ -82,26 +93,40 @@ class Stored:
             module, name: of the parameter.
             weight: rows of `rows_to_read`, [R, K].
             out: this rank's rows of the parameter, uint8.
-            first: number of the first row of `weight` in the matrix. skipped: rows of it in front of this rank's.
+            height: rows of the parameter, of all ranks that share it.
+            first: number of the first row of `weight` in it. skipped: rows of `weight` in front of `out`'s.
             join: leaves the largest values of all ranks in a tensor, in place: with True of those that share one scale, with
-                False of those that have rows of this module's matrix. None for one rank.
+                False of those that have rows of this module's parameter. None for one rank.
         """
         kind, bits = self.cast.format, getattr(module, name + _BITS)
+        stacked = bits if self.experts is not None else bits[None]
+        each = height // len(stacked)
+        parts = list(_of_matrices(first, first + len(weight), each)) if len(weight) else []
         if self.one_scale:
-            largest = cast_scaled.amax(weight) if weight.numel() else torch.zeros((), device=weight.device)
+            largest = torch.zeros(len(stacked), device=weight.device)
+            for index, rows in parts:
+                largest[index] = cast_scaled.amax(weight[rows.start - first : rows.stop - first])
             if join is not None:
                 join(largest, True)
             scale = cast_scaled.scale_from_amax(largest, kind.max, self.cast.power_of_two)
-            inverse_(scale, bits.view(torch.float32))
-            if weight.numel():
-                out.copy_(cast(weight, Quantizer(kind.dtype, kind.max, scale)).rowwise[0].view(torch.uint8))
+            inverse_(scale, stacked.view(torch.float32))
+            for index, rows in parts:
+                own = slice(rows.start - first, rows.stop - first)
+                q, _ = cast(weight[own], Quantizer(kind.dtype, kind.max, scale[index])).rowwise
+                out[own].copy_(q.view(torch.uint8))
             return
         bits.zero_()
-        if weight.numel():
-            q, _ = cast_scaled.blocks(weight, kind.dtype, kind.max, _BLOCK, rowwise=True, columnwise=False)
-            assert q is not None
-            out.copy_(q.data.view(torch.uint8)[skipped : skipped + len(out)])
-            bits[first // _BLOCK :][: len(q.scale_inv)] = q.scale_inv.contiguous().view(torch.int32)
+        for index, rows in parts:
+            found, _ = cast_scaled.blocks(
+                weight[rows.start - first : rows.stop - first], kind.dtype, kind.max, _BLOCK, rowwise=True, columnwise=False
+            )
+            assert found is not None
+            begin, end = max(rows.start - first, skipped), min(rows.stop - first, skipped + len(out))
+            if begin < end:
+                data = found.data.view(torch.uint8)[begin - (rows.start - first) :]
+                out[begin - skipped : end - skipped].copy_(data[: end - begin])
+            block = (rows.start - index * each) // _BLOCK
+            stacked[index, block : block + len(found.scale_inv)] = found.scale_inv.contiguous().view(torch.int32)
         if join is not None:  # scales are above 0: integers of their bits are in the order of their values
             join(bits, False)
 
@@ -133,15 +158,34 @@ class Stored:
         one = QuantizedTensor(data, scale_inv) if rowwise or not columnwise else QuantizedTensor()
         if not columnwise:
             return one
-        turned = scale_inv if self.one_scale else scale_inv.t().contiguous()
-        return one._replace(columnwise_data=transpose(data), columnwise_scale_inv=turned)
+        turned = scale_inv if self.one_scale else scale_inv.transpose(-1, -2).contiguous()
+        if self.experts is None:
+            return one._replace(columnwise_data=transpose(data), columnwise_scale_inv=turned)
+        across = data.new_empty(data.shape[0], data.shape[2], data.shape[1])
+        for matrix, place in zip(data, across, strict=True):
+            transpose(matrix, place)
+        return one._replace(columnwise_data=across, columnwise_scale_inv=turned)
 
     def values(self, state: Any, dtype: torch.dtype) -> Tensor:
-        """The values of the bytes [N, K] in `dtype`, for products in high precision."""
-        return reference.dequantize(*self._parts(state)).to(dtype)
+        """The values of the bytes [N, K], or [E, N, K], in `dtype`, for products in high precision."""
+        data, scale_inv = self._parts(state)
+        if self.experts is None:
+            return reference.dequantize(data, scale_inv).to(dtype)
+        return torch.stack([reference.dequantize(*one).to(dtype) for one in zip(data, scale_inv, strict=True)])
 
     def _parts(self, state: Any) -> tuple[Tensor, Tensor]:
         module, name = state.module, state.weight_name
         data: Tensor = getattr(module, name)
         bits: Tensor = getattr(module, name + _BITS)
+        if isinstance(data, DTensor):  # experts of this rank, of all
+            data = data.to_local()
+        if self.experts is not None:
+            bits = bits[state.own_experts or slice(None)]
+            data = data.unflatten(0, (len(bits), -1))
         return data.view(self.cast.format.dtype), bits.view(torch.float32)
+
+
+def _of_matrices(start: int, stop: int, each: int) -> Iterator[tuple[int, range]]:
+    """Number of each matrix of `each` rows with rows from `start` to `stop`, and these."""
+    for index in range(start // each, (stop - 1) // each + 1):
+        yield index, range(max(start, index * each), min(stop, (index + 1) * each))

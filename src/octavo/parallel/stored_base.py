@@ -139,12 +139,12 @@ class StoredInFp8:
             rows = LocalShard(torch.empty(part.local_shape, dtype=torch.float32, device=own.device), part)
             rows.load(functools.partial(self.base.load, name))  # type: ignore[union-attr]
             rows.clear_padding()
-        how.fill(module, state.weight_name, rows.local, bytes_of_rank, first, start - first, join=join)
+        how.fill(module, state.weight_name, rows.local, bytes_of_rank, held.shape[0], first, start - first, join=join)
         return None if stored is None else stored.reason
 
     def _stored(self, name: str, tensor: Tensor, how: Stored, start: int, rows: int) -> Fp8Rows | None:
         """This rank's rows of a matrix as a folder has them in FP8; None where it has them otherwise."""
-        if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8):
+        if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8) or how.experts is not None:
             return None
         found = self.base.load.stored(name, start, rows, block=not how.one_scale, power_of_two=how.cast.power_of_two)
         return _Other() if found is not None and isinstance(tensor, BlockTensor) else found
@@ -195,17 +195,17 @@ def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, 
 def store_in_fp8(model: nn.Module, recipe: Recipe) -> None:
     """Let a model on the meta device, which is not sharded yet, store its frozen weights in FP8.
 
-    Weights that are trained, or out of FP8, stay as they are; so do those of experts.
+    Weights that are trained, or out of FP8, stay as they are. Experts have scales of their own, as many as matrices.
 
     Raises:
         InputError: a layer's recipe needs two layouts of its weight, or another first scale.
     """
     for name, state in states_of(model):
         weight, module, own = state.weight, state.module, state.under(recipe)
-        if weight is None or module is None or own is None or weight.requires_grad or state.experts or name == "head":
+        if weight is None or module is None or own is None or weight.requires_grad or name == "head":
             continue
         refuse(own, name)
-        state.stored = Stored(own.casts[Operand.WEIGHT], weight.dtype)
+        state.stored = Stored(own.casts[Operand.WEIGHT], weight.dtype, state.experts)
         state.stored.allocate(module, state.weight_name)
 
 

@@ -123,7 +123,7 @@ def _shares(setup: Setup) -> tuple[int, int]:
         return math.ceil(setup.parameters / setup.shard) * setup.params_bytes, trained
     frozen = math.ceil(setup.frozen / setup.shard) * setup.params_bytes
     if setup.stored and setup.spec is not None:
-        frozen -= fp8_elements(setup, setup.spec) // setup.shard * (setup.params_bytes - 1)
+        frozen -= fp8_elements(replace(setup, expert=1), setup.spec) // setup.shard * (setup.params_bytes - 1)
     return frozen + trained, trained
 
 
