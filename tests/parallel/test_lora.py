@@ -17,7 +17,7 @@ FP8, WIDE = octavo.LoRA(4, base="fp8"), octavo.LoRA(4)
 BOTH = {"stored": {"lora": FP8}, "cast": {"lora": WIDE}}
 EXACT = {"dtype": torch.float64, "params_dtype": torch.float64}
 """Sums do not depend on their order, so that layouts compare to rounding of float64 alone."""
-RECOMPUTE = {f"{name}-recomputed": case | {"recompute": True} for name, case in BOTH.items()}
+RECOMPUTE = {"stored-recomputed": BOTH["stored"] | {"recompute": True}}
 
 
 def run(world, degrees, cases, shape=ALIGNED, **options):
@@ -70,7 +70,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.long(lambda layout, recipe: (layout, recipe) not in (("context", "block"), ("shard", "delayed")))
+@pytest.mark.long(lambda layout, recipe: (layout, recipe) != ("context", "block"))
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("layout", SHARDED)
 def test_a_base_in_fp8_is_sharded_as_bytes_and_computes_as_one_that_is_cast(layout, recipe):

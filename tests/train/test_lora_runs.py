@@ -213,7 +213,7 @@ def test_a_base_in_fp8_is_refused_where_it_is_not_exact(tiny_run, capsys):
 
 
 @ranks.alone
-@pytest.mark.long(lambda recipe: recipe == "delayed")
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_sharded_bases_in_fp8_train_as_ones_that_are_cast_and_merge(recipe, tiny_run, tmp_path):
     given = [*recipe_lines(recipe), "model.params_dtype=bfloat16", "model.config.attention_dropout=0.0"]
