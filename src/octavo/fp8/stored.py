@@ -84,8 +84,8 @@ class Stored:
 
     @torch.no_grad()
     def fill(
-        self, module: nn.Module, name: str, weight: Tensor, out: Tensor, height: int, first: int = 0, skipped: int = 0,
-        *, join: Callable[[Tensor, bool], None] | None = None,
+        self, module: nn.Module, name: str, weight: Tensor, out: Tensor, first: int = 0, skipped: int = 0,
+        *, height: int | None = None, join: Callable[[Tensor, bool], None] | None = None,
     ) -> None:  # fmt: skip
         """Cast rows of a weight as the recipe's first forward would cast the whole, to the bit.
 
@@ -93,14 +93,14 @@ class Stored:
             module, name: of the parameter.
             weight: rows of `rows_to_read`, [R, K].
             out: this rank's rows of the parameter, uint8.
-            height: rows of the parameter, of all ranks that share it.
             first: number of the first row of `weight` in it. skipped: rows of `weight` in front of `out`'s.
+            height: rows of the parameter, of all ranks that share it; None: those of `weight`.
             join: leaves the largest values of all ranks in a tensor, in place: with True of those that share one scale, with
                 False of those that have rows of this module's parameter. None for one rank.
         """
         kind, bits = self.cast.format, getattr(module, name + _BITS)
         stacked = bits if self.experts is not None else bits[None]
-        each = height // len(stacked)
+        each = (len(weight) if height is None else height) // len(stacked)
         parts = list(_of_matrices(first, first + len(weight), each)) if len(weight) else []
         if self.one_scale:
             largest = torch.zeros(len(stacked), device=weight.device)

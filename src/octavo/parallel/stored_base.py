@@ -139,7 +139,8 @@ class StoredInFp8:
             rows = LocalShard(torch.empty(part.local_shape, dtype=torch.float32, device=own.device), part)
             rows.load(functools.partial(self.base.load, name))  # type: ignore[union-attr]
             rows.clear_padding()
-        how.fill(module, state.weight_name, rows.local, bytes_of_rank, held.shape[0], first, start - first, join=join)
+        skipped, height = start - first, held.shape[0]
+        how.fill(module, state.weight_name, rows.local, bytes_of_rank, first, skipped, height=height, join=join)
         return None if stored is None else stored.reason
 
     def _stored(self, name: str, tensor: Tensor, how: Stored, start: int, rows: int) -> Fp8Rows | None:
