@@ -1,4 +1,4 @@
-"""Parameter groups for an optimizer: which parameters decay. `octavo train` and loops of one's own use this one rule.
+"""Parameter groups for an optimizer: weight decay and rates. `octavo train` and loops of one's own use this one rule.
 
 Matrices decay, embeddings and the stacked ones of experts among them; norms, biases and other vectors do not. The rule reads
 dimensions, classes of norms and the parameters' own names, so that it holds for models of any library. Rules of names, as of
@@ -8,17 +8,26 @@ transformers' Trainer, agree with it on Octavo's decoder, whose parameters are n
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from octavo.errors import InputError
+from octavo.models.rates import check_rates, rate_factors
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    lr: float | None = None,
+    rates: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
+) -> list[dict[str, Any]]:
     """The groups of a model's trained parameters for any optimizer of PyTorch's kind, matrices first.
 
         optimizer = torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=3e-4)
@@ -28,35 +37,69 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Args:
         model: of `octavo.transform`, with `octavo.nn` layers, of PEFT or any other; sharded by Octavo or FSDP2 or not.
         weight_decay: of matrices, from 0; all else has 0.
+        lr: the rate by which `rates` and `layer_decay` are multiplied; required beside them. Groups then have a rate of their
+            own, which PyTorch's schedulers multiply.
+        rates: pattern (`fnmatch`) of names of parameters, or of modules around them, Octavo's or the source's → factor of the
+            rate; the last one that matches counts, 1 without.
+        layer_decay: d, from above 0 to 1. The rate of the last of L blocks is multiplied by d, that of the first by d^L, and
+            that of embeddings, also tied ones, by d^(L + 1); a final norm and a head have the whole rate.
 
     Returns:
-        A dictionary each, with `params`, in the model's order, and `weight_decay`.
+        A dictionary each, with `params`, in the model's order, `weight_decay`, and `lr` where it is given. Groups of higher
+        rates come first.
 
     Raises:
         InputError: `model` is no module, trains nothing, or its parameters do not show their shapes (FSDP1, lazy modules);
-            `weight_decay` is negative or not finite.
+            `weight_decay` or `lr` is negative or not finite; a fault of `rates` or `layer_decay`.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.parameter_groups: model is of type {type(model).__name__}: give a torch.nn.Module.")
-    number = isinstance(weight_decay, int | float) and not isinstance(weight_decay, bool)
-    if not number or not math.isfinite(weight_decay) or weight_decay < 0:
+    if not _is_rate(weight_decay):
         raise InputError(f"octavo.parameter_groups: weight_decay = {weight_decay!r}: give a finite number from 0, such as 0.1.")
+    if lr is not None and not _is_rate(lr):
+        raise InputError(f"octavo.parameter_groups: lr = {lr!r}: give a finite number from 0, such as 3e-4.")
+    keys = ("octavo.parameter_groups: rates", "octavo.parameter_groups: layer_decay")
+    factors = factors_of(model, rates or {}, layer_decay, keys=keys)
+    if factors is not None and lr is None:
+        raise InputError("octavo.parameter_groups: rates and layer_decay are factors of a rate: give lr too, such as lr=3e-4.")
+    groups = decay_groups(model, weight_decay, factors)
+    for group in groups:
+        factor = group.pop("lr_scale", 1.0)
+        if lr is not None:
+            group["lr"] = lr * factor
+    return groups
+
+
+def factors_of(
+    model: nn.Module, rates: Mapping[str, float], layer_decay: float, *, keys: tuple[str, str]
+) -> dict[str, float] | None:
+    """The factor of the rate of each trained parameter; None where all have the same. See `octavo.models.rates`."""
+    check_rates(rates, layer_decay, keys=keys)
+    return rate_factors(model, rates, layer_decay, keys=keys) if rates or layer_decay != 1 else None
+
+
+def decay_groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+    """See `parameter_groups`. factors: of rates by parameter; each group then has its one as `lr_scale`."""
     exempt = _norms_and_biases(model)
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, UninitializedParameter):
             raise InputError(f"octavo.parameter_groups: {name} has no shape yet: run a forward of the lazy module before.")
-        (others if parameter in exempt or _dimensions(parameter) < 2 else decayed).append(parameter)
-    if not decayed and not others:
+        other = parameter in exempt or _dimensions(parameter) < 2
+        found.setdefault((other, 1.0 if factors is None else factors[name]), []).append(parameter)
+    if not found:
         raise InputError(f"octavo.parameter_groups: {type(model).__name__} has no parameter that is trained (requires_grad).")
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": float(weight_decay)},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = []
+    for other, factor in sorted(found, key=lambda each: (each[0], -each[1])):
+        group = {"params": found[other, factor], "weight_decay": 0.0 if other else float(weight_decay)}
+        groups.append(group if factors is None else group | {"lr_scale": factor})
+    return groups
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 def _dimensions(parameter: nn.Parameter) -> int:

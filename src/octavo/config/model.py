@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from octavo.config.section import OnDiskOrHub, Section
 
+OF_POSITIONS = ("rope_parameters", "max_position_embeddings")
+"""Keys of a Hugging Face config that extend the positions of pretrained weights."""
+
 
 class ModelConfig(Section):
     """The transformer, its weights and its dtypes."""
@@ -32,14 +35,17 @@ class ModelConfig(Section):
     )
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keys of the Hugging Face config to override, such as hidden_size (random weights only).",
+        description="Keys of the Hugging Face config to override, such as hidden_size; with load = true only those of "
+        "positions: rope_parameters and max_position_embeddings.",
     )
 
     @model_validator(mode="after")
     def _overrides_need_random_weights(self) -> ModelConfig:
-        if self.load and self.config:
+        if self.load and (others := [key for key in self.config if key not in OF_POSITIONS]):
             raise ValueError(
-                "model.config changes random weights, so model.load must be false. For pretrained ones change config.json in a "
-                "copy of the folder, and name it as model.source; model.resize = true adds tokens to their vocabulary"
+                f"model.config.{others[0]} changes random weights, so model.load must be false; with pretrained ones "
+                f"model.config may have {' and '.join(OF_POSITIONS)}. For others "
+                "change config.json in a copy of the folder, and name it as "
+                "model.source; model.resize = true adds tokens to their vocabulary"
             )
         return self

@@ -43,6 +43,18 @@ class OptimizerConfig(Section):
     min_lr_fraction: float = Field(
         0.1, ge=0, le=1, description="Final rate of every schedule but constant, as a fraction of lr."
     )
+    rates: dict[str, float] = Field(
+        default_factory=dict,
+        description="Factors of the rate by pattern (`fnmatch`) of the names of parameters, or of modules with them; later "
+        "patterns win.",
+    )
+    layer_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Factor d of the rate by depth: d for the last of L blocks, d^L for the first, d^(L + 1) for embeddings, "
+        "1 for what is behind the blocks.",
+    )
     clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping.")
 
     @field_validator("betas")
@@ -59,7 +71,22 @@ class OptimizerConfig(Section):
                 'optimizer.muon_scale = "original" has rates of another size (about 0.02) than AdamW, which trains the '
                 "embedding, head, norms, biases and routers: set optimizer.adamw_lr too, such as 3e-4"
             )
+        if self.name == "muon" and (self.rates or self.layer_decay != 1):
+            key = "rates" if self.rates else "layer_decay"
+            raise ValueError(
+                f'optimizer.{key} with optimizer.name = "muon": the update of a matrix by Muon has its own size, and factors are '
+                'for AdamW. Remove it, or set optimizer.name = "adamw"'
+            )
         return self
+
+    @field_validator("rates")
+    @classmethod
+    def _check_factors(cls, value: dict[str, float]) -> dict[str, float]:
+        for pattern, factor in value.items():
+            if not 0 < factor <= 1000:
+                frozen = " (train.freeze leaves parameters untrained)" if factor == 0 else ""
+                raise ValueError(f"{pattern!r} = {factor:g}: a factor is above 0, at most 1000, such as 0.1{frozen}")
+        return value
 
     def decay_start(self, steps: int) -> int:
         """The last step of wsd before its decay, in a run of `steps`."""

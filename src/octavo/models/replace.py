@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -142,41 +142,54 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         InputError: a pattern matches no parameter, only some of the matrices that are one parameter, or more by Octavo's names
             than by the source's; or all are frozen.
     """
-    way, stored = conversion_of(model), stored_names(model)
-    names = {name: () if way is None else tuple(way.names(name)) for name, _ in model.named_parameters()}
-    for pattern in patterns:
-        _refuse_two_meanings(names, pattern)
-    known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
-    former = {pattern for pattern in patterns if not any(_names(alias, pattern) for alias in known)}
-    """Of files that were written by the stored names, which count where no other does."""
-    matched: set[str] = set()
-    for name, parameter in model.named_parameters():
-        theirs = names[name]
-        found = {alias: [p for p in patterns if _names(alias, p)] for alias in (name, *theirs)}
-        found[name] += [p for p in former if _names(stored.get(name, name), p)]
-        matched.update(pattern for hits in found.values() for pattern in hits)
-        left = [part for part in theirs if not found[part]]
-        if found[name] or (theirs and not left):
-            parameter.requires_grad_(False)
-        elif len(left) < len(theirs):
-            some = next(pattern for part in theirs for pattern in found[part])
+    parameters = dict(model.named_parameters())
+    for name, parts in matches(model, patterns, key="train.freeze").items():
+        left = [part for part, found in parts.items() if not found]
+        if not left:
+            parameters[name].requires_grad_(False)
+        elif len(left) < len(parts):
+            some = next(pattern for found in parts.values() for pattern in found)
             raise InputError(
-                f"train.freeze: {some!r} does not match {', '.join(left)}, but {', '.join(theirs)} are one parameter here "
+                f"train.freeze: {some!r} does not match {', '.join(left)}, but {', '.join(parts)} are one parameter here "
                 f"({name}): freeze all of them, or none."
-            )
-    for pattern in patterns:
-        if pattern not in matched:
-            guess = nearest(pattern.replace("*", ""), known)
-            hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
-            raise InputError(
-                f"train.freeze pattern {pattern!r} matches no parameter.{hint} octavo describe names all matrices."
             )
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(f"train.freeze = {list(patterns)!r} leaves no parameter to train. Leave a pattern out.")
 
 
-def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str) -> None:
-    """Raise an InputError if Octavo's names would freeze more than the source's, which the pattern matches too.
+def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str, dict[str, list[str]]]:
+    """Of each parameter its parts by the source's names, one by its own name if it has no other, with the patterns of each.
+
+    A pattern (`fnmatch`) matches the name of a parameter or of a module around it, Octavo's or the source's.
+
+    key: of the patterns, for messages.
+
+    Raises:
+        InputError: a pattern matches no parameter, or more by Octavo's names than by the source's.
+    """
+    patterns = list(patterns)
+    way, stored = conversion_of(model), stored_names(model)
+    names = {name: () if way is None else tuple(way.names(name)) for name, _ in model.named_parameters()}
+    for pattern in patterns:
+        _refuse_two_meanings(names, pattern, key)
+    known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
+    former = {pattern for pattern in patterns if not any(_names(alias, pattern) for alias in known)}
+    """Of files that were written by the stored names, which count where no other does."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, theirs in names.items():
+        whole = {p for p in patterns if _names(name, p) or (p in former and _names(stored.get(name, name), p))}
+        found[name] = {part: [p for p in patterns if p in whole or _names(part, p)] for part in theirs or (name,)}
+    matched = {pattern for parts in found.values() for hits in parts.values() for pattern in hits}
+    for pattern in patterns:
+        if pattern not in matched:
+            guess = nearest(pattern.replace("*", ""), known)
+            hint = f" The nearest is {guess!r}." if guess else f" Names are such as {known[-1]!r}."
+            raise InputError(f"{key} pattern {pattern!r} matches no parameter.{hint} octavo describe names all matrices.")
+    return found
+
+
+def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str, key: str) -> None:
+    """Raise an InputError if Octavo's names would match more than the source's, which the pattern matches too.
 
     "*attention*" is one norm of a Hugging Face Llama, `post_attention_layernorm`, and here all that is in `self_attention`.
     """
@@ -188,7 +201,7 @@ def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str) -> No
     second = [each for name in more for each in names[name] or (name,)]
     shown = [", ".join(dict.fromkeys(repr(re.sub(r"\.\d+\.", ".*.", each)) for each in kind)) for kind in (first, second)]
     raise InputError(
-        f"train.freeze pattern {pattern!r} has two meanings. By the source's names it is {shown[0]}; by Octavo's also "
+        f"{key} pattern {pattern!r} has two meanings. By the source's names it is {shown[0]}; by Octavo's also "
         f"{shown[1]}, since it matches {more[0]!r}. Write those that you mean."
     )
 

@@ -154,6 +154,96 @@ def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         )
 
 
+_KEYS_OF_ROPE = {
+    "linear": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"""Type of scaling → its keys, beside those of every type."""
+
+
+def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
+    """Check overrides of the positions of pretrained weights; returns a notice, or nothing.
+
+    Raises:
+        InputError: the model has no rotary positions, or a key would leave other positions than it says.
+    """
+    before, after = load_config(source), load_config(source, overrides)
+    old, new = (getattr(config, "rope_parameters", None) for config in (before, after))
+    if not isinstance(old, dict) or not isinstance(new, dict) or not isinstance(old.get("rope_theta"), int | float):
+        key = next(iter(overrides))
+        raise InputError(
+            f"model.config.{key} with model.load = true: a {before.model_type} has no one table of rotary positions to "
+            f"extend. Remove model.config.{key}."
+        )
+    kind, asked = new["rope_type"], overrides.get("rope_parameters", {})
+    scaled = old["factor"] if old.get("rope_type") == "linear" else 1  # whose key of the positions before does not exist
+    trained = int(old.get("original_max_position_embeddings") or before.max_position_embeddings / scaled)
+    limit = int(after.max_position_embeddings)
+    if limit < trained:
+        raise InputError(
+            f"model.config.max_position_embeddings = {limit} is less than the {trained} positions of {source}. Use {trained} "
+            "or more, and data.sequence_length for shorter sequences."
+        )
+    if kind == old.get("rope_type") and not asked:
+        same = "rope_theta and rope_type stay"
+    elif kind == "default":
+        same = ""
+    elif kind not in _KEYS_OF_ROPE:
+        raise InputError(
+            f'model.config.rope_parameters.rope_type = "{kind}" is not one of {", ".join(_KEYS_OF_ROPE)} and default: its '
+            "angles depend on the length of each sequence. Use one of them."
+        )
+    else:
+        same = ""
+        known = ("rope_type", "rope_theta", "partial_rotary_factor", *_KEYS_OF_ROPE[kind])
+        for key in asked:
+            if key not in known:
+                raise unknown(f"key of {kind} scaling", key, known, key="model.config.rope_parameters")
+        if kind != "linear" and kind != old.get("rope_type") and "original_max_position_embeddings" not in asked:
+            raise InputError(
+                f'model.config.rope_parameters with rope_type = "{kind}" scales by the positions before the extension: set '
+                f"original_max_position_embeddings = {trained} there."
+            )
+        original = new.get("original_max_position_embeddings")
+        if original is not None and kind != "linear" and original != trained:
+            raise InputError(
+                f"model.config.rope_parameters.original_max_position_embeddings = {original}, but {source} was trained with "
+                f"{trained} positions. Set {trained}."
+            )
+        if kind == "llama3" and not 0 < new["low_freq_factor"] < new["high_freq_factor"]:
+            raise InputError(
+                f"model.config.rope_parameters.low_freq_factor = {new['low_freq_factor']!r} has to be above 0 and below "
+                f"high_freq_factor = {new['high_freq_factor']!r}, such as 1.0 and 4.0."
+            )
+        reach = trained * float(new["factor"] or limit / trained)
+        if new["factor"] is not None and new["factor"] < 1:
+            raise InputError(f"model.config.rope_parameters.factor = {new['factor']!r}: an extension has 1 or more.")
+        if kind == "llama3":  # whose factor says nothing of the last position
+            return ""
+        if limit > reach:
+            factor = math.ceil(limit / trained * 1000) / 1000
+            raise InputError(
+                f"model.config.max_position_embeddings = {limit}, but {kind} scaling by factor = {new['factor']:g} reaches "
+                f"{reach:g} = {trained} x {new['factor']:g} positions. Set factor = {factor:g}, or max_position_embeddings = "
+                f"{int(reach)}."
+            )
+        if limit == before.max_position_embeddings and limit < int(reach):
+            raise InputError(
+                f"model.config.rope_parameters.factor = {new['factor']:g} reaches {int(reach)} positions, but "
+                f"max_position_embeddings is still {limit}. Set model.config.max_position_embeddings = {int(reach)}."
+            )
+    if same and limit > before.max_position_embeddings:
+        return (
+            f"model.config.max_position_embeddings = {limit}: {same} as they were trained for {before.max_position_embeddings} "
+            "positions. Unless that is meant, set rope_type and factor in model.config.rope_parameters."
+        )
+    return ""
+
+
 def _check_sizes(config: Any) -> None:
     """Refuse sizes below 1, which transformers accepts, and numbers that are not finite."""
     common_names = {own: common for common, own in config.attribute_map.items()}

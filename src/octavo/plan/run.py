@@ -28,9 +28,10 @@ from octavo.data.corpus import Corpus
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import PreparedData, prepared_or_none
 from octavo.dtypes import torch_dtype
-from octavo.errors import InputError
+from octavo.errors import InputError, warn
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
 from octavo.fp8.scaling import states_of
+from octavo.groups import factors_of
 from octavo.hardware import Device, Gpu, describe_device, supports_fp8, whole_gib
 from octavo.job_ranks import adopt_ranks
 from octavo.kernels.cross_entropy import Objective
@@ -40,7 +41,7 @@ from octavo.models.hidden import hidden_parameters
 from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
 from octavo.models.replace import choose_recipes
 from octavo.models.resized import grown
-from octavo.models.sources import load_config, weights_folder
+from octavo.models.sources import check_positions, load_config, weights_folder
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_loader import folder_weights
 from octavo.nn.lora import is_adapter
@@ -256,6 +257,7 @@ def check(
     check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
     refuse_other_models(hf_config)
+    extended = check_positions(config.model.source, config.model.config) if config.model.load and config.model.config else ""
     check_length(config, hf_config)
     tokens = hf_config.vocab_size
     if config.model.resize:
@@ -267,6 +269,7 @@ def check(
     config = _with_native_defaults(config, None if blocks == "own" else decoder_spec(hf_config)[0])
     # For names and shapes; building also checks the patterns of layers.
     model = build_model(hf_config, build_options(config, blocks=blocks), device="meta")
+    factors_of(model, config.optimizer.rates, config.optimizer.layer_decay, keys=("optimizer.rates", "optimizer.layer_decay"))
     _check_context(config, degrees, model)
     check_tensor(config, degrees, model)
     if world > 1 and not isinstance(model, Decoder):
@@ -286,6 +289,8 @@ def check(
     if config.lora.options is not None and config.lora.base == "fp8":
         _store_base(config, model, recipe, use=use)
     config.tell_notes(world)
+    if extended and rank_variable("RANK", 0) == 0:
+        warn(extended)
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
         if use:

@@ -52,7 +52,11 @@ def check_length(config: RunConfig, hf_config: Any) -> None:
     limit = getattr(hf_config, "max_position_embeddings", None)
     length = config.data.sequence_length
     if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
-        key = "data.sequence_length" + ("" if config.model.load else ", or raise model.config.max_position_embeddings")
+        key = "data.sequence_length, or raise model.config.max_position_embeddings"
+        if config.model.load and isinstance(getattr(hf_config, "rope_parameters", None), dict):
+            key += " with model.config.rope_parameters"
+        elif config.model.load:
+            key = "data.sequence_length"
         raise InputError(
             f"data.sequence_length = {length} is longer than the model's {limit} positions: use at most {limit}. Change {key}."
         )

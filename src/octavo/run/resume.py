@@ -257,8 +257,8 @@ def _may_change(key: str) -> bool:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{prefix}{key}" == "fp8.layers":  # later patterns win, so order counts
-            flat["fp8.layers"] = list(value.items())
+        if f"{prefix}{key}" in ("fp8.layers", "optimizer.rates"):  # later patterns win, so order counts
+            flat[f"{prefix}{key}"] = list(value.items())
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         else:

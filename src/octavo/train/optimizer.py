@@ -13,16 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from octavo.collectives.blocks import parameters_of
 from octavo.config.optimizer import OptimizerConfig
-from octavo.groups import parameter_groups
+from octavo.groups import decay_groups, factors_of
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import gradient_norm
 from octavo.train.adamw import AdamW
 from octavo.train.muon import MuonAdamW
 
+RATE_KEYS = ("optimizer.rates", "optimizer.layer_decay")
+
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW, or Muon with it, with decoupled weight decay of matrices by the rule of `octavo.parameter_groups`."""
+    """AdamW, or Muon with it, with decoupled weight decay of matrices by the rule of `octavo.parameter_groups`.
+
+    Groups have the factor of their rate as `lr_scale`, where optimizer.rates or optimizer.layer_decay give any.
+    """
     if config.name == "muon":
         return MuonAdamW(
             model,
@@ -35,8 +40,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
             betas=config.betas,
             eps=config.eps,
         )
-    groups = parameter_groups(model, config.weight_decay)
+    groups = decay_groups(model, config.weight_decay, factors_of(model, config.rates, config.layer_decay, keys=RATE_KEYS))
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give each group this rate, times the factor of the group where it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:

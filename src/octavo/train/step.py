@@ -30,7 +30,7 @@ from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import RunPlan
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import check_finite
-from octavo.train.optimizer import clip_grad_norm_, learning_rate
+from octavo.train.optimizer import clip_grad_norm_, learning_rate, set_rates
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
 
@@ -124,8 +124,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         advice = "" if loss_scale is None else loss_scale.advice
         check_finite(context.model, step, loss_value, norm_value, forwards, advice)
     rate = learning_rate(step, config.optimizer, context.plan.schedule_end(step))
-    for group in context.optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+    set_rates(context.optimizer, rate)
     if not skipped:
         context.optimizer.step()
     context.optimizer.zero_grad()
