@@ -88,7 +88,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if (sentence := broken(error)) is not None:
             _tell(f"{sentence}.", EXIT_INPUT, error)
             return EXIT_INPUT
-        error.add_note(_unexpected())
+        if not vars(error).get("of_user"):
+            error.add_note(_unexpected())
         _tell_launcher(first_line(error), EXIT_FAILED)
         raise
     return 0

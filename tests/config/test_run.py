@@ -75,6 +75,8 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
         "optimizer.decay_steps",
         "train.early_stopping",
         "checkpoint.best",
+        "checkpoint.best_is",
+        *(f"train.eval_{key}" for key in ("tasks", "limit", "shots", "batch")),
         "data.text_field",
         "data.subset",
         "data.split",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from octavo.config.section import OnDisk, OnDiskOrHub, Section
+from octavo.config.section import OnDisk, OnDiskOrHub, Section, refuse_addresses
 
 COMPRESSED = (".gz", ".zst")
 """Suffixes of compressed files of text."""
+
+
+_NAME_OF_SET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class DataConfig(Section):
@@ -29,6 +33,10 @@ class DataConfig(Section):
     )
     validation_split: str | None = Field(
         None, description="Split of a data set or a folder in `validation_source`; `split` when absent."
+    )
+    validation: dict[str, str | list[str] | dict[str, str | list[str]]] = Field(
+        default_factory=dict,
+        description="Further texts for validation by name, in the forms of `source`, or { source, split }; each has its loss.",
     )
     format: Literal["chat", "prompt", "text"] | None = Field(
         None,
@@ -99,6 +107,11 @@ class DataConfig(Section):
         return 0.0 if self.validation_source is not None else self.validation_fraction
 
     @property
+    def validates(self) -> bool:
+        """There is text for validation."""
+        return self.held_out > 0 or self.validation_source is not None or bool(self.validation)
+
+    @property
     def of_validation(self) -> DataConfig | None:
         """The section of the text of `validation_source`, taken whole; None without one."""
         if self.validation_source is None:
@@ -111,6 +124,40 @@ class DataConfig(Section):
             "validation_fraction": 0.0,
         }
         return self.model_copy(update=changes)
+
+    def of_set(self, name: str, tokenizer: str | None) -> DataConfig:
+        """The section of the text of a set in `validation`, taken whole.
+
+        tokenizer: the folder of that of the run, if it has one.
+        """
+        found = self.validation[name]
+        given = found if isinstance(found, dict) else {"source": found}
+        changes = {
+            "source": given["source"],
+            "split": given.get("split"),
+            **dict.fromkeys(("validation_source", "validation_split", "max_documents", "max_tokens")),
+            "weights": [],
+            "validation": {},
+            "validation_fraction": 0.0,
+            "tokenizer": tokenizer or self.tokenizer,
+            "vocab_size": type(self).model_fields["vocab_size"].default,
+        }
+        return self.model_copy(update=changes)
+
+    @field_validator("validation")
+    @classmethod
+    def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if not _NAME_OF_SET.fullmatch(name):
+                raise ValueError(f"the name {name!r} of a set has other characters than letters, digits, and _ . - within")
+            if isinstance(given, dict) and (set(given) - {"source", "split"} or "source" not in given):
+                raise ValueError(f'{name} = {given!r}: a set is a source, or {{ source = "…", split = "…" }}')
+            if isinstance(given, dict) and not isinstance(given.get("split", ""), str):
+                raise ValueError(f"{name}: split = {given['split']!r} is one text")
+            if not (source := given["source"] if isinstance(given, dict) else given):
+                raise ValueError(f"{name} = {given!r}: name at least one source")
+            refuse_addresses(source, hub=True)
+        return value
 
     @model_validator(mode="after")
     def _check_weights(self) -> DataConfig:

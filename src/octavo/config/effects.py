@@ -100,8 +100,8 @@ _NEEDS = (
     _Need(
         ("train.early_stopping", "checkpoint.best"),
         ("train.validate_every",),
-        lambda config: config.train.validate_every > 0,
-        "train.validate_every above 0",
+        lambda config: config.train.validate_every > 0 or config.train.eval_every > 0,
+        "train.validate_every above 0, or for a figure of train.eval train.eval_every",
     ),
     _Need(
         ("train.sample_every", "train.sample_prompt"),
@@ -116,10 +116,28 @@ _NEEDS = (
         "a schedule that ends",
     ),
     _Need(
-        ("train.validate_every", "train.validate_batches"),
+        ("train.validate_every",),
         ("data.validation_fraction",),
-        lambda config: config.data.held_out > 0 or config.data.validation_source is not None,
-        "data.validation_fraction above 0, or a data.validation_source",
+        lambda config: config.data.validates or bool(config.train.evaluations),
+        "data.validation_fraction above 0, a data.validation_source, a set in [data.validation] or train.eval",
+    ),
+    _Need(
+        ("train.validate_batches",),
+        ("data.validation_fraction",),
+        lambda config: config.data.validates,
+        "data.validation_fraction above 0, a data.validation_source or a set in [data.validation]",
+    ),
+    _Need(
+        ("checkpoint.best_is",),
+        ("checkpoint.best",),
+        lambda config: isinstance(config.checkpoint.best, str) and config.checkpoint.best not in config.data.validation,
+        "a checkpoint.best that is a figure of an evaluation",
+    ),
+    _Need(
+        ("train.eval_tasks", "train.eval_limit", "train.eval_shots", "train.eval_batch"),
+        ("train.eval",),
+        lambda config: bool(config.train.lm_eval_names),
+        'a task in train.eval, such as "lm-eval:arc_easy"',
     ),
     _Need(
         ("data.validation_fraction",),

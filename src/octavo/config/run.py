@@ -24,8 +24,11 @@ from octavo.config.parallel import ParallelConfig
 from octavo.config.reading import apply_overrides, read_file
 from octavo.config.section import Section, keys_of
 from octavo.config.train import TrainConfig
-from octavo.errors import InputError, warn
+from octavo.errors import InputError, nearest, warn
 from octavo.storage import local_path
+
+EVALUATION = "evaluation/"
+"""Prefix of the figures of evaluations."""
 
 
 class RunConfig(Section):
@@ -61,6 +64,54 @@ class RunConfig(Section):
                 "train without lora"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_best(self) -> RunConfig:
+        best, sets = self.checkpoint.best, self.data.validation
+        unnamed = self.data.held_out > 0 or self.data.validation_source is not None
+        known = [*sets, "evaluation/FIGURE"]
+        if isinstance(best, str) and best not in sets and not (best.startswith(EVALUATION) and best != EVALUATION):
+            guess = nearest(best, known)
+            raise ValueError(
+                f"checkpoint.best = {best!r} is no set of [data.validation] ({', '.join(sets) or 'there is none'}), and a "
+                f"figure of an evaluation begins with {EVALUATION}.{f' Did you mean {guess!r}?' if guess else ''}"
+            )
+        if isinstance(best, str) and best not in sets and self.checkpoint.best_is is None:
+            raise ValueError(
+                f'checkpoint.best = {best!r} needs checkpoint.best_is = "lowest" or "highest": a figure does not say which is '
+                "better"
+            )
+        if (best is True or (best is False and self.train.early_stopping)) and self.data.validates and not unnamed:
+            key = "checkpoint.best = true" if best is True else f"train.early_stopping = {self.train.early_stopping}"
+            raise ValueError(
+                f"{key} is by validation_loss, and there are only named sets: set checkpoint.best to the name of one of "
+                f"{', '.join(sets)}"
+            )
+        if best is True and not self.data.validates and self.train.evaluations:
+            raise ValueError(
+                'checkpoint.best = true is by validation_loss, and nothing is validated: set checkpoint.best = "evaluation/…"'
+            )
+        of_figure = isinstance(best, str) and best not in sets
+        if (
+            (best is not False or self.train.early_stopping)
+            and not of_figure
+            and self.train.eval_every
+            and not self.train.validate_every
+        ):
+            raise ValueError(
+                "checkpoint.best and train.early_stopping are by a validation loss, so train.validate_every is to be above 0"
+            )
+        return self
+
+    @property
+    def best_figure(self) -> tuple[str, bool]:
+        """The key in metrics.jsonl that `checkpoint.best` and `train.early_stopping` look at; True if the lowest is best."""
+        best = self.checkpoint.best
+        if not isinstance(best, str):
+            return "validation_loss", True
+        return (
+            (f"validation_loss/{best}", True) if best in self.data.validation else (best, self.checkpoint.best_is == "lowest")
+        )
 
     @classmethod
     def from_file(

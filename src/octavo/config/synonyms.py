@@ -91,7 +91,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("data.validation_fraction", "val_split val_size test_size eval_split", "a share of the documents"),
     ("checkpoint.every", "save_steps save_interval save_every checkpoint_every checkpoint_interval ckpt_every", ""),
     ("checkpoint.keep", "save_total_limit keep_last max_checkpoints", ""),
-    ("train.validate_every", "eval_steps eval_interval eval_every val_check_interval validation_interval", ""),
+    ("train.validate_every", "eval_steps eval_interval val_check_interval validation_interval", ""),
     ("train.validate_batches", "eval_iters eval_batches limit_val_batches max_eval_batches", ""),
     ("log.every", "logging_steps log_interval log_every log_every_n_steps log_freq", ""),
     ("log.trackers", "report_to logger loggers tracker", ""),

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from octavo.config.recompute import Recompute
 from octavo.config.section import OnDisk, Section
 
+LM_EVAL = "lm-eval:"
+"""Prefix of a task of lm-eval in `train.eval`."""
 LARGEST_SCALE = 2.0**60
 """Of a loss, within float32: a model without gradients must not double it for ever."""
 
@@ -87,6 +89,27 @@ class TrainConfig(Section):
         description="Batches in a validation over all ranks, of `micro_batch` sequences each, or of `global_batch` when that "
         "is absent: the same sequences on any number of ranks; fewer where the split is smaller.",
     )
+    eval: str | list[str] = Field(
+        default_factory=list,
+        description='Evaluations of the model in training: "FILE.py:FUNCTION", called with model and step, returns a dict of '
+        'numbers; "lm-eval:TASK" runs a task of lm-eval (extra octavo[eval]).',
+    )
+    eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: with each validation and at the end.")
+    eval_reduce: Literal["same", "mean", "sum"] = Field(
+        "same",
+        description='Figures of a function over ranks: "same" refuses different ones; "mean" or "sum" over the data-parallel '
+        "ranks.",
+    )
+    eval_tasks: Annotated[str | None, OnDisk] = Field(
+        None, description="Folder of lm-eval tasks of your own, in YAML, which are looked for there alone."
+    )
+    eval_limit: int | None = Field(
+        None, ge=1, description="Documents of each lm-eval task, from the first on; all when absent."
+    )
+    eval_shots: int | None = Field(
+        None, ge=0, description="Examples before each question of lm-eval tasks; as the task says when absent."
+    )
+    eval_batch: int = Field(8, ge=1, description="Texts in a forward of an lm-eval task on each rank.")
     sample_every: int = Field(
         0, ge=0, description="Steps between samples of generated text on the screen; 0: only at the end of the run."
     )
@@ -97,6 +120,37 @@ class TrainConfig(Section):
     def validation_sequences(self) -> int:
         """Sequences in a validation, by the run file alone: its loss compares between numbers of ranks."""
         return self.validate_batches * (self.micro_batch or self.global_batch)
+
+    @property
+    def evaluations(self) -> list[str]:
+        """`eval` as a list."""
+        return [self.eval] if isinstance(self.eval, str) else self.eval
+
+    @property
+    def eval_functions(self) -> list[str]:
+        """The functions of `eval`."""
+        return [each for each in self.evaluations if not each.startswith(LM_EVAL)]
+
+    @property
+    def lm_eval_names(self) -> list[str]:
+        """The tasks of `eval`."""
+        return [each.removeprefix(LM_EVAL) for each in self.evaluations if each.startswith(LM_EVAL)]
+
+    @field_validator("eval")
+    @classmethod
+    def _check_eval(cls, value: str | list[str]) -> str | list[str]:
+        given = [value] if isinstance(value, str) else value
+        for each in given:
+            if each.startswith(LM_EVAL):
+                if not each.removeprefix(LM_EVAL).strip():
+                    raise ValueError(f'{each!r} names no task: write one such as "lm-eval:arc_easy"')
+                continue
+            file, _, function = each.rpartition(":")
+            if not file.endswith(".py") or not function.isidentifier():
+                raise ValueError(f'{each!r} is no function of a file and no task: write "FILE.py:FUNCTION", or "lm-eval:TASK"')
+        if twice := next((each for each in given if given.count(each) > 1), None):
+            raise ValueError(f"{twice!r} stands there twice: leave one out")
+        return value
 
     @field_validator("extended")
     @classmethod

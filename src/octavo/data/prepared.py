@@ -13,7 +13,8 @@ import hashlib
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from octavo.data import manifest
 from octavo.data.build import build
 from octavo.data.chats import check_packing
 from octavo.data.corpus import Corpus, source_names
-from octavo.data.manifest import Manifest, Split
+from octavo.data.manifest import SPLITS, Manifest, Split
 from octavo.data.special_tokens import SpecialTokens
 from octavo.data.token_files import LABEL_FILES, NOTICE
 from octavo.errors import InputError, OctavoError
@@ -42,6 +43,8 @@ class PreparedData:
 
     folder: Path
     manifest: Manifest
+    sets: Mapping[str, PreparedData] = field(default_factory=dict)
+    """The sets of `data.validation`, by name."""
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -119,6 +122,74 @@ def prepare(
         for folder in (work.parent, *made):  # created here and still empty, innermost first
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def prepare_all(
+    config: DataConfig,
+    *,
+    on_change: Literal["rebuild", "error"] = "rebuild",
+    console: Console | None = None,
+    compare: bool = True,
+) -> PreparedData:
+    """`prepare`, with the sets of `data.validation`, each by the run's tokenizer.
+
+    compare: with the training documents, of which no set may be a part.
+
+    Raises:
+        InputError: as `prepare`; a set that shares all its documents with the training data, or that is text where the run
+            has no tokenizer.
+    """
+    prepared = prepare(config, on_change=on_change, console=console)
+    found = {}
+    for name in config.validation:
+        key = f"data.validation.{name}"
+        folder = prepared.tokenizer_folder
+        own = config.of_set(name, None if folder is None else str(folder))
+        try:
+            found[name] = prepare(own, console=console)
+        except InputError as error:
+            raise InputError(re.sub(r"(the )?\bdata\.source\b", key, str(error))) from None
+        if folder is None and found[name].tokenizer_folder is not None:
+            raise InputError(
+                f"{key} is text, but data.source holds token ids without a tokenizer: give token ids of the same tokenizer, or "
+                "name it as data.tokenizer."
+            )
+        same, held = (documents_in(found[name], prepared, split) if compare else 0 for split in SPLITS)
+        if same and same + held >= found[name].manifest.splits["train"].documents:
+            raise InputError(
+                f"{key}: all of its documents ({same + held:,}) are also in data.source, so the model would be trained on its "
+                f"validation text. Name other text in one of the two."
+            )
+        if same and console is not None:
+            total = found[name].manifest.splits["train"].documents
+            console.print(f"{key}: {same:,} of its {total:,} documents are also in data.source, and so in training.", **NOTICE)
+    return replace(prepared, sets=found)
+
+
+_HEAD = 16  # tokens that are compared before whole documents are
+_ROWS = 1 << 20  # documents whose beginnings are read at a time
+
+
+def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int:
+    """Documents of a prepared text that are documents of a split of the corpus too, token by token."""
+    wanted: dict[tuple[int, bytes], list[bytes]] = {}
+    tokens, offsets = found.tokens("train"), found.offsets("train").astype(np.int64)
+    digests = []
+    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        ids = np.asarray(tokens[start:end], np.uint32)
+        digests.append(hashlib.sha256(ids.tobytes()).digest())
+        wanted.setdefault((end - start, ids[:_HEAD].tobytes()), []).append(digests[-1])
+    lengths = np.array(sorted({length for length, _ in wanted}), np.int64)
+    theirs, starts = corpus.tokens(split), corpus.offsets(split).astype(np.int64)
+    seen: set[bytes] = set()
+    for first in range(0, len(starts) - 1, _ROWS):
+        part = starts[first : first + _ROWS + 1]
+        sizes = np.diff(part)
+        for row in np.flatnonzero(np.isin(sizes, lengths)).tolist():
+            start, size = int(part[row]), int(sizes[row])
+            if (size, np.asarray(theirs[start : start + min(size, _HEAD)], np.uint32).tobytes()) in wanted:
+                seen.add(hashlib.sha256(np.asarray(theirs[start : start + size], np.uint32).tobytes()).digest())
+    return sum(digest in seen for digest in digests)
 
 
 def prepared_or_none(config: DataConfig) -> PreparedData | None:

@@ -210,8 +210,12 @@ class ScaleBuffer:
             self._kept = now, self.scale.detach().clone()
         return self._kept[1]
 
-    def _grow(self) -> None:
+    def forget_copies(self) -> None:
+        """The scales were written."""
         self._kept = None
+
+    def _grow(self) -> None:
+        self.forget_copies()
         self.scale = torch.cat([self.scale, torch.full_like(self.scale, math.nan)])
         self.begun_from += [_NEVER] * len(self.begun_from)
         self.partly_from += [_NEVER] * len(self.partly_from)
@@ -348,6 +352,36 @@ class Session:
     def scales(self) -> Scales:
         """The forward scales of all its casts, which change at its end alone."""
         return snapshot(self.used) if self.kept is None else self.kept
+
+
+@contextlib.contextmanager
+def restored(sets: Iterable[BufferSet]) -> Iterator[None]:
+    """Scales and histories of these sets at the end as at the beginning, whatever forwards and backwards record in between."""
+
+    kept = [_Kept(buffer) for each in sets for buffer in (*each.forward.values(), *each.backward.values())]
+    try:
+        yield
+    finally:
+        for each in kept:
+            each.put_back()
+
+
+class _Kept:
+    """A copy of what a buffer holds."""
+
+    def __init__(self, buffer: ScaleBuffer) -> None:
+        self._buffer = buffer
+        self._tensors = [x.detach().clone() for x in (buffer.scale, buffer.history, buffer.saturated)]
+        self._begun, self._partly, self._waiting = [*buffer.begun_from], [*buffer.partly_from], dict(buffer.waiting)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        buffer, size = self._buffer, len(self._begun)
+        for own, kept in zip((buffer.scale, buffer.history, buffer.saturated), self._tensors, strict=True):
+            own[..., :size].copy_(kept)
+        buffer.begun_from[:size], buffer.partly_from[:size] = self._begun, self._partly
+        buffer.waiting = self._waiting
+        buffer.forget_copies()
 
 
 class BufferSet:

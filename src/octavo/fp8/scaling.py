@@ -5,6 +5,7 @@ Training alone changes it: an evaluation, under whatever recipe, reads the scale
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import weakref
@@ -352,6 +353,27 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
             if isinstance(state, ModuleState):
                 suffix = key.removesuffix("fp8_state").rstrip("_")
                 yield ".".join(part for part in (name, suffix) if part), state
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Scales, histories and recipes of a model's layers at the end as at the beginning, whatever runs in between."""
+    states = [state for _, state in states_of(model)]
+    names = ("recipe", "history_recipe", "trained")
+    before = [(dict(state.slots), dict(state.observed), [getattr(state, name) for name in names]) for state in states]
+    sets = list({id(state.buffers): state.buffers for state in states}.values())
+    joints = [each.joint for each in sets]
+    try:
+        with buffers.restored(sets):
+            yield
+    finally:
+        for state, (slots, observed, values) in zip(states, before, strict=True):
+            state.slots, state.observed, state.weight_cache = slots, observed, None
+            for name, value in zip(names, values, strict=True):
+                setattr(state, name, value)
+        for each, joint in zip(sets, joints, strict=True):
+            each.joint, each.claimed = joint, None
+        process.offered.clear()
 
 
 def inspect(module: nn.Module) -> dict[str, Any]:

@@ -482,7 +482,7 @@ def _check_settings(config: RunConfig) -> None:
             f"train.loss_scale = {scale:g}: a loss scale must be above 0 and at most 2**60. Set train.loss_scale to a power of "
             'two such as 1024, or to "dynamic".'
         )
-    if config.train.validate_every and not (config.data.held_out or config.data.validation_source):
+    if config.train.validate_every and not (config.data.validates or config.train.evaluations):
         raise InputError(  # a continued run may bring the fraction
             f"train.validate_every = {config.train.validate_every}, but data.validation_fraction = 0 holds nothing out. Set "
             "data.validation_fraction above 0, such as 0.05, name a data.validation_source, or set train.validate_every = 0."

@@ -20,7 +20,7 @@ from octavo.errors import InputError
 from octavo.run.metrics import lacking, read_metrics
 from octavo.run.records import layout_at, newest_state, read_json
 from octavo.run.resume import VALIDATED
-from octavo.run.summary import averaged_steps, median_speed, percent_above
+from octavo.run.summary import averaged_steps, losses_of_sets, median_speed, percent_above
 
 _TEXT_KEYS = (
     *("data.source", "data.text_field", "data.subset", "data.split", "data.tokenizer", "data.vocab_size"),
@@ -54,8 +54,9 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
 
     Returns:
         `{"last", "steps", "numbers", "validation_step", "warnings", "rows": [{"run", "loss", "gap_percent", "validation_loss",
-        "validation_gap_percent", "tokens_per_second", "losses", "environment"}]}`. `run` is the shortest end of the path that
-        no other run has, `numbers` are the steps that all runs have, `steps` their count and `losses` the losses there; `loss`
+        "validation_gap_percent", "validation_losses", "tokens_per_second", "losses", "environment"}]}`. `run` is the shortest
+        end of the path that no other run has, `numbers` are the steps that all runs have, `steps` their count and `losses` the
+        losses there; `loss`
         is the mean of the last `last`, `gap_percent` its distance to the reference's, `tokens_per_second` a median. The
         validation is that of `validation_step`, the last step at which all runs have one; None without such a step.
 
@@ -77,6 +78,8 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
         raise InputError(f"--last {last}: {has}; use 1 to {steps}.")
     validated = [n for n in numbers if all(run.curve[n].get("validation_loss") is not None for run in known)]
     at = validated[-1] if validated else None
+    with_sets = [n for n in numbers if all(losses_of_sets(run.curve[n]) for run in known)]
+    of_sets = with_sets[-1] if with_sets else None
     means = [math.fsum(run.curve[number]["loss"] for number in numbers[-last:]) / last for run in known]
     checked: list[Any] = [None if at is None else run.curve[at]["validation_loss"] for run in known]
     rows = [
@@ -86,6 +89,7 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
             "gap_percent": percent_above(loss, means[0]),
             "validation_loss": validation,
             "validation_gap_percent": None if at is None else percent_above(validation, checked[0]),
+            "validation_losses": {} if of_sets is None else losses_of_sets(run.curve[of_sets]),
             "tokens_per_second": median_speed(run.curve.values()),
             "losses": [run.curve[number]["loss"] for number in numbers],
             "environment": read_json(run.folder / "environment.json"),
@@ -111,6 +115,11 @@ def lines(found: dict[str, Any]) -> list[str]:
         if at is not None:
             line += f"  {row['validation_loss']:10.4f}  {row['validation_gap_percent']:+7.2f}%"
         table.append(f"{line}  {row['tokens_per_second']:10,.0f}")
+    for name in dict.fromkeys(name for row in found["rows"] for name in row["validation_losses"]):
+        losses = (
+            f"{row['run']} {row['validation_losses'][name]:.4f}" for row in found["rows"] if name in row["validation_losses"]
+        )
+        table.append(f"validation of {name}: {', '.join(losses)}")
     return [*table, note]
 
 

@@ -18,7 +18,7 @@ from octavo.dtypes import short_name
 from octavo.errors import InputError, first_line, warn
 from octavo.run.metrics import read_metrics
 from octavo.run.records import label_of
-from octavo.run.summary import percent_above
+from octavo.run.summary import losses_of_sets, percent_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +32,8 @@ _LEGEND_INSIDE = 8
 _LOSS = "loss (nats per token)"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 _STYLES = ("-", "--", ":")
+_SETS = ("s", "^", "v", "P", "X")
+"""Markers of the validation sets."""
 _MARKERS = (("o", 8), ("D", 4))  # with their sizes: two validations of nearly the same loss are both seen
 
 
@@ -93,6 +95,11 @@ def run_figure(folder: Path) -> Figure | None:
         if checked:
             text = f"{name}: validation, {checked[-1][1]:.4f} at step {checked[-1][0]}"
             axes.plot(*zip(*checked, strict=True), marker, color=colour, markeredgecolor="black", markersize=size, label=text)
+        for number, each in enumerate(dict.fromkeys(key for r in records for key in losses_of_sets(r))):
+            losses = [(r["step"], losses_of_sets(r)[each]) for r in records if each in losses_of_sets(r)]
+            text = f"{name}: {each}, {losses[-1][1]:.4f} at step {losses[-1][0]}"
+            shape = _SETS[number % len(_SETS)]
+            axes.plot(*zip(*losses, strict=True), shape, color=colour, markersize=size, fillstyle="none", label=_plain(text))
     precision = f"FP8, {config.fp8.recipe} scaling" if label == "fp8" else f"{label}, no FP8"
     axes.set_title(_plain(f"{folder.absolute().name}: {config.model.source}, {precision}"), fontsize="medium", wrap=True)
     axes.set_xlabel(f"step{_means(_window(max(map(len, runs.values()))))}")

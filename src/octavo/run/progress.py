@@ -115,6 +115,8 @@ def validation_lines(record: Mapping[str, Any], steps: int, width: int) -> list[
     step, loss, perplexity = (record.get(key) for key in ("step", "validation_loss", "perplexity"))
     results = [] if loss is None else [f"validation {loss:.4f}"]
     results += [] if perplexity is None else [f"perplexity {perplexity:,.1f}"]
+    sets = [key.removeprefix("validation_loss/") for key in record if key.startswith("validation_loss/")]
+    results += [f"{name} {record[f'validation_loss/{name}']:.4f}" for name in sets]
     for key, value in record.items():
         if key.startswith("evaluation/") and value is not None:
             results.append(f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}")

@@ -23,6 +23,14 @@ CHANGEABLE: dict[str, str] = {
     "train.output": "the folder may have been moved",
     "train.validate_every": "validation does not change the run",
     "train.validate_batches": "validation does not change the run",
+    "data.validation": "validation does not change the run; a set that stays has to be the same text",
+    "train.eval": "evaluations do not change the run",
+    "train.eval_every": "evaluations do not change the run",
+    "train.eval_reduce": "evaluations do not change the run",
+    "train.eval_tasks": "evaluations do not change the run",
+    "train.eval_limit": "evaluations do not change the run",
+    "train.eval_shots": "evaluations do not change the run",
+    "train.eval_batch": "evaluations do not change the run",
     "train.early_stopping": "an earlier end, of the same steps",
     "train.sample_every": "samples do not change the run",
     "train.sample_prompt": "samples do not change the run",
@@ -251,7 +259,7 @@ def _without_default_split(config: RunConfig) -> RunConfig:
 
 
 def _may_change(key: str) -> bool:
-    return key == "train.steps" or any(fnmatch(key, pattern) for pattern in CHANGEABLE)
+    return key == "train.steps" or key.startswith("data.validation.") or any(fnmatch(key, pattern) for pattern in CHANGEABLE)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

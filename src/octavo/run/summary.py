@@ -9,7 +9,7 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Summary:
     validation_loss: float | None
     tokens_per_second: float
     seconds: float
+    validation_losses: Mapping[str, float] = field(default_factory=dict)
+    """Of the sets of `data.validation`, by name."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,14 @@ def summarise(metrics: Path, steps: int) -> Summary:
         validation_loss=records[-1].get("validation_loss"),
         tokens_per_second=median_speed(records),
         seconds=math.fsum(record["step_seconds"] for record in records),
+        validation_losses=losses_of_sets(records[-1]),
     )
+
+
+def losses_of_sets(record: Mapping[str, Any]) -> dict[str, float]:
+    """The validation losses of named sets in a line of metrics.jsonl."""
+    prefix = "validation_loss/"
+    return {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
 
 
 def averaged_steps(steps: int) -> int:
@@ -115,6 +124,8 @@ def summary_lines(result: Result) -> list[str]:
         f"The run is in {result.folder}: {files}.",
         f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tok/s.",
     ]
+    if own.validation_losses:
+        facts.append(f"Validation: {', '.join(f'{name} {loss:.4f}' for name, loss in own.validation_losses.items())}.")
     if result.ended_early:
         facts.insert(1, f"It ended at step {own.steps} of {result.config.train.steps}: {result.ended_early}.")
     if other is not None and result.gap_percent is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +20,11 @@ from torch import nn
 from octavo.checkpoint.plain import KINDS, pack, unpack
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
 from octavo.errors import InputError, nearest, warn
-from octavo.run.sample import evaluating
 from octavo.run.summary import Result
+from octavo.train.evaluation import Evaluation, figures_of
 
-Evaluation = Callable[[nn.Module, int], Mapping[str, float]]
-"""A user's evaluation: model in evaluation mode and step → figures by name."""
+EVALUATE = "Trainer(evaluate=…)"
+"""Name of a trainer's evaluation in messages."""
 
 
 class Callback:
@@ -133,8 +132,8 @@ class Events:
     def saved(self, path: Path) -> None:
         """A checkpoint is written or on its way."""
 
-    def evaluate(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Figures of the user's evaluation, as `evaluation/NAME`."""
+    def evaluate(self, model: nn.Module, step: int, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Figures of the user's evaluation, as `evaluation/NAME`. alive: called before each forward."""
         return {}
 
 
@@ -211,28 +210,16 @@ class CallbackEvents(Events):
         self._trainer.step = result.summary.steps
         self._tell("on_end", result)
 
-    def evaluate(self, model: nn.Module, step: int) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, step: int, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See `Events`.
 
         Raises:
-            InputError: the evaluation returned no mapping of names to numbers.
+            InputError: see `octavo.train.evaluation.figures_of`.
         """
         if self._evaluation is None:
             return {}
-        with self._guarded("Trainer(evaluate=…)"), evaluating(model), _same_random_numbers(), torch.no_grad():
-            found = self._evaluation(model, step)
-        if not isinstance(found, Mapping):
-            raise InputError(
-                f"Trainer(evaluate=…) returned {type(found).__name__}: return a dict of names and numbers, such as "
-                '{"accuracy": 0.5}.'
-            )
-        for name in found:
-            if not isinstance(name, str) or not name.strip():
-                raise InputError(
-                    f"Trainer(evaluate=…) returned the name {name!r}: a name is text that is not blank, such as "
-                    '{"accuracy": 0.5}.'
-                )
-        return {f"evaluation/{name}": _number(name, value) for name, value in found.items()}
+        with self._guarded(EVALUATE):
+            return figures_of(EVALUATE, self._evaluation, model, step, self._trainer.config.train.eval_reduce, alive)
 
     def _tell(self, event: str, argument: Any) -> None:
         if self._callbacks:
@@ -272,13 +259,6 @@ class CallbackEvents(Events):
             mode, other = ("evaluation", "train") if training else ("training", "eval")
             raise InputError(f"{name} left the model in {mode} mode: call trainer.model.{other}() at its end.")
         model.zero_grad()
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"Trainer(evaluate=…) returned {name} = {value!r}: it is a number, such as {math.pi:.2f}.") from None
 
 
 @contextlib.contextmanager

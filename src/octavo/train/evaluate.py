@@ -27,25 +27,33 @@ from octavo.train.step import TrainContext, count_targets, loss_of
 
 @dataclass
 class BestValidation:
-    """The lowest validation loss so far, and the validations since."""
+    """The best value of a figure so far, of `validation_loss` unless `key` names another, and the validations since."""
 
     step: int = 0
     loss: float = math.inf
     since: int = 0
+    key: str = "validation_loss"
+    lowest: bool = True
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]]) -> BestValidation:
-        """From the lines of metrics.jsonl."""
-        best = cls()
+    def of(cls, records: Iterable[Mapping[str, Any]], key: str = "validation_loss", *, lowest: bool = True) -> BestValidation:
+        """From the lines of metrics.jsonl. lowest: the lowest value is the best one."""
+        best = cls(loss=math.inf if lowest else -math.inf, key=key, lowest=lowest)
         for record in records:
-            if "validation_loss" in record:
-                best.add(record["step"], record["validation_loss"])
+            if record.get(key) is not None:
+                best.add(record["step"], record[key])
         return best
 
-    def add(self, step: int, loss: float) -> None:
-        """Count a validation; NaN is never lower."""
-        if loss < self.loss:
-            self.step, self.loss, self.since = step, loss, 0
+    @property
+    def named(self) -> str:
+        """The figure in words: "lowest validation loss"."""
+        loss = self.key.replace("validation_loss/", "validation loss of ").replace("validation_loss", "validation loss")
+        return f"{'lowest' if self.lowest else 'highest'} {loss}"
+
+    def add(self, step: int, value: float) -> None:
+        """Count a validation; NaN is never better."""
+        if value < self.loss if self.lowest else value > self.loss:
+            self.step, self.loss, self.since = step, value, 0
         else:
             self.since += 1
 

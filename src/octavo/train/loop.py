@@ -7,6 +7,7 @@ on resume if there is no checkpoint, so that metrics and weights always agree.
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import sys
 import time
@@ -22,11 +23,12 @@ from octavo.build import describe
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import read_own_file, read_state
+from octavo.config.run import EVALUATION
 from octavo.data.loader import passes, unused_sources
 from octavo.data.packing import Batch
 from octavo.data.prepared import PreparedData
 from octavo.dtypes import short_name
-from octavo.errors import OctavoError, RunStopped, warn
+from octavo.errors import InputError, OctavoError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.world import state
@@ -38,11 +40,12 @@ from octavo.run.progress import StepProgress
 from octavo.run.resume import check_same_model, warn_of_other_layout
 from octavo.run.summary import Result, Summary, summarise
 from octavo.run.trackers import Trackers
-from octavo.train.callbacks import Events
-from octavo.train.evaluate import BestValidation, perplexity, sample_of, validate
+from octavo.train.callbacks import EVALUATE, Events
+from octavo.train.evaluate import BestValidation, Validation, perplexity, sample_of, validate
+from octavo.train.evaluation import figures_of, load_function
 from octavo.train.nonfinite import NotFinite
 from octavo.train.own_code_check import check_own_code
-from octavo.train.setup import build, restore_or_begin, run_layout, steps_done
+from octavo.train.setup import build, restore_or_begin, run_layout, steps_done, validation_batches
 from octavo.train.step import TrainContext, train_step
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
@@ -76,8 +79,16 @@ def train_one(
         with all_ranks().sharing_errors():  # rank 0 writes the run's file below
             changes = fp8_changes.find(plan, before, read_state(latest))
     label = "fp8" if plan.recipe is not None else short_name(config.model.dtype)
-    best = all_ranks().on_rank_0(lambda: BestValidation.of(r for r in read_metrics(folder.metrics) if r["step"] <= done))
+    figure, lowest = config.best_figure
+    best = all_ranks().on_rank_0(
+        lambda: BestValidation.of((r for r in read_metrics(folder.metrics) if r["step"] <= done), figure, lowest=lowest)
+    )
     checkpoints.protected = best.step if config.checkpoint.best else 0
+    if checkpoints.protected and first_rank and not (folder.checkpoints / f"step-{best.step}").is_dir():
+        warn(
+            f"checkpoint.best: the best {best.key} was {best.loss:.4g} at step {best.step}, whose checkpoint was not kept. The "
+            "next better one is."
+        )
     early = _early_end(plan, best)
     if latest is not None:
         events.restore(read_own_file(latest, CALLBACKS, state.rank))
@@ -101,6 +112,7 @@ def train_one(
             if changes is not None:
                 warn(f"{latest} continues with other FP8: {changes}.")
         context, validation = build(plan, prepared, watch)
+        sets = validation_batches(plan, prepared)
         opened.callback(context.loader.close)
         if not isinstance(context.model, Decoder):
             check_own_code(
@@ -125,7 +137,17 @@ def train_one(
         for past in history[: -1 if changes is not None else None]:
             say(console, f"{label}: {', '.join(past['keys'])} changed after step {past['after']}.")
         session = _Session(
-            context, validation, prepared, metrics, checkpoints, trackers, progress, events, best, fp8_changes=history
+            context,
+            validation,
+            prepared,
+            metrics,
+            checkpoints,
+            trackers,
+            progress,
+            events,
+            best,
+            fp8_changes=history,
+            sets=sets,
         )
         events.started(context.model, context.optimizer)
         events.state()  # a state that no checkpoint can keep is refused before the first step
@@ -165,7 +187,7 @@ def _early_end(plan: RunPlan, best: BestValidation) -> str:
     patience = plan.config.train.early_stopping
     if not patience or best.since < patience:
         return ""
-    return f"train.early_stopping = {patience}: the lowest validation loss was {best.loss:.4f} at step {best.step}"
+    return f"train.early_stopping = {patience}: the {best.named} was {best.loss:.4f} at step {best.step}"
 
 
 @dataclass(frozen=True)
@@ -182,6 +204,7 @@ class _Session:
     events: Events = field(default_factory=Events)
     best: BestValidation = field(default_factory=BestValidation)
     fp8_changes: list[dict[str, Any]] = field(default_factory=list)
+    sets: Mapping[str, list[Batch]] = field(default_factory=dict)
 
 
 def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, str]:
@@ -189,12 +212,14 @@ def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, 
     plan = session.context.plan
     config, steps = plan.config, plan.steps
     every, validate_every = config.checkpoint.every, config.train.validate_every
+    eval_every = config.train.eval_every
     checkpoint_seconds = 0.0
     stop.training()
     for step in range(done + 1, steps + 1):
         record, stopping, ending = _train_step(session, step, checkpoint_seconds, stop)
         validates = step == steps or (validate_every and step % validate_every == 0)
-        is_best = _validate(session, record) if validates else False
+        evaluates = bool(step == steps or (step % eval_every == 0 if eval_every else validates))
+        is_best = _validate(session, record, texts=bool(validates), evaluations=evaluates) if validates or evaluates else False
         if session.metrics is not None:
             session.metrics.append(record)
         session.trackers.log(record)
@@ -204,7 +229,7 @@ def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, 
             _show_sample(session, step)
         with _saved_first(session, record):
             session.events.stepped(record)
-            if "validation_loss" in record:
+            if any(key.startswith(("validation_loss", "evaluation/")) for key in record):
                 session.events.validated(record)
         checkpoint_seconds = 0.0
         if state.world_size == 1:  # no other rank has to agree: stop after this step
@@ -221,21 +246,60 @@ def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, 
     return steps, ""
 
 
-def _validate(session: _Session, record: dict[str, Any]) -> bool:
-    """Add validation loss and the user's evaluation to a step's record; True if `checkpoint.best` saves this step."""
+def _validate(session: _Session, record: dict[str, Any], *, texts: bool, evaluations: bool) -> bool:
+    """Add validation losses and evaluations to a step's record; True if `checkpoint.best` saves this step."""
     config, step = session.context.plan.config, record["step"]
-    if session.validation:
-        found = validate(session.context, session.validation)
-        loss, cross_entropy = all_ranks().on_rank_0(lambda: found)  # all ranks end together
+    if texts and session.validation:
+        loss, cross_entropy = _of_rank_0(validate(session.context, session.validation))  # all ranks end together
         record |= {"validation_loss": loss, "perplexity": perplexity(cross_entropy)}
-        session.best.add(step, loss)
-    with _saved_first(session, record, recorded=False):
-        record |= session.events.evaluate(session.context.model, step)
+    for name, batches in session.sets.items() if texts else ():
+        loss, cross_entropy = _of_rank_0(validate(session.context, batches))
+        record |= {f"validation_loss/{name}": loss, f"perplexity/{name}": perplexity(cross_entropy)}
+    if evaluations:
+        with _saved_first(session, record, recorded=False):
+            _evaluate(session, record)
     session.context.optimizer.zero_grad()  # of an evaluation that went backward
-    is_best = config.checkpoint.best and session.best.step == step
+    if session.best.key in record:
+        session.best.add(step, record[session.best.key])
+    is_best = config.checkpoint.best is not False and session.best.step == step
     if config.checkpoint.best:
         session.checkpoints.protected = session.best.step
     return is_best
+
+
+def _of_rank_0(found: Validation) -> Validation:
+    return all_ranks().on_rank_0(lambda: found)
+
+
+def _evaluate(session: _Session, record: dict[str, Any]) -> None:
+    """Add the figures of evaluations to a step's record.
+
+    Raises:
+        InputError: two evaluations have a figure of one name, or none has that of `checkpoint.best`.
+    """
+    context, step = session.context, record["step"]
+    train, key = context.plan.config.train, session.best.key
+    alive = functools.partial(context.watch.phase, "validation")
+    alive()
+    found = [(EVALUATE, session.events.evaluate(context.model, step, alive))]
+    for name in train.eval_functions:
+        called = f"train.eval = {name!r}"
+        found.append((called, figures_of(called, load_function(name), context.model, step, train.eval_reduce, alive)))
+    if train.lm_eval_names:
+        from octavo.train.lm_tasks import run_tasks
+
+        found.append(("lm-eval", run_tasks(context, session.prepared.tokenizer_folder, alive)))
+    owner: dict[str, str] = {}
+    for name, figures in found:
+        for figure, value in figures.items():
+            if figure in owner:
+                raise InputError(f"{owner[figure]} and {name} both have a figure {figure!r}: give one of them another name.")
+            owner[figure], record[figure] = name, value
+    if key.startswith(EVALUATION) and key not in record:
+        raise InputError(
+            f"checkpoint.best = {key!r}, but the evaluations at step {step} gave {', '.join(owner) or 'nothing'}. Name "
+            "one of these."
+        )
 
 
 @contextlib.contextmanager
@@ -274,6 +338,7 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
         session.metrics.sync()
     scalars = {
         "data": session.prepared.manifest.fingerprint,
+        "validation_sets": {name: each.manifest.fingerprint for name, each in session.prepared.sets.items()},
         "layout": run_layout(context.plan),
         "fp8": context.plan.config.fp8.model_dump(mode="json"),
         **({"fp8_changes": session.fp8_changes} if session.fp8_changes else {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +49,12 @@ def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> in
             f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
             f"{prepared.manifest.fingerprint[:12]}. Put the old data back, or set another train.output."
         )
+    for name, fingerprint in saved.get("validation_sets", {}).items():
+        if name in prepared.sets and prepared.sets[name].manifest.fingerprint != fingerprint:
+            raise InputError(
+                f"data.validation.{name} is another text than at {latest}: its losses would not compare with earlier ones. Put "
+                "the old text back, or give the new one another name."
+            )
     step, steps = int(saved["step"]), plan.steps
     if step > steps:
         least = plan.config.key_of_length(step)
@@ -64,7 +70,7 @@ def _warn_of_untested_versions() -> None:
 
 
 def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:
-    """Model, optimizer and data; and the validation batches, empty without a validation split."""
+    """Model, optimizer and data; and the validation batches, empty without a validation split. Sets: `validation_batches`."""
     config = plan.config
     if state.rank == 0:
         _warn_of_untested_versions()
@@ -106,7 +112,26 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
     return context, validation
 
 
-def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"]) -> BatchLoader:
+def validation_batches(plan: RunPlan, prepared: PreparedData) -> dict[str, list[Batch]]:
+    """This rank's validation batches of each set of `data.validation`, by name.
+
+    Raises:
+        InputError: a set has no sequence with a target.
+    """
+    found = {}
+    for name, each in prepared.sets.items():
+        try:
+            loader = _loader(plan, each, "train", weights=())
+        except InputError as error:
+            raise InputError(f"data.validation.{name}: {error}") from None
+        found[name] = list(loader.validation(plan.config.train.validation_sequences))
+    return found
+
+
+def _loader(
+    plan: RunPlan, prepared: PreparedData, split: Literal["train", "validation"], *, weights: Sequence[float] | None = None
+) -> BatchLoader:
+    """weights: None for those of `data.weights`."""
     config = plan.config
     return BatchLoader(
         prepared,
@@ -118,7 +143,7 @@ def _loader(plan: RunPlan, prepared: PreparedData, split: Literal["train", "vali
         micro_batch=plan.micro_batch,
         dp_rank=state.dp_rank,
         dp_size=plan.degrees.data,
-        weights=config.data.weights,
+        weights=config.data.weights if weights is None else weights,
         overlong=config.data.overlong,
     )
 

@@ -21,8 +21,8 @@ from torch import nn
 from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import has_own_code
 from octavo.config.effects import with_values
-from octavo.config.run import RunConfig
-from octavo.data.prepared import PreparedData, check_vocabulary, prepare
+from octavo.config.run import EVALUATION, RunConfig
+from octavo.data.prepared import PreparedData, check_vocabulary, prepare_all
 from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.data.tokenizer import other_beside, tokenizer_files
 from octavo.errors import InputError
@@ -39,7 +39,8 @@ from octavo.run.plots import plot_run
 from octavo.run.records import newest_state
 from octavo.run.resume import check_extended, check_resumable, extend, with_keys_of, with_own_scale
 from octavo.run.summary import Result
-from octavo.train.callbacks import Callback, CallbackEvents, Evaluation, Events, check_callbacks
+from octavo.train.callbacks import EVALUATE, Callback, CallbackEvents, Events, check_callbacks
+from octavo.train.evaluation import Evaluation, check_evaluations, check_function
 from octavo.train.loop import say, train_one
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
@@ -54,8 +55,9 @@ class Trainer:
     Args:
         run_file: path of a run file, or a `RunConfig`; None: all keys are keywords.
         callbacks: objects with methods of `Callback`, called on every rank; checkpoints keep the state of those that have one.
-        evaluate: function of model and step, called after each validation on every rank; its figures go to metrics.jsonl as
-            `evaluation/NAME`. The model is in evaluation mode, without gradients.
+        evaluate: function of model and step, called on every rank every `train.eval_every` steps, or after each validation; its
+            figures go to metrics.jsonl as `evaluation/NAME`. The model is that in training, in evaluation mode, without
+            gradients.
         console: for progress; the standard output when absent.
         sections: keys by section, over those of the run file.
 
@@ -82,8 +84,8 @@ class Trainer:
             if not isinstance(keys, Mapping):
                 raise InputError(f"Trainer({name}={keys!r}): a section is a dict of keys, such as train={{'steps': 100}}.")
         check_callbacks(callbacks)
-        if evaluate is not None and not callable(evaluate):
-            raise InputError(f"Trainer(evaluate={evaluate!r}): it is a function of model and step.")
+        if evaluate is not None:
+            check_function(evaluate, EVALUATE)
         if isinstance(run_file, RunConfig):
             if sections:
                 raise InputError("Trainer: a RunConfig has all keys. Give a run file with keywords, or the RunConfig alone.")
@@ -118,6 +120,7 @@ class Trainer:
         adopt_ranks()
         console = self._console or Console(quiet=rank_variable("RANK", 0) > 0)
         plan = check(config)
+        check_evaluations(config.train)
         with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, self._running(stop):
             # Longer than the watchdog's timeout: it finds the failed rank before a collective times out.
             timeout = config.launch.timeout + config.launch.grace + 60
@@ -191,7 +194,8 @@ class _Run:
                 say(self.console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
         prepared = prepared or _prepare_on_ranks(plan.config, self.console, on_change)
-        check_vocabulary(prepared, plan.hf_config.vocab_size, load=config.model.load)
+        for each in (prepared, *prepared.sets.values()):
+            check_vocabulary(each, plan.hf_config.vocab_size, load=config.model.load)
         return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared
 
     def train(self, plan: RunPlan, prepared: PreparedData, folder: RunFolder, events: Events) -> Result:
@@ -242,7 +246,10 @@ def _say_resized(plan: RunPlan, console: Console, *, resumed: bool) -> None:
 def without_fp8(plan: RunPlan) -> RunPlan:
     """The plan of the same run without FP8."""
     note = "The same steps without FP8, to compare the loss"
-    return dataclasses.replace(plan, config=finished.without_fp8(plan.config), recipe=None, excluded={}, fp8_note=note)
+    config = finished.without_fp8(plan.config)
+    if config.best_figure[0].startswith(EVALUATION):  # which may be the trainer's, and nothing waits for the twin's best
+        config = with_values(config, {"checkpoint.best": False, "checkpoint.best_is": None, "train.early_stopping": 0})
+    return dataclasses.replace(plan, config=config, recipe=None, excluded={}, fp8_note=note)
 
 
 def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, resumed: bool) -> RunPlan:
@@ -302,6 +309,6 @@ def _prepare_on_ranks(config: RunConfig, console: Console, on_change: Literal["e
     for turn in range(3 if state.world_size > 1 else 1):
         with writing_ranks().sharing_errors():
             if turn == own_turn:
-                prepared = prepare(config.data, console=console, on_change=on_change)
+                prepared = prepare_all(config.data, console=console, on_change=on_change, compare=state.rank == 0)
     assert prepared is not None
     return prepared

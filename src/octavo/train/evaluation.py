@@ -1,0 +1,237 @@
+"""Evaluations of the model in training: functions of a user, and tasks of lm-eval (`octavo.train.lm_tasks`).
+
+They get the model itself, on every rank, in evaluation mode. Random states, FP8 scales and modes of modules are put back bit
+for bit; a change of a parameter or a buffer is refused. So the training has the same numbers with evaluations as without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
+from octavo.config.run import EVALUATION
+from octavo.config.train import TrainConfig
+from octavo.errors import InputError, unknown
+from octavo.fp8.scaling import restored
+from octavo.parallel.coordination import all_ranks
+from octavo.parallel.world import state
+from octavo.run.sample import evaluating
+
+Evaluation = Callable[[nn.Module, int], Mapping[str, float]]
+"""A user's evaluation: model in evaluation mode and step → figures by name."""
+Reduce = Literal["same", "mean", "sum"]
+
+
+def load_function(name: str) -> Evaluation:
+    """The function of "FILE.py:FUNCTION" in `train.eval`; the file is imported as a module of its own.
+
+    Raises:
+        InputError: there is no such file or function, or it does not take model and step.
+    """
+    path, _, wanted = name.rpartition(":")
+    file = Path(path).expanduser().resolve()
+    key = f"train.eval = {name!r}"
+    if not file.is_file():
+        raise InputError(f"{key}: there is no file {str(file)!r}. Paths are from the folder in which the command runs.")
+    return _function(file, file.stat().st_mtime_ns, wanted, key)
+
+
+@functools.cache  # a run, its check and its twin import it once
+def _function(file: Path, _changed: int, wanted: str, key: str) -> Evaluation:
+    spec = importlib.util.spec_from_file_location(f"octavo_evaluation_{file.stem}_{abs(hash(file)):x}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    beside = str(file.parent)
+    sys.path.insert(0, beside)  # as of a script that runs there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{key}: importing {str(file)!r} failed: {type(error).__name__}: {error}.") from error
+    finally:
+        if beside in sys.path:
+            sys.path.remove(beside)
+    found = getattr(module, wanted, None)
+    if found is None:
+        functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise unknown(f"function of {file.name}", wanted, functions, key="train.eval")
+    check_function(found, key)
+    evaluation: Evaluation = found
+    return evaluation
+
+
+def check_function(function: Any, key: str) -> None:
+    """Refuse what cannot be called with model and step, or whose result would be no dict."""
+    if not callable(function) or isinstance(function, type):
+        raise InputError(f"{key}: it is a function of model and step, and this is {function!r}.")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise InputError(f"{key}: the function is async or has a yield, and nothing would run it. Make it a plain function.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind("model", "step")
+    except TypeError as error:
+        raise InputError(f"{key}: the function cannot be called with model and step ({error}).") from None
+
+
+def figures_of(
+    name: str, function: Evaluation, model: nn.Module, step: int, reduce: Reduce, alive: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """The figures of a function, as `evaluation/NAME`: the same on all ranks. All ranks call it.
+
+    Args:
+        name: of the function, for messages.
+        reduce: `train.eval_reduce`.
+        alive: called before each forward, for a watchdog.
+
+    Raises:
+        InputError: the result is no dict of names and numbers, or differs between ranks under "same"; or the function has
+            changed the model.
+    """
+    error: Exception | None = None
+    found: Any = None
+    try:
+        with unchanged(model, name, alive), torch.no_grad():
+            found = function(model, step)
+        found = _numbers(name, found)
+    except Exception as raised:
+        raised.add_note(f"raised in {name} at step {step}")
+        vars(raised)["of_user"] = True  # not a fault of Octavo
+        error = raised
+    all_ranks().share_error(error)
+    return {f"{EVALUATION}{key}": value for key, value in _over_ranks(name, found, reduce).items()}
+
+
+def _numbers(name: str, found: Any) -> dict[str, float]:
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f'{name} returned {type(found).__name__}: return a dict of names and numbers, such as {{"accuracy": 0.5}}.'
+        )
+    for key in found:
+        if not isinstance(key, str) or not key.strip():
+            raise InputError(
+                f'{name} returned the name {key!r}: a name is text that is not blank, such as {{"accuracy": 0.5}}.'
+            )
+    return {key: _number(name, key, value) for key, value in found.items()}
+
+
+def _number(name: str, key: str, value: Any) -> float:
+    try:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{name} returned {key} = {value!r}: it is a number, such as {math.pi:.2f}.") from None
+
+
+def _over_ranks(name: str, own: dict[str, float], reduce: Reduce) -> dict[str, float]:
+    ranks = all_ranks()
+    if ranks.size == 1:
+        return own
+    every = ranks.all_gather(own)
+    for rank, other in enumerate(every):
+        if list(other) != list(every[0]):
+            raise InputError(
+                f"{name} returned {', '.join(every[0]) or 'nothing'} on rank 0 and {', '.join(other) or 'nothing'} on rank "
+                f"{rank}: return the same names in the same order on all ranks."
+            )
+    sharing = state.cp_size * state.tp_size  # ranks that see the same samples
+    reduced = {}
+    for key in own:
+        values = [other[key] for other in every]
+        if reduce == "same":
+            if any(value.hex() != values[0].hex() for value in values):
+                rank = next(rank for rank, value in enumerate(values) if value.hex() != values[0].hex())
+                raise InputError(
+                    f"{name} returned {key} = {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}. Reduce it over "
+                    'ranks, or set train.eval_reduce = "mean" or "sum".'
+                )
+            reduced[key] = values[0]
+        else:
+            total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+            reduced[key] = total / len(values) if reduce == "mean" else total / sharing
+    return reduced
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Evaluation mode; then modes, random states and FP8 scales as before, to the bit, and no gradients.
+
+    name: of the evaluation, for messages. alive: called before each forward of the model.
+
+    Raises:
+        InputError: a parameter or a buffer has another value than before.
+    """
+    before = _sums(model)
+    trained = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
+    tensors, scalars = random_tensors(), random_scalars()
+    threads = torch.get_num_threads()
+    hook = model.register_forward_pre_hook(lambda *_: alive())
+    try:
+        with restored(model), evaluating(model):
+            yield
+    finally:
+        hook.remove()
+        restore_random(tensors, scalars)
+        if torch.get_num_threads() != threads:  # sums would have another order
+            torch.set_num_threads(threads)
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad != trained.get(key, parameter.requires_grad):
+            raise InputError(f"{name} set requires_grad of {key}: an evaluation leaves it as it is.")
+    after = _sums(model)
+    if changed := [key for key in {**before, **after} if before.get(key) != after.get(key)]:
+        raise InputError(
+            f"{name} changed {changed[0]} of the model, which is the one in training: evaluate without changing it, or put the "
+            "values back before returning."
+        )
+
+
+def _sums(model: nn.Module) -> dict[str, int]:
+    """A checksum of the bits of this rank's part of each parameter and buffer."""
+    names, sums = [], []
+    for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+        own = tensor.detach()
+        own = own.to_local() if isinstance(own, DTensor) else own
+        if own.is_meta or not own.numel():
+            continue
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
+        names.append(key)
+        sums.append(own.contiguous().view(bits).sum(dtype=torch.int64))
+    on_host: dict[torch.device, list[int]] = {}
+    found: dict[str, int] = {}
+    for device in {each.device for each in sums}:
+        on_host[device] = torch.stack([each for each in sums if each.device == device]).tolist()
+    for key, each in zip(names, sums, strict=True):
+        found[key] = on_host[each.device].pop(0)
+    return found
+
+
+def check_evaluations(config: TrainConfig) -> None:
+    """Import the functions of `train.eval`, and look for its tasks, before a model is built.
+
+    Raises:
+        InputError: a function or a task that does not exist, or lm-eval is not installed.
+    """
+    for name in config.eval_functions:
+        load_function(name)
+    if config.lm_eval_names:
+        from octavo.train.lm_tasks import load_tasks
+
+        load_tasks(config)
