@@ -27,6 +27,7 @@ _HOME = {
     "matrices": "octavo.matrix_parts",
     "muon": "octavo.train.muon",
     "parameter_groups": "octavo.groups",
+    "evaluating": "octavo.train.evaluation",
     "LoRA": "octavo.config.lora",
     "Trainer": "octavo.train.trainer",
     "Callback": "octavo.train.callbacks",
@@ -47,14 +48,15 @@ if TYPE_CHECKING:
     from octavo.parallel.world import init, shutdown, state
     from octavo.run.export import export
     from octavo.train.callbacks import Callback
+    from octavo.train.evaluation import evaluating
     from octavo.train.muon import muon
     from octavo.train.optimizer import clip_grad_norm_
     from octavo.train.trainer import Trainer
 
 __all__ = [
     "Callback", "LoRA", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors",
-    "export", "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "muon", "nn", "parameter_groups",
-    "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
+    "evaluating", "export", "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "muon", "nn",
+    "parameter_groups", "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
 ]  # fmt: skip
 
 

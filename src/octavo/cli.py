@@ -234,11 +234,11 @@ def prepare(
     """Tokenise the data of a run in advance, on a machine without a GPU."""
     adopt_ranks(meet=False)
     config, channels_folder = _config(run_file, overrides), options.path(channels, "--channels")
-    from octavo.data.prepared import prepare as run
+    from octavo.data.prepared import prepare_all as run
 
     prepared = run(config.data, console=_console(stderr=as_json, quiet=_rank() > 0))
     config.tell_notes()
-    counts = {name: split.tokens for name, split in prepared.manifest.splits.items()}
+    counts: dict[str, int] = {name: split.tokens for name, split in prepared.manifest.splits.items()}
     result: dict[str, Any] = {
         "folder": str(prepared.folder),
         "fingerprint": prepared.manifest.fingerprint,
@@ -246,6 +246,9 @@ def prepare(
         "tokens": counts,
     }
     text = [f"{counts['train']:,} tokens to train on and {counts['validation']:,} to validate on, in {prepared.folder}"]
+    for name, each in prepared.sets.items():
+        counts[f"validation/{name}"] = each.manifest.splits["train"].tokens
+        text.append(f"{counts[f'validation/{name}']:,} tokens to validate on as {name}, in {each.folder}")
     if (show is not None or prepared.manifest.examples is not None) and _rank() == 0:
         from octavo.data import show as shown
 

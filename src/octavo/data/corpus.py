@@ -7,7 +7,9 @@ from the Hub is executed.
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -108,6 +110,26 @@ class Corpus:
             return source.text
         first = next(source.documents(), None)
         return first is not None and first.text is not None
+
+
+def check_sets(config: DataConfig) -> None:
+    """Look for the sets of `data.validation`, reading nothing.
+
+    Raises:
+        InputError: as `Corpus`, by the name of the set.
+    """
+    for name in config.validation:
+        with naming_set(name):
+            Corpus(config.of_set(name, None))
+
+
+@contextlib.contextmanager
+def naming_set(name: str) -> Iterator[None]:
+    """Messages are about this set of `data.validation` in place of data.source."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub(r"(the )?\bdata\.source\b", f"data.validation.{name}", str(error))) from None
 
 
 def _check_distinct(sources: Sequence[Source], names: Sequence[str], training: int) -> None:

@@ -26,7 +26,7 @@ from octavo.config.data import DataConfig
 from octavo.data import manifest
 from octavo.data.build import build
 from octavo.data.chats import check_packing
-from octavo.data.corpus import Corpus, source_names
+from octavo.data.corpus import Corpus, naming_set, source_names
 from octavo.data.manifest import SPLITS, Manifest, Split
 from octavo.data.special_tokens import SpecialTokens
 from octavo.data.token_files import LABEL_FILES, NOTICE
@@ -145,10 +145,8 @@ def prepare_all(
         key = f"data.validation.{name}"
         folder = prepared.tokenizer_folder
         own = config.of_set(name, None if folder is None else str(folder))
-        try:
+        with naming_set(name):
             found[name] = prepare(own, console=console)
-        except InputError as error:
-            raise InputError(re.sub(r"(the )?\bdata\.source\b", key, str(error))) from None
         if folder is None and found[name].tokenizer_folder is not None:
             raise InputError(
                 f"{key} is text, but data.source holds token ids without a tokenizer: give token ids of the same tokenizer, or "

@@ -180,6 +180,11 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
             f"extend. Remove model.config.{key}."
         )
     kind, asked = new["rope_type"], overrides.get("rope_parameters", {})
+    if asked.get("partial_rotary_factor", old.get("partial_rotary_factor")) != old.get("partial_rotary_factor"):
+        raise InputError(
+            "model.config.rope_parameters.partial_rotary_factor is of the pretrained weights: it says which columns of a head "
+            "rotate. Remove it."
+        )
     scaled = old["factor"] if old.get("rope_type") == "linear" else 1  # whose key of the positions before does not exist
     trained = int(old.get("original_max_position_embeddings") or before.max_position_embeddings / scaled)
     limit = int(after.max_position_embeddings)

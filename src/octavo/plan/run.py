@@ -24,7 +24,7 @@ from octavo.config.degrees import DEGREES, Degrees, fit_batch, fit_degrees
 from octavo.config.fp8 import KEYS_OF_RECIPES, Fp8Config
 from octavo.config.run import RunConfig
 from octavo.config.train import LARGEST_SCALE
-from octavo.data.corpus import Corpus
+from octavo.data.corpus import Corpus, check_sets
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import PreparedData, prepared_or_none
 from octavo.dtypes import torch_dtype
@@ -254,6 +254,7 @@ def check(
     check_trackers(config.log.trackers)
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
+    check_sets(config.data)
     check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
     refuse_other_models(hf_config)

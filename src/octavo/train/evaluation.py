@@ -27,7 +27,7 @@ from octavo.errors import InputError, unknown
 from octavo.fp8.scaling import restored
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.world import state
-from octavo.run.sample import evaluating
+from octavo.run.sample import evaluating as evaluation_mode
 
 Evaluation = Callable[[nn.Module, int], Mapping[str, float]]
 """A user's evaluation: model in evaluation mode and step → figures by name."""
@@ -45,11 +45,11 @@ def load_function(name: str) -> Evaluation:
     key = f"train.eval = {name!r}"
     if not file.is_file():
         raise InputError(f"{key}: there is no file {str(file)!r}. Paths are from the folder in which the command runs.")
-    return _function(file, file.stat().st_mtime_ns, wanted, key)
+    return _function(file, wanted, key)
 
 
-@functools.cache  # a run, its check and its twin import it once
-def _function(file: Path, _changed: int, wanted: str, key: str) -> Evaluation:
+@functools.cache  # a run imports it once: the file may be edited while it trains
+def _function(file: Path, wanted: str, key: str) -> Evaluation:
     spec = importlib.util.spec_from_file_location(f"octavo_evaluation_{file.stem}_{abs(hash(file)):x}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -170,6 +170,37 @@ def _over_ranks(name: str, own: dict[str, float], reduce: Reduce) -> dict[str, f
     return reduced
 
 
+def _set_cudnn(values: tuple[bool, bool, bool]) -> None:
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = values
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),  # which set the order of sums
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32), _set_cudnn),
+)
+"""Settings of PyTorch that the training's numbers depend on: functions that read and write each."""
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Around an evaluation in a loop of one's own: evaluation mode, no gradients, and then the training as before.
+
+    Modes of modules, random states (PyTorch's, NumPy's, Python's), FP8 scales and histories are put back, to the bit. Gradients
+    that are there stay; all ranks enter it.
+
+    Raises:
+        InputError: `model` is no module; or a parameter, a buffer or `requires_grad` has another value than before.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"octavo.evaluating: model is of type {type(model).__name__}: give a torch.nn.Module.")
+    with unchanged(model, "the block of octavo.evaluating"), torch.no_grad():
+        yield
+
+
 @contextlib.contextmanager
 def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Evaluation mode; then modes, random states and FP8 scales as before, to the bit, and no gradients.
@@ -182,16 +213,22 @@ def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: N
     before = _sums(model)
     trained = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
     tensors, scalars = random_tensors(), random_scalars()
-    threads = torch.get_num_threads()
+    settings = [(read(), write) for read, write in _SETTINGS]
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
     hook = model.register_forward_pre_hook(lambda *_: alive())
     try:
-        with restored(model), evaluating(model):
+        with restored(model), evaluation_mode(model):
             yield
     finally:
         hook.remove()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
         restore_random(tensors, scalars)
-        if torch.get_num_threads() != threads:  # sums would have another order
-            torch.set_num_threads(threads)
+        for (read, _), (value, write) in zip(_SETTINGS, settings, strict=True):
+            if read() != value:
+                write(value)
     for key, parameter in model.named_parameters():
         if parameter.requires_grad != trained.get(key, parameter.requires_grad):
             raise InputError(f"{name} set requires_grad of {key}: an evaluation leaves it as it is.")
@@ -229,6 +266,7 @@ def check_evaluations(config: TrainConfig) -> None:
     Raises:
         InputError: a function or a task that does not exist, or lm-eval is not installed.
     """
+    _function.cache_clear()  # of an earlier run in this process
     for name in config.eval_functions:
         load_function(name)
     if config.lm_eval_names:

@@ -23,7 +23,7 @@ from octavo.config.run import EVALUATION
 from octavo.config.train import TrainConfig
 from octavo.data.special_tokens import SpecialTokens
 from octavo.data.tokenizer import transformers_tokenizer
-from octavo.errors import InputError, first_line, install_extra, unknown
+from octavo.errors import InputError, first_line, install_extra, unknown, warn
 from octavo.fp8.autocast import fp8_autocast
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks
@@ -33,6 +33,10 @@ from octavo.train.step import TrainContext
 
 _STEP = 16
 """Lengths of batches are multiples of it, beside those of context ranks."""
+
+
+_SEED = 1234
+"""Of the examples before questions: lm-eval's own default."""
 
 
 def load_tasks(config: TrainConfig) -> Any:
@@ -65,8 +69,14 @@ def _tasks(names: tuple[str, ...], folder: str | None, shots: int | None) -> Any
         raise InputError(f"train.eval: lm-eval cannot load {', '.join(names)}: {first_line(error)}.") from error
     for name, task in found["tasks"].items():
         _check_task(name, task)
-        if shots is not None and task.get_config("num_fewshot") != 0:
-            task.set_config(key="num_fewshot", value=shots)
+        given = task.get_config("num_fewshot")
+        if shots and given == 0:
+            raise InputError(
+                f'train.eval_shots = {shots}, but "lm-eval:{name}" is asked without examples (num_fewshot: 0 in its file). Leave '
+                "train.eval_shots out, or write a task of your own (train.eval_tasks)."
+            )
+        if shots is not None or given is None:
+            task.set_config(key="num_fewshot", value=shots or 0)
     return found
 
 
@@ -141,6 +151,8 @@ def evaluate_tasks(settings: Scoring, tasks: Any, *, limit: int | None) -> dict[
     """See `run_tasks`."""
     from lm_eval.evaluator import evaluate
 
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=_SEED)  # each evaluation of a run draws the same examples
     results = evaluate(
         _language_model(settings), tasks, limit=limit, bootstrap_iters=0, log_samples=False, confirm_run_unsafe_code=False
     )
@@ -285,7 +297,7 @@ def _language_model(settings: Scoring) -> Any:
             return ids
 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-            texts = []
+            texts, cut = [], 0
             for (_context, continuation), before, after in requests:
                 if not after:
                     raise InputError(f"lm-eval: the answer {continuation!r} has no token of its own behind its question.")
@@ -294,7 +306,9 @@ def _language_model(settings: Scoring) -> Any:
                         f"lm-eval: an answer has {len(after)} tokens, and the model {settings.longest} positions. "
                         "Leave the task out."
                     )
+                cut += len(before) + len(after) > settings.longest + 1
                 texts.append(Scored([*before, *after][-(settings.longest + 1) :], len(after)))
+            _say_cut(cut, len(requests), settings.longest)
             return answerer.score(texts)
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -314,7 +328,7 @@ def _language_model(settings: Scoring) -> Any:
             return sums
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            prompts, limits, stops = [], [], []
+            prompts, limits, stops, cut = [], [], [], 0
             for request in requests:
                 context, options = request.args
                 _refuse_sampling(options)
@@ -326,8 +340,11 @@ def _language_model(settings: Scoring) -> Any:
                         f"lm-eval: a task asks for answers of {limit} tokens (max_gen_toks), and the model has "
                         f"{settings.longest} positions. Set max_gen_toks in a task of your own (train.eval_tasks)."
                     )
-                prompts.append(self.tok_encode(context)[-(settings.longest - limit) :] or [self.prefix_token_id])
+                ids = self.tok_encode(context)
+                cut += len(ids) > settings.longest - limit
+                prompts.append(ids[-(settings.longest - limit) :] or [self.prefix_token_id])
                 limits.append(limit)
+            _say_cut(cut, len(requests), settings.longest)
             ends = {token for token in (special.eos,) if token is not None}
 
             def ended(number: int, ids: list[int]) -> bool:
@@ -339,6 +356,11 @@ def _language_model(settings: Scoring) -> Any:
             ]
 
     return LanguageModel()
+
+
+def _say_cut(cut: int, total: int, longest: int) -> None:
+    if cut and state.rank == 0:
+        warn(f"lm-eval: {cut} of {total} questions are longer than the model's {longest} positions, and lose their beginning.")
 
 
 def _refuse_sampling(options: Mapping[str, Any]) -> None:
