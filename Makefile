@@ -5,7 +5,7 @@ NEWEST := .venv-newest/bin
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes: without bytecode each compiles Octavo anew, and pytest rewrites every test.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo test test-long test-newest docs models-table lint format clean
+.PHONY: help demo test test-long test-eval test-newest docs models-table lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -23,6 +23,13 @@ test: .venv/ready  ## the tests that need no GPU, but for further cases of some
 
 test-long: .venv/ready  ## those further cases
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m long
+
+.venv-eval/bin/python:
+	$(PYTHON) -m venv .venv-eval
+
+test-eval: .venv-eval/bin/python  ## lm-eval's tasks in training, in .venv-eval with the extra eval
+	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'
+	.venv-eval/bin/python -m pytest -q -n 0 tests/train/test_lm_tasks.py
 
 .venv-newest/bin/python:
 	$(PYTHON) -m venv .venv-newest

@@ -113,8 +113,9 @@ def tasks_in(folder):
     hub = "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: a\nmetric_list:\n"
     of_hub = "  - metric: acc\n    hf_evaluate: true\n    aggregation: mean\n    higher_is_better: true\n"
     (folder / "tiny_hub.yaml").write_text(f"task: tiny_hub\n{data}{hub}{of_hub}")
-    scripted = data.replace("dataset_kwargs:\n", "dataset_kwargs:\n  trust_remote_code: true\n")
-    (folder / "tiny_script.yaml").write_text(f"task: tiny_script\n{scripted}{hub}  - metric: acc\n")
+    (folder / "own.py").write_text("import evaluate\nevaluate.load('bleu')\ndef score(*_):\n    return 1.0\n")
+    own = "  - metric: !function own.score\n    aggregation: mean\n    higher_is_better: true\n"
+    (folder / "tiny_script.yaml").write_text(f"task: tiny_script\n{data}{hub}{own}")
     return folder
 
 
@@ -168,9 +169,9 @@ def test_figures_are_those_of_the_harness_with_transformers_and_the_training_is_
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tiny_chioce", "unknown lm-eval task .* Did you mean tiny_choice"),
+        ("tiny_chioce", "unknown lm-eval task .* Did you mean 'tiny_choice'"),
         ("tiny_hub", "its metric 'acc' is code of the Hugging Face Hub"),
-        ("tiny_script", "its data set asks for trust_remote_code"),
+        ("tiny_script", "is code of the Hugging Face Hub"),
         ("tiny_sampled", "a task asks for do_sample = True of its answers"),
     ],
 )

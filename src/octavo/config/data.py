@@ -149,13 +149,15 @@ class DataConfig(Section):
     def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name, given in value.items():
             if not _NAME_OF_SET.fullmatch(name):
-                raise ValueError(f"the name {name!r} of a set has other characters than letters, digits, and _ . - within")
+                raise ValueError(
+                    f"data.validation: the name {name!r} of a set has other characters than letters, digits, and _ . - within"
+                )
             if isinstance(given, dict) and (set(given) - {"source", "split"} or "source" not in given):
-                raise ValueError(f'{name} = {given!r}: a set is a source, or {{ source = "…", split = "…" }}')
+                raise ValueError(f'data.validation.{name} = {given!r}: a set is a source, or {{ source = "…", split = "…" }}')
             if isinstance(given, dict) and not isinstance(given.get("split", ""), str):
-                raise ValueError(f"{name}: split = {given['split']!r} is one text")
+                raise ValueError(f"data.validation.{name}: split = {given['split']!r} is one text")
             if not (source := given["source"] if isinstance(given, dict) else given):
-                raise ValueError(f"{name} = {given!r}: name at least one source")
+                raise ValueError(f"data.validation.{name} = {given!r}: name at least one source")
             refuse_addresses(source, hub=True)
         return value
 

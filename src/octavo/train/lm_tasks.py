@@ -9,6 +9,7 @@ No code is fetched: data sets with scripts, metrics of the Hub and tasks that ru
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -64,7 +65,8 @@ def _tasks(names: tuple[str, ...], folder: str | None, shots: int | None) -> Any
             where = "train.eval" if path is None else f"train.eval (tasks of {folder!r})"
             raise unknown("lm-eval task", name, manager.all_tasks, key=where)
     try:
-        found = manager.load(list(names))
+        with _no_code_of_the_hub():
+            found = manager.load(list(names))
     except Exception as error:  # of a data set or a task's code
         raise InputError(f"train.eval: lm-eval cannot load {', '.join(names)}: {first_line(error)}.") from error
     for name, task in found["tasks"].items():
@@ -72,23 +74,34 @@ def _tasks(names: tuple[str, ...], folder: str | None, shots: int | None) -> Any
         given = task.get_config("num_fewshot")
         if shots and given == 0:
             raise InputError(
-                f'train.eval_shots = {shots}, but "lm-eval:{name}" is asked without examples (num_fewshot: 0 in its file). Leave '
-                "train.eval_shots out, or write a task of your own (train.eval_tasks)."
+                f'train.eval_shots = {shots}, but "lm-eval:{name}" is asked without examples (num_fewshot: 0 in its file). '
+                "Leave train.eval_shots out, or write a task of your own (train.eval_tasks)."
             )
         if shots is not None or given is None:
             task.set_config(key="num_fewshot", value=shots or 0)
     return found
 
 
+@contextlib.contextmanager
+def _no_code_of_the_hub() -> Iterator[None]:
+    """Metrics of the Hub are Python files, which `evaluate.load` runs: it raises in here."""
+    import evaluate
+
+    load = evaluate.load
+
+    def refuse(path: str, *_: Any, **__: Any) -> None:
+        raise InputError(f"the metric {path!r} is code of the Hugging Face Hub, which Octavo does not run")
+
+    evaluate.load = refuse
+    try:
+        yield
+    finally:
+        evaluate.load = load
+
+
 def _check_task(name: str, task: Any) -> None:
     """Refuse code from elsewhere, which a task's file may ask for, and generated code."""
     config = task.config
-    options = getattr(config, "dataset_kwargs", None) or {}
-    if options.get("trust_remote_code"):
-        raise InputError(
-            f'train.eval = "lm-eval:{name}": its data set asks for trust_remote_code, and no code of a data set runs. Save '
-            "the data as JSON lines or Parquet, and name the files in a task of your own (train.eval_tasks)."
-        )
     for metric in getattr(config, "metric_list", None) or []:
         known = isinstance(metric.get("metric"), str) and _is_registered(metric["metric"])
         if metric.get("hf_evaluate") or not (known or callable(metric.get("metric"))):
@@ -153,9 +166,9 @@ def evaluate_tasks(settings: Scoring, tasks: Any, *, limit: int | None) -> dict[
 
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=_SEED)  # each evaluation of a run draws the same examples
-    results = evaluate(
-        _language_model(settings), tasks, limit=limit, bootstrap_iters=0, log_samples=False, confirm_run_unsafe_code=False
-    )
+    options = {"bootstrap_iters": 0, "log_samples": False, "confirm_run_unsafe_code": False}
+    with _no_code_of_the_hub():
+        results = evaluate(_language_model(settings), tasks, limit=limit, **options)
     assert results is not None
     return dict(_figures(results["results"]))
 
