@@ -51,6 +51,7 @@ def test_logits_of_extended_positions_are_those_of_transformers(folder, rope):
     assert (plain - wanted).abs().max() > 1e-2 * scale  # the keys change the model
 
 
+@pytest.mark.long
 def test_a_run_trains_longer_sequences_and_exports_the_keys(folder, tiny_run, tmp_path, capsys):
     run = tiny_run(steps=1)
     text = run.file.read_text()

@@ -84,6 +84,7 @@ def records(run):
     return read_metrics(run.output / "metrics.jsonl")
 
 
+@pytest.mark.long(lambda recipe: recipe == "current")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_training_has_the_same_bits_whatever_an_evaluation_does(recipe, functions, tiny_run):
     plain, checked = (tiny_run(name, steps=5, every=3) for name in ("plain", "checked"))
@@ -140,6 +141,7 @@ def test_figures_are_the_same_on_all_ranks_or_reduced(functions):
     assert "raised in on_one at step 1" in second["on_one"]
 
 
+@pytest.mark.long
 def test_a_sharded_run_evaluates_the_model_itself(functions, tiny_run):
     exact = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dropout=0.0", "train.micro_batch=1"]
     given = [*exact, f"train.eval={functions}:disturbing", "train.eval_every=2"]

@@ -58,7 +58,7 @@ def answers(folder, degrees):
         return scores, answerer.continued(prompts, [6, 3, 1, 4, 6], lambda number, ids: ids[-1] == 7)
 
 
-@pytest.mark.long(lambda world, degrees: "context_parallel_degree" in degrees)
+@pytest.mark.long(lambda world, degrees: world == 1 or "context_parallel_degree" in degrees)
 @pytest.mark.parametrize(
     ("world", "degrees"), [(1, {}), (2, {}), (2, {"tensor_parallel_degree": 2}), (2, {"context_parallel_degree": 2})]
 )
@@ -128,6 +128,7 @@ EXACT = ["model.dtype=float32", "fp8.enabled=false", "model.config.attention_dro
 
 
 @needs_harness
+@pytest.mark.long
 def test_figures_are_those_of_the_harness_with_transformers_and_the_training_is_unchanged(tiny_run, tmp_path):
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM

@@ -157,7 +157,7 @@ def of_rank(folder, inputs, steps, lr, degrees):
     return {name: p.detach().numpy() for name, p in found.items()}
 
 
-@pytest.mark.long(lambda world, degrees: world == 2 and not degrees)
+@pytest.mark.long(lambda world, degrees: not degrees)
 @pytest.mark.parametrize(("world", "degrees"), [(1, {}), (2, {}), (2, {"tensor_parallel_degree": 2})])
 def test_a_loop_takes_the_steps_that_pytorch_takes_with_these_rates(world, degrees, tmp_path):
     torch.manual_seed(0)
@@ -181,6 +181,7 @@ def losses(output):
     return [r["loss"] for r in read_metrics(output / "metrics.jsonl")]
 
 
+@pytest.mark.long
 def test_a_run_has_them_over_ranks_and_across_resume_and_refuses_others(tiny_run, capsys):
     given = [
         *EXACT,
@@ -201,3 +202,9 @@ def test_a_run_has_them_over_ranks_and_across_resume_and_refuses_others(tiny_run
     assert losses(ranked.output) == pytest.approx(losses(one.output), rel=1e-5)
     assert main(["train", str(tiny_run("wrong").file), 'optimizer.rates={ "*embed_toknes*" = 0.5 }', "--dry-run"]) == 2
     assert "optimizer.rates pattern '*embed_toknes*' matches no parameter. The nearest is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"rates": {"*embed*": 0.5}}, {"layer_decay": 0.5}])
+def test_muon_has_no_factors(given):
+    with pytest.raises(ValueError, match=f'optimizer.{next(iter(given))} with optimizer.name = "muon"'):
+        OptimizerConfig(name="muon", **given)

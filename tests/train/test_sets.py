@@ -81,6 +81,7 @@ def by_hand(run, source, length=32):
     return total / count
 
 
+@pytest.mark.long
 def test_each_set_has_its_loss_over_ranks_and_across_resume_and_training_is_unchanged(tiny_run, sets, tmp_path, capsys):
     given = [*EXACT, "train.micro_batch=1", "train.validate_every=2", "train.validate_batches=1000"]
     whole, plain, parts = (tiny_run(name, steps=4, every=2) for name in ("whole", "plain", "parts"))
@@ -114,7 +115,6 @@ def test_the_best_checkpoint_is_by_the_set_that_is_named(tiny_run, sets, monkeyp
     said = " ".join(capsys.readouterr().out.split())
     assert "ended at step 4 of 5: train.early_stopping = 2: the lowest validation loss of second was 1.0000 at step 2" in said
     assert sorted(path.name for path in (tiny.output / "checkpoints").iterdir()) == ["step-2", "step-4"]
-    assert main([*given[:-1], "checkpoint.best=true", "train.early_stopping=0"]) == 0
 
 
 def test_bad_sets_are_refused(tiny_run, sets, tmp_path, capsys):

@@ -74,7 +74,7 @@ class OptimizerConfig(Section):
         if self.name == "muon" and (self.rates or self.layer_decay != 1):
             key = "rates" if self.rates else "layer_decay"
             raise ValueError(
-                f'optimizer.{key} with optimizer.name = "muon": the update of a matrix by Muon has its own size, and factors are '
+                f'optimizer.{key} with optimizer.name = "muon": an update by Muon has the size of its matrix, and factors are '
                 'for AdamW. Remove it, or set optimizer.name = "adamw"'
             )
         return self
