@@ -260,16 +260,12 @@ def _sums(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def check_evaluations(config: TrainConfig) -> None:
-    """Import the functions of `train.eval`, and look for its tasks, before a model is built.
+def load_functions(config: TrainConfig) -> None:
+    """Import the functions of `train.eval`, before a model is built.
 
     Raises:
-        InputError: a function or a task that does not exist, or lm-eval is not installed.
+        InputError: one does not exist, or cannot be called with model and step.
     """
     _function.cache_clear()  # of an earlier run in this process
     for name in config.eval_functions:
         load_function(name)
-    if config.lm_eval_names:
-        from octavo.train.lm_tasks import load_tasks
-
-        load_tasks(config)

@@ -177,7 +177,7 @@ def _figures(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, fl
     for task, metrics in results.items():
         for key, value in metrics.items():
             metric, _, chosen = key.partition(",")
-            if metric in ("alias", "sample_len", "name") or metric.endswith("_stderr") or isinstance(value, bool | str):
+            if metric in ("alias", "sample_len", "name") or metric.endswith("stderr") or isinstance(value, bool | str):
                 continue
             if isinstance(value, int | float) or hasattr(value, "item"):
                 yield f"{EVALUATION}{task}/{metric}" + (f",{chosen}" if chosen not in ("", "none") else ""), float(value)

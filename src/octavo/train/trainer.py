@@ -40,7 +40,7 @@ from octavo.run.records import newest_state
 from octavo.run.resume import check_extended, check_resumable, extend, with_keys_of, with_own_scale
 from octavo.run.summary import Result
 from octavo.train.callbacks import EVALUATE, Callback, CallbackEvents, Events, check_callbacks
-from octavo.train.evaluation import Evaluation, check_evaluations, check_function
+from octavo.train.evaluation import Evaluation, check_function, load_functions
 from octavo.train.loop import say, train_one
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
@@ -120,7 +120,11 @@ class Trainer:
         adopt_ranks()
         console = self._console or Console(quiet=rank_variable("RANK", 0) > 0)
         plan = check(config)
-        check_evaluations(config.train)
+        load_functions(config.train)
+        if config.train.lm_eval_names:
+            from octavo.train.lm_tasks import load_tasks
+
+            load_tasks(config.train)
         with contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop, self._running(stop):
             # Longer than the watchdog's timeout: it finds the failed rank before a collective times out.
             timeout = config.launch.timeout + config.launch.grace + 60
