@@ -77,6 +77,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
         "checkpoint.best",
         "checkpoint.best_is",
         *(f"train.eval_{key}" for key in ("tasks", "limit", "shots", "batch")),
+        *(f"optimizer.{key}" for key in ("muon_scale", "muon_momentum", "muon_nesterov", "adamw_lr")),
         "data.text_field",
         "data.subset",
         "data.split",
