@@ -11,7 +11,7 @@ from octavo.data import show
 from octavo.data.prepared import prepare
 
 model, chats, output = sys.argv[1:4]
-data = {"source": chats, "tokenizer": model, "packing": "documents", "sequence_length": 2048}
+data = {"source": chats, "tokenizer": model, "sequence_length": 2048}
 prepared = prepare(DataConfig(**data))
 for line in show.lines_of(prepared, DataConfig(**data)):  # conversations, tokens, trained share, dropped rows
     print(line)

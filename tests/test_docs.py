@@ -49,7 +49,10 @@ def test_every_key_is_documented_in_its_section_with_its_meaning():
 
 def test_the_keys_that_may_change_are_the_table_of_resume():
     part = RUN_FILES.split("## Continuing a run")[1].split("## The folder")[0]
-    assert set(re.findall(r"`([a-z0-9_]+\.[a-z0-9_*]+)`", part)) - {"train.steps", "train.extended"} == {*CHANGEABLE, *FP8_CHANGES}
+    assert set(re.findall(r"`([a-z0-9_]+\.[a-z0-9_*]+)`", part)) - {"train.steps", "train.extended"} == {
+        *CHANGEABLE,
+        *FP8_CHANGES,
+    }
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "transformers"])

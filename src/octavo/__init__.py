@@ -26,6 +26,7 @@ _HOME = {
     "graphed": "octavo.parallel.graphed",
     "matrices": "octavo.matrix_parts",
     "muon": "octavo.train.muon",
+    "batches": "octavo.train.batches",
     "parameter_groups": "octavo.groups",
     "evaluating": "octavo.train.evaluation",
     "LoRA": "octavo.config.lora",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from octavo.parallel.graphed import graphed
     from octavo.parallel.world import init, shutdown, state
     from octavo.run.export import export
+    from octavo.train.batches import batches
     from octavo.train.callbacks import Callback
     from octavo.train.evaluation import evaluating
     from octavo.train.muon import muon
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
     from octavo.train.trainer import Trainer
 
 __all__ = [
-    "Callback", "LoRA", "Trainer", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe", "errors",
-    "evaluating", "export", "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "muon", "nn",
+    "Callback", "LoRA", "Trainer", "batches", "clip_grad_norm_", "config", "context_parallel", "delayed_init", "describe",
+    "errors", "evaluating", "export", "fp8", "fp8_autocast", "graphed", "init", "launch", "load", "matrices", "muon", "nn",
     "parameter_groups", "recipe", "save", "shutdown", "state", "to_huggingface", "transform",
 ]  # fmt: skip
 

@@ -379,15 +379,32 @@ def sample(
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Share of the probability from which tokens are drawn.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn, written by the chat template.")] = False,
+    messages: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Conversations to answer: JSON with messages, or JSON lines.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print text from a run's newest checkpoint or from a model's folder, through Hugging Face's generation."""
-    from octavo.run.sample import prompt_of_stdin
-    from octavo.run.sample import sample as generate
+    from octavo.run.sample import Chat, chats_of, prompt_of_stdin, samples
 
+    if messages is not None and (chat or prompt is not None):
+        raise InputError("--messages has the conversation: leave out --prompt and --chat.")
+    if chat and not (prompt or "").strip():
+        raise InputError('--chat needs the text of a user: give --prompt "…", or a file of conversations by --messages.')
     text = prompt_of_stdin() if prompt == "-" else prompt
-    found = generate(source, text, checkpoint=checkpoint, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
-    _print(found if as_json else [found["text"]])
+    settings: dict[str, Any] = {"checkpoint": checkpoint, "tokens": tokens, "temperature": temperature}
+    settings |= {"top_p": top_p, "seed": seed}
+    given: list[Any] = [text]
+    if messages is not None:
+        given = list(chats_of(messages))
+    elif chat:
+        given = [Chat.of({"messages": [{"role": "user", "content": text}]}, "--prompt")]
+    found = samples(source, given, **settings)
+    if as_json:
+        _print(found[0] if len(found) == 1 else {"conversations": found})
+    else:
+        _print([each["text"] for each in found])
 
 
 @app.command(epilog="Example: octavo compare runs/demo/bf16 runs/demo --plot curves.png")

@@ -25,7 +25,7 @@ def test_defaults(run_file):
     assert config.train.output == "runs/my-run"
     assert config.output == Path("runs/my-run")
     assert (config.model.dtype, config.model.params_dtype, config.model.load) == ("bfloat16", "float32", False)
-    assert (config.data.packing, config.data.tokenizer, config.data.text_field) == ("join", "train", "text")
+    assert (config.data.packing, config.data.tokenizer, config.data.text_field) == (None, "train", "text")
     parallel = config.parallel
     assert (parallel.hybrid_shard_degree, parallel.tensor_parallel_degree) == (0, 1)
     assert (parallel.context_parallel_degree, parallel.expert_parallel_degree) == (1, 1)
@@ -64,7 +64,14 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
     config = RunConfig.from_dict(values(model__config={"a": 1}, train__output="x"))
     written = tomllib.loads(config.to_toml())
     found = {f"{section}.{key}" for section, table in written.items() for key in table}
-    unset = {"data.max_documents", "data.max_tokens", "parallel.param_dtype", "train.micro_batch"}
+    unset = {
+        "data.packing",
+        "data.overlong",
+        "data.max_documents",
+        "data.max_tokens",
+        "parallel.param_dtype",
+        "train.micro_batch",
+    }
     unset |= {"fp8.head", "fp8.fast_accumulation", "train.tokens", "train.epochs", "train.sample_prompt"}
     unset |= {"data.format", "data.chat_template", "data.chat_template_variables"}
     unset |= {"data.validation_source", "lora.rank"} | {key for key in known_keys() if key.startswith("moe.")}
@@ -73,6 +80,7 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
         "data.weights",
         "data.validation_split",
         "optimizer.decay_steps",
+        *(f"optimizer.{key}" for key in ("adamw_lr", "muon_scale", "muon_momentum", "muon_nesterov")),
         "train.early_stopping",
         "checkpoint.best",
         "checkpoint.best_is",
@@ -81,7 +89,6 @@ def test_known_keys_are_the_keys_of_the_resolved_file_or_have_no_effect():
         "data.text_field",
         "data.subset",
         "data.split",
-        "data.overlong",
         "fp8.use_power_2_scales",
         *(key for key in known_keys() if key.startswith("lora.") and key != "lora.rank"),
         "train.loss_scale",

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from llamas import llama
 from torch.nn import functional
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -16,6 +17,7 @@ from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.data.loader import sequences_of
 from octavo.data.prepared import prepare
+from octavo.errors import InputError
 from octavo.plan.run import check
 from octavo.run.metrics import read_metrics
 from octavo.train.setup import build
@@ -55,7 +57,7 @@ def chat_run(tmp_path, tiny_run_in):
 
     def make(name, *overrides):
         run = tiny_run_in(tmp_path / name, corpus=corpus)
-        text = run.file.read_text().replace("vocab_size = 300\n", f'tokenizer = "{tokenizer}"\npacking = "documents"\n')
+        text = run.file.read_text().replace("vocab_size = 300\n", f'tokenizer = "{tokenizer}"\n')
         run.file.write_text(text)
         return run, [*EXACT, f"data.sequence_length={LENGTH}", *overrides]
 
@@ -159,3 +161,79 @@ def test_generation_of_an_export_stops_where_turns_end_though_the_tokenizer_ends
     assert set(stops) >= set(tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]))
     assert tokenizer.eos_token == "<eos>"
     assert tokenizer.chat_template == STYLES["gemma"][0]
+
+
+def own_loop(section, size, steps):
+    """Sequences with their targets of each step, and the targets that it divides by; loss and gradient of a model."""
+    octavo.init({"hybrid_shard_degree": 1})
+    model = octavo.transform(llama(vocab_size=size, max_position_embeddings=128), dtype=torch.float32)
+    found = octavo.batches(model, section, global_batch=8, micro_batch=2)
+    rows, losses = [], []
+    for step in found.steps(1, steps):
+        total = 0.0
+        for arguments in step:
+            loss = model(**arguments).loss
+            loss.backward()
+            total += loss.item()
+        rows.append(
+            [tuple(row) for arguments in step for row in torch.cat([arguments["input_ids"], arguments["labels"]], 1).tolist()]
+        )
+        losses.append((total, int(step[0]["num_items_in_batch"]), octavo.clip_grad_norm_(model, 0.0).item()))
+        model.zero_grad()
+    octavo.shutdown()
+    return found.packing, rows, losses, len(list(found.validation(5)))
+
+
+def test_a_loop_of_ones_own_has_the_batches_of_a_run_on_any_ranks(chat_run):
+    make, _, tokenizer = chat_run
+    run, given = make("loop", "train.global_batch=8", "train.micro_batch=2")
+    config = RunConfig.from_file(run.file, given)
+    section = config.data.model_dump(exclude_unset=True)
+    data = prepare(config.data)
+    context, _ = build(check(config), data)
+    packing, rows, losses, _ = own_loop(section, 512, 2)
+    assert packing == "documents"
+    for step, (mine, (_, targets, _)) in enumerate(zip(rows, losses, strict=True)):
+        batches = context.loader.step(step * 8)
+        wanted = [tuple(row) for batch in batches for row in torch.cat([batch.input_ids, batch.labels], 1).tolist()]
+        assert mine == wanted
+        assert targets == sum(int((batch.labels[:, 1:] != -100).sum()) for batch in batches)
+    spread = ranks.run(2, own_loop, section, 512, 2)
+    for step in range(2):
+        assert sorted(row for _, found, _, _ in spread for row in found[step]) == sorted(rows[step])
+        assert {found[step][1] for _, _, found, _ in spread} == {losses[step][1]}
+        assert sum(found[step][0] for _, _, found, _ in spread) == pytest.approx(losses[step][0], rel=1e-5)
+        assert [found[step][2] for _, _, found, _ in spread] == [pytest.approx(losses[step][2], rel=1e-4)] * 2
+    assert tokenizer.chat_template
+
+
+def test_wrong_sections_and_steps_of_a_loop_are_refused(chat_run):
+    make, _, _ = chat_run
+    run, given = make("wrong")
+    section = RunConfig.from_file(run.file, given).data.model_dump(exclude_unset=True)
+    model = octavo.transform(llama(vocab_size=512, max_position_embeddings=128), dtype=torch.float32)
+    for changes, words in (
+        ({"packing": "join"}, 'data.packing = "join" is for text'),
+        ({"pakcing": "join"}, "pakcing"),
+        ({"overlong": "cut", "format": "text"}, "data.overlong"),
+    ):
+        with pytest.raises(InputError, match=words):
+            octavo.batches(model, section | changes, global_batch=8)
+    with pytest.raises(InputError, match="the first step is 1"):
+        octavo.batches(model, section, global_batch=8).step(0)
+    small = octavo.transform(llama(max_position_embeddings=128), dtype=torch.float32)
+    with pytest.raises(InputError, match="vocab_size = 97"):
+        octavo.batches(small, section, global_batch=8)
+
+
+def test_text_is_joined_and_conversations_are_apart_where_packing_is_absent(chat_run, tiny_run):
+    make, _, _ = chat_run
+    run, given = make("absent", "train.steps=1")
+    train(run.file, given)
+    assert RunConfig.from_file(run.output / "run.toml").data.packing == "documents"
+    train(run.file, [*given, "train.steps=2"])  # continues with the same
+    text = tiny_run("text", steps=1)
+    train(text.file, [])
+    assert RunConfig.from_file(text.output / "run.toml").data.packing == "join"
+    with pytest.raises(InputError, match=r'data.overlong = "cut" has no effect: data.source holds text'):
+        train(tiny_run("long", steps=1).file, ["data.overlong=cut"])

@@ -68,8 +68,10 @@ class DataConfig(Section):
     )
     vocab_size: int = Field(8192, ge=257, description='Vocabulary of a tokenizer = "train".')
     sequence_length: int = Field(description="Tokens in a sequence.")
-    packing: Literal["join", "documents"] = Field(
-        "join", description='"join": one stream cut in sequences; "documents": attention and loss stay within a document.'
+    packing: Literal["join", "documents"] | None = Field(
+        None,
+        description='"join": one stream cut in sequences, for text when absent; "documents": attention and loss stay within a '
+        "document, for conversations and prompts when absent.",
     )
     overlong: Literal["truncate", "cut", "drop"] | None = Field(
         None,

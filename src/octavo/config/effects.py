@@ -176,7 +176,10 @@ _NEEDS = (
         'data.format = "chat"',
     ),
     _Need(
-        ("data.overlong",), ("data.packing",), lambda config: config.data.packing == "documents", 'data.packing = "documents"'
+        ("data.overlong",),
+        ("data.packing",),
+        lambda config: config.data.packing == "documents" or (config.data.packing is None and config.data.format != "text"),
+        'data.packing = "documents", or conversations',
     ),
     _Need(
         ("data.text_field",),

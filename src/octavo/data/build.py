@@ -58,7 +58,9 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
             parts.append(_validation_part(config, corpus, validation, progress, examples))
             _check_alike(documents, validation)
             _check_apart(parts, partial(console.print, **NOTICE))
-        _check_effect(config, corpus.form.format or "text")
+        _check_effect(config, found := corpus.form.format or "text")
+        if config.packing is None:
+            config = config.model_copy(update={"packing": "join" if found == "text" else "documents"})
         for notice in (*corpus.notices, *examples.notices):
             if notice not in said:  # of a data set, whose splits are known now
                 console.print(notice, **NOTICE)

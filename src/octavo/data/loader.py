@@ -176,7 +176,7 @@ class Passes(NamedTuple):
 def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Passes]:
     """Epochs of each source in a run of this many samples; empty if there is no sequence to train on."""
     sequences = sequences_of(
-        prepared, "train", sequence_length=config.sequence_length, packing=config.packing, overlong=config.overlong
+        prepared, "train", sequence_length=config.sequence_length, packing=prepared.packing(config), overlong=config.overlong
     )
     if not all(sequences.of_source):
         return []

@@ -51,6 +51,10 @@ class PreparedData:
         """A folder for `transformers.AutoTokenizer.from_pretrained`; None for a corpus of token ids without a tokenizer."""
         return self.folder / "tokenizer" if self.manifest.tokenizer_sha256 else None
 
+    def packing(self, config: DataConfig) -> Literal["join", "documents"]:
+        """`data.packing` of a section that was prepared, or its default: conversations and prompts stay apart."""
+        return config.packing or ("join" if self.manifest.examples is None else "documents")
+
     @property
     def vocabulary(self) -> int:
         """One more than the largest id that the data or its tokenizer has."""
@@ -188,6 +192,26 @@ def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int
             if (size, np.asarray(theirs[start : start + min(size, _HEAD)], np.uint32).tobytes()) in wanted:
                 seen.add(hashlib.sha256(np.asarray(theirs[start : start + size], np.uint32).tobytes()).digest())
     return sum(digest in seen for digest in digests)
+
+
+def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corpus | None = None) -> DataConfig:
+    """The section with its packing, by the data; as it is where neither says what a row holds.
+
+    Raises:
+        InputError: `data.overlong` without an effect on text that is joined.
+    """
+    if config.packing is not None:
+        return config
+    found = corpus.form.format if corpus is not None else None
+    if prepared is None and found is None:
+        return config
+    packing = prepared.packing(config) if prepared is not None else "join" if found == "text" else "documents"
+    if packing == "join" and config.overlong is not None:
+        raise InputError(
+            f'data.overlong = "{config.overlong}" has no effect: data.source holds text, which is joined. Remove it, or set '
+            'data.packing = "documents".'
+        )
+    return config.model_copy(update={"packing": packing})
 
 
 def prepared_or_none(config: DataConfig) -> PreparedData | None:

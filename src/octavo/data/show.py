@@ -108,7 +108,7 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
         if not each.documents:
             continue
         text = f"{split}: {counted(each.documents, noun)}, {each.tokens:,} tokens, {each.share:.1%} of them trained"
-        if each.overlong and config.packing == "documents":
+        if each.overlong and prepared.packing(config) == "documents":
             text += f"; {each.overlong:,} longer than data.sequence_length = {config.sequence_length:,}: {done}"
             if each.untrained and how == "truncate":
                 text += f", {each.untrained:,} of them before their first trained token and so left out"

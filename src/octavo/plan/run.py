@@ -26,7 +26,7 @@ from octavo.config.run import RunConfig
 from octavo.config.train import LARGEST_SCALE
 from octavo.data.corpus import Corpus, check_sets
 from octavo.data.loader import sequences_of
-from octavo.data.prepared import PreparedData, prepared_or_none
+from octavo.data.prepared import PreparedData, prepared_or_none, with_packing
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, warn
 from octavo.fp8.recipe import RECIPES, CurrentScaling, DelayedScaling, Format, Recipe
@@ -255,6 +255,8 @@ def check(
     recipe = recipe_from_config(config.fp8)
     corpus = Corpus(config.data)
     check_sets(config.data)
+    known = with_packing(config.data, prepared or prepared_or_none(config.data), corpus)
+    config = config.model_copy(update={"data": known})
     check_layers(config.model.config)
     hf_config = load_config(config.model.source, config.model.config)
     refuse_other_models(hf_config)
@@ -334,7 +336,7 @@ def steps_of_epochs(config: RunConfig, prepared: PreparedData) -> int:
     """Steps of `train.epochs` passes over the training data, rounded up."""
     data, epochs = config.data, config.train.epochs
     assert epochs is not None
-    length, packing, overlong = data.sequence_length, data.packing, data.overlong
+    length, packing, overlong = data.sequence_length, prepared.packing(data), data.overlong
     sequences = len(sequences_of(prepared, "train", sequence_length=length, packing=packing, overlong=overlong))
     return max(1, math.ceil(math.ceil(epochs * sequences) / config.train.global_batch))
 

@@ -35,8 +35,8 @@ def write_channels(prepared: PreparedData, config: DataConfig, folder: Path) -> 
     Raises:
         InputError: the folder holds files, documents are not joined, or a split has no chunk.
     """
-    if config.packing != "join":
-        raise InputError(f'--channels: data.packing = {config.packing!r}, and chunks are joined documents: set it to "join".')
+    if (packing := prepared.packing(config)) != "join":
+        raise InputError(f'--channels: data.packing = {packing!r}, and chunks are joined documents: set it to "join".')
     target = new_folder(folder, "--channels")
     with path_of("--channels", str(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,12 @@ def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tupl
     now = with_own_scale(before, now)
     absent = [key for key in known_keys() if not is_given(now, key) and not _may_change(key)]
     taken = {key: value_of(before, key) for key in absent}
-    others = [f"{key} = {json.dumps(value)}" for key, value in taken.items() if value != value_of(resolved, key)]
+    unknown = {"data.packing"} if resolved.data.packing is None else set()  # its default follows from the data
+    others = [
+        f"{key} = {json.dumps(value)}"
+        for key, value in taken.items()
+        if key not in unknown and value != value_of(resolved, key)
+    ]
     return with_values(now, taken), others
 
 

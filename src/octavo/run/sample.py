@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from transformers import (
 )
 
 from octavo.data import tokenizer as tokenizers
+from octavo.data.conversations import conversation
+from octavo.data.documents import Faulty
+from octavo.data.forms import MESSAGES
 from octavo.data.special_tokens import SpecialTokens
 from octavo.dtypes import short_name
 from octavo.errors import InputError, OctavoError, first_line, nearest, warn
@@ -48,6 +52,8 @@ TOKENS = 128
 """Tokens of a sample of `octavo sample`, or fewer where the model's positions end."""
 TEMPERATURE = 0.8
 TOP_P = 0.95
+_ANSWER = "answer"
+"""A turn behind which a template writes the token that ends it."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +154,135 @@ class _Tokenizer:
         known = self._known[self._known < logits.shape[-1]].to(logits.device)
         return torch.full_like(logits, -torch.inf).index_copy_(-1, known, logits.index_select(-1, known))
 
+    def chat(self, chat: Chat, variables: Mapping[str, Any], vocabulary: int) -> tuple[list[int], list[int]]:
+        """The ids of a conversation up to the beginning of the assistant's turn, as training writes it; ids that end the turn.
+
+        Raises:
+            InputError: there is no template, or it refuses the conversation.
+        """
+        template = self._template(bool(chat.tools))
+        text = self._written(template, chat, chat.messages, variables, prompt=True)
+        encode = functools.partial(self._theirs.encode, add_special_tokens=False)
+        ids = encode(text)
+        if not ids or max(ids) >= vocabulary:
+            raise InputError(
+                f"{self.folder}: the conversation has the token {max(ids, default=None)}, and the model {vocabulary} tokens "
+                "(vocab_size): the tokenizer is of another model."
+            )
+        answered = [*chat.messages, {"role": "assistant", "content": _ANSWER}]
+        try:
+            whole = self._written(template, chat, answered, variables, prompt=False)
+        except InputError:  # of a template that takes no short answer
+            return ids, []
+        behind = whole.rpartition(_ANSWER)[2].lstrip()
+        special = {token.content: number for number, token in self._theirs.added_tokens_decoder.items()}
+        end = max((token for token in special if behind.startswith(token)), key=len, default=None)
+        return ids, [] if end is None else [special[end]]
+
+    def _template(self, tools: bool) -> str:
+        try:
+            found: str = self._theirs.get_chat_template(tools=[{}] if tools else None)
+        except ValueError:
+            raise InputError(
+                f"{self.folder}: the tokenizer has no chat template, so a conversation has no form. Train with "
+                "data.chat_template, save a template there as chat_template.jinja, or give --prompt without --chat."
+            ) from None
+        return found
+
+    def _written(
+        self, template: str, chat: Chat, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, prompt: bool
+    ) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[messages],
+                tools=chat.tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                **{**self._theirs.special_tokens_map, **variables, **chat.variables},
+            )
+        except Exception as error:  # of Jinja, and of Python within expressions
+            raise InputError(f"the chat template of {self.folder} refuses the conversation: {first_line(error)}") from None
+        return str(rendered[0])
+
     def text(self, ids: list[int]) -> str:
         """The text of ids, without special tokens."""
         return str(self._theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation whose next turn is the assistant's.
+
+    Attributes:
+        messages: in Hugging Face's form.
+        tools: JSON schemas, or None.
+        variables: of the template, beside those of the run.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], where: str) -> Chat:
+        """Of a row in any form that training reads: `messages` or `conversations`, and `tools`.
+
+        Raises:
+            InputError: it is none, or ends with the assistant's turn.
+        """
+        column = next((name for name in MESSAGES if name in row), None)
+        if column is None:
+            raise InputError(f"{where} has no {' or '.join(map(repr, MESSAGES))}: give a conversation as training reads it.")
+        turns = row[column]
+        form = "from" if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "from" in turns[0] else "role"
+        answer = {"from": "gpt", "value": _ANSWER} if form == "from" else {"role": "assistant", "content": _ANSWER}
+        # A conversation of training has an assistant's turn: here it is the one to write.
+        found = conversation({**row, column: [*turns, answer] if isinstance(turns, list) else turns}, column)
+        if isinstance(found, Faulty):
+            raise InputError(f"{where}: {found.sentence}.")
+        messages = [dict(message) for message in found.messages]
+        if isinstance(turns, list):
+            messages.pop()
+        if not messages or messages[-1]["role"] == "assistant":
+            raise InputError(f"{where} ends with the assistant's turn, which is the one to write: remove it.")
+        return cls(messages, found.tools, dict(found.variables))
+
+
+def chats_of(path: str | Path) -> list[Chat]:
+    """The conversations of a file: a JSON object, a list of messages, or one object a line (JSON lines).
+
+    Raises:
+        InputError: the file cannot be read, or a row is no conversation.
+    """
+    file = local_path(path, "--messages")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--messages {file}: {error}. Give a JSON or .jsonl file in UTF-8.") from None
+    try:
+        rows = [json.loads(text)]
+    except ValueError:
+        try:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise InputError(f"--messages {file} is neither JSON nor JSON lines: {error}.") from None
+    if len(rows) == 1 and isinstance(rows[0], list):
+        rows = (
+            rows[0]
+            if rows[0] and all(isinstance(row, dict) and MESSAGES & row.keys() for row in rows[0])
+            else [{"messages": rows[0]}]
+        )
+    if not rows:
+        raise InputError(f"--messages {file} is empty: give at least one conversation.")
+    found = []
+    for number, row in enumerate(rows, start=1):
+        where = f"--messages {file}, conversation {number}"
+        if not isinstance(row, dict):
+            raise InputError(f'{where} is no object: give {{"messages": [...]}}.')
+        found.append(Chat.of(row, where))
+    return found
 
 
 @functools.lru_cache(maxsize=4)
@@ -199,8 +331,9 @@ def sample(
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
     seed: int = 0,
+    chat: Chat | None = None,
 ) -> dict[str, Any]:
-    """Continue a prompt with the model of a run or of a Hugging Face folder, on a GPU if there is one.
+    """Continue a prompt, or answer a conversation, with the model of a run or a Hugging Face folder, on a GPU if there is one.
 
     Args:
         source: the folder of a run, of an export, or of a model of Hugging Face.
@@ -210,37 +343,72 @@ def sample(
         temperature: 0 takes the most probable token each time.
         top_p: tokens are drawn from the most probable ones that have this share of the probability together.
         seed: the same one gives the same text on the same machine.
+        chat: in place of a prompt; written by the tokenizer's chat template with the run's `data.chat_template_variables`, and
+            answered up to the token that ends a turn.
 
     Returns:
-        source, checkpoint (None for a folder), prompt, text (with the prompt), prompt_tokens, tokens, ended (by an end token),
-        temperature, top_p and seed.
+        source, checkpoint (None for a folder), prompt, text (with the prompt; of a conversation the answer alone),
+        prompt_tokens, tokens, ended (by an end token), temperature, top_p and seed; of a conversation its messages with the
+        answer.
 
     Raises:
         InputError: no run or model, no checkpoint, no tokenizer, an empty or too long prompt, or no causal language model.
         OctavoError: a checkpoint is damaged.
     """
+    given = [prompt if chat is None else chat]
+    settings: dict[str, Any] = {"checkpoint": checkpoint, "tokens": tokens}
+    return samples(source, given, temperature=temperature, top_p=top_p, seed=seed, **settings)[0]
+
+
+def samples(
+    source: str | Path,
+    given: Sequence[str | Chat | None],
+    *,
+    checkpoint: str | None = None,
+    tokens: int | None = None,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """`sample` of several prompts or conversations, each with the same seed; the model is loaded once."""
     choice, source = _Choice(temperature, top_p, seed), local_path(source, "RUN")
     model, folder, step = (
         _of_run(source, checkpoint) if RunFolder(source).run_file.is_file() else _of_folder(source, checkpoint)
     )
     tokenizer = _tokenizer_of(folder)
     config = model.config.get_text_config(decoder=True)
-    ids = tokenizer.encode(prompt, config.vocab_size)
-    room = _room(config, len(ids), tokens)
+    variables = run_config(source).data.chat_template_variables if step is not None else {}
+    ends = _ends(model, tokenizer.ends)  # before generation, which replaces the model's own
+    prompts = []
+    for one in given:
+        turn_ends: list[int] = []
+        if isinstance(one, Chat):
+            ids, turn_ends = tokenizer.chat(one, variables, config.vocab_size)
+        else:
+            ids = tokenizer.encode(one, config.vocab_size)
+        prompts.append((one, ids, _room(config, len(ids), tokens), sorted({*ends, *turn_ends})))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    new = _generated(model, ids, room, choice, tokenizer)
-    return {
-        "source": str(source),
-        "checkpoint": step,
-        "prompt": prompt,
-        "text": tokenizer.text([*ids, *new]),
-        "prompt_tokens": len(ids),
-        "tokens": len(new),
-        "ended": bool(new) and new[-1] in _ends(model, tokenizer.ends),
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-    }
+    found = []
+    for one, ids, room, stop in prompts:
+        new = _generated(model, ids, room, choice, tokenizer, stop)
+        text = tokenizer.text(new if isinstance(one, Chat) else [*ids, *new])
+        answered = [*one.messages, {"role": "assistant", "content": text}] if isinstance(one, Chat) else None
+        found.append(
+            {
+                "source": str(source),
+                "checkpoint": step,
+                "prompt": None if isinstance(one, Chat) else one,
+                "text": text,
+                **({} if answered is None else {"messages": answered}),
+                "prompt_tokens": len(ids),
+                "tokens": len(new),
+                "ended": bool(new) and new[-1] in stop,
+                "temperature": temperature,
+                "top_p": top_p,
+                "seed": seed,
+            }
+        )
+    return found
 
 
 def _of_run(run: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, str]:
@@ -323,9 +491,10 @@ class _KnownIds(LogitsProcessor):
         return self._tokenizer.masked(scores)
 
 
-def _generated(model: PreTrainedModel, ids: list[int], tokens: int, choice: _Choice, tokenizer: _Tokenizer) -> list[int]:
+def _generated(
+    model: PreTrainedModel, ids: list[int], tokens: int, choice: _Choice, tokenizer: _Tokenizer, stop: list[int]
+) -> list[int]:
     """New ids by Hugging Face's generation; this process's random states stay as they were."""
-    stop = _ends(model, tokenizer.ends)
     drawn = {"do_sample": True, "temperature": float(choice.temperature), "top_p": float(choice.top_p), "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=tokens,

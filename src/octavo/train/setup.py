@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
 
 from octavo import versions
 from octavo.build import build_model
 from octavo.checkpoint.reader import check_stored_weights, read_state, restore
+from octavo.config.data import DataConfig
 from octavo.data.loader import BatchLoader
 from octavo.data.packing import Batch
 from octavo.data.prefetch import Prefetcher
-from octavo.data.prepared import PreparedData
+from octavo.data.prepared import PreparedData, prepare_all
 from octavo.errors import InputError, install_extra, warn
 from octavo.kernels.attention import flash
 from octavo.models.families import with_moe
@@ -137,7 +139,7 @@ def _loader(
         prepared,
         split,
         sequence_length=config.data.sequence_length,
-        packing=config.data.packing,
+        packing=prepared.packing(config.data),
         seed=config.data.seed,
         global_batch=config.train.global_batch,
         micro_batch=plan.micro_batch,
@@ -231,3 +233,15 @@ def _has_whole_blocks(plan: RunPlan, spec: ModelSpec | None) -> bool:
         sizes += [plan.micro_batch * length // (degrees.context * degrees.tensor), parts.heads * parts.head_dim]
         sizes += [(parts.heads + 2 * parts.kv_heads) * parts.head_dim, parts.ffn_size, parts.dense_ffn_size]
     return all(size % 128 == 0 for size in sizes)
+
+
+def prepare_on_ranks(config: DataConfig, console: Console, on_change: Literal["error", "rebuild"]) -> PreparedData:
+    """The data on every rank: rank 0 prepares it, then the first rank of each host if hosts do not share `data.folder`."""
+    prepared: PreparedData | None = None
+    own_turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
+    for turn in range(3 if state.world_size > 1 else 1):
+        with writing_ranks().sharing_errors():
+            if turn == own_turn:
+                prepared = prepare_all(config, console=console, on_change=on_change, compare=state.rank == 0)
+    assert prepared is not None
+    return prepared

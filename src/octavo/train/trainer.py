@@ -22,7 +22,7 @@ from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import has_own_code
 from octavo.config.effects import with_values
 from octavo.config.run import EVALUATION, RunConfig
-from octavo.data.prepared import PreparedData, check_vocabulary, prepare_all
+from octavo.data.prepared import PreparedData, check_vocabulary, with_packing
 from octavo.data.special_tokens import SpecialTokens, check_overrides
 from octavo.data.tokenizer import other_beside, tokenizer_files
 from octavo.errors import InputError
@@ -42,6 +42,7 @@ from octavo.run.summary import Result
 from octavo.train.callbacks import EVALUATE, Callback, CallbackEvents, Events, check_callbacks
 from octavo.train.evaluation import Evaluation, check_function, load_functions
 from octavo.train.loop import say, train_one
+from octavo.train.setup import prepare_on_ranks
 from octavo.watchdog.stopping import StopRequest
 from octavo.watchdog.watchdog import Watchdog
 
@@ -184,7 +185,7 @@ class _Run:
         on_change: Literal["error", "rebuild"] = "error" if before is not None else "rebuild"
         # The number of steps, and of tokens, depends on the data, which may have changed.
         if config.train.epochs is not None or config.model.resize:
-            prepared = _prepare_on_ranks(config, self.console, on_change)
+            prepared = prepare_on_ranks(config.data, self.console, on_change)
         if config.model.resize:
             plan = check(config, prepared=prepared)
             _say_resized(plan, self.console, resumed=before is not None)
@@ -197,7 +198,9 @@ class _Run:
                 plan = dataclasses.replace(own, config=own.config.model_copy(update={"train": plan.config.train}))
                 say(self.console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
-        prepared = prepared or _prepare_on_ranks(plan.config, self.console, on_change)
+        prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
+        data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before
+        plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": data}))
         for each in (prepared, *prepared.sets.values()):
             check_vocabulary(each, plan.hf_config.vocab_size, load=config.model.load)
         return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared
@@ -304,15 +307,3 @@ def _locked(path: Path) -> Iterator[RunFolder]:
     with contextlib.ExitStack() as stack:
         all_ranks().on_rank_0(lambda: stack.enter_context(locked(path)).path)
         yield RunFolder(path)
-
-
-def _prepare_on_ranks(config: RunConfig, console: Console, on_change: Literal["error", "rebuild"]) -> PreparedData:
-    """The data on every rank: rank 0 prepares it, then the first rank of each host if hosts do not share `data.folder`."""
-    prepared: PreparedData | None = None
-    own_turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
-    for turn in range(3 if state.world_size > 1 else 1):
-        with writing_ranks().sharing_errors():
-            if turn == own_turn:
-                prepared = prepare_all(config.data, console=console, on_change=on_change, compare=state.rank == 0)
-    assert prepared is not None
-    return prepared

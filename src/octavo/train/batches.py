@@ -1,0 +1,162 @@
+"""The data of a run file for a loop of one's own: conversations, prompts or text, packed and shared out as a run does it.
+
+The global batch of a step follows from the seed and the number of the step alone, on any ranks and with any micro-batch. So a
+loop continues by the number of its next step, and needs no state of a loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+
+from octavo.config.data import DataConfig
+from octavo.config.run import RunConfig
+from octavo.data import show
+from octavo.data.loader import BatchLoader
+from octavo.data.packing import Batch
+from octavo.data.prepared import PreparedData, check_vocabulary
+from octavo.errors import InputError
+from octavo.models.decoder import Decoder
+from octavo.parallel.world import state
+from octavo.train.own_code_check import check_own_code
+from octavo.train.setup import prepare_on_ranks
+from octavo.train.step import count_targets
+
+
+class Batches:
+    """Steps of micro-batches for one rank; `octavo.batches` builds it.
+
+    Attributes:
+        prepared: the tokens, with their manifest and tokenizer.
+        counts: conversations, tokens, trained share, long and dropped rows, a sentence for each split.
+        packing: "documents" or "join", as the data asks for it.
+    """
+
+    def __init__(self, model: nn.Module, config: DataConfig, global_batch: int, micro_batch: int | None) -> None:
+        if config.validation:
+            raise InputError(
+                f"octavo.batches: validation sets {', '.join(config.validation)}: sets by name are of runs. Call octavo.batches for "
+                "each, with its source as data."
+            )
+        self.prepared: PreparedData = prepare_on_ranks(config, Console(stderr=True), "rebuild")
+        self.packing: Literal["join", "documents"] = self.prepared.packing(config)
+        self.counts = show.lines_of(self.prepared, config)
+        self._config, self._model, self._micro_batch = config, model, micro_batch
+        self._device = next(model.parameters()).device
+        self._global_batch = global_batch
+        hf_config = getattr(model, "config", None)
+        size = getattr(hf_config, "vocab_size", None)
+        if not isinstance(size, int):
+            raise InputError(
+                f"octavo.batches: {type(model).__name__} has no Hugging Face config with a vocab_size, with which the ids of "
+                "the data are compared. Give the model of octavo.transform itself."
+            )
+        check_vocabulary(self.prepared, size, load=False)
+        if not isinstance(model, Decoder):
+            apart = self.packing == "documents"
+            check_own_code(model, vocab_size=size, sequence_length=config.sequence_length, documents=apart, device=self._device)
+        self._loader = self._loader_of("train")
+
+    def _loader_of(self, split: Literal["train", "validation"]) -> BatchLoader:
+        config = self._config
+        return BatchLoader(
+            self.prepared,
+            split,
+            sequence_length=config.sequence_length,
+            packing=self.packing,
+            seed=config.seed,
+            global_batch=self._global_batch,
+            micro_batch=self._micro_batch,
+            dp_rank=state.dp_rank,
+            dp_size=state.dp_size,
+            weights=config.weights,
+            overlong=config.overlong,
+        )
+
+    def step(self, step: int) -> list[dict[str, Any]]:
+        """This rank's micro-batches of a step, the first is 1: keyword arguments of the model. Collective over ranks.
+
+        `input_ids`, `labels` and, of documents that are apart, `position_ids` [B, T]; `num_items_in_batch`, the targets of the
+        global batch, by which the sum of losses is divided; of a decoder with experts `attention_mask`.
+        """
+        if step < 1:
+            raise InputError(f"octavo.batches: step = {step}: the first step is 1.")
+        found = self._loader.step((step - 1) * self._global_batch)
+        targets = torch.tensor(sum(count_targets(batch.labels) for batch in found), device=self._device)
+        if state.world_size > 1 and state.dp_size > 1:
+            dist.all_reduce(targets, group=state.dp_process_group)
+        targets.clamp_(min=1)
+        return [self._arguments(batch, targets) for batch in found]
+
+    def steps(self, first: int = 1, last: int | None = None) -> Iterator[list[dict[str, Any]]]:
+        """`step` of each step from `first` to `last`, without end if that is None; a loop continues at its next step."""
+        step = first
+        while last is None or step <= last:
+            yield self.step(step)
+            step += 1
+
+    def validation(self, sequences: int) -> Iterator[dict[str, Any]]:
+        """Arguments of the first `sequences` sequences of the validation split, this rank's, each once and in fixed order.
+
+        Without `num_items_in_batch`: divide the sum of losses over batches and ranks by that of their targets.
+        """
+        for batch in self._loader_of("validation").validation(sequences):
+            yield self._arguments(batch, None)
+
+    def sequences_to_epochs(self, steps: int) -> float:
+        """Epochs of so many steps."""
+        return self._loader.epoch(steps)
+
+    def _arguments(self, batch: Batch, targets: Tensor | None) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "input_ids": batch.input_ids.to(self._device, non_blocking=True),
+            "labels": batch.labels.to(self._device, non_blocking=True),
+        }
+        if self.packing == "documents":
+            # A decoder reads them on the host, where a GPU need not be waited for.
+            own = isinstance(self._model, Decoder)
+            found["position_ids"] = batch.position_ids if own else batch.position_ids.to(self._device)
+        if targets is not None:
+            found["num_items_in_batch"] = targets
+        # Attention never reaches padding; the losses and figures of routers would count it.
+        if isinstance(self._model, Decoder) and self._model.spec.experts and (real := batch.real()) is not None:
+            found["attention_mask"] = real
+        return found
+
+
+def batches(
+    model: nn.Module, data: Mapping[str, Any] | DataConfig, *, global_batch: int, micro_batch: int | None = None
+) -> Batches:
+    """The data of a `[data]` section for a loop of one's own: prepared, packed, and shared out among the ranks.
+
+        data = {"source": "chats.jsonl", "tokenizer": "chat-model", "sequence_length": 2048}
+        found = octavo.batches(model, data, global_batch=16)
+        for step in found.steps(1, 100):
+            for number, arguments in enumerate(step, 1):
+                with octavo.fp8_autocast():
+                    loss = model(**arguments).loss
+                loss.backward()
+
+    Conversations are masked by the chat template and packed by best fit, each apart, as a run does it; ranks share a global
+    batch by the work of attention. Collective over ranks.
+
+    Args:
+        model: of `octavo.transform`, or a causal language model of its own code.
+        data: the section's keys (docs/run-files.md).
+        global_batch: sequences in a step, over all ranks.
+        micro_batch: sequences in a forward of one rank; None: its whole share.
+
+    Raises:
+        InputError: a key is unknown or wrong; the data has a fault, or ids beyond the model's vocabulary; ranks x micro-batch
+            does not divide the global batch; the model's original code ignores what keeps documents apart.
+    """
+    values = data.model_dump(exclude_unset=True) if isinstance(data, DataConfig) else dict(data)
+    # A whole run file: keys of the section without an effect are refused as there.
+    given = {"model": {"source": "llama-1b"}, "data": values, "train": {"steps": 1, "global_batch": global_batch}}
+    run = RunConfig.from_dict(given, where="octavo.batches")
+    return Batches(model, run.data, global_batch, micro_batch)
