@@ -7,7 +7,7 @@ import torch
 from llamas import llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chat_templates import STYLES, save_tokenizer
+from chat_templates import CHATML, STYLES, save_tokenizer
 from octavo.cli import main
 from octavo.errors import InputError
 from octavo.run.sample import Chat, _tokenizer_of, chats_of, sample, samples
@@ -117,6 +117,10 @@ def test_no_template_a_template_that_refuses_and_wrong_options(folders, tmp_path
         sample(bare, chat=Chat(ASKED))
     with pytest.raises(InputError, match=r"refuses the conversation: .*System role not supported"):
         sample(folders["gemma"], chat=Chat([{"role": "system", "content": "be"}, *ASKED]))
+    unasked = CHATML.partition("{% if add_generation_prompt")[0]  # trains "assistant", and does not ask for it
+    other = save_tokenizer(tmp_path / "unasked", "chatml", template=unasked)
+    with pytest.raises(InputError, match=r"begins the assistant's turn with '<\|im_start\|>assistant'"):
+        _tokenizer_of(other).chat(Chat(ASKED), {}, 10**6)
     for arguments, words in (
         (["--chat"], "--chat needs the text of a user"),
         (["--messages", "x.json", "--prompt", "y"], "leave out --prompt and --chat"),

@@ -180,6 +180,8 @@ class Joint(nn.Module):
         (lambda: Joint("gate"), "trains no matrix inside of numbered blocks"),
         (lambda: nn.Linear(8, 8), "trains no matrix inside of numbered blocks"),
         (lambda: nn.Embedding(8, 8), "trains no matrix inside"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "trains no matrix inside"),
+        (lambda: Joint("experts"), "named as several matrices in one"),
     ],
 )
 def test_models_without_clear_matrices_are_refused_by_name(make, message):
@@ -219,6 +221,30 @@ def test_frozen_matrices_and_those_without_a_gradient_stay():
     optimizer.step()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {n for n in before if "layers.1" not in n and n != "layers.0.self_attention.proj.weight"}
+
+
+def test_parameters_that_were_replaced_are_refused():
+    model, optimizer = built({})
+    proj = model.layers[0].self_attention.proj
+    proj.weight = nn.Parameter(proj.weight.detach().clone())
+    proj.weight.grad = torch.ones_like(proj.weight)
+    with pytest.raises(InputError, match=r"layers\.0\.self_attention\.proj\.weight of octavo\.muon are no parameters"):
+        optimizer.step()
+
+
+def frozen_on_one_rank():
+    octavo.init({"hybrid_shard_degree": 1})
+    model = octavo.transform(llama(), dtype=torch.float32)
+    if octavo.state.rank:
+        model.get_parameter("layers.0.self_attention.proj.weight").requires_grad_(False)
+    with pytest.raises(InputError, match=r"rank 1 and rank 0 do not train the same matrices: layers\.0\.self_attention\.proj"):
+        octavo.muon(model)
+    octavo.shutdown()
+    return True
+
+
+def test_ranks_that_train_other_matrices_are_refused_and_do_not_wait():
+    assert all(ranks.run(2, frozen_on_one_rank, timeout=100))
 
 
 def test_no_group_is_added_later():

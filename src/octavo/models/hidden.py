@@ -29,7 +29,10 @@ _JOINT = {
     *("w12", "ff_proj", "query_key_value_proj", "gate_up_proj_weight", "dense_h_to_4h_gated", "layernorm_mlp"),
 }
 """Names of modules and parameters that hold several matrices in the code of models."""
-_IN_BLOCK = re.compile(r"(^|\.)\d+\.")
+_IN_BLOCK = re.compile(r"(^|\.)\d+\.\w+\.")
+"""A module in a numbered block: the layers of an nn.Sequential are none, of which the last may be the head."""
+_STACKED = re.compile(r"\.experts\.(?!\d+\.)")
+"""Experts in one parameter, not as modules with a number."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
             continue
         block = blocks[parameter]
         shape = tuple(with_block(parameter, block).shape)
-        if way is None and len(shape) > 1 and not _JOINT.isdisjoint(name.split(".")[-2:]):
+        several = not _JOINT.isdisjoint(name.split(".")[-2:]) or _STACKED.search(name) is not None
+        if way is None and len(shape) > 1 and several:
             joint.append(name)
         if len(shape) == 2:
             lengths, experts = _rows(way, name, shape[0])
@@ -121,7 +125,8 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
 
 def _exempt(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of embeddings, norms and routers, and biases."""
-    found: set[nn.Parameter] = set()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = set() if head is None else set(head.parameters())
     for path, module in model.named_modules():
         kind = type(module).__name__
         apart = isinstance(module, nn.Embedding) or kind.endswith("Norm") or path.rpartition(".")[2] in _ROUTERS

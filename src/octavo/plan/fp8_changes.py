@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
 from octavo.build import build_model
@@ -62,7 +63,10 @@ class Fp8Changes:
 def section_of(saved: Mapping[str, Any], before: RunConfig) -> Fp8Config:
     """The `[fp8]` section with which a checkpoint was trained; that of the run's file for one of an older version."""
     section = saved.get("fp8")
-    return Fp8Config.model_validate(section) if isinstance(section, dict) else before.fp8
+    try:
+        return Fp8Config.model_validate(section) if isinstance(section, dict) else before.fp8
+    except ValidationError:  # of a version with other keys
+        return before.fp8
 
 
 def find(plan: RunPlan, before: RunConfig, saved: Mapping[str, Any]) -> Fp8Changes | None:

@@ -33,6 +33,7 @@ from octavo.data import tokenizer as tokenizers
 from octavo.data.conversations import conversation
 from octavo.data.documents import Faulty
 from octavo.data.forms import MESSAGES
+from octavo.data.prepared import prepared_or_none
 from octavo.data.special_tokens import SpecialTokens
 from octavo.dtypes import short_name
 from octavo.errors import InputError, OctavoError, first_line, nearest, warn
@@ -174,10 +175,22 @@ class _Tokenizer:
             whole = self._written(template, chat, answered, variables, prompt=False)
         except InputError:  # of a template that takes no short answer
             return ids, []
-        behind = whole.rpartition(_ANSWER)[2].lstrip()
+        before, _, behind = whole.rpartition(_ANSWER)
+        behind = behind.lstrip()
+        heading = before.removeprefix(text)
+        if before.startswith(text) and any(token in heading for token in self._special):
+            raise InputError(
+                f"the chat template of {self.folder} begins the assistant's turn with {heading.strip()!r}, and not so for "
+                "add_generation_prompt: the model would be asked in another form than it was trained in. Correct the template."
+            )
         special = {token.content: number for number, token in self._theirs.added_tokens_decoder.items()}
         end = max((token for token in special if behind.startswith(token)), key=len, default=None)
         return ids, [] if end is None else [special[end]]
+
+    @functools.cached_property
+    def _special(self) -> list[str]:
+        """Texts of the special tokens; those of reasoning (`<think>`), which a template may put before an answer, are none."""
+        return [token.content for token in self._theirs.added_tokens_decoder.values() if token.special]
 
     def _template(self, tools: bool) -> str:
         try:
@@ -377,7 +390,15 @@ def samples(
     )
     tokenizer = _tokenizer_of(folder)
     config = model.config.get_text_config(decoder=True)
-    variables = run_config(source).data.chat_template_variables if step is not None else {}
+    variables: dict[str, Any] = {}
+    if step is not None and any(isinstance(one, Chat) for one in given):
+        data = run_config(source).data
+        variables = data.chat_template_variables
+        prepared = prepared_or_none(data)
+        examples = None if prepared is None else prepared.manifest.examples
+        if prepared is not None and (examples is None or examples.format != "chat"):
+            held = "text" if examples is None else "prompts and completions"
+            warn(f"{source} was trained on {held}, without the chat template that writes this conversation.")
     ends = _ends(model, tokenizer.ends)  # before generation, which replaces the model's own
     prompts = []
     for one in given:

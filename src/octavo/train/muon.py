@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo.collectives.blocks import local_of, part_of
 from octavo.collectives.whole import whole_tensor
-from octavo.errors import InputError
+from octavo.errors import InputError, some
 from octavo.groups import parameter_groups
 from octavo.models.hidden import HiddenParameter, hidden_parameters
 from octavo.parallel.fsdp import settle
@@ -129,6 +129,9 @@ class MuonAdamW(AdamW):
         self._hidden = {one.parameter: one for one in hidden}
         self._spread = dist.is_initialized() and dist.get_world_size() > 1
         self._slices = self._shared_out(hidden)
+        self._checked = False
+        if self._spread:
+            _agree([one.name for one in hidden])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later ones are refused, since matrices are shared out by then."""
@@ -166,6 +169,8 @@ class MuonAdamW(AdamW):
     @torch.no_grad()
     def _step_matrices(self, group: dict[str, Any]) -> None:
         settle(self._model)
+        if not self._checked:
+            self._check_held()
         stepped = self._with_gradients([self._hidden[parameter] for parameter in group["params"]])
         rank = dist.get_rank() if self._spread else 0
         # All gathers first: a rank then computes its matrices while the others compute theirs.
@@ -192,6 +197,16 @@ class MuonAdamW(AdamW):
                 dist.broadcast(rows, each.owner)
                 parts.append(rows)
             self._apply(one, parts[0] if len(parts) == 1 else torch.cat(parts), group)
+
+    def _check_held(self) -> None:
+        """Refuse parameters that are no longer the model's: steps would change no weight of it."""
+        held = set(self._model.parameters())
+        if lost := [one.name for one in self._hidden.values() if one.parameter not in held]:
+            raise InputError(
+                f"{some(lost)} of octavo.muon are no parameters of its model any more, which was sharded, converted or loaded "
+                "by assign=True afterwards: build the optimizer after that."
+            )
+        self._checked = True
 
     def _compute_dtype(self, parameter: Tensor) -> torch.dtype:
         if self._dtype is not None:
@@ -251,6 +266,18 @@ class MuonAdamW(AdamW):
         for index, factor in enumerate(factors):
             chosen = (of_row == index).nonzero()[:, 0]
             local[chosen] = local[chosen].add_(own.local[chosen], alpha=-(rate * factor))
+
+
+def _agree(names: list[str]) -> None:
+    """Refuse ranks with other matrices, whose collectives would wait for each other for ever. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names)
+    for rank, theirs in enumerate(found):
+        if other := sorted({*theirs} ^ {*found[0]}):
+            raise InputError(
+                f"octavo.muon: rank {rank} and rank 0 do not train the same matrices: {some(other)}. Freeze the same "
+                "parameters on all ranks."
+            )
 
 
 def _of_slice(one: HiddenParameter, rows: Tensor, dtype: torch.dtype) -> Tensor:
