@@ -14,14 +14,16 @@ from verified import RUN
 
 from octavo.checkpoint import optimizer_state, reader, stored
 from octavo.collectives import attention, causal, context, experts
+from octavo.collectives.blocks import local_of
 from octavo.collectives.work import Pending
 from octavo.fp8 import buffers
 from octavo.kernels.attention.pattern import Pattern
 from octavo.models import decoder
-from octavo.nn import embedding
+from octavo.nn import embedding, lora
 from octavo.parallel import offload, world
 from octavo.parallel.fsdp2 import direct_reduce, fp8_gather
 from octavo.train import step
+from octavo.verify import worker
 
 TENSOR, CONTEXT, EXPERT = ({f"{name}_parallel_degree": 2} for name in ("tensor", "context", "expert"))
 RING, HEADS = ({**CONTEXT, "cp_comm_type": name} for name in ("p2p", "a2a"))
@@ -239,6 +241,26 @@ def _doubled_on_rank_1(true):
     return join
 
 
+def _changed_behind_each_step(name, rank=None):
+    """A parameter that grows by 1e-12 of itself, on this rank alone."""
+
+    def fault(true):
+        def train_step(context, number):
+            done = true(context, number)
+            if rank is None or dist.get_rank() == rank:
+                with torch.no_grad():
+                    local_of(context.model.get_parameter(name)).mul_(1 + 1e-12)
+            return done
+
+        return train_step
+
+    return fault
+
+
+def _doubled(true):
+    return lambda self, *arguments: tuple(2 * gradient for gradient in true(self, *arguments))
+
+
 TIED = {"model": {"source": "llama-1b", "config": {"tie_word_embeddings": True}}}
 ONE_KEY = {"model": {"source": "llama-1b", "config": {"num_key_value_heads": 1}}}
 BALANCED = {"moe": {"moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.02}}
@@ -332,6 +354,12 @@ OTHER = {
         ((reader, "load_state_records", _nothing),), ("history layers.0.self_attention.qkv.input",), {}, kind="fp8",
         where=CONTINUED,
     ),
+    "a rank's copy of a norm drifts": Fault(
+        ((worker, "train_step", _changed_behind_each_step("norm.weight", 1)),), ("parameter norm.weight of rank 1",), TENSOR
+    ),
+    "gradients of adapters are doubled": Fault(
+        ((lora.Joint, "gradients", _doubled),), ("gradient layers.1.ffn.lora_fc2",), {}, sections={"lora": {"rank": 4}}
+    ),
     "a tied head gives no gradient": Fault(
         ((embedding.SharedWeight, "of", _without_embedding),), ("gradient embedding.weight",), {}, sections=TIED
     ),
@@ -359,4 +387,8 @@ def _tensor_fault(name):
     return Fault(((fault.owner, fault.name, fault.fault),), named, TENSOR, **options)
 
 
+NOT_COMPARED = {
+    "a frozen weight is trained": Fault(((worker, "train_step", _changed_behind_each_step("embedding.weight")),), (), {})
+}
+"""An error of the ranks themselves."""
 FAULTS = OTHER | {name: _tensor_fault(name) for name in _TENSOR}

@@ -104,6 +104,35 @@ def test_casts_that_are_others_by_rule_are_bounded(source, degrees, recipe):
     assert {each.exact for each in continued} == {recipe == "delayed"}  # their scales are in the checkpoint
 
 
+ADAPTERS = [
+    ("llama-1b", 2, {}, {"rank": 16}, "plain"),
+    ("llama-1b", 2, {}, {"rank": 16, "rslora": True}, "fp8"),
+    ("llama-8b", 4, {"context_parallel_degree": 2}, {"rank": 2, "targets": ["q_proj"], "save_whole": ["lm_head"]}, "fp8"),
+    ("mixtral-8x7b", 2, {"expert_parallel_degree": 2}, {"rank": 4, "targets": ["q_proj", "o_proj"], "dropout": 0.1}, "plain"),
+]
+
+
+@pytest.mark.long(lambda lora, kind: kind == "fp8" or "dropout" in lora)
+@pytest.mark.parametrize(("source", "world", "degrees", "lora", "kind"), ADAPTERS)
+def test_adapters_are_compared_and_continue_beside_a_frozen_base(source, world, degrees, lora, kind):
+    found = comparisons(run_of(source, lora=lora), world, degrees, kinds=[kind])
+    assert {name: each.first for name, each in found.items() if each.first is not None} == {}
+    assert len(found) == 3
+    for each in found.values():
+        names = [one.name.split(",")[0] for one in each.differences]
+        trained = {name.split()[1] for name in names if name.startswith("gradient ")}
+        assert all(name.endswith((".lora_A", ".lora_B")) or name == "head.weight" for name in trained)
+        assert len(trained) >= 2 * 2
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert {name.split()[1] for name in names if name.startswith(f"{kind} ")} == trained
+        assert {name.split()[1] for name in names if name.startswith("parameter ")} > trained  # and the base
+
+
+def test_a_frozen_weight_that_changes_is_an_error(tmp_path):
+    with pytest.raises(AssertionError, match=r"embedding\.weight is frozen, and has changed in steps 1 to 3 on rank"):
+        comparisons(run_of("llama-1b", lora={"rank": 4}), 2, {}, kinds=["plain"], fault="a frozen weight is trained")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("assignment", ["sinkhorn", "balanced"])
 def test_routers_that_balance_the_tokens_of_their_rank_choose_the_largest_here(assignment):

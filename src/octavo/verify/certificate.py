@@ -33,9 +33,11 @@ from torch import Tensor
 
 from octavo.config.degrees import DEGREES, Degrees, composes, divisors
 from octavo.config.effects import with_values
+from octavo.config.lora import LoRA
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.models.families import decoder_spec
+from octavo.models.lora import check_tensor as adapters_check_tensor
 from octavo.models.sources import load_config
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor
@@ -111,10 +113,6 @@ def verify(
     Raises:
         InputError: the run does not fit the ranks, or its model is not Octavo's decoder.
     """
-    if config.lora.rank is not None:
-        raise InputError(
-            f"lora.rank = {config.lora.rank}: octavo verify compares trainings of all weights. Give a run file without [lora]."
-        )
     if ranks < 2:
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
     hf_config = load_config(config.model.source, config.model.config)
@@ -178,7 +176,7 @@ def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: Mo
     return degrees.data == then.data and all(casts_alike(config, each, spec) for each in (degrees, then))
 
 
-def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
+def other_layout(degrees: Degrees, spec: ModelSpec, adapters: LoRA | None = None) -> Degrees:
     """A layout of as many ranks in which a checkpoint of this one continues."""
     tensor, context = degrees.tensor, degrees.context
     if tensor > 1:
@@ -189,6 +187,8 @@ def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
         tensor = 2
         try:
             check_tensor(spec, tensor)
+            if adapters is not None:
+                adapters_check_tensor(adapters, tensor)
         except InputError:
             tensor = 1
         if tensor == 1 or degrees.world % 2:
@@ -207,7 +207,7 @@ def tasks(
     causality: bool = False,
 ) -> dict[str, tuple[int, Task]]:
     """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
-    other = other_layout(degrees, spec)
+    other = other_layout(degrees, spec, config.lora.options)
     rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
     found: dict[str, tuple[int, Task]] = {}
 
@@ -221,6 +221,8 @@ def tasks(
     def add(name: str, of: Degrees, *, fp8: bool, **options: Any) -> None:
         run = config.model_dump(mode="json")
         run["parallel"] |= layout(of, fp8)
+        if not fp8:
+            run["lora"]["base"] = "params_dtype"  # which no product would read
         found[name] = of.world, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
@@ -241,7 +243,7 @@ def tasks(
 
 def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
     """The comparisons of what the `tasks` found."""
-    other, comparisons = other_layout(degrees, spec), []
+    other, comparisons = other_layout(degrees, spec, config.lora.options), []
     for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in found):
         layout, one = found[f"{kind} layout"], found[f"{kind} one"]
         beside = found.get(f"{kind} data", one)

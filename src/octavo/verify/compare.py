@@ -46,8 +46,9 @@ def is_record(name: str) -> bool:
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
     """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity.
 
-    Gradients and moments are measured by 1e-5 of all of their kind, if theirs is less: that of a router is 0 if tokens visit one
-    expert with weight 1, and what is left of it is rounding. A rank's own of what all hold alike ("… of rank N") is beside the other result's, and beyond any bound.
+    Gradients and moments are measured by 1e-5 of all of their kind, if theirs is less: that of a router is 0 if tokens visit
+    one expert with weight 1, and what is left of it is rounding. A rank's own of what all hold alike ("… of rank N") is beside
+    the other result's, and beyond any bound.
     """
     result, least = [], _least(wanted)
     for name in dict.fromkeys((*found, *wanted)):

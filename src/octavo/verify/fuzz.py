@@ -51,7 +51,7 @@ class Case:
         return f"{self.ranks} ranks, {self.model['model_type']} ({sizes}): {given}"
 
 
-_DRAWN = ("parallel", "moe", "data", "fp8", "optimizer", "train")
+_DRAWN = ("parallel", "moe", "lora", "data", "fp8", "optimizer", "train")
 _FIXED = ("data.source", "data.vocab_size", "data.sequence_length", "train.steps", "train.global_batch", "train.output")
 
 
@@ -72,6 +72,9 @@ def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
         source = folder / f"case-{seed}"
         AutoConfig.for_model(**model).save_pretrained(source)
         sections = {"model": {"source": str(source)}, **_sections(draw, world, model)}
+        adapters = random.Random(f"adapters {seed}")  # another generator: cases without any are drawn as they would be
+        if adapters.random() < 0.2:
+            sections |= _with_adapters(adapters, sections, model)
         try:
             config = RunConfig.from_dict(sections, where=f"case {seed}")
             check(config, target=Target(world_size=world))
@@ -208,6 +211,21 @@ def _model(draw: random.Random) -> dict[str, Any]:
     if kind == "qwen3_moe":
         found |= {"moe_intermediate_size": draw.choice((128, 192, 256)), "mlp_only_layers": draw.choice(([], [0]))}
     return found
+
+
+def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """[lora], and sections without what excludes it."""
+    kind = model["model_type"]
+    ends = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"]}.get(kind, ["q_proj", "v_proj"])
+    lora: dict[str, Any] = {"rank": draw.choice((1, 4, 8)), "targets": ends}
+    if kind not in _EXPERTS and draw.random() < 0.6:
+        lora["targets"] = "all-linear"
+    if draw.random() < 0.3:
+        lora["rslora"] = True
+    train = {key: value for key, value in sections["train"].items() if key not in ("freeze", "mlp_chunks")}
+    if train.get("recompute") == "mlp":
+        train["recompute"] = True
+    return {"lora": lora, "train": train, "parallel": sections["parallel"] | {"tensor_parallel_degree": 1}}
 
 
 def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 Kept are the family, ties, biases, the kinds of layers (two of each), query heads that share key-value heads, experts, what the
 parts of a tensor rank leave of a block of 128 and words of a multiple of 16, windows shorter than a sequence, and the run's
-recipe, recomputation, offloading, frozen parameters, losses and optimizer. Dropout and noise of routers are 0. Samples are
-random tokens with targets left out, and documents that begin anew where the run has them.
+recipe, recomputation, offloading, frozen parameters, adapters, losses and optimizer. Dropout and noise of routers are 0.
+Samples are random tokens with targets left out, and documents that begin anew where the run has them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from octavo.errors import InputError
 from octavo.models.spec import ModelSpec
 
 HEAD_DIM = 16
+LORA_RANK = 8
+"""The largest rank of adapters, of matrices that have 32 rows or more."""
 MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
 _WORDS, _SLICE = 16, 128
 """Multiple of a rank's words, and the block of an FP8 slice."""
@@ -76,6 +78,8 @@ def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
         "optimizer.schedule": "constant",
         "optimizer.clip": 0.5 if config.optimizer.clip > 0 else config.optimizer.clip,
     }
+    if config.lora.rank is not None:
+        values |= {"lora.rank": min(config.lora.rank, LORA_RANK), "lora.dropout": 0.0, "lora.load": None}
     return with_values(config, values)
 
 

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from octavo.build import build_model
 from octavo.checkpoint.api import load, save
-from octavo.collectives.blocks import local_of, parameters_of, part_of, with_block
+from octavo.collectives.blocks import fill, local_of, parameters_of, part_of, shape_of, with_block
 from octavo.collectives.whole import whole_tensor
 from octavo.config.degrees import Degrees
 from octavo.config.run import RunConfig
+from octavo.errors import OctavoError
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
@@ -137,7 +138,7 @@ def _checkpoint(folder: str, seed: int) -> Path:
 class _Training:
     """The small run of a seed on this rank.
 
-    weights: another seed, of the weights alone.
+    weights: another seed, of the weights alone, and beside a frozen base of what is trained: a checkpoint has the base by name.
     """
 
     def __init__(self, task: Task, config: RunConfig, seed: int, *, weights: int | None = None) -> None:
@@ -152,8 +153,11 @@ class _Training:
         if task.wide:
             options = dataclasses.replace(options, dtype=torch.float64, params_dtype=torch.float64)
         sharding = sharding_of(state, recipe, dtype=options.dtype, params_dtype=options.params_dtype)
-        source = _random_model(hf_config, seed if weights is None else weights)
+        drawn = seed if weights is None else weights
+        source = _random_model(hf_config, seed if options.lora is not None else drawn)
         self.model = build_model(source, options, device="cpu", sharding=sharding).train()
+        if options.lora is not None:
+            _draw_adapters(self.model, drawn)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._clip = config.optimizer.clip
         several = state.world_size > 1
@@ -174,7 +178,7 @@ class _Training:
         before clipping, from the last parameter to the first, norm and histories of its backwards; losses and norms of the
         others; what is held behind them.
         """
-        found, gradients = self._evaluated(first), dict[str, Tensor]()
+        found, gradients, frozen = self._evaluated(first), dict[str, Tensor](), _frozen(self.model)
 
         def keep(*_: Any) -> None:
             if not gradients:  # in the first step
@@ -193,6 +197,9 @@ class _Training:
                 found |= {name: gradients[name] * factor for name in reversed(gradients)}
             found |= {f"norm of step {step}": norm} | backward
         hook.remove()
+        for name, local in _frozen(self.model).items():
+            if not torch.equal(local, frozen[name]):
+                raise OctavoError(f"{name} is frozen, and has changed in steps {first} to {last} on rank {state.rank}.")
         return _with_other_ranks(found | self._held() | _scales(self.model, " behind the last step"))
 
     def held(self) -> dict[str, Tensor]:
@@ -300,6 +307,22 @@ def _random_model(hf_config: Any, seed: int) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             parameter.copy_(parameter + 0.1 * noise if parameter.dim() == 1 else 0.1 * noise)
     return model
+
+
+def _draw_adapters(model: nn.Module, seed: int) -> None:
+    """Random values in all that is trained beside a frozen base: both matrices of each adapter, and modules that are whole."""
+    blocks = parameters_of(model)
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            draw = torch.Generator().manual_seed(1_000_003 * seed + number)
+            shape = shape_of(parameter, blocks)
+            with torch.no_grad():
+                fill(with_block(parameter, blocks[parameter]), 0.1 * torch.randn(shape, generator=draw, dtype=torch.float64))
+
+
+def _frozen(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of each parameter that is not trained."""
+    return {name: local_of(p).detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
