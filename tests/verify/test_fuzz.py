@@ -9,13 +9,16 @@ import pytest
 from verified import comparisons
 
 import ranks
+from octavo._version import __version__
 from octavo.errors import InputError
 from octavo.models.families import DECODER_FAMILIES
-from octavo.verify.fuzz import drawn
+from octavo.verify.fuzz import _equal_cases, drawn, fuzz
 
 pytestmark = ranks.alone
 
 CASES = range(40)
+FAULTY = (1011, 1012, 1039)
+"""Of four ranks, in which faults were found."""
 
 
 def test_a_case_is_drawn_from_its_number_alone(tmp_path):
@@ -28,10 +31,10 @@ def test_a_case_is_drawn_from_its_number_alone(tmp_path):
     assert {each.config.fp8.recipe for each in cases} == {"delayed", "current", "rowwise", "block"}
 
 
-@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.parametrize("seed", [*CASES, *FAULTY])
 @pytest.mark.long(lambda seed: seed != 4)
 def test_a_case_is_equal(seed, tmp_path):
-    case = drawn(seed, tmp_path)
+    case = drawn(seed, tmp_path, 4 if seed in FAULTY else None)
     degrees = case.config.parallel.model_dump(include={name for name in vars(case.config.parallel) if name.endswith("_degree")})
     found = comparisons(case.config, case.ranks, degrees, seeds=[seed])
     assert {name: each.first for name, each in found.items() if each.first is not None} == {}, case.text
@@ -49,9 +52,37 @@ def test_the_command_repeats_a_case(tmp_path):
     assert re.sub(".*/", "", case["case"]) == re.sub(".*/", "", drawn(4, tmp_path).text)
 
 
+def test_a_report_goes_on_where_it_ended(tmp_path):
+    output, texts = tmp_path / "cases.json", [drawn(seed, tmp_path, 4).text for seed in (7, 8)]
+    cases = [{"seed": seed, "case": text, "fault": None, "seconds": 2.0} for seed, text in zip((7, 8), texts, strict=True)]
+    output.write_text(json.dumps({"version": __version__, "cases": cases}))
+    figures, text = fuzz(2, 7, 4, output=output, resume=True)  # starts no rank
+    assert (figures["cases"], figures["equal"], figures["verified"]) == (cases, 2, True)
+    assert text == ["2 of 2 cases from seed 7 are equal"]
+    assert json.loads(output.read_text()) == figures
+    # By another version, with a fault, or drawn as another run: verified.
+    for report in (
+        {"version": "0", "cases": cases},
+        {"version": __version__, "cases": [case | {"fault": "loss of step 1"} for case in cases]},
+    ):
+        output.write_text(json.dumps(report))
+        assert _equal_cases(output) == {}
+    output.write_text(json.dumps({"version": __version__, "cases": [case | {"case": "another"} for case in cases]}))
+    assert (7, texts[0]) not in _equal_cases(output)
+    for other in ("{", "[]", '{"verified": true}'):
+        output.write_text(other)
+        with pytest.raises(InputError, match="is no report of octavo verify --fuzz"):
+            fuzz(2, 7, 4, output=output, resume=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "no run file"), (["--fuzz", "2", "run.toml"], "leave run.toml out"), (["--seed", "2", "run.toml"], "give --fuzz 1")],
+    [
+        (["--resume", "run.toml"], "give --fuzz N, or leave --resume out"),
+        ([], "no run file"),
+        (["--fuzz", "2", "run.toml"], "leave run.toml out"),
+        (["--seed", "2", "run.toml"], "give --fuzz 1"),
+    ],
 )
 def test_either_a_run_file_or_draws(arguments, message, capsys):
     from octavo.cli import main

@@ -7,6 +7,7 @@ it starts is drawn again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -110,13 +111,16 @@ def fuzz(
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
     before = _equal_cases(output) if resume and output is not None and output.exists() else {}
     cases: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, Pool(ON_CPUS) as pool:
+    pool: Pool | None = None
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
         for number in range(seed, seed + count):
             case = drawn(number, Path(folder), ranks)
             known = before.get((number, case.text))
-            cases.append(known if known is not None else _verified(case, number, pool))
             if known is None:
-                say(_line(cases[-1]))
+                pool = pool or started.enter_context(Pool(ON_CPUS))
+                known = _verified(case, number, pool)
+                say(_line(known))
+            cases.append(known)
             if output is not None:
                 write_atomic(output, json.dumps(_report(cases), indent=1) + "\n")
     figures = _report(cases)
