@@ -70,6 +70,7 @@ def test_a_leak_between_documents_is_found():
     assert found["logits behind a change of later tokens"] <= certificate.EQUAL.tensor
 
 
+@pytest.mark.long
 def test_current_scaling_is_not_causal_by_definition():
     config = run_of("llama-1b", fp8={"recipe": "current"})
     found = causality(config, 2, TENSOR)
