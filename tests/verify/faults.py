@@ -197,7 +197,7 @@ def _first_of_its_shape(true):
 
 
 def _from_first_row(true):
-    return lambda self, piece, offsets, lengths: true(self, piece, [0, *offsets[1:]], lengths)
+    return lambda self, piece, offsets, lengths: true(self, piece, [0, *offsets[1:]] if offsets else offsets, lengths)
 
 
 def _states(change):
