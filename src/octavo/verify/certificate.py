@@ -62,6 +62,7 @@ SEEDS = [0, 1, 2]
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
+NOT_STORED = ', the base as it is stored in FP8 (lora.base = "fp8")'
 NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
@@ -142,7 +143,9 @@ def verify(
             if causality and config.fp8.enabled is not False and sets_scales_of_others(config)
             else {}
         ),
-        "not_covered": NOT_COVERED + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else ""),
+        "not_covered": NOT_COVERED
+        + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else "")
+        + (NOT_STORED if config.lora.options is not None and config.lora.base == "fp8" else ""),
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
     return figures, [
@@ -223,8 +226,7 @@ def tasks(
     def add(name: str, of: Degrees, *, fp8: bool, **options: Any) -> None:
         run = config.model_dump(mode="json")
         run["parallel"] |= layout(of, fp8)
-        if not fp8:
-            run["lora"]["base"] = "params_dtype"  # which no product would read
+        run["lora"]["base"] = "params_dtype"  # casts of each forward have the bits of weights that are stored in FP8
         found[name] = of.world, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):

@@ -122,7 +122,8 @@ def fuzz(
                 say(_line(known))
             cases.append(known)
             if output is not None:
-                write_atomic(output, json.dumps(_report(cases), indent=1) + "\n")
+                later = [case for (other, _), case in before.items() if number < other < seed + count]  # not reached yet
+                write_atomic(output, json.dumps(_report([*cases, *later]), indent=1) + "\n")
     figures = _report(cases)
     faults = [case for case in cases if case["fault"] is not None]
     head = f"{count - len(faults)} of {count} cases from seed {seed} are equal"
