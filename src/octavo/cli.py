@@ -310,7 +310,7 @@ def verify(
 
     The exit code is 1 if something differs; the first of it is named.
     """
-    refuse_ranks_of_ranks(ranks or 2)
+    refuse_ranks_of_ranks(2 if ranks is None else ranks)
     path = local_path(output, "--output")
     options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality, resume=resume)
     config = None if run_file is None else _config(run_file, overrides)
@@ -330,7 +330,7 @@ def verify(
     if config is None:
         figures, text = drawn(fuzz or 1, seed or 0, ranks, output=path, resume=resume, say=say)
     else:
-        on_cpus = partial(compared, config, ranks or 2, given=given, causality=causality)
+        on_cpus = partial(compared, config, 2 if ranks is None else ranks, given=given, causality=causality)
         figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
     _print(figures if as_json else [*text, f"each {'difference' if config else 'case'} is in {path}"])

@@ -209,9 +209,31 @@ def test_a_model_that_keeps_its_own_code_is_refused():
         certificate.verify(run_of("llama-1b", model={"source": "llama-1b", "blocks": "own"}), 2)
 
 
-def test_one_rank_is_no_layout():
-    with pytest.raises(InputError, match="--ranks 1"):
-        certificate.verify(run_of("llama-1b"), 1)
+@pytest.mark.parametrize("ranks", [1, 0, -3])
+def test_one_rank_is_no_layout(ranks):
+    with pytest.raises(InputError, match=f"--ranks {ranks}"):
+        certificate.verify(run_of("llama-1b"), ranks)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"train": RUN["train"] | {"freeze": ["*layers.15.*"]}}, "train.freeze"),
+        ({"fp8": {"skip": ["*.14.*"]}}, "fp8.skip"),
+        ({"lora": {"rank": 4, "targets": ["model.layers.2.*"]}}, "lora.targets"),
+    ],
+)
+def test_patterns_of_layers_that_the_small_model_lacks_are_refused(sections, key):
+    with pytest.raises(InputError, match=rf"{key} = .* its layers are 0 to 1\. Give {key}"):
+        certificate.verify(run_of("llama-1b", **sections), 2)
+
+
+def test_no_ranks_are_no_layout_of_the_command(tmp_path, capsys):
+    run = tmp_path / "run.toml"
+    sections = ('[model]\nsource = "llama-1b"', '[data]\nsource = "python:docstrings"\nsequence_length = 64')
+    run.write_text("\n".join([*sections, "[train]\nsteps = 3\nglobal_batch = 4\n"]))
+    assert main(["verify", str(run), "--ranks", "0", "--output", str(tmp_path / "found.json")]) == InputError.exit_code
+    assert "--ranks 0" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

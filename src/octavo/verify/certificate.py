@@ -45,7 +45,7 @@ from octavo.plan.run import Target, check
 from octavo.plan.verified import verified_keys
 from octavo.verify.compare import Bounds, Difference, differences, is_record, loaded, with_ranks
 from octavo.verify.pool import Pool
-from octavo.verify.small import MICRO_BATCH, check_small, small_config
+from octavo.verify.small import MICRO_BATCH, check_patterns, check_small, small_config
 from octavo.verify.worker import Results, Task
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
@@ -62,6 +62,7 @@ SEEDS = [0, 1, 2]
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
+NOT_IN_16 = ", roundings to float16"
 NOT_STORED = ', the base as it is stored in FP8 (lora.base = "fp8")'
 NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
 _ONE_SCALE = ("delayed", "current", "bf16")
@@ -125,6 +126,7 @@ def verify(
     # Samples are of `small`, and weights are random.
     run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False})
     degrees = check(run, target=Target(world_size=ranks)).degrees
+    check_patterns(config, spec)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
         pool = pool or started.enter_context(Pool(ON_CPUS))
         trainings = tasks(config, degrees, spec, Path(folder), seeds or SEEDS, causality=causality)
@@ -145,6 +147,7 @@ def verify(
         ),
         "not_covered": NOT_COVERED
         + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else "")
+        + (NOT_IN_16 if config.model.dtype == "float16" else "")
         + (NOT_STORED if config.lora.options is not None and config.lora.base == "fp8" else ""),
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []

@@ -167,3 +167,22 @@ def check_small(spec: ModelSpec | None, name: str, reason: str) -> ModelSpec:
         why = f": {reason}" if reason else ""
         raise InputError(f"octavo verify shrinks Octavo's decoders, and {name} keeps its own code{why}. It cannot be verified.")
     return spec
+
+
+def check_patterns(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise an InputError for patterns that name layers which the small model does not have."""
+    layers = len(layers_of_each_kind(spec))
+    given = {
+        "train.freeze": config.train.freeze,
+        "fp8.skip": config.fp8.skip,
+        "fp8.layers": list(config.fp8.layers),
+        "lora.targets": config.lora.targets if isinstance(config.lora.targets, list) else [],
+    }
+    for key, patterns in given.items():
+        for pattern in patterns:
+            numbers = [int(part) for part in pattern.split(".") if part.isdecimal()]
+            if any(number >= layers for number in numbers):
+                raise InputError(
+                    f"{key} = {pattern!r} names a layer that octavo verify's small model does not have: its layers are 0 to "
+                    f"{layers - 1}. Give {key} with a pattern of these behind the run file, which verifies the same of them."
+                )
