@@ -33,11 +33,9 @@ from torch import Tensor
 
 from octavo.config.degrees import DEGREES, Degrees, composes, divisors
 from octavo.config.effects import with_values
-from octavo.config.lora import LoRA
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.models.families import decoder_spec
-from octavo.models.lora import check_tensor as adapters_check_tensor
 from octavo.models.sources import load_config
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor
@@ -184,7 +182,7 @@ def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: Mo
     return degrees.data == then.data and all(casts_alike(config, each, spec) for each in (degrees, then))
 
 
-def other_layout(degrees: Degrees, spec: ModelSpec, adapters: LoRA | None = None) -> Degrees:
+def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
     """A layout of as many ranks in which a checkpoint of this one continues."""
     tensor, context = degrees.tensor, degrees.context
     if tensor > 1:
@@ -195,8 +193,6 @@ def other_layout(degrees: Degrees, spec: ModelSpec, adapters: LoRA | None = None
         tensor = 2
         try:
             check_tensor(spec, tensor)
-            if adapters is not None:
-                adapters_check_tensor(adapters, tensor)
         except InputError:
             tensor = 1
         if tensor == 1 or degrees.world % 2:
@@ -215,7 +211,7 @@ def tasks(
     causality: bool = False,
 ) -> dict[str, tuple[int, Task]]:
     """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
-    other = other_layout(degrees, spec, config.lora.options)
+    other = other_layout(degrees, spec)
     rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
     found: dict[str, tuple[int, Task]] = {}
 
@@ -250,7 +246,7 @@ def tasks(
 
 def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
     """The comparisons of what the `tasks` found."""
-    other, comparisons = other_layout(degrees, spec, config.lora.options), []
+    other, comparisons = other_layout(degrees, spec), []
     for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in found):
         layout, one = found[f"{kind} layout"], found[f"{kind} one"]
         beside = found.get(f"{kind} data", one)
