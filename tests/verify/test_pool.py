@@ -39,6 +39,7 @@ def command_of(pid):
         return b""
 
 
+@pytest.mark.long
 def test_a_job_that_fails_is_named_and_the_next_one_runs(tmp_path):
     config, degrees = run_of("llama-1b"), fit_degrees(world_size=2)
     spec = spec_of(load_config("llama-1b", {}))
