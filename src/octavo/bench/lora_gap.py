@@ -22,16 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import octavo
 from octavo.bench.results import commit
-from octavo.build import BuildOptions, build_model
+from octavo.build import BuildOptions, build_model, transform
+from octavo.config.lora import LoRA
 from octavo.errors import InputError
+from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import RECIPES
 from octavo.hardware import describe_device
 from octavo.models.shapes import SHAPES
+from octavo.parallel.deferred_init import delayed_init
+from octavo.run.export import export
 from octavo.run.provenance import version
 from octavo.storage import write_atomic
 from octavo.train.adamw import AdamW
+from octavo.train.optimizer import clip_grad_norm_
 
 VOCABULARY = 256
 PRETRAINING, ADAPTATION = ("transformers", (".py",)), ("torch", (".h", ".hpp", ".cuh"))
@@ -93,7 +97,7 @@ def train(
         with around():
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        octavo.clip_grad_norm_(model, 1.0)
+        clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
@@ -124,7 +128,7 @@ def empty(sizes: dict[str, Any], length: int) -> nn.Module:
         "tie_word_embeddings": False,
     }
     changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
-    with octavo.delayed_init():
+    with delayed_init():
         model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **changes}))
     return model
 
@@ -153,16 +157,16 @@ def measure(
     scaling = RECIPES[recipe]()
 
     def in_fp8() -> Any:
-        return octavo.fp8_autocast(fp8_recipe=scaling)
+        return fp8_autocast(fp8_recipe=scaling)
 
     def in_bf16() -> Any:
-        return octavo.fp8_autocast(enabled=False)
+        return fp8_autocast(enabled=False)
 
     if not (folder / "config.json").exists():
-        model = octavo.transform(empty(sizes, length), scaling, device=where, params_dtype=torch.float32)
+        model = transform(empty(sizes, length), scaling, device=where, params_dtype=torch.float32)
         python = text_of(*PRETRAINING, 200_000 if tiny else 24_000_000)
         losses = train(model, batches(python, shape, 0, where), pretraining, 1e-3, in_fp8)
-        octavo.export(model, folder)
+        export(model, folder)
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         seconds = time.perf_counter() - begun
         say(f"base: {size:.1f}M parameters, loss {losses[0]:.3f} to {losses[-1]:.3f}, {seconds:.0f} s so far")
@@ -179,7 +183,7 @@ def measure(
                 params_dtype=torch.bfloat16,
                 fp8_head=None if name == "fp8" else False,
                 seed=seed,  # of the adapters' first values
-                lora=octavo.LoRA(rank=rank, base="fp8" if name == "fp8" else "params_dtype"),
+                lora=LoRA(rank=rank, base="fp8" if name == "fp8" else "params_dtype"),
                 base_recipe=scaling,
             )
             model = build_model(empty(sizes, length), options, device=where, load_from=folder)

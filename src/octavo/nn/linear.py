@@ -405,7 +405,8 @@ class Linear(nn.Linear):
             refuse_inputs(self.tensor, return_input)
             bias = self.tensor.replicated(bias)
         how = (compute_dtype(input), is_first_microbatch)
-        if (adapters := joined(self, self.weight, bias)) is not None and self.tensor is None:
+        beside = "lora" in self._modules and self.tensor is None
+        if beside and (adapters := joined(self, self.weight, bias)) is not None:
             gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, input.device), *how)
             with autocast.scales_of_forward():
                 more = self.unread, adapters, *adapters.trained
