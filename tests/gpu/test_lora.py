@@ -67,9 +67,11 @@ def test_loss_and_gradients_of_adapters(recipe, base):
     loss, found = gradients(built(GPU, recipe, base), recipe, ids.to(GPU), repeats=2)
     assert loss == pytest.approx(exact_loss, rel=5e-3)
     assert loss == pytest.approx(cpu_loss, rel=2e-3)
-    limit = 0.03 if recipe is None else 0.25
-    assert max(errors(found, exact).values()) < limit
-    assert max(errors(found, cpu).values()) < (0.03 if recipe is None else 0.12)
+    assert max(errors(found, exact).values()) < (0.03 if recipe is None else 0.25)
+    # Sums in another order round to other FP8 values here and there: the gradients differ from the CPU's by up to √2 of
+    # either's error, and the errors are of one size.
+    ours, theirs = errors(found, exact), errors(cpu, exact)
+    assert all(ours[name] < 1.5 * theirs[name] + 0.01 for name in exact)
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])

@@ -107,10 +107,7 @@ def _peft_model(
 
     with device:
         model = AutoModelForCausalLM.from_config(case.hf_config(), dtype=dtype, attn_implementation="sdpa")
-    if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(model=model)
+    patches = _with_liger(model) if liger else {}
     if float8 is not None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -120,7 +117,41 @@ def _peft_model(
     with device:
         adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
     adapted.train()
-    return adapted, CompiledLoss(adapted) if compiled else loss_of(adapted)
+    return adapted, CompiledLoss(adapted) if compiled else _patched(loss_of(adapted), patches)
+
+
+def _with_liger(model: nn.Module) -> dict[str, Any]:
+    """Give a model Liger's kernels; returns the names that this replaced in the module of its code, which are as before.
+
+    Its rotary embedding is such a name, and would be that of every other entry of the process.
+    """
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    names = vars(sys.modules[type(model).__module__])
+    before = dict(names)
+    apply_liger_kernel_to_llama(model=model)
+    patches = {name: value for name, value in names.items() if before.get(name) is not value}
+    names.update({name: before[name] for name in patches if name in before})
+    return patches
+
+
+def _patched(loss: Loss, patches: Mapping[str, Any]) -> Loss:
+    """A loss whose forward finds these names in the code of transformers' Llama."""
+    if not patches:
+        return loss
+
+    def patched(ids: Tensor, labels: Tensor) -> Tensor:
+        from transformers.models.llama import modeling_llama
+
+        names = vars(modeling_llama)
+        before = {name: names[name] for name in patches if name in names}
+        names.update(patches)
+        try:
+            return loss(ids, labels)
+        finally:
+            names.update(before)
+
+    return patched
 
 
 def compare(case: LoraCase, device: torch.device, model: nn.Module, loss: Loss, *, limit: float) -> None:

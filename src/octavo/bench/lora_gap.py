@@ -146,8 +146,11 @@ def measure(
     rank: int = 16,
     device: str = "cuda",
     say: Callable[[str], None] = print,
+    done: Callable[[dict[str, Any]], object] = lambda found: None,
 ) -> dict[str, Any]:
     """Pretrain the base in `folder`, or take it from there, and train the pairs; returns rows and the mean gap.
+
+    done: takes the same after each pair.
 
     Raises:
         InputError: there is too little text.
@@ -175,6 +178,7 @@ def measure(
     cut = len(other) * 9 // 10
     learned, held_out = other[:cut], other[cut:]
     rows: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
     for seed in range(1, seeds + 1):
         pair: dict[str, dict[str, float]] = {}
         for name, around in (("bf16", in_bf16), ("fp8", in_fp8)):
@@ -191,23 +195,32 @@ def measure(
             losses = train(model, batches(learned, shape, seed, where), steps, 5e-4, around)
             loss, held = statistics.fmean(losses[len(losses) // 2 :]), evaluated(model, held_out, shape, 8, around)
             pair[name] = {"before": before, "loss": loss, "held_out": held}
+            if name == "fp8":  # without the casts of activations: the base's bytes and the adapters alone
+                pair[name]["held_out_without_fp8"] = evaluated(model, held_out, shape, 8, in_bf16)
             del model
         gap = {what: 100 * (pair["fp8"][what] / pair["bf16"][what] - 1) for what in ("before", "loss", "held_out")}
+        gap["held_out_without_fp8"] = 100 * (pair["fp8"]["held_out_without_fp8"] / pair["bf16"]["held_out"] - 1)
         rows.append({"seed": seed, **pair, "gap_percent": gap})
         before, (bf16, fp8) = pair["bf16"]["before"], (pair[name]["held_out"] for name in ("bf16", "fp8"))
         say(
             f"{time.perf_counter() - begun:.0f} s, seed {seed}: held out {before:.4f} before, bf16 {bf16:.5f}, FP8 {fp8:.5f} "
-            f"({gap['held_out']:+.3f}%); training {gap['loss']:+.3f}%"
+            f"({gap['held_out']:+.3f}%; {gap['held_out_without_fp8']:+.3f}% without casts of activations, "
+            f"{gap['before']:+.3f}% before); training {gap['loss']:+.3f}%"
         )
-    summary = {what: _mean_of([row["gap_percent"][what] for row in rows]) for what in ("loss", "held_out")}
-    for what, (mean, error) in summary.items():
+        found = {"recipe": recipe, "steps": steps, "rank": rank, "rows": rows, "mean_gap_and_error_percent": _summary(rows)}
+        done(found)
+    for what, (mean, error) in _summary(rows).items():
         say(f"{what}: mean gap {mean:+.4f}%, standard error {error:.4f}%")
-    return {"recipe": recipe, "steps": steps, "rank": rank, "rows": rows, "mean_gap_and_error_percent": summary}
+    return found
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    return {what: _mean_of([row["gap_percent"][what] for row in rows]) for what in rows[0]["gap_percent"]}
 
 
 def _mean_of(gaps: list[float]) -> tuple[float, float]:
     """Mean and its standard error."""
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
     return statistics.fmean(gaps), error
 
 
@@ -223,12 +236,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = vars(parser.parse_args(arguments))
     output, device = given.pop("output"), describe_device(given["device"])
-    found = measure(given.pop("folder"), **given)
     machine = {"gpu" if device.kind == "cuda" else "cpu": device.name, "torch": version("torch")}
-    if output is not None:
-        write_atomic(
-            output, json.dumps({"suite": "lora-gap", "commit": commit(), "machine": machine, **found}, indent=1) + "\n"
-        )
+
+    def done(found: dict[str, Any]) -> None:
+        if output is not None:
+            named = {"suite": "lora-gap", "commit": commit(), "machine": machine, **found}
+            write_atomic(output, json.dumps(named, indent=1) + "\n")
+
+    measure(given.pop("folder"), **given, done=done)
 
 
 if __name__ == "__main__":

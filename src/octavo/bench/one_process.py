@@ -4,13 +4,15 @@
 
 As in `octavo bench` entries take turns, and stay on the GPU between them; an entry's peak of memory is without what the others
 hold. The file is written after each entry, and the seconds of each part of a start are printed. An entry that takes longer to
-start than `--limit`, or fails, has its error as row. What one library sets for its process holds for the next too.
+start than `--limit`, or fails, has its error as row. What one library sets for its process holds for the next too, and Python's
+collector of garbage does not traverse what there is after a start: a step's launch would grow with the number of entries.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import shlex
 import signal
 import sys
@@ -80,6 +82,8 @@ class Turns:
         except Exception as error:  # of any library: the other entries are measured all the same
             self.fail(error)
             return
+        gc.collect()
+        gc.freeze()
         self.held = _allocated(self.worker) - before
         for key in ("attention_errors", "experts", "reshard_after_forward"):
             setattr(self.measured, key, built[key])
