@@ -266,7 +266,9 @@ def test_files_without_their_whole_provenance_are_named_in_the_results():
     for path in (ROOT / "benchmarks").glob("*.json"):
         document = json.loads(path.read_text(encoding="utf-8"))
         machine = document.get("machine", {})
-        command = re.match(r"octavo |bash |[A-Z_]+=", document.get("command", ""))  # others describe a script
+        command = re.match(
+            r"octavo |bash |python -m octavo\.|[A-Z_]+=", document.get("command", "")
+        )  # others describe a script
         device = machine.get("cpu") or (machine.get("gpu") and machine.get("driver"))
         if not (command and document["commit"] and device and machine["torch"] and machine["triton"]):
             found.add(path.name)
@@ -659,6 +661,30 @@ def test_estimates_on_the_pages_are_those_of_a_dry_run(capsys):
     batch = ("train.global_batch=16", "train.micro_batch=16")
     said = memory(ROOT / "presets" / "llama-1b.toml", "--gpu", "rtx 4090", *batch)
     assert f"```text\nmemory{said.rstrip()}\n```" in page
+
+
+def test_figures_of_lora_are_in_benchmarks():
+    part = results_page().split("## LoRA\n")[1].split("\n## ")[0]
+    measured = {}
+    for name in ("lora-llama-8b", "lora-llama-70b"):
+        table = part.split(f"{name}.json")[1]
+        best = max(
+            (row["tokens_per_second"] for row in rows_of(name) if "peft" in row["entry"] and "error" not in row), default=0
+        )
+        for row in rows_of(name):
+            if "error" in row:
+                assert f"| `{row['entry']}` | failed |" in table
+                continue
+            measured[name, row["entry"]] = row
+            kernels, speed = sum(row["kernel_ms"].values()), row["tokens_per_second"]
+            ratio = f"{speed / best:.3f}" if best else ""
+            figures = f"{speed:,.0f} | {row['step_ms']:.0f} | {kernels:.0f} | {row['peak_gib']:.1f} | {ratio} |"
+            assert f"| `{row['entry']}` | {figures}" in table
+    ours = [measured[name, "octavo-delayed-fp8-base"] for name in ("lora-llama-8b", "lora-llama-70b")]
+    peer = measured["lora-llama-8b", "torch-peft-liger"]
+    said = [f"{row['tokens_per_second']:,.0f}" for row in (*ours, peer)] + [f"{row['peak_gib']:.1f}" for row in (*ours, peer)]
+    page = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
+    assert all(figure in page for figure in said)
 
 
 def test_every_page_is_in_the_contents_of_the_site():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import (
 
 from building import built_model
 from octavo import build
-from octavo.bench.cases import ALL_CASES, CASES
+from octavo.bench.cases import ALL_CASES, CASES, LORA_CASES
 from octavo.bench.memory import WORKLOADS
 from octavo.config.lora import LoRA
 from octavo.fp8.recipe import RECIPES
@@ -27,6 +28,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.families import spec_of
 from octavo.nn import head, mlp
 from octavo.plan import memory, saved
+from octavo.plan.flops import adapter_parameters
 from octavo.plan.memory import estimate
 from octavo.plan.saved import Setup
 
@@ -264,6 +266,20 @@ def test_saved_tensors_beside_adapters(recipe, stored, recompute, documents):
         ends -= rows * columns + 4 * columns
     assert cached == 0
     assert kept == pytest.approx(blocks + ends, abs=64)
+
+
+@pytest.mark.parametrize("name", ["8b", "70b"])
+def test_measured_peaks_of_lora_over_a_base_in_fp8(name):
+    case = LORA_CASES[f"llama-{name}-lora"]
+    (row,) = [row for row in rows(f"lora-llama-{name}") if row["entry"] == "octavo-delayed-fp8-base"]
+    frozen = saved.parameters(case.spec)
+    how = {"params_bytes": 2, "head": "backward", "history": 1024, "recompute": case.recompute, "memory": 139 * GIB}
+    setup = setup_of(case.spec, case.batch, case.sequence_length, "delayed", **how)
+    setup = dataclasses.replace(
+        setup, parameters=frozen + adapter_parameters(case.spec, case.rank), frozen=frozen, adapter_rank=case.rank,
+        frozen_of_block=saved.block_parameters(case.spec), head_frozen=True, stored=True,
+    )  # fmt: skip
+    assert estimate(setup).total / GIB == pytest.approx(row["peak_gib"], rel=0.01)
 
 
 def check_saved(recipe, config=CONFIG, *, within=0.0, **setting):
