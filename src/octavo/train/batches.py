@@ -40,8 +40,8 @@ class Batches:
     def __init__(self, model: nn.Module, config: DataConfig, global_batch: int, micro_batch: int | None) -> None:
         if config.validation:
             raise InputError(
-                f"octavo.batches: validation sets {', '.join(config.validation)}: sets by name are of runs. Call octavo.batches for "
-                "each, with its source as data."
+                f"octavo.batches: validation = {', '.join(config.validation)}: sets by name are of runs. Call octavo.batches for each, "
+                "with its source as data."
             )
         self.prepared: PreparedData = prepare_on_ranks(config, Console(stderr=True), "rebuild")
         self.packing: Literal["join", "documents"] = self.prepared.packing(config)
