@@ -20,7 +20,7 @@ from octavo.data import show
 from octavo.data.loader import BatchLoader
 from octavo.data.packing import Batch
 from octavo.data.prepared import PreparedData, check_vocabulary
-from octavo.errors import InputError
+from octavo.errors import InputError, some
 from octavo.models.decoder import Decoder
 from octavo.parallel.world import state
 from octavo.train.own_code_check import check_own_code
@@ -40,8 +40,8 @@ class Batches:
     def __init__(self, model: nn.Module, config: DataConfig, global_batch: int, micro_batch: int | None) -> None:
         if config.validation:
             raise InputError(
-                f"octavo.batches: validation = {', '.join(config.validation)}: sets by name are of runs. Call octavo.batches for each, "
-                "with its source as data."
+                f"octavo.batches: validation = {some(config.validation)}: sets by name are of runs. "
+                "Call octavo.batches for each, with its source as data."
             )
         self.prepared: PreparedData = prepare_on_ranks(config, Console(stderr=True), "rebuild")
         self.packing: Literal["join", "documents"] = self.prepared.packing(config)
