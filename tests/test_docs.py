@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import octavo
 from octavo import doctor
 from octavo.bench import lengths, readme
 from octavo.bench.vision import page
@@ -689,3 +690,9 @@ def test_every_page_is_in_the_contents_of_the_site():
     listed = [line for part in re.findall(r"```\{toctree\}\n(.*?)```", index, re.S) for line in part.splitlines()]
     pages = [line for line in listed if line and not line.startswith(":")]
     assert sorted(pages) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")
+
+
+def test_every_public_name_is_on_the_page_of_python():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"octavo\.(\w+)", page))
+    assert set(octavo.__all__) - {"config", "launch"} <= described  # run files and the estimator have pages of their own
