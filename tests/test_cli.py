@@ -104,7 +104,7 @@ def test_a_dry_run_finds_it_too_and_a_run_before_it_prepares_data(refused, monke
     def prepare(*_, **__):
         raise AssertionError("data is prepared")
 
-    monkeypatch.setattr("octavo.train.trainer.prepare", prepare)
+    monkeypatch.setattr("octavo.train.setup.prepare_all", prepare)
     overrides, words = KEYS[kind]
     for more in ([], ["--dry-run"]):
         message = refused(*overrides, f"data.folder={refused.run.folder / 'fresh'}", *more)

@@ -29,7 +29,7 @@ from octavo.models.sources import load_config
 from octavo.run import provenance
 from octavo.run.metrics import read_metrics
 from octavo.run.resume import VALIDATED
-from octavo.train import loop, trainer
+from octavo.train import loop, setup
 from octavo.train.trainer import Trainer
 from octavo.watchdog.stopping import StopRequest
 
@@ -387,7 +387,7 @@ def translating(*args, **settings):
 
 @pytest.mark.parametrize("library", [swallowing, translating])
 def test_a_signal_inside_a_library_that_catches_exceptions_is_75_as_well(tiny_run, monkeypatch, capsys, library):
-    monkeypatch.setattr(trainer, "prepare", library)
+    monkeypatch.setattr(setup, "prepare_all", library)
     assert main(["train", str(tiny_run().file)]) == 75
     assert "stopped by SIGTERM before the first step" in capsys.readouterr().err
 

@@ -178,7 +178,8 @@ class _Run:
             refuse_unverified(config, plan.degrees)
         else:
             config, taken = with_keys_of(before, config, plan.config)
-            plan = check(config) if taken else plan
+            # Data that has changed may not say how a run that began with it packs it.
+            plan = check(config) if taken or plan.config.data.packing is None else plan
             if taken:
                 say(self.console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
         prepared: PreparedData | None = None
