@@ -5,6 +5,7 @@ import random
 
 import pytest
 import smp_tensor_ranks
+import torch
 
 import octavo
 import ranks
@@ -203,3 +204,32 @@ def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
             assert part in found[name], (name, found[name])
             assert "parallel." not in found[name], found[name]
             assert "octavo.init" not in found[name], found[name]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_replicas_may_finish_one_folder_at_once(tmp_path, monkeypatch):
+    """Each removes `.metadata` and renames `.metadata.tmp`: the second finds that gone, and writes it again."""
+    from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
+
+    from octavo.compat.smp.folders import patched
+
+    for name, method in patched().items():
+        monkeypatch.setattr(FileSystemWriter, name, method)
+    writer = FileSystemWriter(str(tmp_path / "one"))
+    rename, calls = writer.fs.rename, []
+
+    def taken(path, new_path):
+        calls.append(path)
+        if len(calls) < 3 or lost:
+            path.unlink()  # the other replica
+        rename(path, new_path)
+
+    monkeypatch.setattr(writer.fs, "rename", taken)
+    lost = False
+    save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert len(calls) == 3
+    assert (tmp_path / "one" / ".metadata").is_file()
+    lost = True
+    (tmp_path / "one" / ".metadata").unlink()  # whose overwriting would be a warning
+    with pytest.raises(CheckpointException, match="FileNotFoundError"):
+        save({"a": torch.ones(2)}, storage_writer=writer, no_dist=True)

@@ -10,6 +10,8 @@ have no relative paths: several of them are refused.
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +22,8 @@ from octavo.compat.smp.tensor_folders import own_of_folder
 from octavo.errors import InputError
 
 _METHODS = ("prepare_local_plan", "prepare_global_plan", "finish")
+_ATTEMPTS = 8
+"""To write a folder's metadata beside another replica."""
 
 
 class _Folder(str):
@@ -46,10 +50,23 @@ def patched() -> dict[str, Callable[..., Any]]:
         planned: list[Any] = everywhere(self, plain)
         return planned
 
+    def finish_one(self: Any, metadata: Any, results: list[list[Any]]) -> None:
+        # Replicas that write one folder at once have one temporary file: the rename of one takes it from the other, which has
+        # removed the metadata just before. Whoever finds it gone writes it again, so that the last one's rename stays.
+        for attempt in range(_ATTEMPTS):
+            try:
+                finish(self, metadata, results)
+            except FileNotFoundError:
+                if not isinstance(self.fs, FileSystem) or attempt + 1 == _ATTEMPTS:
+                    raise
+                time.sleep(random.uniform(0, 0.02 * 2**attempt))
+            else:
+                return
+
     def finish_all(self: Any, metadata: Any, results: list[list[Any]]) -> None:
         folders = getattr(self, "octavo_folders", None)
         if not folders:
-            finish(self, metadata, results)
+            finish_one(self, metadata, results)
             return
         own = self.path
         try:
@@ -58,7 +75,7 @@ def patched() -> dict[str, Callable[..., Any]]:
                 self.path = self.fs.init_path(home)
                 seen = [_seen_from(home, *pair) for pair in zip(folders, results, strict=True)]
                 here = [results[rank] for rank, folder in enumerate(folders) if folder == home]
-                finish(self, *own_of_folder(metadata, seen, here))
+                finish_one(self, *own_of_folder(metadata, seen, here))
         finally:
             self.path = own
 
