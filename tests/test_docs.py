@@ -683,6 +683,9 @@ def test_figures_of_lora_are_in_benchmarks():
     said = [figure for row in told for figure in (f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f}")]
     page = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
     assert all(figure in page for figure in said)
+    held_out, training = ([row[key] for row in rows_of("lora-gap")] for key in ("gap_percent", "training_gap_percent"))
+    for gaps in (held_out, training):
+        assert " and ".join(f"{gap:.3f}%" for gap in gaps) in part
 
 
 def test_every_page_is_in_the_contents_of_the_site():

@@ -84,26 +84,35 @@ class _Slice:
 
 
 class MuonAdamW(AdamW):
-    """Muon's groups and AdamW's groups of a model's parameters.
+    """Muon for a model's hidden matrices and AdamW for all else.
+
+        optimizer = octavo.muon(model, lr=3e-4, weight_decay=0.1)
+
+    Whole matrices of the model are orthogonalised at any degrees of sharding, tensor and expert parallelism. `octavo.save` and
+    `octavo.load` keep its states. Over ranks a step is collective.
 
     Args:
-        model: of `octavo.transform` or with its original code; sharded before, if it is.
-        lr: rate of Muon's matrices.
-        adamw_lr: of all else; None: `lr`, which `scale` = "match_rms_adamw" alone allows.
+        model: of `octavo.transform`, or with its original code; sharded before, if it is.
+        lr: of hidden matrices.
+        adamw_lr: of all else; None: `lr`, with `scale` = "match_rms_adamw" alone.
         weight_decay: decoupled, of matrices (`octavo.parameter_groups`).
-        momentum, nesterov, scale: of Muon.
-        betas, eps: of AdamW.
+        momentum: of Muon's gradients, by Nesterov's rule where `nesterov`.
+        nesterov: see `momentum`.
+        scale: of an update, as `torch.optim.Muon` has them: "match_rms_adamw", for rates as AdamW's, or "original".
+        betas: of AdamW.
+        eps: of AdamW.
         dtype: of Newton and Schulz's steps; None: bf16 on a GPU, the wider of float32 and the weight's dtype on a CPU.
 
     Raises:
-        InputError: the model has no hidden matrix, or one that cannot be split; a setting out of its range; no `adamw_lr`.
+        InputError: the model has no hidden matrix, or one that cannot be split; a setting out of its range; "original" without
+            `adamw_lr`.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        lr: float = 3e-4,
         *,
-        lr: float,
         adamw_lr: float | None = None,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -299,51 +308,5 @@ def _check(lr: float, adamw_lr: float | None, momentum: float, scale: str) -> No
         )
 
 
-def muon(
-    model: nn.Module,
-    lr: float = 3e-4,
-    *,
-    adamw_lr: float | None = None,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    scale: Scale = "match_rms_adamw",
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    dtype: torch.dtype | None = None,
-) -> MuonAdamW:
-    """Muon for a model's hidden matrices and AdamW for all else, for a loop of one's own.
-
-        optimizer = octavo.muon(model, lr=3e-4, weight_decay=0.1)
-
-    Whole matrices of the model are orthogonalised at any degrees of sharding, tensor and expert parallelism. `octavo.save` and
-    `octavo.load` keep its states. Over ranks a step is collective.
-
-    Args:
-        model: of `octavo.transform`, or with its original code; sharded before, if it is.
-        lr: of hidden matrices.
-        adamw_lr: of all else; None: `lr`, with `scale` = "match_rms_adamw" alone.
-        weight_decay: decoupled, of matrices (`octavo.parameter_groups`).
-        momentum: of Muon's gradients, by Nesterov's rule where `nesterov`.
-        nesterov: see `momentum`.
-        scale: of an update, as `torch.optim.Muon` has them: "match_rms_adamw", for rates as AdamW's, or "original".
-        betas: of AdamW.
-        eps: of AdamW.
-        dtype: of Newton and Schulz's steps; None: bf16 on a GPU, the wider of float32 and the weight's dtype on a CPU.
-
-    Raises:
-        InputError: the model has no hidden matrix, or one that cannot be split; a setting out of its range; "original" without
-            `adamw_lr`.
-    """
-    return MuonAdamW(
-        model,
-        lr=lr,
-        adamw_lr=adamw_lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        scale=scale,
-        betas=betas,
-        eps=eps,
-        dtype=dtype,
-    )
+muon = MuonAdamW
+"""As `octavo` has it."""
