@@ -82,6 +82,7 @@ LOADED = {
 }
 
 
+@pytest.mark.long(lambda of: not of[1])
 @pytest.mark.parametrize("of", [(2, {}), (2, {"tensor_parallel_degree": 2})], ids=["2 shard", "2 tensor"])
 def test_a_rank_reads_what_it_holds(tmp_path, data, of):
     case, path = layouts.Case(WIDE, data, False), tmp_path / "c"

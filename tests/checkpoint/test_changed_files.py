@@ -9,7 +9,13 @@ from octavo.errors import OctavoError
 pytestmark = ranks.alone
 
 
-@pytest.mark.parametrize(("saving", "loading", "seeds"), [(1, 1, range(120)), (2, 2, range(120, 160)), (2, 1, range(160, 200))])
+@pytest.mark.long(lambda saving, seeds: saving > 1 and len(seeds) > 12)
+@pytest.mark.parametrize(
+    ("saving", "loading", "seeds"),
+    [
+        (1, 1, range(120)), (2, 2, range(120, 132)), (2, 2, range(132, 160)), (2, 1, range(160, 172)), (2, 1, range(172, 200)),
+    ],
+)  # fmt: skip
 def test_a_changed_checkpoint_loads_exactly_or_is_refused_on_all_ranks_with_nothing_changed(tmp_path, saving, loading, seeds):
     (saved, files), *_ = ranks.run(saving, rank_saving.save_for_changes, tmp_path)
     answers = ranks.run(loading, rank_saving.load_changed, tmp_path, files, seeds)

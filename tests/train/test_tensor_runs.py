@@ -208,8 +208,9 @@ def test_a_continuation_says_what_changes_beyond_the_last_bits(tiny_run):
         first, _ = ranks.run(2, warned, tiny.file, [*given, *more, "train.steps=2"])
         assert "in the last bits" in first
         assert {key for key in (DRAWN, SHARED, SCALED) if f"{key} was" in first} == wanted, name
-        again, _ = ranks.run(2, warned, tiny.file, [*given, *more, "train.steps=3"])
-        assert "continues, but" not in again
+        if name == "tensor":  # once said, and saved by the new layout, it has no further cause
+            again, _ = ranks.run(2, warned, tiny.file, [*given, *more, "train.steps=3"])
+            assert "continues, but" not in again
 
 
 def test_a_checkpoint_of_an_older_version_says_what_its_layout_lets_change(capsys):
