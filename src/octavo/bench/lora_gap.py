@@ -139,6 +139,7 @@ def measure(
     tiny: bool = False,
     recipe: str = "delayed",
     seeds: int = 5,
+    first: int = 1,
     pretraining: int = 500,
     steps: int = 120,
     batch: int = 16,
@@ -150,6 +151,7 @@ def measure(
 ) -> dict[str, Any]:
     """Pretrain the base in `folder`, or take it from there, and train the pairs; returns rows and the mean gap.
 
+    first: the first of so many seeds. With seeds = 0 the base alone is pretrained.
     done: takes the same after each pair.
 
     Raises:
@@ -179,7 +181,7 @@ def measure(
     learned, held_out = other[:cut], other[cut:]
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
-    for seed in range(1, seeds + 1):
+    for seed in range(first, first + seeds):
         pair: dict[str, dict[str, float]] = {}
         for name, around in (("bf16", in_bf16), ("fp8", in_fp8)):
             options = BuildOptions(
@@ -209,7 +211,7 @@ def measure(
         )
         found = {"recipe": recipe, "steps": steps, "rank": rank, "rows": rows, "mean_gap_and_error_percent": _summary(rows)}
         done(found)
-    for what, (mean, error) in _summary(rows).items():
+    for what, (mean, error) in _summary(rows).items() if rows else ():
         say(f"{what}: mean gap {mean:+.4f}%, standard error {error:.4f}%")
     return found
 
@@ -230,7 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of the base: written, or read where it is there")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--recipe", default="delayed", choices=[name for name in RECIPES if name != "rowwise"])
-    for name, usual in (("seeds", 5), ("pretraining", 500), ("steps", 120), ("batch", 16), ("length", 1024), ("rank", 16)):
+    numbers = {"seeds": 5, "first": 1, "pretraining": 500, "steps": 120, "batch": 16, "length": 1024, "rank": 16}
+    for name, usual in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--tiny", action="store_true", help="a shape for CPUs; measures nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
