@@ -193,7 +193,7 @@ def _gradients(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[t
 
 
 def _peft(name: str, layers: str = "bf16", *, needs: tuple[str, ...] = (), **how: Any) -> Entry:
-    return Entry(name, layers, "bf16", partial(build_peft, **how), "peft", families=("llama",), needs=needs)
+    return Entry(name, layers, "bf16", partial(build_peft, **how), "peft", families=("llama",), needs=("transformers", *needs))
 
 
 def _octavo(

@@ -13,7 +13,9 @@ import argparse
 import importlib.util
 import json
 import math
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.results import commit
+from octavo.bench.measure import Target
+from octavo.bench.results import document
 from octavo.build import BuildOptions, build_model, transform
 from octavo.config.lora import LoRA
 from octavo.errors import InputError
@@ -32,7 +35,6 @@ from octavo.hardware import describe_device
 from octavo.models.shapes import SHAPES
 from octavo.parallel.deferred_init import delayed_init
 from octavo.run.export import export
-from octavo.run.provenance import version
 from octavo.storage import write_atomic
 from octavo.train.adamw import AdamW
 from octavo.train.optimizer import clip_grad_norm_
@@ -238,13 +240,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="a shape for CPUs; measures nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = vars(parser.parse_args(arguments))
-    output, device = given.pop("output"), describe_device(given["device"])
-    machine = {"gpu" if device.kind == "cuda" else "cpu": device.name, "torch": version("torch")}
+    output = given.pop("output")
+    target = Target(describe_device(given["device"]), given["device"])
+    command = f"python -m octavo.bench.lora_gap {shlex.join(sys.argv[1:] if arguments is None else arguments)}"
 
     def done(found: dict[str, Any]) -> None:
         if output is not None:
-            named = {"suite": "lora-gap", "commit": commit(), "machine": machine, **found}
-            write_atomic(output, json.dumps(named, indent=1) + "\n")
+            whole = document("lora-gap", command, target, (), found["rows"]) | found
+            write_atomic(output, json.dumps(whole, indent=1) + "\n")
 
     measure(given.pop("folder"), **given, done=done)
 
