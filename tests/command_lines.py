@@ -125,7 +125,7 @@ class CommandLine:
 
 
 class Popen:
-    """What `octavo.bench.group` uses of `subprocess.Popen`, for the command `[sys.executable, "-m", module, …]`."""
+    """What `benchmarks.group` uses of `subprocess.Popen`, for the command `[sys.executable, "-m", module, …]`."""
 
     def __init__(self, command, *, env, stdin, stdout, stderr, text, encoding):
         assert stdin == stdout == subprocess.PIPE

@@ -152,6 +152,8 @@ def fault_of(component: str, name: str) -> str | None:
         return "relative imports are refused, write octavo.… in full"
     if package == "torch" and component in WITHOUT_TORCH:
         return f"{component} never needs torch"
+    if package == "benchmarks":
+        return "benchmarks is no part of the package"
     if package != "octavo":
         return None
     target = rest.partition(".")[0]
@@ -335,6 +337,7 @@ def test_light_modules_load_no_torch(module):
         ("nn", "import octavo as o", "not the whole package"),
         ("nn", "import octavo\ndef f():\n    return octavo.train.loop", "line 3: nn imports octavo.train"),
         ("nn", "from octavo.helpers import f", "helpers is no component of the house"),
+        ("cli", "def f():\n    from benchmarks.run import run_suite", "benchmarks is no part of the package"),
     ],
 )
 def test_a_violation_is_found(component, source, fault):

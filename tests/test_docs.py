@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import octavo
+from benchmarks import lengths, readme
+from benchmarks.vision import page
 from octavo import doctor
-from octavo.bench import lengths, readme
-from octavo.bench.vision import page
 from octavo.cli import main
 from octavo.config.run import RunConfig, known_keys
 from octavo.hardware import FP8_CAPABILITY, LEAST_CAPABILITY
@@ -75,7 +75,7 @@ def test_tested_versions_are_the_range_of_the_package_the_pin_is_within_and_the_
 
 
 def rows_of(name):
-    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
 def test_figures_of_the_kernels_are_in_benchmarks():
@@ -167,7 +167,7 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
 def test_where_a_step_goes_is_in_benchmarks(name):
     """Each column of a table of kinds of kernels, and its sum, is an entry's."""
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    table = text.split(f"benchmarks/{name}.json")[1].split("| kind |")[1].split("\n\n")[0].splitlines()
+    table = text.split(f"benchmarks/results/{name}.json")[1].split("| kind |")[1].split("\n\n")[0].splitlines()
     cells = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in table[2:]}
     columns = [dict(zip(cells, column, strict=True)) for column in zip(*cells.values(), strict=True)]
     assert len(columns) >= 3
@@ -264,11 +264,11 @@ def test_speeds_of_the_results_are_in_benchmarks():
 
 def test_files_without_their_whole_provenance_are_named_in_the_results():
     found = set()
-    for path in (ROOT / "benchmarks").glob("*.json"):
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         document = json.loads(path.read_text(encoding="utf-8"))
         machine = document.get("machine", {})
         command = re.match(
-            r"octavo |bash |python -m octavo\.|[A-Z_]+=", document.get("command", "")
+            r"octavo |bash |python -m (octavo|benchmarks)\b|[A-Z_]+=", document.get("command", "")
         )  # others describe a script
         device = machine.get("cpu") or (machine.get("gpu") and machine.get("driver"))
         if not (command and document["commit"] and device and machine["torch"] and machine["triton"]):
@@ -281,19 +281,19 @@ def test_entries_that_ran_one_after_the_other_are_named_in_the_results():
     one_gpu = re.sub(r"<!-- The entries.*End of the entries -->", "", one_gpu, flags=re.DOTALL)  # which says so itself
 
     def one_after_the_other(text):
-        named = set(re.findall(r"benchmarks/([\w-]+)\.json", text))
+        named = set(re.findall(r"benchmarks/results/([\w-]+)\.json", text))
         return {name for name in named if any(row.get("interleaved") is False for row in rows_of(name))}
 
     sentence = one_gpu.replace("\n", " ").split("These ran one after the other:")[1].split(". ")[0]
-    assert set(re.findall(r"benchmarks/([\w-]+)\.json", sentence)) == one_after_the_other(one_gpu)
-    measured = set(re.findall(r"benchmarks/((?:sharded|context)-[\w-]+)\.json", several))
+    assert set(re.findall(r"benchmarks/results/([\w-]+)\.json", sentence)) == one_after_the_other(one_gpu)
+    measured = set(re.findall(r"benchmarks/results/((?:sharded|context)-[\w-]+)\.json", several))
     turns = several.replace("\n", " ").split("In one run, entries taking turns")[1].split(":")[0]
-    assert measured - one_after_the_other(several) == set(re.findall(r"benchmarks/([\w-]+)\.json", turns))
+    assert measured - one_after_the_other(several) == set(re.findall(r"benchmarks/results/([\w-]+)\.json", turns))
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
 def test_speeds_beside_the_best_peer_are_made_of_benchmarks(name):
-    """Mend them with `python -m octavo.bench.readme PAGE`, or with the names of other results behind it."""
+    """Mend them with `python -m benchmarks.readme PAGE`, or with the names of other results behind it."""
     text = (ROOT / name).read_text(encoding="utf-8")
     page, files = readme.named(text)
     assert page == Path(name)
@@ -408,7 +408,7 @@ def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
 
 def test_the_table_of_lengths_is_that_of_benchmarks(capsys):
     page = (ROOT / "docs" / "context-parallelism.md").read_text(encoding="utf-8")
-    assert lengths.main([str(path) for path in sorted((ROOT / "benchmarks").glob("context-*.json"))]) == 0
+    assert lengths.main([str(path) for path in sorted((ROOT / "benchmarks" / "results").glob("context-*.json"))]) == 0
     table, _, _ = capsys.readouterr().out.partition("\n\n")
     assert len(table.splitlines()) == 8
     assert table in page
@@ -624,9 +624,9 @@ def test_gaps_of_the_demo_are_in_benchmarks():
 
 
 def test_the_table_of_vision_transformers_is_made_of_benchmarks():
-    """Mend it with `python -m octavo.bench.vision.page docs/vision.md benchmarks`."""
+    """Mend it with `python -m benchmarks.vision.page docs/vision.md benchmarks/results`."""
     text = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
-    assert page.rewrite(text, ROOT / "benchmarks") == text
+    assert page.rewrite(text, ROOT / "benchmarks" / "results") == text
 
 
 def test_estimates_on_the_pages_are_those_of_a_dry_run(capsys):

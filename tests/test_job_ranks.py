@@ -180,7 +180,7 @@ def test_starting_ranks_in_each_of_several_tasks_is_refused(tiny_run, monkeypatc
     with pytest.raises(InputError, match="--ranks 2 starts ranks of one host"):
         launch(["true"], 2, timeout=1, grace=1)
     assert main(["bench", "kernels"]) == 2
-    assert "octavo bench starts its ranks itself, and srun has started 2" in capsys.readouterr().err
+    assert "octavo bench is one process, and srun has started 2" in capsys.readouterr().err
 
 
 def test_a_task_with_one_gpu_of_its_own_uses_the_first():

@@ -1,8 +1,7 @@
 """Every snippet of the README and of docs/ runs as it is printed, in one folder a page.
 
-What a GPU or minutes would be needed for is only parsed: `octavo bench`. Runs of presets and of several ranks are planned, and
-so are those that `octavo verify` compares.
-Other runs get small sizes on top.
+What a GPU or minutes would be needed for is only parsed: `octavo bench`, `python -m benchmarks`. Runs of presets and of several
+ranks are planned, and so are those that `octavo verify` compares. Other runs get small sizes on top.
 """
 
 import ast
@@ -22,9 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import octavo
 import ranks
+from benchmarks.__main__ import app as benchmarks
+from benchmarks.suites import SUITES
+from benchmarks.vision.prices import prices_with
 from chat_templates import save_tokenizer
-from octavo.bench.suites import SUITES
-from octavo.bench.vision.prices import prices_with
+from octavo.bench.run import KNOWN
 from octavo.cli import app, main
 from octavo.config.run import RunConfig
 from octavo.data.tokenizer import train as train_tokenizer
@@ -34,6 +35,7 @@ PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 ON_TWO_RANKS = ("docs/context-parallelism.md",)
 SMALL = ("data.sequence_length=32", "train.global_batch=4", "train.epochs=0.1")
 NOT_OCTAVO = ("make", "pip", "python3 -m venv", "bash")
+BENCHMARKS = "python -m benchmarks "
 WORDS = "a scale for each tensor keeps small values in reach of the format while large ones saturate "
 CONFIG = {
     "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -121,12 +123,16 @@ def arguments_of(line):
         hosts, ranks = (int(words[words.index(name) + 1]) for name in ("--nnodes", "--nproc-per-node"))
         words = words[start:]
         return [*words[1:], "--dry-run", "--world-size", str(hosts * ranks)] if words[1] == "train" else words[1:]
+    if line.startswith(BENCHMARKS):
+        return words[3:]
     assert words[0] == "octavo", line
     return words[1:]
 
 
-def parse(arguments):
-    """Let the command line accept the arguments, without running them."""
+def parse(arguments, single=None):
+    """Let the command line accept the arguments, without running them: `octavo`'s, or that of the command `single`."""
+    if single is not None:
+        return single.make_context("benchmarks", arguments).params
     group = typer.main.get_command(app)
     _, command, rest = group.resolve_command(group.make_context("octavo", ["doctor"]), arguments)
     return command.make_context(arguments[0], rest).params
@@ -136,6 +142,12 @@ def run_line(line, monkeypatch):
     arguments = arguments_of(line)
     if arguments is None:
         return
+    if line.startswith(BENCHMARKS):
+        given = parse(arguments, typer.main.get_command(benchmarks))
+        suite = SUITES[given["suite"]]
+        for key, known in (("cases", suite.known), ("entries", suite.entries)):
+            assert not given[key] or set(given[key].split(",")) <= set(known), line
+        return
     if line.startswith("echo "):
         monkeypatch.setattr("sys.stdin", io.StringIO(shlex.split(line)[1]))
     if "--checkpoint" in arguments:  # a step of the reader's own run
@@ -144,10 +156,7 @@ def run_line(line, monkeypatch):
     if arguments[0] == "verify":  # as `train` on so many ranks, planned; tests/verify runs it
         arguments[0] = "train"
     if arguments[0] == "bench":
-        given = parse(arguments)
-        suite = SUITES.get(given["suite"])
-        for key, known in (("cases", suite and suite.known), ("entries", suite and suite.entries)):
-            assert not given[key] or known is None or set(given[key].split(",")) <= set(known), line
+        assert parse(arguments)["suite"] in KNOWN, line
         return
     if "--ranks" in arguments:  # the same run, planned
         place = arguments.index("--ranks")

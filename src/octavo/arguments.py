@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from octavo.errors import InputError, Interrupted
 from octavo.storage import local_path
+
+OF_A_CLONE = ("one-gpu", "lora", "sharded", "context", "vision", "checkpoint", "memory", "products", "attention")
+"""Suites of `benchmarks/`, which needs Octavo's repository."""
 
 
 class Commands(TyperGroup):
@@ -21,6 +25,20 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted from None
+
+
+class Bench(TyperCommand):
+    """`octavo bench`: a suite that is not of the package is answered with the command of a clone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        suite = next((each for each in args if each in OF_A_CLONE), None)
+        if suite is None:
+            return super().parse_args(ctx, args)
+        clone = Path(__file__).parents[2]
+        where = f"Run it in {clone}" if (clone / "benchmarks" / "__main__.py").is_file() else "Run it in a clone of Octavo"
+        command = shlex.join(["python", "-m", "benchmarks", *args])
+        raise InputError(f"the suite {suite} is not in the package, which has layers and kernels. {where}: {command}")
 
 
 class WithOverrides(TyperCommand):
@@ -94,11 +112,8 @@ NewRunFile = Annotated[
     str | None, typer.Option("--run-file", metavar="OUT.toml", help="Write the run file for SMP's arguments in the scripts.")
 ]
 
+BenchSuite = Annotated[str, typer.Argument(metavar="SUITE", help="Suite: layers or kernels.", show_default=False)]
 Cases = Annotated[str | None, typer.Option(metavar="A,B", help="Workloads, kernels or layers; all if absent.")]
-Peers = Annotated[
-    str | None, typer.Option(metavar="A,B", help="Peers beside Octavo: bf16, torchao, te; all installed ones if absent.")
-]
-Entries = Annotated[str | None, typer.Option(metavar="A,B", help="Only these entries, such as octavo-delayed.")]
 Steps = Annotated[
     int | None,
     typer.Option(min=1, help="Measured steps of an entry, calls of a kernel, or seeds of a layer; 20, 100 or 3 if absent."),
@@ -106,28 +121,10 @@ Steps = Annotated[
 Warmup = Annotated[
     int | None, typer.Option(min=0, help="Steps before measuring; 5, for a kernel 10, for a layer 20 if absent.")
 ]
-Suite = Annotated[
-    str,
-    typer.Argument(
-        metavar="SUITE",
-        help="Suite: one-gpu, sharded, context, vision, checkpoint, memory, kernels, products, attention or layers.",
-        show_default=False,
-    ),
-]
-Breakdown = Annotated[bool, typer.Option("--breakdown", help="Also record the time of a step by kind of kernel.")]
-Traces = Annotated[
-    str | None, typer.Option(metavar="FOLDER", help="Folder for Chrome traces of the first rank; includes --breakdown.")
-]
+Device = Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")]
 Output = Annotated[
     str | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")
 ]
-Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of a model on several (on a CPU: ranks); all if absent.")]
-Folder = Annotated[str | None, typer.Option("--folder", metavar="PATH", help="Folder for temporary checkpoints.")]
-RestoreGpus = Annotated[int | None, typer.Option(min=1, help="GPUs that restore; half of them if absent.")]
-Starts = Annotated[
-    int | None, typer.Option(min=1, help="Fresh starts of each entry, a row each, for how far its speed repeats; 1 if absent.")
-]
-Prices = Annotated[str | None, typer.Option(metavar="FILE.toml", help="Prices of machines, for costs of the suite vision.")]
 
 
 def path(text: str | None, option: str) -> Path | None:

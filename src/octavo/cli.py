@@ -54,7 +54,7 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the process's own; returns the exit code, or exits as one of several ranks."""
-    code = _run(arguments)
+    code = run(app, arguments, "octavo")
     if _is_joined():
         from octavo.watchdog.processes import leave
 
@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    """Run a command line and print its error; returns the exit code."""
+def run(app: typer.Typer, arguments: Sequence[str] | None, name: str) -> int:
+    """Run a command line, by default the process's own, and print its error; returns the exit code. name: of the program."""
     try:
-        app(args=list(arguments) if arguments is not None else None, prog_name="octavo")
+        app(args=list(arguments) if arguments is not None else None, prog_name=name)
     except SystemExit as end:
         if end.code == EXIT_INTERRUPTED and not _launcher_reports():
             warn("interrupted.")
@@ -314,8 +314,7 @@ def verify(
     path = local_path(output, "--output")
     options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality, resume=resume)
     config = None if run_file is None else _config(run_file, overrides)
-    from octavo.bench.files import check_file
-    from octavo.storage import write_atomic
+    from octavo.storage import check_file, write_atomic
     from octavo.verify.certificate import verify as compared
     from octavo.verify.fuzz import fuzz as drawn
     from octavo.verify.gpu import verify_on_gpus
@@ -443,52 +442,32 @@ def doctor(as_json: AsJson = False) -> None:
         render(found, _console())
 
 
-@app.command(epilog="Example: octavo bench one-gpu --cases llama-1b,vit-huge --peers te --breakdown")
+@app.command(cls=options.Bench, epilog="Example: octavo bench layers --cases llama-layer")
 def bench(
-    suite: options.Suite,
+    suite: options.BenchSuite,
     cases: options.Cases = None,
-    peers: options.Peers = None,
-    entries: options.Entries = None,
     steps: options.Steps = None,
     warmup: options.Warmup = None,
-    breakdown: options.Breakdown = False,
-    traces: options.Traces = None,
     output: options.Output = None,
-    device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
-    gpus: options.Gpus = None,
-    folder: options.Folder = None,
-    saves: Annotated[int | None, typer.Option(min=1, help="Saves in the background; the last counts; 2 if absent.")] = None,
-    restore_gpus: options.RestoreGpus = None,
-    prices: options.Prices = None,
-    starts: options.Starts = None,
+    device: options.Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Octavo and its peers in the same run: steps, checkpoints, kernels, errors of layers.
+    """Measure this machine: errors of layers in FP8, or each kernel's speed beside the device's copy.
 
-    Exit code 1: every entry of a workload failed. Out of memory is no failure in the suite context.
+    Suites beside other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: one had no figure.
     """
     if found := started_by():
-        raise InputError(f"octavo bench starts its ranks itself, and {found}: start one task, with --gpus for the ranks.")
+        raise InputError(f"octavo bench is one process, and {found}: start one task.")
     from octavo.bench.run import check_figures, render, run_suite
 
     console = _console(stderr=as_json)
     result = run_suite(
         suite,
         cases=options.names(cases, "--cases"),
-        entries=options.names(entries, "--entries"),
-        peers=None if peers is None else options.names(peers),
         steps=steps,
         warmup=warmup,
-        breakdown=breakdown,
-        traces=None if traces is None else local_path(traces, "--traces").resolve(),
         output=options.path(output, "--output"),
         device=device,
-        gpus=gpus,
-        folder=options.path(folder, "--folder"),
-        saves=saves,
-        restore_gpus=restore_gpus,
-        prices=options.path(prices, "--prices"),
-        starts=starts,
         command=shlex.join(["octavo", *sys.argv[1:]]),
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
     )

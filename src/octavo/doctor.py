@@ -61,9 +61,9 @@ PACKAGES = (
     Package("safetensors", "safetensors.torch", "checkpoints", "pip install 'safetensors>=0.6'", required=True),
     Package("pydantic", "pydantic", "run files", "pip install 'pydantic>=2.11'", required=True),
     Package("flash-attn-4", "flash_attn.cute", "faster attention on Hopper", install_extra("flash")),
-    Package("torchao", "torchao.float8", "a peer in octavo bench", install_extra("bench")),
+    Package("torchao", "torchao.float8", "a peer in benchmarks/", install_extra("bench")),
     Package(
-        "transformer-engine", "transformer_engine.pytorch", "a peer in octavo bench",
+        "transformer-engine", "transformer_engine.pytorch", "a peer in benchmarks/",
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
     Package("timm", "timm", "vision models", "pip install timm"),

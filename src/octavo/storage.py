@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -289,6 +290,58 @@ def folder_fault(path: Path) -> str:
         return f"{str(above)!r} is {what}. Give another path."
     writable = os.access(above, os.W_OK | os.X_OK)
     return "" if writable else f"{str(above)!r} cannot be written. Change its permissions, or give another path."
+
+
+def check_file(path: Path, option: str, suffix: str) -> None:
+    """Refuse the path of a file that has another suffix, or could not be written.
+
+    Raises:
+        InputError: names the option.
+    """
+    if path.suffix.lower() != suffix:
+        other = path.with_suffix(suffix) if path.name else f"file{suffix}"
+        raise InputError(f"{option} {path}: the name does not end in {suffix}. Use {other}.")
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder: give the name of a file in it.")
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {str(path.parent)!r}. Make it first, or give another path.")
+    check_writable(path, option)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse the path of a file that could not be written, in a folder that need not exist.
+
+    Raises:
+        InputError: names the option, the file and its folder.
+    """
+    if fault := _unwritable(path.absolute().parent, path.name):
+        raise InputError(f"{option}: {path.name} cannot be written in {str(path.parent)!r}: {fault}")
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Raises:
+        InputError: names the option.
+    """
+    if fault := _unwritable(folder.absolute(), ""):
+        raise InputError(f"{option} {folder} cannot be written to: {fault}")
+
+
+def _unwritable(folder: Path, name: str) -> str:
+    """The reason, with the remedy, for a folder that could not hold a file of this name; empty if it could. Leaves nothing."""
+    if fault := folder_fault(folder):
+        return fault
+    above = next(one for one in (folder, *folder.parents) if one.exists())
+    try:
+        # Permissions do not tell of /proc, a quota, or root on a network's disk: a file is made. Its name is as long as the
+        # temporary one of `write_atomic`.
+        with tempfile.NamedTemporaryFile(dir=above, prefix=f".{name}.", suffix=f"-{os.getpid()}.tmp"):
+            return ""
+    except FileNotFoundError:
+        return f"{str(above)!r} takes no new file. Give another path."
+    except OSError as error:
+        return why_unusable(error)
 
 
 def new_folder(path: Path, key: str) -> Path:

@@ -3,15 +3,19 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.suites import SUITES
+from octavo import arguments
 from octavo.bench import run
-from octavo.bench.kernels.bandwidth import KERNELS, measure_kernels
-from octavo.bench.results import render, write
-from octavo.bench.run import run_suite
+from octavo.bench.kernels import KERNELS, measure_kernels
+from octavo.bench.results import write
+from octavo.bench.run import render, run_suite
+from octavo.cli import main
 from octavo.errors import InputError
 
 CPU = torch.device("cpu")
@@ -49,9 +53,9 @@ def test_shapes_suit_their_kernels():
 
 def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
     times = iter([100.0, 300.0, 50.0, 40.0])
-    monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", lambda run, **how: [next(times)])
-    monkeypatch.setattr("octavo.bench.kernels.bandwidth.COPIED", ((64, 128), (64, 512)))
-    monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
+    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda run, **how: [next(times)])
+    monkeypatch.setattr("octavo.bench.kernels.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
     small = [type(kernel)(kernel.name, kernel.make, kernel.reads, kernel.writes, (TINY,)) for kernel in KERNELS.values()][:2]
     broken = type(small[0])("broken", lambda *shape: 1 / 0, 1, 1, (TINY,))
     said = []
@@ -73,7 +77,7 @@ def test_rows_are_shares_of_the_fastest_copy(tmp_path, monkeypatch):
     assert said[1] == "broken 64 x 768 failed: ZeroDivisionError: division by zero"
     machine = {"gpu": "NVIDIA H200", "cpu": None, "count": 1, "torch": "2.11.0"}
     results = {"suite": "kernels", "machine": machine, "rows": rows}
-    assert write(results, tmp_path) == [tmp_path / "kernels.json"]
+    write({tmp_path / "kernels.json": results})
     assert json.loads((tmp_path / "kernels.json").read_text())["rows"][2]["us"] == 50.0
     text = io.StringIO()
     render(results, Console(file=text, width=80))
@@ -92,9 +96,9 @@ def test_a_copy_that_fails_costs_kernels_no_figures(monkeypatch, failing):
             raise RuntimeError("out of memory")
         return found
 
-    monkeypatch.setattr("octavo.bench.kernels.bandwidth.median_us", median)
-    monkeypatch.setattr("octavo.bench.kernels.bandwidth.COPIED", ((64, 128), (64, 512)))
-    monkeypatch.setattr("octavo.bench.kernels.bandwidth.FLUSHED_BYTES", 4)
+    monkeypatch.setattr("octavo.bench.kernels.median_us", median)
+    monkeypatch.setattr("octavo.bench.kernels.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
     cast = replace(KERNELS["cast"], shapes=(TINY,))
     said = []
     rows = measure_kernels([cast], CPU, iterations=1, warmup=0, say=said.append)
@@ -112,29 +116,69 @@ def test_a_copy_that_fails_costs_kernels_no_figures(monkeypatch, failing):
     [
         ({}, "the suite kernels times kernels of a GPU, and the device is cpu"),
         ({"cases": ["cast-transposed"]}, "unknown case 'cast-transposed'. Did you mean 'cast-transpose'?"),
-        (
-            {"entries": ["octavo-delayed"]},
-            "the suite kernels has no entries and no peers: choose what it measures with --cases",
-        ),
-        ({"peers": ["te"]}, "the suite kernels has no entries and no peers"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not there: torch sees"),
+        ({"device": "meta"}, "device 'meta' has no benchmarks: use cpu or cuda."),
     ],
 )
 def test_what_has_no_kernels_to_time_is_refused(tmp_path, change, message):
     with pytest.raises(InputError) as caught:
-        run_suite("kernels", output=tmp_path / "none", device="cpu", command="octavo bench kernels", **change)
+        run_suite("kernels", output=tmp_path / "none", command="octavo bench kernels", **{"device": "cpu", **change})
     assert message in str(caught.value)
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("suite", "cases", "warmup"), [("kernels", ["cast", "amax"], 10), ("products", ["llama-8b"], 3)])
-def test_a_run_of_calls_is_written(tmp_path, monkeypatch, suite, cases, warmup):
+def test_a_run_of_kernels_is_written(tmp_path, monkeypatch):
     def measured(works, device, *, iterations, warmup, say):
         return [{"workload": work.name, "entry": "octavo", "calls": [iterations, warmup]} for work in works]
 
-    monkeypatch.setattr(run, "_check_gpu", lambda *_: None)
-    monkeypatch.setattr(run, f"measure_{suite}", measured)
-    results = run_suite(suite, cases=cases, steps=7, output=tmp_path, device="cpu", command=f"octavo bench {suite}")
-    assert json.loads((tmp_path / f"{suite}.json").read_text()) == results
-    assert [row["workload"] for row in results["rows"]] == cases
-    assert [row["calls"] for row in results["rows"]] == [[7, warmup]] * len(cases)
+    monkeypatch.setattr(run, "check_gpu", lambda *_: None)
+    monkeypatch.setattr(run, "measure_kernels", measured)
+    results = run_suite(
+        "kernels", cases=["cast", "amax"], steps=7, output=tmp_path, device="cpu", command="octavo bench kernels"
+    )
+    assert json.loads((tmp_path / "kernels.json").read_text()) == results
+    assert [row["workload"] for row in results["rows"]] == ["cast", "amax"]
+    assert [row["calls"] for row in results["rows"]] == [[7, 10]] * 2
     assert results["machine"]["peers"] == {}
+    with pytest.raises(InputError, match=r"kernels\.json: results are there already and are not replaced"):
+        run_suite("kernels", cases=["amax"], output=tmp_path, device="cpu", command="octavo bench kernels")
+
+
+@pytest.mark.parametrize(
+    ("suite", "case", "fails", "rows"), [("kernels", "cast", "kernels._random", 3), ("layers", "linear", "layers.draw", 3)]
+)
+def test_a_suite_ends_with_1_if_a_case_failed(tmp_path, monkeypatch, capsys, suite, case, fails, rows):
+    def broken(*args, **how):
+        raise RuntimeError("no such kernel\nand a trace")
+
+    monkeypatch.setattr(run, "check_gpu", lambda *_: None)
+    monkeypatch.setattr("octavo.bench.kernels.FLUSHED_BYTES", 4)
+    monkeypatch.setattr("octavo.bench.kernels.median_us", lambda *calls, **how: [1.0] * len(calls))
+    monkeypatch.setattr("octavo.bench.kernels.COPIED", ((64, 128), (64, 512)))
+    monkeypatch.setattr(f"octavo.bench.{fails}", broken)
+    output = tmp_path / "results.json"
+    command = ["bench", suite, "--device", "cpu", "--cases", case, "--steps", "1", "--warmup", "0", "--output", str(output)]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert said.err == f"octavo: no entry gave a figure of {case}. The results are written, with the reason in each row.\n"
+    assert "RuntimeError: no such kernel" in said.out
+    assert len(json.loads(output.read_text())["rows"]) == rows
+
+
+def test_suites_of_a_clone_are_answered_with_its_command(tmp_path, monkeypatch, capsys):
+    """With options that this command lacks; without `benchmarks/` beside the package, as of a wheel, it names no folder."""
+    assert main(["bench", "one-gpu", "--cases", "llama-1b", "--peers", "te"]) == 2
+    said = capsys.readouterr().err
+    clone = Path(__file__).parents[2]
+    assert said == (
+        "octavo: the suite one-gpu is not in the package, which has layers and kernels. "
+        f"Run it in {clone}: python -m benchmarks one-gpu --cases llama-1b --peers te\n"
+    )
+    monkeypatch.setattr(arguments, "__file__", str(tmp_path / "lib" / "octavo" / "arguments.py"))
+    assert main(["bench", "vision"]) == 2
+    assert "Run it in a clone of Octavo: python -m benchmarks vision\n" in capsys.readouterr().err
+    assert main(["bench", "kernel"]) == 2
+    assert "unknown benchmark suite 'kernel'. Did you mean 'kernels'?" in capsys.readouterr().err
+    assert main(["bench", "kernels", "--cases", "cast,swiglu-fp8", "--device", "cpu"]) == 2
+    assert "kernels of a GPU" in capsys.readouterr().err
+    assert set(arguments.OF_A_CLONE) == set(SUITES) - set(run.KNOWN)

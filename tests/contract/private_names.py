@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).parents[2] / "src" / "octavo"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 class Name(NamedTuple):
@@ -18,7 +19,7 @@ class Name(NamedTuple):
 
     Attributes:
         path: dotted, from the module on.
-        files: those of Octavo that use it, below src/octavo.
+        files: those that use it, below src/octavo, or of `benchmarks/`.
         why: what it is for, and that no public means serves.
         arguments: names of its first arguments, in order; None: not called, or a builtin without a signature.
         since: the first version that has it, of those that are tested; None: all.
@@ -57,7 +58,8 @@ def check(name: Name) -> None:
         parameters = list(inspect.signature(found).parameters)
         assert tuple(parameters[: len(name.arguments)]) == name.arguments, (name.path, parameters)
     for file in name.files:
-        assert name.private in used_in(SOURCE / file), f"{file} does not use {name.path}"
+        folder = BENCHMARKS.parent if file.startswith("benchmarks/") else SOURCE
+        assert name.private in used_in(folder / file), f"{file} does not use {name.path}"
 
 
 @functools.cache
@@ -74,11 +76,17 @@ def used_in(file: Path) -> frozenset[str]:
     return frozenset(name for name in found if name.startswith("_") and not name.startswith("__") and name != "_")
 
 
+def files() -> dict[str, Path]:
+    """The files of the package, by their names below src/octavo, and those of the benchmark."""
+    found = {file.relative_to(SOURCE).as_posix(): file for file in SOURCE.rglob("*.py")}
+    return found | {file.relative_to(BENCHMARKS.parent).as_posix(): file for file in BENCHMARKS.rglob("*.py")}
+
+
 @functools.cache
 def defined() -> frozenset[str]:
-    """All names that Octavo's source defines."""
+    """All names that Octavo's source and the benchmark define."""
     found: set[str] = set()
-    for file in SOURCE.rglob("*.py"):
+    for file in files().values():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
@@ -92,9 +100,9 @@ def defined() -> frozenset[str]:
 
 
 def foreign() -> dict[str, set[str]]:
-    """Name → files, of the names that Octavo uses and does not define."""
+    """Name → files, of the names that Octavo and the benchmark use and do not define."""
     found = defaultdict(set)
-    for file in SOURCE.rglob("*.py"):
-        for name in used_in(file) - defined():
-            found[name].add(file.relative_to(SOURCE).as_posix())
+    for name, file in files().items():
+        for used in used_in(file) - defined():
+            found[used].add(name)
     return dict(found)

@@ -17,7 +17,7 @@ NAMES = (
     Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", ("kernels/attention/library.py",), _PARTS),
     Name(
         "torch._fused_sdp_choice",
-        ("nn/attend.py", "doctor.py", "bench/chosen.py"),
+        ("nn/attend.py", "doctor.py", "benchmarks/chosen.py"),
         "the kernel that PyTorch takes, by name: nothing public tells it",
     ),
     Name("torch._C._cudnn", ("kernels/attention/library.py",), "the loaded version where it is older than that of the build"),

@@ -73,7 +73,7 @@ AT_CHOICE = {
 def test_what_is_asked_for_before_a_training_are_the_names_with_a_contract():
     """Those of scripts for SMP and of benchmarks stop these alone."""
     names = {name for table in TABLES for name in table.NAMES if name.path.partition(".")[0] in versions.CALLED}
-    needed = {name.path for name in names if not all(file.startswith(("compat/", "bench/")) for file in name.files)}
+    needed = {name.path for name in names if not all(file.startswith(("compat/", "benchmarks/")) for file in name.files)}
     assert {path for paths in versions.CALLED.values() for path in paths} == needed - AT_CHOICE
 
 

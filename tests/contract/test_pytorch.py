@@ -23,9 +23,13 @@ _PRODUCT = (
     "FP8 products and grouped ones with chosen scales and accumulation; `F.scaled_mm` came with torch 2.10 without them all"
 )
 NAMES = (
-    Name("torch._scaled_mm", ("kernels/gemm.py", "kernels/algorithms.py", "doctor.py", "bench/kernels/products.py"), _PRODUCT),
-    Name("torch._scaled_grouped_mm", ("bench/kernels/grouped.py",), "the peer of Octavo's grouped products"),
-    Name("torch._grouped_mm", ("kernels/experts/gemm.py", "bench/plain.py"), _PRODUCT),
+    Name(
+        "torch._scaled_mm",
+        ("kernels/gemm.py", "kernels/algorithms.py", "doctor.py", "benchmarks/kernels/products.py"),
+        _PRODUCT,
+    ),
+    Name("torch._scaled_grouped_mm", ("benchmarks/kernels/grouped.py",), "the peer of Octavo's grouped products"),
+    Name("torch._grouped_mm", ("kernels/experts/gemm.py", "benchmarks/plain.py"), _PRODUCT),
     Name("torch._foreach_add_", ("train/adamw.py",), _FOREACH),
     Name("torch._foreach_copy_", ("fp8/buffers.py", "parallel/averaging.py"), _FOREACH),
     Name("torch._foreach_mul_", ("train/adamw.py", "train/optimizer.py", "parallel/averaging.py"), _FOREACH),

@@ -1,4 +1,4 @@
-"""Transformer Engine and torchao, the peers of `octavo bench`, where they are installed."""
+"""Transformer Engine and torchao, the peers of `benchmarks/`, where they are installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from private_names import Name, check
 NAMES = (
     Name(
         "transformer_engine.pytorch.attention.dot_product_attention._attention_backends",
-        ("bench/te_attention.py",),
+        ("benchmarks/te_attention.py",),
         "the attention kernel that it chose, which nothing public tells",
     ),
     Name(
         "torchao.prototype.moe_training._to_fp8_rowwise_then_scaled_grouped_mm",
-        ("bench/peers.py",),
+        ("benchmarks/peers.py",),
         "its experts in FP8, a prototype",
     ),
 )

@@ -46,7 +46,9 @@ NAMES = (
     Name("transformers.AutoModelForCausalLM._model_mapping", ("run/sample.py",), "which configs have a causal language model"),
     Name("transformers.PretrainedConfig._attn_implementation", ("models/exact.py",), "the attention of the model"),
     Name(
-        "transformers.PretrainedConfig._experts_implementation", ("models/exact.py", "bench/chosen.py"), "that of its experts"
+        "transformers.PretrainedConfig._experts_implementation",
+        ("models/exact.py", "benchmarks/chosen.py"),
+        "that of its experts",
     ),
 )
 ATTRIBUTES = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.bench import te_attention
+from benchmarks import te_attention
 
 for folder in ("", "collectives", "parallel", "models", "nn", "train"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from octavo.bench import te_attention
-from octavo.bench.cases import Case, VisionCase
-from octavo.bench.kernels.bandwidth import KERNELS, Kernel, measure_kernels
-from octavo.bench.layers.suite import LAYERS, OCTAVO, SETTLING, measure_layers
-from octavo.bench.layers.suite import transformer_engine as their_layers
-from octavo.bench.peers import ENTRIES, build_plain
-from octavo.bench.profile.breakdown import OTHER, record
-from octavo.bench.run import run_suite
-from octavo.bench.worker import labelled_batches
+from benchmarks import te_attention
+from benchmarks.cases import Case, VisionCase
+from benchmarks.peers import ENTRIES, build_plain
+from benchmarks.profile.breakdown import OTHER, record
+from benchmarks.run import run_suite
+from benchmarks.te_layers import transformer_engine as their_layers
+from benchmarks.worker import labelled_batches
+from octavo.bench.kernels import KERNELS, Kernel, measure_kernels
+from octavo.bench.layers import LAYERS, OCTAVO, SETTLING, measure_layers
 from octavo.models.shapes import SHAPES
 from octavo.nn.attention import merge_qkv
 from octavo.run.provenance import version
@@ -82,7 +82,7 @@ def test_transformer_engine_by_flash_attn_4_is_measured_only_where_it_is_right(t
             pytest.skip(f"needs {package}")
     cudnn, flash = run_suite(
         suite, cases=[case], entries=["te-delayed", "te-delayed-flash-attention"], steps=2, warmup=2, output=tmp_path,
-        gpus=1, command="octavo bench",
+        gpus=1, command="python -m benchmarks",
     )["rows"]  # fmt: skip
     assert "error" not in cudnn, cudnn["error"]
     assert cudnn["attention"].startswith("Transformer Engine, cuDNN")

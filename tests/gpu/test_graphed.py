@@ -6,8 +6,8 @@ import torch
 
 import octavo
 import ranks
-from octavo.bench.cases import VisionCase
-from octavo.bench.vision.replicas import REPLICAS
+from benchmarks.cases import VisionCase
+from benchmarks.vision.replicas import REPLICAS
 from octavo.errors import InputError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

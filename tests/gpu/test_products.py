@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from octavo.bench.kernels.contest import Workload
-from octavo.bench.kernels.grouped import CONTESTS
-from octavo.bench.kernels.products import products_of
+from benchmarks.kernels.contest import Workload
+from benchmarks.kernels.grouped import CONTESTS
+from benchmarks.kernels.products import products_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

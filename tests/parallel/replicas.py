@@ -229,8 +229,8 @@ def own_device():
 
 def train_entry(name, case, *, steps):
     """(losses of this rank, digest of weights and FP8 state) of an entry of the vision suite."""
-    from octavo.bench.vision.replicas import REPLICAS
-    from octavo.bench.worker import labelled_batches
+    from benchmarks.vision.replicas import REPLICAS
+    from benchmarks.worker import labelled_batches
 
     device = own_device()
     training = REPLICAS[name].build(case, device, False)

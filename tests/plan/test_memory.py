@@ -18,10 +18,10 @@ from transformers import (
     Qwen3MoeConfig,
 )  # fmt: skip
 
+from benchmarks.cases import ALL_CASES, CASES, LORA_CASES
+from benchmarks.memory import WORKLOADS
 from building import built_model
 from octavo import build
-from octavo.bench.cases import ALL_CASES, CASES, LORA_CASES
-from octavo.bench.memory import WORKLOADS
 from octavo.config.lora import LoRA
 from octavo.fp8.recipe import RECIPES
 from octavo.models.decoder import Decoder
@@ -32,7 +32,7 @@ from octavo.plan.flops import adapter_parameters
 from octavo.plan.memory import estimate
 from octavo.plan.saved import Setup
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
 MIXTURES = {
     "mixtral": MixtralConfig(**STACK, **SIZES, num_local_experts=4),
@@ -306,7 +306,7 @@ def check_saved(recipe, config=CONFIG, *, within=0.0, **setting):
 
 
 def test_what_columnwise_weights_take_is_on_the_page():
-    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (BENCHMARKS.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
     more = []
     for name in ("llama-1b", "llama-8b-8layers", "llama2-7b-8layers"):
         case = CASES[name]

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, MixtralConfig
 
 import octavo
 import ranks
+from benchmarks.cases import CASES
 from building import built_model
 from octavo import build
-from octavo.bench.cases import CASES
 from octavo.cli import main
 from octavo.collectives.blocks import local_of
 from octavo.config.run import RunConfig

@@ -68,8 +68,9 @@ COSTS: Mapping[Any, float] = {
 """Time that a setting adds to a step, as a share of it; those of several ranks or micro-batches for each doubling.
 
 They order settings, and are not printed. Measured with eight layers of Llama-3.1-8B at 32,768 tokens: recomputation, chunks
-(`benchmarks/memory.json`, `memory-h100.json`) and gathering (`docs/results.md`). Degrees and micro-batches: the traffic that
-they add, in proportion to gathering; twice where it leaves a host. Tensor ranks are a guess: above the same of context ranks.
+(`memory.json`, `memory-h100.json` in `benchmarks/results`) and gathering (`docs/results.md`). Degrees and micro-batches: the
+traffic that they add, in proportion to gathering; twice where it leaves a host. Tensor ranks are a guess: above the same of
+context ranks.
 """
 _OFFLOADS: Mapping[Any, float] = {False: 0.3, "mlp": 0.2, "selective": 0.01, True: 0.01}
 """The same of `train.offload`, by `train.recompute`: the fewer bytes wait in host memory, the more of their way is hidden."""

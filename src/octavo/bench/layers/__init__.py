@@ -1,1 +1,0 @@
-"""The layers suite: errors of layers against float64, beside Transformer Engine."""
