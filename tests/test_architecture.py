@@ -35,7 +35,6 @@ LAYERS = (
     ("plan",),
     ("train",),
     ("doctor", "bench", "compat", "arguments", "verify", "fp8_export"),
-    ("migrate",),
     ("cli",),
     ("__main__",),
 )
@@ -51,8 +50,11 @@ FORBIDDEN = {
 }
 """What a component may not import although it stands above: these take plain arguments, blocks and plans."""
 
-WITHOUT_TORCH = {"_version", "errors", "job_ranks", "supervision", "config", "launch", "migrate"}
-"""Components that never import torch, not even inside a function."""
+WITHOUT_TORCH = {"_version", "errors", "job_ranks", "supervision", "config", "launch", "compat/migrate"}
+"""Components, and folders of them, that never import torch, not even inside a function."""
+
+LEAVES = {"compat": {"cli"}}
+"""Components that nothing imports but these, although they stand below: names and habits of other libraries end there."""
 
 LIGHT = (
     "octavo",
@@ -65,8 +67,8 @@ LIGHT = (
     "octavo.launch.supervisor",
     "octavo.libraries",
     "octavo.versions",
-    "octavo.migrate.run_file",
-    "octavo.migrate.script",
+    "octavo.compat.migrate.run_file",
+    "octavo.compat.migrate.script",
     "octavo.config.degrees",
     "octavo.plan.flops",
     "octavo.models.families",
@@ -165,6 +167,8 @@ def fault_of(component: str, name: str) -> str | None:
         return None
     if target in FORBIDDEN.get(component, set()):
         return f"{component} takes what it needs from {target} as plain arguments"
+    if component not in LEAVES.get(target, {component}):
+        return f"nothing imports {target} but {', '.join(LEAVES[target])}"
     if LINE_OF[target] >= LINE_OF[component]:
         return f"{target} does not stand above {component}"
     return None
@@ -217,7 +221,10 @@ def test_imports_go_up_only(path):
     if component == "__init__":
         return
     assert component in LINE_OF, f"octavo/{component} is not in LAYERS: give it a line, or put it in a component that has one"
-    broken = violations(component, path.read_text(encoding="utf-8"))
+    source, part = path.read_text(encoding="utf-8"), "/".join(path.relative_to(SOURCE).parts[:2])
+    broken = violations(component, source)
+    if part in WITHOUT_TORCH and "torch" in {name.partition(".")[0] for _, name in imports(ast.parse(source))}:
+        broken.append(f"{part} never needs torch")
     assert not broken, "\n".join([by_file(path), *broken])
 
 
@@ -337,6 +344,8 @@ def test_light_modules_load_no_torch(module):
         ("nn", "import octavo as o", "not the whole package"),
         ("nn", "import octavo\ndef f():\n    return octavo.train.loop", "line 3: nn imports octavo.train"),
         ("nn", "from octavo.helpers import f", "helpers is no component of the house"),
+        ("train", "import octavo.compat.te", "nothing imports compat but cli"),
+        ("__main__", "def f():\n    from octavo.compat import start", "nothing imports compat but cli"),
         ("cli", "def f():\n    from benchmarks.run import run_suite", "benchmarks is no part of the package"),
     ],
 )
@@ -382,6 +391,7 @@ def test_imports_are_resolved_to_modules():
         ("fp8", "from octavo.kernels import reference\nfrom octavo.fp8.recipe import Format\nimport torch"),
         ("config", "from octavo.errors import InputError"),
         ("cli", "def train():\n    from octavo.train import loop\n    from octavo.bench import run"),
+        ("cli", "def migrate():\n    from octavo.compat.migrate.script import read"),
         ("data", "from octavo._version import __version__"),
         ("plan", "from octavo.config.degrees import fit_degrees\nfrom octavo.hardware import lookup"),
         ("train", "importlib.import_module(name)"),

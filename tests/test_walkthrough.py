@@ -10,8 +10,8 @@ import pytest
 
 import ranks
 from octavo.cli import main
+from octavo.compat.migrate.script import read
 from octavo.config.run import RunConfig
-from octavo.migrate.script import read
 
 FOLDER = Path(__file__).parent.parent / "examples" / "walkthrough"
 pytestmark = ranks.alone

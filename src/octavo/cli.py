@@ -489,14 +489,14 @@ def migrate(
 
     The exit code is 1 if a script has something to change first, and 0 once a run file is written.
     """
-    from octavo.migrate.report import lines, runs_unchanged, summary
-    from octavo.migrate.script import read
+    from octavo.compat.migrate.report import lines, runs_unchanged, summary
+    from octavo.compat.migrate.script import read
 
     new_run_file = options.path(run_file, "--run-file")
     paths = [local_path(script, "SCRIPT") for script in scripts]
     found = [read(path, paths) for path in paths]
     if new_run_file is not None:
-        from octavo.migrate.run_file import write_run_file
+        from octavo.compat.migrate.run_file import write_run_file
 
         write_run_file(new_run_file, found, world_size=world_size)
         warn(f"{new_run_file} is written: octavo train {new_run_file} --dry-run")

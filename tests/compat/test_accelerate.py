@@ -15,8 +15,8 @@ from torch import nn
 
 import command_lines
 import octavo
+from octavo.compat.migrate.script import read
 from octavo.errors import InputError
-from octavo.migrate.script import read
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries that this project does not choose
 

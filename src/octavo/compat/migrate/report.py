@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.migrate.estimators import told
-from octavo.migrate.script import Script, Use
+from octavo.compat.migrate.estimators import told
+from octavo.compat.migrate.script import Script, Use
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
 _LEGEND = {"accepted": "accepted, without effect", "differs": "look at this", "absent": "not there: to change first"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.migrate.known import MORE, REST, UNKNOWN, Made, same
+from octavo.compat.migrate.known import MORE, REST, UNKNOWN, Made, same
 
 _SERIAL = itertools.count()
 _DEEPEST, _MOST_PARTS = 40, 20_000

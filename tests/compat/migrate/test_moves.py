@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
+from octavo.compat.migrate.names import find
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
-from octavo.migrate.names import find
 
 HYPERPOD = (
     "context_parallel.utils.setup_transformer_engine_cp_groups",

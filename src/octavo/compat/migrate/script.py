@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InputError, nearest
-from octavo.migrate.doubts import doubts
-from octavo.migrate.known import OPTIONAL, REST, UNKNOWN, is_known
-from octavo.migrate.limits import made_by, odd, of_call, of_state, refused, unsure
-from octavo.migrate.meanings import Meanings, Target
-from octavo.migrate.names import (
+from octavo.compat.migrate.doubts import doubts
+from octavo.compat.migrate.known import OPTIONAL, REST, UNKNOWN, is_known
+from octavo.compat.migrate.limits import made_by, odd, of_call, of_state, refused, unsure
+from octavo.compat.migrate.meanings import Meanings, Target
+from octavo.compat.migrate.names import (
     NAMES,
     Name,
     absent_attribute,
@@ -34,9 +33,10 @@ from octavo.migrate.names import (
     signature_of_name,
     unchecked,
 )
-from octavo.migrate.notebook import content, no_python, notebook
-from octavo.migrate.scopes import binds, own_nodes
-from octavo.migrate.values import Values
+from octavo.compat.migrate.notebook import content, no_python, notebook
+from octavo.compat.migrate.scopes import binds, own_nodes
+from octavo.compat.migrate.values import Values
+from octavo.errors import InputError, nearest
 
 _CUDA = "torch.cuda."
 _WORDS = re.compile(r"[^\W\d]\w*")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from octavo.migrate.report import lines, runs_unchanged
-from octavo.migrate.script import read
+from octavo.compat.migrate.report import lines, runs_unchanged
+from octavo.compat.migrate.script import read
 
 HEAD = (
     "import functools, torch, torch.nn as nn\nimport transformer_engine.pytorch as te\nimport torch.sagemaker as tsm\n"

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import octavo
+from octavo.compat.migrate.report import lines, runs_unchanged
+from octavo.compat.migrate.script import read
+from octavo.compat.migrate.sources import forward_of
 from octavo.compat.smp.configs import MoEConfig, SmpConfig
 from octavo.compat.te import recipes
 from octavo.compat.te.signatures import SIGNATURES
-from octavo.migrate.report import lines, runs_unchanged
-from octavo.migrate.script import read
-from octavo.migrate.sources import forward_of
 
 HEAD = (
     "import torch, torch.nn as nn\nimport transformer_engine.pytorch as te\nimport torch.sagemaker as tsm\n"

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from octavo.migrate.names import METHODS, canonical, is_called, library_of
+from octavo.compat.migrate.names import METHODS, canonical, is_called, library_of
 
 _ITSELF = ("to", "cuda", "cpu", "half", "float", "bfloat16", "double", "eval", "train", "requires_grad_", "apply", "to_empty")
 """Methods of a module that return it."""

@@ -9,13 +9,13 @@ from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, MixtralConfi
 
 from octavo import launch
 from octavo.compat import finder
+from octavo.compat.migrate.known import UNKNOWN
+from octavo.compat.migrate.report import lines
+from octavo.compat.migrate.run_file import run_file
+from octavo.compat.migrate.script import read
 from octavo.compat.sdk import SHIM as SDK
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
-from octavo.migrate.known import UNKNOWN
-from octavo.migrate.report import lines
-from octavo.migrate.run_file import run_file
-from octavo.migrate.script import read
 from octavo.models.sources import load_config
 
 RANKS = {"torch_distributed": {"enabled": True}}

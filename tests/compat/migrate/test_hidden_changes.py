@@ -12,10 +12,10 @@ import types
 
 import pytest
 
+from octavo.compat.migrate.known import REST, UNKNOWN
+from octavo.compat.migrate.run_file import run_file
+from octavo.compat.migrate.script import read
 from octavo.errors import InputError
-from octavo.migrate.known import REST, UNKNOWN
-from octavo.migrate.run_file import run_file
-from octavo.migrate.script import read
 
 HEAD = (
     "from sagemaker.pytorch import PyTorch\nimport copy, os, json\nhp = {'lr': 0.1, 'steps': 15, 'seed': 7, 'inner': {'a': 1}}"

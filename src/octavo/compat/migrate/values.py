@@ -13,11 +13,11 @@ import ast
 import copy
 from typing import Any
 
-from octavo.migrate.heap import (
+from octavo.compat.migrate.heap import (
     exported,
 )
-from octavo.migrate.interpreter.statements import Statements
-from octavo.migrate.known import (
+from octavo.compat.migrate.interpreter.statements import Statements
+from octavo.compat.migrate.known import (
     UNKNOWN,
     merge,
 )

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from octavo.migrate.heap import (
+from octavo.compat.migrate.heap import (
     ABSENT,
     MAYBE,
     Builtin,
@@ -23,7 +23,7 @@ from octavo.migrate.heap import (
     pairwise,
     plain,
 )
-from octavo.migrate.interpreter.core import (
+from octavo.compat.migrate.interpreter.core import (
     GOES_ON,
     MOST_STEPS,
     Interpreter,
@@ -33,7 +33,7 @@ from octavo.migrate.interpreter.core import (
     is_scalar,
     truth_of,
 )
-from octavo.migrate.known import (
+from octavo.compat.migrate.known import (
     COMPARISONS,
     LONGEST,
     MORE,
@@ -42,7 +42,7 @@ from octavo.migrate.known import (
     UNKNOWN,
     calculated,
 )
-from octavo.migrate.scopes import ANY_FRAME, ANY_NAME
+from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME
 
 _LAZY = ("zip", "enumerate", "reversed", "range")
 _RESULTS = ("fit", "latest_training_job", "model_data", "jobs", "sagemaker_session", "name")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from octavo.migrate.meanings import Meanings, assigned
-from octavo.migrate.names import is_layer
+from octavo.compat.migrate.meanings import Meanings, assigned
+from octavo.compat.migrate.names import is_layer
 
 _PARAMETER = ("weight", "bias", "layer_norm_weight", "layer_norm_bias")
 _OF_TENSORS = (

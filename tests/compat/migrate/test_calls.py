@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from octavo.compat.migrate import limits
+from octavo.compat.migrate.names import _FSDP_ARGUMENTS
+from octavo.compat.migrate.report import lines, runs_unchanged
+from octavo.compat.migrate.script import read
+from octavo.compat.migrate.sources import forward_of, signature_of
 from octavo.compat.te import attention, layers, recipes
 from octavo.errors import InputError
 from octavo.fp8.recipe import coerce
-from octavo.migrate import limits
-from octavo.migrate.names import _FSDP_ARGUMENTS
-from octavo.migrate.report import lines, runs_unchanged
-from octavo.migrate.script import read
-from octavo.migrate.sources import forward_of, signature_of
 
 HEAD = "import functools\nimport torch.nn as nn\nimport transformer_engine.pytorch as te\nimport torch.sagemaker as tsm\n"
 SIZES = {

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.migrate.known import REST, UNKNOWN, is_known
 from octavo.errors import InputError
 from octavo.launch import environment, inputs
 from octavo.launch.distribution import layout_of
 from octavo.launch.estimator import PyTorch
 from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
-from octavo.migrate.known import REST, UNKNOWN, is_known
 
 _FIT = tuple(inspect.signature(PyTorch.fit).parameters)[1:]
 _CALL = (*ARGUMENTS, *inspect.signature(PyTorch.__init__).parameters, *_FIT)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from octavo.migrate.values import Values
+from octavo.compat.migrate.values import Values
 
 _TE_LAYERS = ("octavo.compat.te.layers", "octavo.compat.te.attention")
 _ALIASES = {"RMSNorm": "LayerNorm"}

@@ -3,9 +3,9 @@
 import pytest
 
 from octavo.compat import finder
+from octavo.compat.migrate.report import figures, lines, runs_unchanged
+from octavo.compat.migrate.script import read
 from octavo.compat.sdk import SHIM as SDK
-from octavo.migrate.report import figures, lines, runs_unchanged
-from octavo.migrate.script import read
 
 HEAD = "from sagemaker.pytorch import PyTorch\nimport sagemaker\nfrom sagemaker.inputs import TrainingInput\n"
 BIG = "'t.py', instance_type='ml.p4d.24xlarge'"

@@ -16,15 +16,15 @@ from typing import Any
 
 import tomli_w
 
+from octavo.compat.migrate.example import DEFAULTS, NO_KEY, NUMBERS, OPTIONAL, ROPE_SCALING, SHAPES
+from octavo.compat.migrate.known import REST, UNKNOWN, entries
+from octavo.compat.migrate.script import Script, known
 from octavo.config.degrees import DEGREES, fit_degrees
 from octavo.config.effects import idle_keys, settled
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import find_instance
 from octavo.launch.inputs import local_path
-from octavo.migrate.example import DEFAULTS, NO_KEY, NUMBERS, OPTIONAL, ROPE_SCALING, SHAPES
-from octavo.migrate.known import REST, UNKNOWN, entries
-from octavo.migrate.script import Script, known
 from octavo.storage import write_atomic
 
 

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
+from octavo.compat.migrate.known import UNKNOWN
+from octavo.compat.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
+from octavo.compat.migrate.report import lines, runs_unchanged
+from octavo.compat.migrate.run_file import run_file
+from octavo.compat.migrate.script import read
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.beside import SMDDP
 from octavo.compat.smp.init import state
@@ -16,11 +21,6 @@ from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
-from octavo.migrate.known import UNKNOWN
-from octavo.migrate.names import LIBRARIES, NAMES, STATE, find, library_of
-from octavo.migrate.report import lines, runs_unchanged
-from octavo.migrate.run_file import run_file
-from octavo.migrate.script import read
 
 TRAIN = """\
 import torch.sagemaker as tsm
@@ -481,7 +481,7 @@ def test_a_script_without_arguments_of_smp_is_no_run_file(place):
         run_file([read(place / "train.py")])
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
 
 
 def test_the_page_has_every_name_and_agrees_with_the_table():

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-from octavo.migrate import heap as objects
-from octavo.migrate.heap import (
+from octavo.compat.migrate import heap as objects
+from octavo.compat.migrate.heap import (
     ABSENT,
     BIND,
     Builtin,
@@ -16,8 +16,8 @@ from octavo.migrate.heap import (
     Names,
     Table,
 )
-from octavo.migrate.interpreter.calls import Calls
-from octavo.migrate.interpreter.core import (
+from octavo.compat.migrate.interpreter.calls import Calls
+from octavo.compat.migrate.interpreter.core import (
     BREAK,
     CONTINUE,
     GOES_ON,
@@ -31,14 +31,14 @@ from octavo.migrate.interpreter.core import (
     is_poison,
     truth_of,
 )
-from octavo.migrate.interpreter.expressions import End
-from octavo.migrate.known import (
+from octavo.compat.migrate.interpreter.expressions import End
+from octavo.compat.migrate.known import (
     MOST_ITEMS,
     REST,
     UNKNOWN,
     Made,
 )
-from octavo.migrate.scopes import ANY_FRAME, bound, declared
+from octavo.compat.migrate.scopes import ANY_FRAME, bound, declared
 
 _MOST_ROUNDS = 40
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")

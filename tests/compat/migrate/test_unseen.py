@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from octavo.cli import main
+from octavo.compat.migrate.names import canonical, find, unknown_argument
+from octavo.compat.migrate.report import lines, runs_unchanged
+from octavo.compat.migrate.script import WITHOUT_GPU, read
+from octavo.compat.migrate.sources import arguments_of
 from octavo.compat.sdk import SHIM as SDK
 from octavo.compat.smp.shim import SHIM as SMP
 from octavo.compat.te.shim import SHIM as TE
 from octavo.compat.te.signatures import SIGNATURES
-from octavo.migrate.names import canonical, find, unknown_argument
-from octavo.migrate.report import lines, runs_unchanged
-from octavo.migrate.script import WITHOUT_GPU, read
-from octavo.migrate.sources import arguments_of
 
 
 def _read(tmp_path, text):

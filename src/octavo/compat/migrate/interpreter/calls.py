@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from octavo.migrate.heap import (
+from octavo.compat.migrate.heap import (
     ABSENT,
     MAYBE,
     Builtin,
@@ -22,7 +22,7 @@ from octavo.migrate.heap import (
     View,
     exported,
 )
-from octavo.migrate.interpreter.core import (
+from octavo.compat.migrate.interpreter.core import (
     GOES_ON,
     MOST_STEPS,
     NEXT,
@@ -33,8 +33,8 @@ from octavo.migrate.interpreter.core import (
     is_poison,
     is_scalar,
 )
-from octavo.migrate.interpreter.expressions import End, Expressions
-from octavo.migrate.known import (
+from octavo.compat.migrate.interpreter.expressions import End, Expressions
+from octavo.compat.migrate.known import (
     MORE,
     REST,
     UNKNOWN,
@@ -43,7 +43,7 @@ from octavo.migrate.known import (
     merge,
     of_text,
 )
-from octavo.migrate.scopes import ANY_FRAME, ANY_NAME, arguments, declared, is_plain_function, local_names
+from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, arguments, declared, is_plain_function, local_names
 
 _DEEPEST = 8
 _READING = ("print", "isinstance", "issubclass", "type", "len", "repr", "str", "id", "callable", "display", "hash", "bool")

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import octavo.launch
-from octavo.compat.missing import TABLE, way_of
-from octavo.compat.sdk import SHIM as SDK
-from octavo.compat.smp.shim import SHIM as SMP
-from octavo.compat.te.shim import SHIM as TE
-from octavo.config.section import Section
-from octavo.migrate.sources import (
+from octavo.compat.migrate.sources import (
     Signature,
     fields_of,
     forward_of,
@@ -29,6 +24,11 @@ from octavo.migrate.sources import (
     signature_of,
     tables,
 )
+from octavo.compat.missing import TABLE, way_of
+from octavo.compat.sdk import SHIM as SDK
+from octavo.compat.smp.shim import SHIM as SMP
+from octavo.compat.te.shim import SHIM as TE
+from octavo.config.section import Section
 
 Status = Literal["same", "accepted", "differs", "absent"]
 """same: does here what it does there. accepted: has no effect here. differs: see `here`. absent: refused with the way."""

@@ -8,7 +8,7 @@ import builtins
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.migrate.heap import (
+from octavo.compat.migrate.heap import (
     BIND,
     MAYBE,
     Builtin,
@@ -22,14 +22,14 @@ from octavo.migrate.heap import (
     Table,
     exported,
 )
-from octavo.migrate.known import (
+from octavo.compat.migrate.known import (
     MORE,
     REST,
     UNKNOWN,
     Made,
     merge,
 )
-from octavo.migrate.scopes import ANY_FRAME, ANY_NAME, Scopes, bound, local_names
+from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, Scopes, bound, local_names
 
 MOST_STEPS = 100_000
 SHELL = "IPython.get_ipython()"
