@@ -200,9 +200,9 @@ def test_addresses_of_smp_checkpoints_go_through_fsspec(tmp_path, monkeypatch):
 def python_functions():
     """Every public function with a path, by its name in messages."""
     import octavo
+    from octavo.compat.sagemaker.estimator import PyTorch
     from octavo.compat.smp import checkpoint, init, subfolders
     from octavo.config.run import RunConfig
-    from octavo.launch.estimator import PyTorch
     from octavo.run.sample import sample
 
     model = torch.nn.Linear(4, 4)
@@ -264,9 +264,6 @@ def test_no_function_takes_an_address_for_a_folder(tmp_path, monkeypatch):
         (["compare", "a", "{}"], "RUN"),
         (["compare", "a", "b", "--plot", "{}"], "--plot"),
         (["bench", "layers", "--output", "{}"], "--output"),
-        (["bench", "one-gpu", "--traces", "{}"], "--traces"),
-        (["bench", "checkpoint", "--folder", "{}"], "--folder"),
-        (["bench", "vision", "--prices", "{}"], "--prices"),
         (["migrate", "{}"], "SCRIPT"),
         (["migrate", "RUN", "--run-file", "{}"], "--run-file"),
     ],

@@ -128,3 +128,22 @@ def test_a_table_of_images_is_one_if_every_entry_failed(suite, workload):
     assert "img/s" in text.getvalue()
     assert "tok/s" not in text.getvalue()
     assert "failed" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["one-gpu", "--traces", "{}"], "--traces"),
+        (["checkpoint", "--folder", "{}"], "--folder"),
+        (["vision", "--prices", "{}"], "--prices"),
+        (["layers", "--output", "{}"], "--output"),
+    ],
+)
+@pytest.mark.parametrize("address", ["s3://b/run", "gs:/b", ""])
+def test_no_option_takes_an_address_for_a_folder(tmp_path, monkeypatch, capsys, command, name, address):
+    monkeypatch.chdir(tmp_path)
+    assert main([part.replace("{}", address) for part in command]) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert "empty" in said or "no value" in said if not address else "address" in said
+    assert list(tmp_path.iterdir()) == []
