@@ -10,25 +10,29 @@ import os
 from octavo.compat import finder
 from octavo.compat.finder import REPLACE, Names, Shim
 
-_SESSION: Names = {"octavo.launch.session": "Session get_execution_role"}
-_IMAGES: Names = {"octavo.launch.session": "retrieve"}
+_SESSION: Names = {"octavo.compat.sagemaker.session": "Session get_execution_role"}
+_IMAGES: Names = {"octavo.compat.sagemaker.session": "retrieve"}
 _CONFIGS: Names = {
-    "octavo.launch.configs": "Channel CheckpointConfig Compute DataSource DatasetSource FileSystemDataSource HubAccessConfig "
+    "octavo.compat.sagemaker.configs": "Channel CheckpointConfig Compute DataSource DatasetSource FileSystemDataSource "
+    "HubAccessConfig "
     "HyperPodCompute InfraCheckConfig InputData InstanceGroup MetricDefinition ModelAccessConfig Networking OutputDataConfig "
     "RemoteDebugConfig RetryStrategy S3DataSource SessionChainingConfig ShuffleConfig SourceCode StoppingCondition Tag "
     "TensorBoardOutputConfig TrainingImageConfig TrainingRepositoryAuthConfig"
 }
-_DISTRIBUTED: Names = {"octavo.launch.configs": "MPI SMP DistributedConfig Torchrun"}
-_TRAINER: Names = {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Mode"}
-_TRAINED: Names = {"octavo.launch.trainer": "ModelTrainer", "octavo.launch.configs": "Compute HyperPodCompute"}
-_INPUTS: Names = {"octavo.launch.inputs": "FileSystemInput TrainingInput"}
-_ESTIMATOR: Names = {"octavo.launch.sdk": "PyTorch"}
+_DISTRIBUTED: Names = {"octavo.compat.sagemaker.configs": "MPI SMP DistributedConfig Torchrun"}
+_TRAINER: Names = {"octavo.compat.sagemaker.trainer": "ModelTrainer", "octavo.compat.sagemaker.configs": "Mode"}
+_TRAINED: Names = {
+    "octavo.compat.sagemaker.trainer": "ModelTrainer",
+    "octavo.compat.sagemaker.configs": "Compute HyperPodCompute",
+}
+_INPUTS: Names = {"octavo.compat.sagemaker.inputs": "FileSystemInput TrainingInput"}
+_ESTIMATOR: Names = {"octavo.compat.sagemaker.sdk": "PyTorch"}
 
 MODULES: dict[str, Names] = {
     "sagemaker": {**_SESSION, **_INPUTS},
     "sagemaker.session": _SESSION,
     "sagemaker.image_uris": _IMAGES,
-    "sagemaker.local": {"octavo.launch.session": "LocalSession"},
+    "sagemaker.local": {"octavo.compat.sagemaker.session": "LocalSession"},
     "sagemaker.inputs": _INPUTS,
     "sagemaker.pytorch": _ESTIMATOR,
     "sagemaker.pytorch.estimator": _ESTIMATOR,
@@ -38,7 +42,7 @@ MODULES: dict[str, Names] = {
     "sagemaker.train.configs": _CONFIGS,
     "sagemaker.train.distributed": _DISTRIBUTED,
     "sagemaker.modules": _SESSION,
-    "sagemaker.modules.train": {"octavo.launch.trainer": "ModelTrainer"},
+    "sagemaker.modules.train": {"octavo.compat.sagemaker.trainer": "ModelTrainer"},
     "sagemaker.modules.train.model_trainer": _TRAINER,
     "sagemaker.modules.configs": _CONFIGS,
     "sagemaker.modules.distributed": _DISTRIBUTED,
@@ -47,7 +51,7 @@ MODULES: dict[str, Names] = {
     "sagemaker.core.helper": {},
     "sagemaker.core.helper.session_helper": _SESSION,
     "sagemaker.core.inputs": _INPUTS,
-    "sagemaker.core.resources": {"octavo.launch.training_job": "TrainingJob"},
+    "sagemaker.core.resources": {"octavo.compat.sagemaker.training_job": "TrainingJob"},
     "sagemaker.core.shapes": _CONFIGS,
     "sagemaker.core.training": {},
     "sagemaker.core.training.configs": _CONFIGS,

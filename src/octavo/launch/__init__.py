@@ -1,30 +1,46 @@
-"""Jobs from the scripts and calls that were written for SageMaker: estimator, trainer, and the supervisor of a job.
+"""Jobs of this machine: a folder, a supervisor that minds the ranks until their end, and a state that other processes read.
 
-May import config and the levels above, but not _version, dtypes, hub. Nothing imports torch: an estimator answers in
-milliseconds, and runs on a machine without it.
+Names of SageMaker's SDK that start jobs are handed on from `octavo.compat.sagemaker` when they are first asked for. May import
+config and the levels above, but not _version, dtypes, hub. Nothing imports torch.
 """
 
-from octavo.launch.configs import (
-    MPI,
-    SMP,
-    Channel,
-    CheckpointConfig,
-    Compute,
-    DataSource,
-    FileSystemDataSource,
-    InputData,
-    Networking,
-    OutputDataConfig,
-    S3DataSource,
-    SourceCode,
-    StoppingCondition,
-    Torchrun,
-)
-from octavo.launch.estimator import PyTorch
-from octavo.launch.inputs import FileSystemInput, TrainingInput
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from octavo.launch.job import Job, JobFailed
-from octavo.launch.trainer import ModelTrainer
-from octavo.launch.training_job import TrainingJob
+
+if TYPE_CHECKING:
+    from octavo.compat.sagemaker.configs import (
+        MPI,
+        SMP,
+        Channel,
+        CheckpointConfig,
+        Compute,
+        DataSource,
+        FileSystemDataSource,
+        InputData,
+        Networking,
+        OutputDataConfig,
+        S3DataSource,
+        SourceCode,
+        StoppingCondition,
+        Torchrun,
+    )
+    from octavo.compat.sagemaker.estimator import PyTorch
+    from octavo.compat.sagemaker.inputs import FileSystemInput, TrainingInput
+    from octavo.compat.sagemaker.trainer import ModelTrainer
+    from octavo.compat.sagemaker.training_job import TrainingJob
+
+_HOME = {
+    "PyTorch": "estimator",
+    "ModelTrainer": "trainer",
+    "TrainingJob": "training_job",
+    "FileSystemInput": "inputs",
+    "TrainingInput": "inputs",
+}
+"""Name → its module in `octavo.compat.sagemaker`; of others `configs`."""
 
 __all__ = [
     "MPI",
@@ -49,3 +65,15 @@ __all__ = [
     "TrainingInput",
     "TrainingJob",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'octavo.launch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"octavo.compat.sagemaker.{_HOME.get(name, 'configs')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

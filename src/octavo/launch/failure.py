@@ -1,4 +1,4 @@
-"""Why a job failed: its first uncaught error, or the end of its log; where memory ran out, with the setting that divides it."""
+"""Why a job failed: its first uncaught error, or the end of its log; where memory ran out, with the job's advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.config.degrees import divisors
 from octavo.launch import faults
 
 _TAIL_BYTES = 1 << 18
@@ -24,7 +23,7 @@ _MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
 def reason(log: Path, job: Mapping[str, Any]) -> str:
-    """One sentence without its full stop. job: content of job.json."""
+    """One sentence without its full stop. job: content of job.json, with its `memory_advice` if it has one."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
@@ -33,7 +32,8 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
     last = next((line for line in errors if _NO_MEMORY.search(line)), uncaught or (errors[-1] if errors else ""))
     what = _shown(last)
     if _NO_MEMORY.search(text):
-        return f"out of memory ({what or 'see the log'}). {memory_advice(job)}"
+        advice = job.get("memory_advice") or "Give it fewer sequences, shorter ones, or more ranks"
+        return f"out of memory ({what or 'see the log'}). {advice}"
     missing = _MODULE.search(last)
     if (
         missing
@@ -50,37 +50,3 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
 
 def _shown(line: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
-
-
-def memory_advice(job: Mapping[str, Any]) -> str:
-    """The settings of the estimator that lower the memory of a rank, the next larger degree first."""
-    hyperparameters, parameters = job["estimator"]["hyperparameters"] or {}, job["parameters"]
-    found = []
-    if parameters is not None and job["ranks"]:
-        context = parameters.get("context_parallel_degree", 1)
-        most = job["ranks"] // parameters.get("tensor_parallel_degree", 1)
-        shard = parameters.get("hybrid_shard_degree", 0) or most
-        larger = [degree for degree in divisors(shard) if degree > context]
-        length = hyperparameters.get("max_context_width")
-        if larger:
-            tokens = f" of {length} tokens" if length else ""
-            degrees = ("a degree of " if len(larger) == 1 else "degrees of ") + _and(larger)
-            divide = "divides" if len(larger) == 1 else "divide"
-            found.append(
-                f"context_parallel_degree = 1 keeps whole sequences{tokens} on each rank: {degrees} {divide} their activations"
-                if context == 1
-                else f"context_parallel_degree is {context}: {degrees} {divide} activations further"
-            )
-        if shard < most:
-            ranks = "all ranks" if most == job["ranks"] else f"all {most} ranks with the same part of a matrix"
-            found.append(f"hybrid_shard_degree = {shard}: {most} shards parameters and states over {ranks}")
-    if hyperparameters.get("activation_checkpointing") in (0, "0", False):
-        found.append("activation_checkpointing = 1 keeps less for backward")
-    if isinstance(size := hyperparameters.get("train_batch_size"), int) and size > 1:
-        found.append(f"train_batch_size = {size} can be lower")
-    return "; ".join(found) or "Give it fewer sequences, shorter ones, or more ranks"
-
-
-def _and(numbers: list[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} and {last}" if first else last

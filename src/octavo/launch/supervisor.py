@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import EXIT_FAILED, EXIT_STOPPED, InputError
-from octavo.launch import failure, faults, inputs
+from octavo.launch import addresses, failure, faults
 from octavo.launch.job import identity, now, read, stopped_reason, write
 from octavo.supervision import Supervisor, die_with_parent, signal_name
 
@@ -48,10 +48,10 @@ def _main(folder: Path, processes: Supervisor) -> int:
             state |= {"status": "Completed"}
         if state["status"] != "Failed" and job["send_to"]:
             for part in ("model", "output/data"):
-                inputs.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}", job["output_key"])
+                addresses.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}", job["output_key"])
         if job["send_checkpoints"]:  # of a failed job too: the next resumes from them
             inside, address, key = job["send_checkpoints"]
-            inputs.send(folder / inside, address, key)
+            addresses.send(folder / inside, address, key)
     except InputError as error:  # of `send`
         before = f"{state['reason']}. " if state["status"] == "Failed" else ""
         code = code or EXIT_FAILED

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.compat.migrate.known import REST, UNKNOWN, is_known
+from octavo.compat.sagemaker import environment, inputs
+from octavo.compat.sagemaker.distribution import layout_of
+from octavo.compat.sagemaker.estimator import PyTorch
+from octavo.compat.sagemaker.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 from octavo.errors import InputError
-from octavo.launch import environment, inputs
-from octavo.launch.distribution import layout_of
-from octavo.launch.estimator import PyTorch
-from octavo.launch.sdk_arguments import ARGUMENTS, MEANINGLESS, REFUSED
 
 _FIT = tuple(inspect.signature(PyTorch.fit).parameters)[1:]
 _CALL = (*ARGUMENTS, *inspect.signature(PyTorch.__init__).parameters, *_FIT)

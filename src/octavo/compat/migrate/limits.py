@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from octavo.compat.migrate.known import OPTIONAL, REST, UNKNOWN, Made, is_known
 from octavo.compat.migrate.sources import Signature, tables, takes
+from octavo.compat.sagemaker.inputs import TrainingInput
 from octavo.compat.smp.configs import MoEConfig, SmpConfig
 from octavo.compat.te import limits as te
 from octavo.compat.te import recipes
 from octavo.config.degrees import DEGREES, check_composed, fit_degrees
 from octavo.errors import InputError
-from octavo.launch.inputs import TrainingInput
 
 _TE = "transformer_engine.pytorch."
 _TP = ("sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode")

@@ -483,7 +483,7 @@ def signature_of_name(dotted: str) -> Signature | None:
         home = _installed(dotted)
         return None if home is None else signature_of(home, last)
     if owner in ("sagemaker.pytorch.PyTorch",):
-        return method_of("octavo.launch.estimator", "PyTorch", method)
+        return method_of("octavo.compat.sagemaker.estimator", "PyTorch", method)
     if is_layer(dotted):
         return made_by(last)
     return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)

@@ -24,7 +24,7 @@ from octavo.config.effects import idle_keys, settled
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.hardware import find_instance
-from octavo.launch.inputs import local_path
+from octavo.launch.addresses import local_path
 from octavo.storage import write_atomic
 
 

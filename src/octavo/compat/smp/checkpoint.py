@@ -34,7 +34,7 @@ from octavo.compat.smp import tensor_folders
 from octavo.compat.smp.asynchronous import DEFAULT_ASYNC_REQUEST_QUEUE, AsyncCallsQueue
 from octavo.compat.smp.state_dicts import Fp8State, states_in, with_shards
 from octavo.errors import InputError
-from octavo.launch.inputs import check_address, expanded
+from octavo.launch.addresses import check_address, expanded
 from octavo.parallel.calls import together
 from octavo.parallel.shards import like, local_shard
 from octavo.process import process

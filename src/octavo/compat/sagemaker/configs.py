@@ -1,7 +1,7 @@
 """Configuration classes of `ModelTrainer`, by the names of SageMaker's SDK, version 3: values by keyword.
 
-They check names, and `SMP` its values; `octavo.launch.trainer` says what a value means here. The SDK's own objects are taken in
-their place.
+They check names, and `SMP` its values; `octavo.compat.sagemaker.trainer` says what a value means here. The SDK's own objects
+are taken in their place.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
+from octavo.compat.sagemaker.distribution import SMP_PARAMETERS, check_parameters
+from octavo.compat.sagemaker.keys import TRAINER
 from octavo.errors import InputError, nearest
-from octavo.launch.distribution import SMP_PARAMETERS, check_parameters
-from octavo.launch.keys import TRAINER
 
 
 class Mode(Enum):

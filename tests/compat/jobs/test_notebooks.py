@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from octavo.compat.sagemaker import distribution, estimator
+from octavo.compat.sagemaker.sdk import PyTorch
+from octavo.compat.sagemaker.session import Session
 from octavo.errors import InputError
-from octavo.launch import distribution, estimator
-from octavo.launch.sdk import PyTorch
-from octavo.launch.session import Session
 
 SCRIPT = """
 import argparse, json, os, pathlib

@@ -2,10 +2,10 @@
 
 import pytest
 
+from octavo.compat.sagemaker import distribution
+from octavo.compat.sagemaker.distribution import layout_of
 from octavo.errors import InputError
 from octavo.hardware import INSTANCES, find_instance, installed_gpus, lookup
-from octavo.launch import distribution
-from octavo.launch.distribution import layout_of
 
 RANKS = {"torch_distributed": {"enabled": True}}
 

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.sagemaker.distribution import read_distribution
+from octavo.compat.sagemaker.environment import check_hyperparameters, check_variables
+from octavo.compat.sagemaker.keys import ESTIMATOR
+from octavo.compat.sagemaker.request import Request, jobs_of
+from octavo.compat.sagemaker.sdk_arguments import ARGUMENTS, NOT_HERE, REFUSED, check_sdk, without_effect
+from octavo.compat.sagemaker.starting import run, start
+from octavo.compat.sagemaker.values import text_of
 from octavo.errors import InputError, warn
 from octavo.launch import job
-from octavo.launch.distribution import read_distribution
-from octavo.launch.environment import check_hyperparameters, check_variables
 from octavo.launch.job import Job
-from octavo.launch.keys import ESTIMATOR
-from octavo.launch.request import Request, jobs_of
-from octavo.launch.sdk_arguments import ARGUMENTS, NOT_HERE, REFUSED, check_sdk, without_effect
-from octavo.launch.starting import run, start
-from octavo.launch.values import text_of
 
 
 class PyTorch:

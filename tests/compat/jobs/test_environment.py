@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.errors import InputError
-from octavo.launch.distribution import Layout
-from octavo.launch.environment import (
+from octavo.compat.sagemaker.distribution import Layout
+from octavo.compat.sagemaker.environment import (
     DRIVERS,
     TOOLKIT,
     arguments_of,
@@ -17,6 +16,7 @@ from octavo.launch.environment import (
     shared_variables,
     variables_of,
 )
+from octavo.errors import InputError
 
 VALUES = {"lr": 1e-4, "bf16": True, "name": "a b", "none": None, "sizes": [1, 2], "k": 3, "table": {"b": 1, "a": "x"}}
 

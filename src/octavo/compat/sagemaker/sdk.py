@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.sagemaker import estimator
 from octavo.errors import InputError
-from octavo.launch import estimator
 
 
 class PyTorch(estimator.PyTorch):

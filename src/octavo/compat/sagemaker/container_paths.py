@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.sagemaker.keys import ESTIMATOR
 from octavo.errors import InputError
-from octavo.launch.keys import ESTIMATOR
 
 _ROOT = "/opt/ml"
 _PATH = re.compile(r"(?:(?<![\w./-])|(?<=\bfile://))/opt/ml(?P<inside>/[^\s,;:'\"]*|(?![\w-]))")

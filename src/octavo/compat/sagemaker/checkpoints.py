@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from octavo.compat.sagemaker.keys import Keys
 from octavo.errors import InputError
-from octavo.launch import inputs
-from octavo.launch.keys import Keys
+from octavo.launch import addresses
 from octavo.storage import folder_fault
 
 _DEFAULT = PurePosixPath("/opt/ml/checkpoints")
@@ -41,7 +41,7 @@ class Checkpoints:
         if self.local is None:
             target.mkdir(parents=True)
             if self.remote is not None:
-                inputs.fetch(self.remote, target, f"{key} = {self.remote!r}", may_be_empty=True)
+                addresses.fetch(self.remote, target, f"{key} = {self.remote!r}", may_be_empty=True)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         self.local.mkdir(parents=True, exist_ok=True)
@@ -66,9 +66,9 @@ def checkpoints_of(address: str | Path | None, path: str | Path | None, keys: Ke
     text = str(address)
     if not text:
         raise InputError(f"{keys.checkpoints} is empty: give a folder, or leave it out for one in the job's folder.")
-    local = inputs.local_path(text, keys.checkpoints)
+    local = addresses.local_path(text, keys.checkpoints)
     if local is None:
-        inputs.check_address(text, f"{keys.checkpoints} = {text!r}")
+        addresses.check_address(text, f"{keys.checkpoints} = {text!r}")
         return Checkpoints(inside, remote=text)
     if local.exists() and not local.is_dir():
         raise InputError(f"{keys.checkpoints} = {text!r} is no folder.")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.compat.sagemaker.container_paths import mapped
 from octavo.errors import InputError
 from octavo.launch import PyTorch
-from octavo.launch.container_paths import mapped
 
 SCRIPT = """
 import json, os, pathlib, sys

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.compat.sagemaker.environment import check_variables, joined
+from octavo.compat.sagemaker.values import is_a
 from octavo.errors import InputError
 from octavo.launch import (
     SMP,
@@ -18,8 +20,6 @@ from octavo.launch import (
     configs,
     distribution,
 )
-from octavo.launch.environment import check_variables, joined
-from octavo.launch.values import is_a
 
 
 @pytest.fixture

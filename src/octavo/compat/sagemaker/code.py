@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from octavo.errors import InputError
-from octavo.launch.inputs import expanded
+from octavo.launch.addresses import expanded
 
 _MOST_CODE = 512 * 2**20
 """Bytes of `source_dir`, which every job copies."""

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.sagemaker import configs, inputs
+from octavo.compat.sagemaker.configs import value_of
 from octavo.errors import InputError, first_line
-from octavo.launch import configs, inputs
-from octavo.launch.configs import value_of
+from octavo.launch.addresses import expanded
 
 _PLAIN_SOURCE = {"s3_data_type": (None, "S3Prefix"), "s3_data_distribution_type": (None, "FullyReplicated")}
 _PLAIN_CHANNEL = {
@@ -106,7 +107,7 @@ def hyperparameters_of(given: Any) -> Any:
     """
     if not isinstance(given, str | Path):
         return given or {}
-    name, path = str(given), inputs.expanded(str(given), "hyperparameters")
+    name, path = str(given), expanded(str(given), "hyperparameters")
     if not path.is_file():
         raise InputError(f"hyperparameters = {name!r}: there is no such file. Give a dictionary, or a JSON or YAML file.")
     try:

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from octavo.compat.sagemaker import code, container_paths, environment, inputs
+from octavo.compat.sagemaker.checkpoints import Checkpoints
+from octavo.compat.sagemaker.distribution import Layout, memory_advice
+from octavo.compat.sagemaker.keys import ESTIMATOR, TRAINER
+from octavo.compat.sagemaker.request import Request, jobs_of
 from octavo.errors import EXIT_INTERRUPTED, InputError, warn
-from octavo.launch import code, container_paths, environment, inputs, job
-from octavo.launch.checkpoints import Checkpoints
-from octavo.launch.distribution import Layout
+from octavo.launch import addresses, job
 from octavo.launch.job import Job
-from octavo.launch.keys import ESTIMATOR, TRAINER
-from octavo.launch.request import Request, jobs_of
 from octavo.process import process
 from octavo.storage import describe_fault
 
@@ -70,8 +71,8 @@ def check(request: Request, given: Any) -> Checked:
     job.check_jobs(jobs)
     channels = inputs.addresses(given, keys.inputs)
     for name, address in channels.items():
-        if inputs.local_path(address, name) is None:
-            inputs.check_address(address, f"{keys.inputs}[{name!r}] = {address!r}")
+        if addresses.local_path(address, name) is None:
+            addresses.check_address(address, f"{keys.inputs}[{name!r}] = {address!r}")
     files = code.files_of(root, jobs, request.ignored) if request.source_dir is not None else [script]
     if script not in files and not any(file.samefile(script) for file in files):
         raise InputError(f"{keys.entry} = {request.entry!r} is left out by ignore_patterns = {list(request.ignored)!r}.")
@@ -115,6 +116,7 @@ def start(
             "ranks": layout.ranks,
             "gpus": layout.gpus,
             "parameters": layout.parameters,
+            "memory_advice": memory_advice(record.get("hyperparameters"), layout.parameters, layout.ranks),
             "source": str(root),
             "inputs": channels,
             "send_to": remote,

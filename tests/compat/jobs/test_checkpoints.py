@@ -2,10 +2,10 @@
 
 import pytest
 
+from octavo.compat.sagemaker.checkpoints import checkpoints_of
+from octavo.compat.sagemaker.keys import ESTIMATOR
 from octavo.errors import InputError
 from octavo.launch import JobFailed, PyTorch
-from octavo.launch.checkpoints import checkpoints_of
-from octavo.launch.keys import ESTIMATOR
 
 SCRIPT = """
 import pathlib, sys

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from octavo.config.degrees import DEGREES, check_composed, fit_degrees
+from octavo.compat.sagemaker.keys import ESTIMATOR, Keys
+from octavo.config.degrees import DEGREES, check_composed, divisors, fit_degrees
 from octavo.config.parallel import InitConfig
 from octavo.errors import InputError, nearest
 from octavo.hardware import Instance, find_instance, installed_gpus, lookup, system_memory_gib
-from octavo.launch.keys import ESTIMATOR, Keys
 
 SMP_PARAMETERS = (
     *DEGREES, "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
@@ -318,3 +318,40 @@ def check_degrees(parameters: Mapping[str, Any], ranks: int, machines: str, keys
         raise InputError(
             f"{keys.smp}: degrees do not fit{reason.removeprefix(start)}. The ranks are those of {machines}."
         ) from None
+
+
+def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any] | None, ranks: int | None) -> str:
+    """The settings that lower the memory of a rank, the next larger degree first; empty if none is known.
+
+    given: the hyperparameters. parameters: SMP's. ranks: processes, None for a script without a launcher.
+    """
+    hyperparameters = given or {}
+    found = []
+    if parameters is not None and ranks:
+        context = parameters.get("context_parallel_degree", 1)
+        most = ranks // parameters.get("tensor_parallel_degree", 1)
+        shard = parameters.get("hybrid_shard_degree", 0) or most
+        larger = [degree for degree in divisors(shard) if degree > context]
+        length = hyperparameters.get("max_context_width")
+        if larger:
+            tokens = f" of {length} tokens" if length else ""
+            degrees = ("a degree of " if len(larger) == 1 else "degrees of ") + _and(larger)
+            divide = "divides" if len(larger) == 1 else "divide"
+            found.append(
+                f"context_parallel_degree = 1 keeps whole sequences{tokens} on each rank: {degrees} {divide} their activations"
+                if context == 1
+                else f"context_parallel_degree is {context}: {degrees} {divide} activations further"
+            )
+        if shard < most:
+            over = "all ranks" if most == ranks else f"all {most} ranks with the same part of a matrix"
+            found.append(f"hybrid_shard_degree = {shard}: {most} shards parameters and states over {over}")
+    if hyperparameters.get("activation_checkpointing") in (0, "0", False):
+        found.append("activation_checkpointing = 1 keeps less for backward")
+    if isinstance(size := hyperparameters.get("train_batch_size"), int) and size > 1:
+        found.append(f"train_batch_size = {size} can be lower")
+    return "; ".join(found)
+
+
+def _and(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.sagemaker import code
+from octavo.compat.sagemaker.checkpoints import Checkpoints, checkpoints_of
+from octavo.compat.sagemaker.distribution import Layout, fit_layout
+from octavo.compat.sagemaker.environment import TOOLKIT, Encoding
+from octavo.compat.sagemaker.keys import ESTIMATOR, Keys
 from octavo.errors import InputError, nearest
-from octavo.launch import code, inputs
-from octavo.launch.checkpoints import Checkpoints, checkpoints_of
-from octavo.launch.distribution import Layout, fit_layout
-from octavo.launch.environment import TOOLKIT, Encoding
+from octavo.launch import addresses
 from octavo.launch.job import JOBS
-from octavo.launch.keys import ESTIMATOR, Keys
 
 
 @dataclass
@@ -91,10 +92,10 @@ class Request:
         entry, folder_name = self.keys.entry, self.source_dir
         if folder_name is not None and (":" in folder_name.partition("/")[0] or folder_name.endswith(".tar.gz")):
             raise InputError(f"source_dir = {folder_name!r}: give a folder of this machine.")
-        folder = inputs.expanded(folder_name or ".", "source_dir")
+        folder = addresses.expanded(folder_name or ".", "source_dir")
         if not folder.is_dir():
             raise InputError(f"source_dir = {folder_name!r} is no folder. Give the one that holds {self.entry!r}.")
-        script = folder / inputs.expanded(self.entry, entry)
+        script = folder / addresses.expanded(self.entry, entry)
         if script.suffix != ".py":
             raise InputError(f"{entry} = {self.entry!r} is no Python script: give a .py file.")
         if not script.is_file():
@@ -143,8 +144,8 @@ def jobs_of(output: str | Path | None, key: str = ESTIMATOR.output) -> tuple[Pat
     address = str(output)
     if not address:
         raise InputError(f"{key} is empty: give a folder, or leave it out for ./jobs.")
-    local = inputs.local_path(address, key)
+    local = addresses.local_path(address, key)
     if local is None:
-        inputs.check_address(address, f"{key} = {address!r}")
+        addresses.check_address(address, f"{key} = {address!r}")
         return JOBS, address
     return local, None

@@ -1,4 +1,4 @@
-"""Channels of a job: local folders and files as links, other addresses as copies through fsspec; and results sent to one.
+"""Channels of a job: local folders and files as links, other addresses as copies through fsspec.
 
 The script sees each channel as a folder of files, as SageMaker's mode "File" lays it. The mode "Pipe" is refused.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from octavo import storage
-from octavo.errors import InputError, first_line, install_extra
+from octavo.errors import InputError
+from octavo.launch.addresses import fetch, local_path
 
-_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _CHANNEL = re.compile(r"[A-Za-z0-9.\-_]{1,64}")
 _PLAIN = {"distribution": "FullyReplicated", "s3_data_type": "S3Prefix", "input_mode": ("File", "FastFile")}
 """Arguments of `TrainingInput` that describe a folder of files, which every channel is."""
@@ -128,30 +126,6 @@ def _address(key: str, value: Any) -> str:
     return str(local)
 
 
-def local_path(address: str, key: str) -> Path | None:
-    """The absolute path of a local address; None for another machine's. key: for the message."""
-    if not _REMOTE.match(address):
-        return expanded(address, key).absolute()
-    if not address.lower().startswith("file://"):
-        return None
-    parts = urlsplit(address)
-    if parts.netloc not in ("", "localhost"):  # file://data/train: meant as a relative path
-        raise InputError(f"{key} = {address!r} names the host {parts.netloc!r}: write file:// and an absolute path.")
-    return Path(unquote(parts.path))
-
-
-def expanded(path: str, key: str) -> Path:
-    """A path with ~ as the home folder. key: for the message.
-
-    Raises:
-        InputError: there is no such user, or it is the rest of an address, of which a pathlib.Path has taken a slash.
-    """
-    if shortened := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", path, re.IGNORECASE):
-        whole = f"{shortened[1]}://{path[shortened.end() :]}"
-        raise InputError(f"{key} = {path!r} lacks a slash, which a pathlib.Path takes from an address: give {whole!r} as text.")
-    return storage.local_path(path, key)
-
-
 def lay(channel: str, address: str, folder: Path, key: str = "inputs") -> Path:
     """Make the folder of a channel in `folder`; returns it. key: the argument, for messages.
 
@@ -169,72 +143,3 @@ def lay(channel: str, address: str, folder: Path, key: str = "inputs") -> Path:
         target.mkdir(parents=True)
         (target / source.name).symlink_to(source.resolve())
     return target
-
-
-def fetch(address: str, target: Path, key: str, *, may_be_empty: bool = False) -> None:
-    """Copy the files of a remote address into a folder. key: argument and address, for messages.
-
-    Raises:
-        InputError: the address cannot be read, or holds no file, unless it `may_be_empty`.
-    """
-    system, root = _file_system(address, key)
-    try:
-        names = system.find(root)
-    except FileNotFoundError:
-        names = []
-    except Exception as error:  # each of fsspec's file systems has its own
-        raise InputError(f"{key} cannot be read: {first_line(error)}. Check the address and your credentials.") from error
-    if not names and not may_be_empty:
-        raise InputError(f"{key} holds no file. Check the address.")
-    for name in names:
-        inside = PurePosixPath(name).relative_to(root) if name != root else PurePosixPath(PurePosixPath(name).name)
-        if ".." in inside.parts or inside.is_absolute():
-            raise InputError(f"{key} has a file {name!r}, which would lie outside of its channel.")
-        path = target.joinpath(*inside.parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            system.get_file(name, str(path))
-        except Exception as error:
-            raise InputError(f"{key}: {name!r} cannot be read: {first_line(error)}.") from error
-
-
-def send(folder: Path, address: str, key: str = "output_path") -> None:
-    """Copy the files of a folder to a remote address. key: the argument, for messages.
-
-    Raises:
-        InputError: the address cannot be written.
-    """
-    key = f"{key} = {address!r}"
-    system, root = _file_system(address, key)
-    try:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                name = f"{root.rstrip('/')}/{path.relative_to(folder).as_posix()}"
-                system.makedirs(name.rpartition("/")[0], exist_ok=True)
-                system.put_file(str(path), name)
-    except Exception as error:  # each of fsspec's file systems has its own
-        raise InputError(f"{key} cannot be written: {first_line(error)}. Check the address and your credentials.") from error
-
-
-def check_address(address: str, key: str) -> None:
-    """Check that fsspec knows the kind of an address.
-
-    Raises:
-        InputError: it does not, or needs another package.
-    """
-    _file_system(address, key)
-
-
-def _file_system(address: str, key: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it."""
-    from fsspec.core import url_to_fs
-
-    kind, separator, rest = address.partition(":")
-    try:
-        system, root = url_to_fs(f"{kind.lower()}{separator}{rest}")
-    except ImportError as error:
-        way = f" It is in an extra: {install_extra('s3')}." if address.startswith("s3://") else ""
-        raise InputError(f"{key} needs another package: {first_line(error)}.{way}") from None
-    except ValueError as error:
-        raise InputError(f"{key}: {first_line(error)}. Give a folder, file://… or s3://….") from None
-    return system, str(root).rstrip("/") or "/"

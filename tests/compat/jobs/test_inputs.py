@@ -3,9 +3,9 @@
 import fsspec
 import pytest
 
+from octavo.compat.sagemaker.inputs import addresses, check_address, lay, local_path, send
 from octavo.errors import InputError
 from octavo.launch import TrainingInput
-from octavo.launch.inputs import addresses, check_address, lay, local_path, send
 
 
 @pytest.fixture

@@ -11,23 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InputError, nearest, warn
-from octavo.launch import job
-from octavo.launch.configs import Compute, Mode, value_of
-from octavo.launch.distribution import check_parameters
-from octavo.launch.environment import DRIVERS, check_hyperparameters, check_variables
-from octavo.launch.keys import TRAINER
-from octavo.launch.request import Request
-from octavo.launch.sdk_arguments import (
+from octavo.compat.sagemaker.configs import Compute, Mode, value_of
+from octavo.compat.sagemaker.distribution import check_parameters
+from octavo.compat.sagemaker.environment import DRIVERS, check_hyperparameters, check_variables
+from octavo.compat.sagemaker.keys import TRAINER
+from octavo.compat.sagemaker.request import Request
+from octavo.compat.sagemaker.sdk_arguments import (
     TRAINER_CONFIGS_REFUSED,
     TRAINER_CONFIGS_SAID,
     TRAINER_MEANINGLESS,
     TRAINER_REFUSED,
     check_sdk,
 )
-from octavo.launch.starting import check, run, start
-from octavo.launch.training_job import TrainingJob
-from octavo.launch.values import channels_of, config_of, hyperparameters_of, is_a, text_of
+from octavo.compat.sagemaker.starting import check, run, start
+from octavo.compat.sagemaker.training_job import TrainingJob
+from octavo.compat.sagemaker.values import channels_of, config_of, hyperparameters_of, is_a, text_of
+from octavo.errors import InputError, nearest, warn
+from octavo.launch import job
 
 _OWN = (
     "training_mode", "base_job_name", "source_code", "distributed", "compute", "networking", "stopping_condition",

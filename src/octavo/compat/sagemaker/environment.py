@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.compat.sagemaker.distribution import Layout
 from octavo.errors import InputError
 from octavo.job_ranks import VARIABLES
-from octavo.launch.distribution import Layout
 
 HOST = "algo-1"
 """The one host of a job, by SageMaker's name."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from octavo.compat.sagemaker.request import jobs_of
 from octavo.launch import job
 from octavo.launch.job import FINAL, Job
-from octavo.launch.request import jobs_of
 
 
 class TrainingJob(Job):
