@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.measure import Target
-from octavo.bench.results import document
+from benchmarks.measure import Target
+from benchmarks.records import document
 from octavo.build import BuildOptions, build_model, transform
 from octavo.config.lora import LoRA
 from octavo.errors import InputError
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))
     output = given.pop("output")
     target = Target(describe_device(given["device"]), given["device"])
-    command = f"python -m octavo.bench.lora_gap {shlex.join(sys.argv[1:] if arguments is None else arguments)}"
+    command = f"python -m benchmarks.lora_gap {shlex.join(sys.argv[1:] if arguments is None else arguments)}"
 
     def done(found: dict[str, Any]) -> None:
         if output is not None:
