@@ -23,6 +23,7 @@ from benchmarks.peers import ADAMW, BLOCKS, SEED, Entry, Training, build_octavo,
 from benchmarks.plain import STD, PlainDecoder, next_token_loss
 from benchmarks.vision.models import Around
 from octavo.errors import InputError
+from octavo.fp8.scaling import states_of
 from octavo.parallel.deferred_init import CounterInit, materialise
 from octavo.parallel.world import state
 
@@ -49,6 +50,14 @@ def build_torchao_sharded(case: Case, device: torch.device, compiled: bool, *, s
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: BLOCKS.match(name) is not None)
     _compile_and_shard(model, case, compiled)
     return Training(model, model, settle=partial(precompute_float8_dynamic_scale_for_fsdp, model))
+
+
+def build_unjoined(case: Case, device: torch.device, on_gpu: bool, *, seed: int = SEED, **how: Any) -> Training:
+    """Octavo over tensor ranks that join no amax."""
+    trainer = build_octavo(case, device, on_gpu, seed=seed, **how)
+    for _, layer_state in states_of(trainer.model):
+        layer_state.tensor_group = None
+    return trainer
 
 
 def _compile_and_shard(model: PlainDecoder, case: Case, compiled: bool) -> None:
@@ -176,6 +185,8 @@ SHARDED: dict[str, Entry] = {
         ),
         Entry("octavo-delayed-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="delayed", fast=True)),
         Entry("octavo-current-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="current", fast=True)),
+        # The time without joins of amaxes: each rank casts by its own, and the numbers are wrong.
+        Entry("octavo-current-unjoined-fast-bf16-states", "fp8", "bf16", partial(build_unjoined, recipe="current", fast=True)),
         Entry("octavo-bf16-states", "bf16", "bf16", build_octavo),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),
         Entry("ao-tensorwise", "fp8", "bf16", build_torchao_sharded, "torchao", families=("llama",)),

@@ -83,6 +83,7 @@ from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import BesideAdapters, CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, refuse_wrappers, shard
 from octavo.parallel.gathered import memory_of_gpu, settle_gathering
+from octavo.parallel.joined_amaxes import join_weights
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
@@ -408,6 +409,8 @@ def place(
     # 7. Gather, or keep.
     if sharding is not None:
         save_whole(model)
+    if sharding is not None and sharding.tensor_group is not None:
+        join_weights(model)
     if sharding is not None and shards:
         gather_weights_in_fp8(model, parts, sharding)
     else:

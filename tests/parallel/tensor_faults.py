@@ -5,8 +5,10 @@ import dataclasses
 from unittest import mock
 
 import tensor_ranks
+import torch
 import torch.distributed as dist
 
+from octavo.collectives import amaxes
 from octavo.collectives.blocks import local_of
 from octavo.collectives.tensor import TensorGroup
 from octavo.fp8 import buffers, quantizer
@@ -14,7 +16,7 @@ from octavo.fp8 import tensor_parallel as products
 from octavo.kernels import cross_entropy_slices
 from octavo.models import tensor_parallel as parts
 from octavo.nn import word_slices
-from octavo.parallel import shards
+from octavo.parallel import joined_amaxes, shards
 
 TENSOR = {"tensor_parallel_degree": 2}
 
@@ -41,6 +43,18 @@ def _bias_before_the_sum(true):
 
 def _nothing(_):
     return lambda *_: None
+
+
+def _of_own_amax(true):
+    return lambda self, amaxes, groups, *format: true(self, amaxes, [], *format)
+
+
+def _without_others(true):
+    def join(weights):
+        with mock.patch.object(amaxes.Joins, "largest_", lambda self, own, group: own):
+            true(weights)
+
+    return join
 
 
 def _with_scales_of_others(true):
@@ -110,6 +124,12 @@ FAULTS = {
     "a bias is added by each rank": Fault(products.RowParallelGemms, "output", _bias_before_the_sum, "all-biases"),
     "amaxes of the histories are not joined": Fault(buffers, "_join", _nothing, options=None),
     "the first amax is not joined": Fault(quantizer.LinearQuantizer, "_join", _nothing, options=None),
+    "the amax of a cast is not joined": Fault(
+        amaxes.Joins, "scale", _of_own_amax, tensor_ranks.ALIGNED, {"recipe": "current", "dtype": torch.float64}
+    ),
+    "amaxes of weights are not joined": Fault(
+        joined_amaxes, "_join", _without_others, tensor_ranks.ALIGNED, {"recipe": "current", "dtype": torch.float64}
+    ),
     "rows are read with another rank's scales": Fault(
         products._Gathering, "parts", _with_scales_of_others, tensor_ranks.ALIGNED, {"recipe": "rowwise"}
     ),

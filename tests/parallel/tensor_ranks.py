@@ -24,6 +24,7 @@ import first_casts
 import octavo
 from octavo.collectives import copies
 from octavo.collectives import tensor as tensor_groups
+from octavo.collectives.amaxes import ROOM, Joins
 from octavo.collectives.blocks import local_of, parameters_of, with_block
 from octavo.collectives.tensor import TensorGroup
 from octavo.collectives.whole import whole_tensor
@@ -39,6 +40,7 @@ from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm, reference
 from octavo.kernels.cross_entropy import Objective, cross_entropy_
 from octavo.kernels.experts import router
+from octavo.kernels.quantize.cast_scaled import scale_from_amax
 from octavo.kernels.quantize.quantized import QuantizedTensor
 from octavo.models.tensor_parallel import rows_of_words, words_of
 from octavo.nn import attention, experts, moe
@@ -228,6 +230,43 @@ def exchanged(rounds):
     for _ in range(2):  # the second is measured
         tensor.gather(drawn(1024, 4096, dtype=torch.bfloat16))
     return wrong, tensor.exchanges
+
+
+def joined(rounds):
+    """Joins of amaxes in the memory of the ranks' GPUs beside NCCL's: those that differ, and the ways.
+
+    Of many sizes, on two streams, beside products that take longer on one rank than on the other.
+    """
+    joins, group, rank, wrong = Joins(), dist.group.WORLD, dist.get_rank(), []
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    if gpus < dist.get_world_size():
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    draw = torch.Generator(device).manual_seed(11 + rank)
+    slow, streams = torch.randn(2048, 2048, device=device), (torch.cuda.current_stream(), torch.cuda.Stream())
+    for round in range(rounds):
+        made, wanted = [], []
+        for number, count in enumerate((1, 8, 1, 33, ROOM, ROOM + 1, 1, 1)):
+            largest = 10 * torch.rand(count, device=device, generator=draw)
+            if number % 4 == 1:
+                largest[: count // 2] = 0.0
+            if number == 3 and rank == 1:
+                largest[0] = torch.inf
+            own, shape = largest.clone(), () if count == 1 else (count,)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            if (round + number + rank) % 3 == 0:
+                for _ in range(10):
+                    slow @ slow
+            streams[round % 2].wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(streams[round % 2]):
+                scales = joins.scale(own.view(shape), [group], 448.0, number == 2)
+            torch.cuda.current_stream().wait_stream(streams[round % 2])
+            made += [own, scales.flatten()]
+            wanted += [largest, scale_from_amax(largest, 448.0, number == 2)]
+        pairs = enumerate(zip(made, wanted, strict=True))
+        wrong += [(round, number) for number, (found, want) in pairs if not torch.equal(found, want)]
+    return wrong, joins.ways()
 
 
 @contextlib.contextmanager

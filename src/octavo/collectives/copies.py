@@ -21,7 +21,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from torch import Tensor
 
 from octavo.kernels.timing import median_us
 from octavo.process import process
+
+T = TypeVar("T")
 
 LEAST_BYTES = 2**20
 """Of a rank's block that may be copied; smaller ones go by NCCL."""
@@ -182,15 +184,27 @@ class Exchange:
 
 def reach(group: dist.ProcessGroup, device: torch.device, block: int) -> PeerMemory | str:
     """Memory of a group's ranks with room for blocks of so many bytes, or the reason why there is none. Collective."""
+
+    def make() -> PeerMemory:
+        memory = PeerMemory(group, device)
+        memory.reserve(block)
+        return memory
+
+    return reached(group, make)
+
+
+def reached(group: dist.ProcessGroup, make: Callable[[], T]) -> T | str:
+    """Memory that a group's ranks write, as `make` has it, or the reason why they have none: the same on all. Collective."""
     reason = "" if process.peer_copies else "OCTAVO_PEER_COPIES=0"
     if found := _agreed([reason, platform.node()], group):
         return found
-    memory, reason = PeerMemory(group, device), ""
+    memory = None
     try:
-        memory.reserve(block)
+        memory = make()
     except RuntimeError as error:
         reason = f"no symmetric memory: {str(error).splitlines()[0]}"
-    return _agreed([reason, ""], group) or memory
+    found = _agreed([reason, ""], group)
+    return memory if memory is not None and not found else found
 
 
 def _agreed(found: list[str], group: dist.ProcessGroup) -> str:

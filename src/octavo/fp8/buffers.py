@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.collectives.amaxes import Joins
 from octavo.errors import InputError, some, warn
 from octavo.fp8 import checkpoints
 from octavo.fp8.recipe import History, Operand, Recipe
@@ -399,6 +400,8 @@ class BufferSet:
         """Ranks with different experts of the model's mixtures, whose slots have entries for all."""
         self.tensor_group: dist.ProcessGroup | None = None
         """Ranks with parts of each operand, which all cast by one scale."""
+        self.joins = Joins()
+        """Of amaxes before a cast."""
         self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()

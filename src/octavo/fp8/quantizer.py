@@ -375,7 +375,21 @@ class LinearQuantizer:
 
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
         """The largest amaxes of all ranks of a group, in place."""
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        self.state.buffers.joins.largest_(largest, group)
+
+    def _current_scale(self, operand: Operand, producer: Producer, how: Cast) -> Tensor:
+        """The scale of an operand from its amax, joined over the ranks that hold parts of it."""
+        kind = how.format
+        if operand is Operand.WEIGHT and (joined := self.state.joined_amax) is not None:
+            return scale_from_amax(joined, kind.max, how.power_of_two)
+        largest = self._amax(producer, kind.max, kind.dtype)
+        groups = [self.state.tensor_group_of(operand), None if operand is Operand.WEIGHT else self.state.context_group]
+        there = [group for group in groups if group is not None]
+        if self._own is not None:  # entries of all experts are joined, and these have a part
+            for group in there:
+                self._join(largest, group)
+            there = []
+        return self.state.buffers.joins.scale(largest, there, kind.max, how.power_of_two)
 
     def _quantize(
         self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
@@ -437,12 +451,7 @@ class LinearQuantizer:
                 seen = torch.empty_like(entry) if self.trains else None
             return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
         if how.granularity is Granularity.TENSOR and not compiling:
-            largest = self._amax(producer, kind.max, kind.dtype)
-            if (tensor := self.state.tensor_group_of(operand)) is not None:
-                self._join(largest, tensor)
-            if self.state.context_group is not None and operand is not Operand.WEIGHT:
-                self._join(largest, self.state.context_group)
-            scale = scale_from_amax(largest, kind.max, how.power_of_two)
+            scale = self._current_scale(operand, producer, how)
             self._observe(operand, scale)
             made = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
             return made, scale if keep else None

@@ -49,6 +49,7 @@ class ModuleState:
         self.stored: Stored | None = None  # how the weight is stored, if in FP8 alone
         self.context_group: dist.ProcessGroup | None = None  # shares each sequence, whose tokens have one current scale
         self.tensor_group: dist.ProcessGroup | None = None  # holds parts of operands, which have one scale
+        self.joined_amax: Tensor | None = None  # of the weight over the tensor group, within a forward of the model
         self.observed: dict[Operand, Tensor] = {}
         self.buffers = buffers.default
         self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation
@@ -175,6 +176,7 @@ class ModuleState:
             "gathered",
             "context_group",
             "tensor_group",
+            "joined_amax",
             "pickled",
         )
         kept = {name: value for name, value in vars(self).items() if name not in passing}
@@ -187,8 +189,9 @@ class ModuleState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         values, module = state.pop("values"), state.pop("module")
         vars(self).update(
-            state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None, tensor_group=None
-        )
+            state, slots={}, indices={}, observed={}, weight_cache=None, gathered=None, context_group=None, tensor_group=None,
+            joined_amax=None,
+        )  # fmt: skip
         self.pickled = {}
         self._module = weakref.ref(module)
         for operand, (policy, fp8_max, numbers) in values.items():
@@ -202,7 +205,7 @@ class ModuleState:
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         twin.slots, twin.indices, twin.observed, twin.pickled = {}, {}, {}, {}
-        twin.weight_cache = twin.gathered = None
+        twin.weight_cache = twin.gathered = twin.joined_amax = None
         module = self._module()
         if module is not None:
             twin._module = weakref.ref(memo.get(id(module), module))

@@ -60,7 +60,8 @@ def _row_amaxes(x):
 
 
 @triton.jit
-def _choose_scale(amax, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def choose_scale(amax, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """`reference.scale_from_amax`, bit for bit."""
     good = (amax > 0) & (amax < float("inf"))
     if POWER_OF_TWO:
         # FP8_MAX / amax rounded down needs no division: the exponents' difference, 1 less where amax has the larger mantissa. A
@@ -97,7 +98,7 @@ def _amax_of(x_ptr, amax_ptr, columns, stride, BLOCK: tl.constexpr):
 def _scale_of(amax_ptr, scale_ptr, count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < count, other=0.0)
-    tl.store(scale_ptr + at, _choose_scale(amax, FP8_MAX, POWER_OF_TWO), mask=at < count)
+    tl.store(scale_ptr + at, choose_scale(amax, FP8_MAX, POWER_OF_TWO), mask=at < count)
 
 
 @triton.jit
@@ -112,14 +113,14 @@ def _cast_whole_rows(
     if WHOLE:
         inside = there & (c < columns)[None, :]
         x = load_tile(x_ptr, r, c, stride, inside)
-        scale = _choose_scale(tl.max(larger(0.0, x), axis=1), FP8_MAX, False)
+        scale = choose_scale(tl.max(larger(0.0, x), axis=1), FP8_MAX, False)
         store_layouts(x * scale[:, None], q_ptr, None, r, c, rows, columns, inside, 1.0, False)
     else:
         largest = tl.zeros([TILE_R, BLOCK], dtype=tl.float32)
         for first in range(0, columns, BLOCK):
             inside = there & (first + c < columns)[None, :]
             largest = tl.maximum(largest, larger(0.0, load_tile(x_ptr, r, first + c, stride, inside)))
-        scale = _choose_scale(tl.max(largest, axis=1), FP8_MAX, False)
+        scale = choose_scale(tl.max(largest, axis=1), FP8_MAX, False)
         for first in range(0, columns, BLOCK):
             inside = there & (first + c < columns)[None, :]
             x = load_tile(x_ptr, r, first + c, stride, inside) * scale[:, None]
@@ -158,9 +159,9 @@ def _cast_scales(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if row_amax_ptr is not None:
         amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
-        _store_scale(_choose_scale(amax, FP8_MAX, False), row_scale_ptr, row_inv_ptr, at, at < rows, False)
+        _store_scale(choose_scale(amax, FP8_MAX, False), row_scale_ptr, row_inv_ptr, at, at < rows, False)
     amax = tl.load(column_amax_ptr + at, mask=at < of_columns, other=0).to(tl.float32, bitcast=True)
-    _store_scale(_choose_scale(amax, FP8_MAX, False), column_scale_ptr, column_inv_ptr, at, at < of_columns, False)
+    _store_scale(choose_scale(amax, FP8_MAX, False), column_scale_ptr, column_inv_ptr, at, at < of_columns, False)
 
 
 @triton.jit
@@ -214,7 +215,7 @@ def _cast_blocks(
     x = load_tile(x_ptr, r, c, stride, inside)
     magnitude = larger(0.0, x)
     if SQUARE:
-        scale = _choose_scale(tl.max(magnitude), FP8_MAX, True)
+        scale = choose_scale(tl.max(magnitude), FP8_MAX, True)
         if rowwise_ptr is not None:
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_r * tiles_across + tile_c, True, True)
         if columnwise_ptr is not None:
@@ -222,11 +223,11 @@ def _cast_blocks(
         store_layouts(x * scale, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None)
     else:
         if rowwise_ptr is not None:
-            scale = _choose_scale(tl.max(magnitude, axis=1), FP8_MAX, True)
+            scale = choose_scale(tl.max(magnitude, axis=1), FP8_MAX, True)
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
             store_layouts(x * scale[:, None], rowwise_ptr, None, r, c, rows, columns, inside, one, False)
         if columnwise_ptr is not None:
-            scale = _choose_scale(tl.max(magnitude, axis=0), FP8_MAX, True)
+            scale = choose_scale(tl.max(magnitude, axis=0), FP8_MAX, True)
             _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
             y = x * scale[None, :]
             store_layouts(y, None, columnwise_ptr, r, c, rows, columns, inside, one, rowwise_ptr is not None)
@@ -246,13 +247,13 @@ def _cast_blocks_packed(
     largest = larger(larger(0.0, x_0.to(tl.float32)), x_1.to(tl.float32))
     largest = larger(larger(largest, x_2.to(tl.float32)), x_3.to(tl.float32))
     if SQUARE:
-        column_scale = _choose_scale(tl.max(largest), FP8_MAX, True)
+        column_scale = choose_scale(tl.max(largest), FP8_MAX, True)
         index = tile_c * tl.cdiv(rows, BLOCK) + tile_r
         _store_scale(column_scale, column_scale_ptr, column_inv_ptr, index, True, True)
         if rowwise_ptr is not None:
             _store_scale(column_scale, row_scale_ptr, row_inv_ptr, tl.program_id(0), True, True)
     else:
-        scale = _choose_scale(tl.max(largest, axis=0), FP8_MAX, True)
+        scale = choose_scale(tl.max(largest, axis=0), FP8_MAX, True)
         _store_scale(scale, column_scale_ptr, column_inv_ptr, tile_r.to(tl.int64) * columns + c, c < columns, True)
         column_scale = scale[None, :]
         if rowwise_ptr is not None:
@@ -260,7 +261,7 @@ def _cast_blocks_packed(
             # In the order of the rows, so that their scales are stored at once.
             amax = tl.reshape(tl.join(tl.join(amaxes[0], amaxes[2]), tl.join(amaxes[1], amaxes[3])), [BLOCK])
             r = tile_r * BLOCK + tl.arange(0, BLOCK)
-            scale = _choose_scale(amax, FP8_MAX, True)
+            scale = choose_scale(amax, FP8_MAX, True)
             _store_scale(scale, row_scale_ptr, row_inv_ptr, tile_c.to(tl.int64) * rows + r, r < rows, True)
     packed = tl.zeros([BLOCK // 4, BLOCK], tl.int32)
     before = tl.zeros([BLOCK // 4, BLOCK], tl.float32)
@@ -268,16 +269,16 @@ def _cast_blocks_packed(
         x = xs[i].to(tl.float32)
         y = x * column_scale
         if rowwise_ptr is not None:
-            z = y if SQUARE else x * _choose_scale(amaxes[i], FP8_MAX, True)[:, None]
+            z = y if SQUARE else x * choose_scale(amaxes[i], FP8_MAX, True)[:, None]
             store_layouts(z, rowwise_ptr, None, g * 4 + i, c, rows, columns, inside, 1.0, False)
         packed = packed_row(packed, before, y, i, columnwise_ptr.dtype.element_ty)
         before = y
     store_packed(packed, columnwise_ptr, g, c, rows, inside)
 
 
-def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK) -> Tensor:
+def launch_amax(x: Tensor, *, block: int = _AMAX_BLOCK, out: Tensor | None = None) -> Tensor:
     """Run the kernel; see `amax`."""
-    largest = torch.zeros((), dtype=torch.float32, device=x.device)
+    largest = torch.zeros((), dtype=torch.float32, device=x.device) if out is None else out
     if x.numel() == 0:
         return largest
     if x.dim() != 2 or x.stride(-1) != 1 or x.is_contiguous():
@@ -380,11 +381,11 @@ def launch_blocks(x: Tensor, dtype: torch.dtype, fp8_max: float, rows: int, *, r
     return out, out_t
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest |x| in float32, NaN ignored, float32 []; x of any shape. One read on a GPU."""
+def amax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Largest |x| in float32, NaN ignored, float32 []; x of any shape. One read on a GPU. out: receives it, 0 before."""
     if x.device.type == "cuda" and not torch.compiler.is_compiling():
-        return launch_amax(x)
-    return reference.amax(x)
+        return launch_amax(x, out=out)
+    return reference.amax(x) if out is None else out.copy_(reference.amax(x))
 
 
 def scale_from_amax(largest: Tensor, fp8_max: float, power_of_two: bool = False) -> Tensor:
