@@ -87,6 +87,7 @@ from octavo.parallel.joined_amaxes import join_weights
 from octavo.parallel.module_init import OwnInit
 from octavo.parallel.offload import HORIZON, offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
+from octavo.parallel.replicated import sum_together
 from octavo.parallel.saving import save_whole
 from octavo.parallel.sharding import Sharding, check_experts, sharding_of
 from octavo.parallel.shards import local_shard, named_tensors
@@ -409,8 +410,9 @@ def place(
     # 7. Gather, or keep.
     if sharding is not None:
         save_whole(model)
-    if sharding is not None and sharding.tensor_group is not None:
+    if isinstance(model, Decoder) and model.tensor is not None:
         join_weights(model)
+        sum_together(model, model.tensor, parts if shards else [model])
     if sharding is not None and shards:
         gather_weights_in_fp8(model, parts, sharding)
     else:

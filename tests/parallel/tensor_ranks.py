@@ -684,6 +684,17 @@ def stepped_by_matrices(degrees, shape):
     return whole(model, lambda parameter: parameter)
 
 
+def sums_of_backward(degrees, shape, micro_batches=1, **options):
+    """The sums over ranks of a step's backward: elements of each all-reduce, and how many parameters all tensor ranks hold."""
+    model, found = started(shape, degrees, **options), []
+    given = {name: value.chunk(micro_batches)[0] for name, value in own_samples(batch()).items()}
+    loss = model(**given).loss
+    summed = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", lambda x, *more, **how: (found.append(x.numel()), summed(x, *more, **how))[1]):
+        loss.backward()
+    return found, [parameter.numel() for parameter, block in parameters_of(model).items() if block.is_whole]
+
+
 def other_settings(degrees, which):
     """What is said where the last rank has another setting."""
     model, other = started("plain", degrees), world.state.rank == 1
@@ -734,6 +745,11 @@ def norms_and_whole_tensors(degrees):
         "state": refused(model.state_dict()["layers.0.self_attention.qkv.weight"].full_tensor),
     }
     norm.grad.norm()  # is whole
+    before, known = [gradient.clone() for gradient in gradients], octavo.clip_grad_norm_(model, 0.0)
+    clip_grads_with_norm_(model.parameters(), known / 2, known)
+    for gradient, own in zip(gradients, before, strict=True):
+        torch.testing.assert_close(gradient, own / 2, rtol=1e-4, atol=1e-6)
+        gradient.copy_(own)
     plain = torch.nn.Linear(3, 3)
     plain(torch.ones(1, 3)).sum().backward()
     clip_grad_norm_(plain.parameters(), 1e-3)

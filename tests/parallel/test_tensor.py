@@ -186,6 +186,15 @@ def test_beside_other_degrees(layout):
     check(4, LAYOUTS[layout], cells, limit=3e-5)
 
 
+def test_gradients_of_what_all_tensor_ranks_hold_are_summed_at_once():
+    for found, held in ranks.run(2, tensor_ranks.sums_of_backward, TENSOR, "all-biases"):
+        assert found == [sum(held)]
+        assert len(held) > 8
+    shape = tensor_ranks.MIXTURE | {"num_key_value_heads": 2}
+    for found, held in ranks.run(2, tensor_ranks.sums_of_backward, TENSOR, shape, recompute=True):
+        assert found == [sum(held)]
+
+
 def test_with_other_options():
     check(2, TENSOR, list(OPTIONS.values()), limit=3e-5)
 

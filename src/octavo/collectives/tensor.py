@@ -52,6 +52,8 @@ class TensorGroup(Ranks):
         self.rank = dist.get_rank(group) if rank is None else rank
         self._peers: PeerMemory | str | None = None
         """For exchanges by copies; the reason where the ranks have none; None before the first exchange of a GPU."""
+        self._together: dict[int, Tensor] = {}
+        """Of a parameter's id, within a forward: what takes its place, so that gradients are summed at once."""
 
     def start_gather(self, rows: Tensor) -> Gathering:
         """Begin to gather rows [m, C] of any dtype, FP8 too, from all ranks."""
@@ -144,6 +146,17 @@ class TensorGroup(Ranks):
         dist.all_reduce(part, group=self.group)
         return part
 
+    def sum_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The sum of all ranks' parts of each tensor, by one all-reduce in float32, or in float64 where one is; new tensors."""
+        dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+        flat = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
+        places = [place.view(part.shape) for place, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+        torch._foreach_copy_(places, list(parts))
+        self.sum_(flat)
+        summed = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
+        torch._foreach_copy_(summed, places)
+        return summed
+
     def sum_shared_(self, rows: Tensor) -> Tensor:
         """The sum over the ranks that share these rows, in place."""
         assert self.sharing is not None
@@ -229,7 +242,20 @@ class TensorGroup(Ranks):
 
     def replicated(self, parameter: Tensor | None) -> Tensor | None:
         """A parameter that every rank holds and reads for its own tokens or heads: its gradient is the sum of all ranks'."""
-        return None if parameter is None else _Replicated.apply(parameter, self)
+        if parameter is None or not torch.is_grad_enabled():
+            return parameter
+        together = self._together.get(id(parameter))
+        return _Replicated.apply(self, parameter)[0] if together is None else together
+
+    def begin_together(self, parameters: Sequence[Tensor]) -> None:
+        """Until `end_together`, `replicated` of these has one collective for the gradients of all, when the last is there."""
+        if parameters:
+            self._together |= {id(p): view for p, view in zip(parameters, _Replicated.apply(self, *parameters), strict=True)}
+
+    def end_together(self, parameters: Sequence[Tensor]) -> None:
+        """The end of a forward that has begun with `begin_together` of these."""
+        for parameter in parameters:
+            self._together.pop(id(parameter), None)
 
     def shared(self, parameter: Tensor, rows: int) -> Tensor:
         """A parameter whose last rows the ranks of `sharing` hold too: the gradient of these is the sum of theirs."""
@@ -346,14 +372,22 @@ def _masked(x: Tensor, mask: Tensor, scale: float | None) -> Tensor:
 
 
 class _Replicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.tensor = tensor
-        return parameter.view_as(parameter)
+    """Parameters as they are, whose gradients are summed once all are there; of some that no loss reads there is none."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.tensor.sum_(grad.contiguous().clone()), None
+    def forward(ctx: Any, tensor: TensorGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.tensor = tensor
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [number for number, grad in enumerate(grads) if grad is not None]
+        found: list[Tensor | None] = [None] * len(grads)
+        if there:
+            for number, summed in zip(there, ctx.tensor.sum_each([grads[number] for number in there]), strict=True):
+                found[number] = summed
+        return None, *found
 
 
 class _Shared(torch.autograd.Function):

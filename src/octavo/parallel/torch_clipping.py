@@ -3,6 +3,7 @@
 `torch.nn.utils.clip_grad_norm_` and `get_total_norm` take the norm over the ranks that shard a tensor. Of a tensor group each
 rank would find another norm, scale by it, and the ranks' copies of a norm's weight would part, in silence. `full_tensor()` and
 `norm()` of a parameter and of its gradient are refused likewise; those of a tensor that is computed of them are not known.
+`clip_grads_with_norm_` takes the norm that `octavo.clip_grad_norm_` returns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from octavo.collectives.blocks import parameters_of
 from octavo.errors import InputError
 
 _MARK = "octavo_part_of_a_tensor_rank"
+_KNOWN = "octavo_norm_of_all_ranks"
 
 
 def refuse_torch_clipping(model: nn.Module) -> None:
@@ -71,6 +73,12 @@ def _check(module: Any, name: str, checked: Any) -> None:
         setattr(module, name, own)
 
 
+def of_all_ranks(norm: Tensor) -> Tensor:
+    """A norm in which each element counts once, by which `torch.nn.utils.clip_grads_with_norm_` may scale parts."""
+    vars(norm)[_KNOWN] = True
+    return norm
+
+
 def is_of_tensor_rank(parameter: Tensor) -> bool:
     """True for a parameter of a model of `refuse_torch_clipping`, and for its gradient."""
     return hasattr(parameter, _MARK)
@@ -82,7 +90,9 @@ def _checked(clip: Any) -> Any:
     @functools.wraps(clip)
     def checked(parameters: Tensor | Iterable[Tensor], *arguments: Any, **keywords: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        _refuse(given)
+        norm = arguments[1] if len(arguments) > 1 else keywords.get("total_norm")
+        if not hasattr(norm, _KNOWN):
+            _refuse(given)
         return clip(given, *arguments, **keywords)
 
     return checked
@@ -93,7 +103,9 @@ def _checked_groups(group: Any) -> Any:
 
     @functools.wraps(group)
     def checked(lists: list[list[Tensor]], *arguments: Any, **keywords: Any) -> Any:
-        if sys._getframe(1).f_code.co_name != torch.nn.utils.clip_grad_value_.__name__:  # which is one of elements
+        caller = sys._getframe(1)
+        of_elements = caller.f_code.co_name == torch.nn.utils.clip_grad_value_.__name__
+        if not (of_elements or hasattr(caller.f_locals.get("total_norm"), _KNOWN)):
             _refuse(tensor for each in lists for tensor in each)
         return group(lists, *arguments, **keywords)
 

@@ -17,6 +17,7 @@ from octavo.groups import decay_groups, factors_of
 from octavo.parallel.calls import noted
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import gradient_norm
+from octavo.parallel.torch_clipping import of_all_ranks
 from octavo.train.adamw import AdamW
 from octavo.train.muon import MuonAdamW
 
@@ -93,4 +94,4 @@ def clip_grad_norm_(
         own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
         if own:
             torch._foreach_mul_(own, factor)
-    return norm
+    return of_all_ranks(norm)
