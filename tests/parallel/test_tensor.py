@@ -193,6 +193,9 @@ def test_gradients_of_what_all_tensor_ranks_hold_are_summed_at_once():
     shape = tensor_ranks.MIXTURE | {"num_key_value_heads": 2}
     for found, held in ranks.run(2, tensor_ranks.sums_of_backward, TENSOR, shape, recompute=True):
         assert found == [sum(held)]
+    for found, held in ranks.run(4, tensor_ranks.sums_of_backward, TENSOR, "all-biases"):  # with shards
+        assert sum(found) == sum(held)
+        assert len(found) == 4  # of the last norm, the second block and the first, whose parts FSDP2 gathers one by one
 
 
 def test_with_other_options():

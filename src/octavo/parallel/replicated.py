@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from octavo.collectives.blocks import parameters_of
@@ -22,7 +23,10 @@ from octavo.collectives.tensor import TensorGroup
 def sum_together(model: nn.Module, tensor: TensorGroup, parts: Sequence[nn.Module]) -> None:
     """Have each forward of these parts of a model sum the gradients of its replicated parameters at once."""
     alike = {parameter for parameter, block in parameters_of(model).items() if block is None or block.is_whole}
-    for part in parts:
+    shared_out = [
+        module for part in parts for module in part.modules() if module is not part and isinstance(module, FSDPModule)
+    ]
+    for part in (*parts, *shared_out):  # of those within a block FSDP2 gathers the parameters when they run
         found = _Replicated(part, tensor, alike)
         part.register_forward_pre_hook(found.begin)
         part.register_forward_hook(found.end, always_call=True)
