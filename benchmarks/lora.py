@@ -1,6 +1,7 @@
 """Entries of the LoRA suite: adapters beside all matrices of a frozen model, on the same tokens.
 
-Octavo's entries store the frozen weights in bfloat16 or in FP8 alone; their adapters and moments are float32. The peer is PEFT
+Octavo's entries store the frozen weights in bfloat16 or in FP8 alone; their adapters and moments are float32. Those that end in
+-graph replay forward and backward as one CUDA graph (`octavo.graphed`). The peer is PEFT
 around Hugging Face's model in bfloat16, attention by SDPA: as its users run it, compiled block by block, with Liger's kernels,
 and with torchao's FP8 products. Its adapters are bfloat16, which is faster than PEFT's default of float32. Sequences have one
 document each, so that no library needs a mask. Before a peer is timed, loss and gradients of two of its blocks are compared
@@ -203,8 +204,9 @@ def _octavo(
     head: bool | Literal["backward"] = False,
     stored: bool = False,
     fast: FastAccumulation = False,
+    graph: bool = False,
 ) -> Entry:
-    build = partial(build_octavo, recipe=recipe, head=head, stored=stored, fast=fast)
+    build = partial(build_octavo, recipe=recipe, head=head, stored=stored, fast=fast, graph=graph)
     precisions: dict[str, Any] = {"head": "fp8" if head else "bf16", "head_forward": "bf16" if head == "backward" else None}
     return Entry(name, "fp8" if recipe else "bf16", build=build, stored=stored, **precisions)
 
@@ -219,6 +221,7 @@ LORA: dict[str, Entry] = {
         _octavo("octavo-delayed", "delayed", **_DEFAULTS),
         _octavo("octavo-current", "current", **_DEFAULTS),
         _octavo("octavo-delayed-fp8-base", "delayed", stored=True, **_DEFAULTS),
+        _octavo("octavo-delayed-fp8-base-graph", "delayed", stored=True, graph=True, **_DEFAULTS),
         _octavo("octavo-current-fp8-base", "current", stored=True, **_DEFAULTS),
         _octavo("octavo-block-fp8-base", "block", stored=True, head="backward"),
         _peft("torch-peft", blocks=False),

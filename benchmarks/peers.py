@@ -310,13 +310,15 @@ def build_octavo(
     reshard: bool | Literal["auto"] = "auto",
     sync_each: bool = False,
     stored: bool = False,
+    graph: bool = False,
     seed: int = SEED,
 ) -> Training:
     """Octavo's model over all ranks, or timm's through `octavo.transform`; in FP8 by a recipe of `octavo.recipe`.
 
     head, fast, strategy, reshard, sync_each: as `fp8.head`, `fp8.fast_accumulation`, `parallel.cp_comm_type`,
     `parallel.reshard_after_forward` and `parallel.sync_each_micro_batch`. stored: frozen weights beside a `LoraCase`'s adapters
-    are stored in FP8 alone. Nothing is compiled: the layers are fused kernels.
+    are stored in FP8 alone. graph: forward and backward are one CUDA graph, of one micro-batch of whole documents.
+    Nothing is compiled: the layers are fused kernels.
     A vision transformer's kernels are shorter than their launch from Python, so its forward and backward are one CUDA graph.
     """
     # With transformers' model classes, which import torchao: a broken torchao must not cost the other entries their rows.
@@ -338,7 +340,7 @@ def build_octavo(
     options = BuildOptions(**dtypes, buffer_dtype=torch.float32, seed=seed, fp8_head=head, **settings)
     model = build_model(case.hf_config(), options, device=device, sharding=sharding)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Training(model, loss_of(model), around, AdamW(trained, **ADAMW))
+    return Training(model, loss_of(model), around, AdamW(trained, **ADAMW), graph=graph)
 
 
 def build_default(case: Case, device: torch.device, compiled: bool, *, seed: int = SEED) -> Training:
