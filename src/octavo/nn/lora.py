@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from octavo.collectives.tensor import TensorGroup
-from octavo.kernels import gemm
+from octavo.kernels import gemm, low_rank
 
 SUFFIXES = (".lora_A", ".lora_B")
 """The ends of the names of adapters' parameters."""
@@ -145,11 +145,15 @@ class Adapters(nn.Module):
 
     def joint(self, matrices: Sequence[Tensor], dtype: torch.dtype) -> Joint:
         """One pair of all adapters, for products in `dtype`; matrices: `trained`."""
+        repeats, length, ends = self._shape
+        rows = repeats * length
+        runs = self._blocks or [low_rank.Run(0, 0, 0, rows)]
+        if low_rank.packs(matrices, runs):
+            return Joint(*low_rank.launch_pack(matrices, runs, rows, length if self._blocks else rows, self.scale, dtype))
         if self._blocks is None:
             a, b = matrices
             return Joint(a.to(dtype), (b * self.scale).to(dtype))
         a = torch.cat(list(matrices[::2])).to(dtype)
-        repeats, length, ends = self._shape
         b = a.new_zeros(repeats, length, ends[-1])
         for number, start, first, count in self._blocks:
             part = matrices[2 * number + 1][start : start + repeats * count]
@@ -159,10 +163,13 @@ class Adapters(nn.Module):
 
     def split(self, d_a: Tensor, d_b: Tensor) -> list[Tensor]:
         """The gradients of `trained`, from those of a joint pair, which are overwritten."""
+        repeats, length, ends = self._shape
+        if self._blocks is not None and low_rank.packs([d_b], self._blocks):
+            of_each = low_rank.launch_unpack(d_b, len(self._adapted), self._blocks, length, self.scale)
+            return [part for number, own in enumerate(of_each) for part in (d_a[ends[number] : ends[number + 1]], own)]
         d_b.mul_(self.scale)
         if self._blocks is None:
             return [d_a, d_b]
-        repeats, length, ends = self._shape
         of_b: list[list[Tensor]] = [[] for _ in self._adapted]
         blocks = d_b.view(repeats, length, ends[-1])
         for number, _, first, count in self._blocks:
@@ -172,8 +179,8 @@ class Adapters(nn.Module):
             found += d_a[ends[number] : ends[number + 1]], parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
 
-    def _places(self) -> list[tuple[int, int, int, int]] | None:
-        """Blocks of `Joint.b` with a B: number of an adapter, first row in its B, first row and number of rows of a repetition.
+    def _places(self) -> list[low_rank.Run] | None:
+        """Blocks of `Joint.b` with a B, as runs of rows.
 
         None where one adapter has all rows in their order.
         """
@@ -185,7 +192,7 @@ class Adapters(nn.Module):
         found, first = [], 0
         for name, count in zip(names, self.lengths, strict=True):
             if name in numbers:
-                found.append((numbers[name], repeats * first if several else 0, first, count))
+                found.append(low_rank.Run(numbers[name], repeats * first if several else 0, first, count))
             first += count
         return found
 
