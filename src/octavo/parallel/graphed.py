@@ -31,24 +31,36 @@ WARM_UP = 3
 """Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
 
 _Recorded = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor, list[Tensor | None]]
-"""A graph with its inputs, its loss and the gradients of the parameters."""
+"""A graph with its inputs, its loss and the gradients of the parameters, which it has set or added to."""
 _Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each input."""
 
 
 class Graphed:
-    """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`."""
+    """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`.
+
+    after: that of the first micro-batch of a step. Calls of this one, of the others, add to its gradients; both share memory.
+    """
 
     def __init__(
-        self, loss: Callable[..., Tensor], parameters: list[Tensor], warmup: int, group: dist.ProcessGroup | None
+        self,
+        loss: Callable[..., Tensor],
+        parameters: list[Tensor],
+        warmup: int,
+        group: dist.ProcessGroup | None,
+        *,
+        after: Graphed | None = None,
     ) -> None:
-        self._loss, self._parameters, self._left = loss, parameters, warmup
+        self._loss, self._parameters, self._left, self._after = loss, parameters, warmup, after
         self._trained = [parameter.requires_grad for parameter in parameters]
         self._average = None if group is None else Average(parameters, group)
         self._stream = torch.cuda.Stream() if any(parameter.is_cuda for parameter in parameters) else None
+        if after is not None:  # a gradient is added to on the stream that has set it
+            self._stream = after._stream
         self._recorded: _Recorded | None = None
         self._kinds: _Kinds | None = None  # of the call that is recorded on a GPU, on a CPU too
         self._scales: set[ScaleBuffer] = set()  # which the calls have updated
+        self._addresses: list[int] = []  # of what the graph reads and writes, from its recording on
         self._checked = False
         self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to leaves of their own
         self._made: set[Tensor] = set()  # leaves of the first call
@@ -70,7 +82,7 @@ class Graphed:
             )
         if self._stream is None:
             loss = self._eager(*inputs)
-        elif any(buffer.holds_graphs for buffer in self._scales):
+        elif any(buffer.holds_graphs for buffer in self._scales) or not self._adds_to_a_replay():
             loss = self._warm_up(inputs)
         else:
             loss = self._replay(inputs)
@@ -79,7 +91,7 @@ class Graphed:
 
     def _check_parameters(self) -> None:
         """Refuse gradients of an earlier call, and parameters that were frozen or unfrozen since."""
-        if any(parameter.grad is not None for parameter in self._parameters):
+        if self._after is None and any(parameter.grad is not None for parameter in self._parameters):
             raise InputError(
                 "a graphed step overwrites gradients and adds to none: call optimizer.zero_grad(set_to_none=True) before it."
             )
@@ -91,6 +103,15 @@ class Graphed:
                     "and a graph repeats its recording: call octavo.graphed again, behind requires_grad_."
                 )
 
+    def _adds_to_a_replay(self) -> bool:
+        """True if the gradients are those of the first graph's replay, to which alone a recording adds; true for the first."""
+        if self._after is None:
+            return True
+        recorded = self._after._recorded
+        return recorded is not None and all(
+            parameter.grad is gradient for parameter, gradient in zip(self._parameters, recorded[3], strict=True)
+        )
+
     def _warm_up(self, inputs: tuple[Tensor, ...]) -> Tensor:
         if self._stream is None:
             return self._eager(*inputs)
@@ -101,17 +122,27 @@ class Graphed:
         return loss
 
     def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        if self._recorded is None:
+        if self._recorded is None or self._addresses != self._addresses_now():  # an old graph would go on with the old memory
+            self._recorded = None
             self._recorded = self._record(inputs)
+            self._addresses = self._addresses_now()
         graph, own_inputs, loss, gradients = self._recorded
         for own, other in zip(own_inputs, inputs, strict=True):
             own.copy_(other, non_blocking=True)
         graph.replay()
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+        if self._after is None:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
         if self._average is not None and not self._average.recordable:
             self._average.reduce()
         return loss
+
+    def _addresses_now(self) -> list[int]:
+        """Of parameters, FP8 scales and gradients that the graph adds to; shards are gathered to other memory anyway."""
+        whole = (parameter for parameter in self._parameters if not isinstance(parameter, DTensor))
+        scales = (tensor for buffer in self._scales for tensor in (buffer.scale, buffer.history))
+        added = [] if self._after is None else [p.grad for p in self._parameters if p.grad is not None]
+        return [tensor.data_ptr() for tensor in (*whole, *scales, *added)]
 
     def _eager(self, *inputs: Tensor, average: bool = True) -> Tensor:
         with updates_together() as update:
@@ -160,7 +191,9 @@ class Graphed:
         # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
         # takes for a fault.
         several = dist.is_available() and dist.is_initialized()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local" if several else "global"):
+        pool = None if self._after is None or self._after._recorded is None else self._after._recorded[0].pool()
+        mode = "thread_local" if several else "global"
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
             loss = self._eager(*own_inputs, average=self._average is not None and self._average.recordable)
         return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
 

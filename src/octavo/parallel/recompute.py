@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -48,11 +49,22 @@ def _checkpointed(
 ) -> tuple[Any, ...]:
     hidden = residual if delta is None else residual + delta
     within = functools.partial(_with_unread_ends, contexts, block)
-    output = checkpoint(block, hidden, *args, use_reentrant=False, context_fn=within, **options)
+    # No state of a generator can be read while a CUDA graph is recorded: a block that draws something fails there, by PyTorch.
+    draws = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()) or _draws(block)
+    output = checkpoint(block, hidden, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=within, **options)
     if isinstance(output, Tensor):
         return output, None
     out, *routing = output  # of experts
     return out, None, *routing
+
+
+def _draws(block: TransformerLayer) -> bool:
+    """True if a forward of training may draw random numbers: by a rate, or in a module that is not Octavo's."""
+    rates = ("dropout", "hidden_dropout", "attention_dropout", "drop_path_rate")
+    modules = list(block.modules())
+    foreign = any(not type(module).__module__.startswith("octavo.") for module in modules)
+    jitters = any(getattr(getattr(module, "mixture", None), "jitter", 0.0) for module in modules)
+    return foreign or jitters or any(getattr(module, rate, 0.0) for module in modules for rate in rates)
 
 
 class _Both(contextlib.AbstractContextManager[None]):

@@ -52,6 +52,7 @@ from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.stored_base import store_in_fp8
 from octavo.parallel.world import rank_variable
 from octavo.plan import flops
+from octavo.plan.graph import check_graph
 from octavo.plan.muon import MuonWork, muon_work
 from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.sizes import check_layers, check_length, check_sizes, check_vocabulary, needed_vocabulary
@@ -278,6 +279,7 @@ def check(
     if world > 1 and not isinstance(model, Decoder):
         refuse_float32_parameters(model, torch_dtype(config.model.params_dtype))
     experts = model.spec.experts if isinstance(model, Decoder) and model.spec.mixtures else 0
+    check_graph(config, model, world)
     check_experts(experts, degrees.expert, degrees.hybrid_shard, hf_config.model_type, degrees.tensor)
     _check_dispatch(config, model, recipe)
     folder = weights_folder(config.model.source) if config.model.load else None

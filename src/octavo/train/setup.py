@@ -30,9 +30,10 @@ from octavo.parallel.world import repeat_bits, seed_everything, state
 from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import RunPlan
 from octavo.run.resume import ASSIGNED, BALANCED, DRAWN, SCALED, SHARED, VALIDATED
+from octavo.train.graph import StepGraph
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import build_optimizer
-from octavo.train.step import TrainContext
+from octavo.train.step import TrainContext, loss_of
 from octavo.watchdog.watchdog import Watchdog
 
 
@@ -111,6 +112,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         watch=watch or Watchdog(),
         precision=schedule,
     )
+    if config.train.graph:
+        graph = StepGraph(model, functools.partial(loss_of, context), plan.device, plan.accumulation)
+        context = replace(context, graph=graph)
     return context, validation
 
 

@@ -28,6 +28,7 @@ from octavo.parallel.fsdp import accumulate
 from octavo.parallel.world import state
 from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import RunPlan
+from octavo.train.graph import StepGraph
 from octavo.train.loss_scale import LossScale, forget_overflow, overflow_in_fp8
 from octavo.train.nonfinite import check_finite
 from octavo.train.optimizer import clip_grad_norm_, learning_rate, set_rates
@@ -48,6 +49,7 @@ class TrainContext:
     world_group: dist.ProcessGroup | None  # of all ranks
     watch: Watchdog
     precision: PrecisionSchedule | None = None
+    graph: StepGraph | None = None  # of train.graph, on one rank
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place."""
@@ -91,15 +93,10 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     context.watch.phase("forward")  # ranks wait here for a rank with slow data
     targets = _global_targets(context, batches)
 
-    total = torch.zeros((), device=context.plan.device)
-    for index, batch in enumerate(batches):
-        accumulate(context.model, last=index == len(batches) - 1)
-        context.watch.phase("forward")
-        with microbatch(first=index == 0) if len(batches) > 1 else contextlib.nullcontext():
-            loss = loss_of(context, batch, targets)
-        context.watch.phase("backward")
-        _backward(context, loss)
-        total += loss.detach()
+    if context.graph is not None and isinstance(targets, int):
+        total = context.graph(batches, targets)
+    else:
+        total = _forward_and_backward(context, batches, targets)
 
     context.watch.phase("optimizer")
     scale = 1.0 if loss_scale is None else loss_scale.scale
@@ -142,6 +139,20 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
         ending=ending > 0,
         routing=_routing_metrics(context.model, routed),
     )
+
+
+def _forward_and_backward(context: TrainContext, batches: Sequence[Batch], targets: int | torch.Tensor) -> torch.Tensor:
+    """Add up the gradients of a step; returns this rank's loss."""
+    total = torch.zeros((), device=context.plan.device)
+    for index, batch in enumerate(batches):
+        accumulate(context.model, last=index == len(batches) - 1)
+        context.watch.phase("forward")
+        with microbatch(first=index == 0) if len(batches) > 1 else contextlib.nullcontext():
+            loss = loss_of(context, batch, targets)
+        context.watch.phase("backward")
+        _backward(context, loss)
+        total += loss.detach()
+    return total
 
 
 def _take_routing(model: nn.Module) -> torch.Tensor | None:

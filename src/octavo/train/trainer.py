@@ -31,6 +31,7 @@ from octavo.models.generation import load_generation_config
 from octavo.parallel.coordination import all_ranks, writing_ranks
 from octavo.parallel.world import init, rank_variable, state
 from octavo.plan import advice, fp8_auto
+from octavo.plan.graph import check_graph
 from octavo.plan.run import RunPlan, check, steps_of_epochs
 from octavo.plan.verified import refuse_unverified
 from octavo.run import finished
@@ -202,6 +203,7 @@ class _Run:
         prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
         data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before
         plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": data}))
+        check_graph(plan.config, plan.model_on_meta, plan.degrees.world)
         for each in (prepared, *prepared.sets.values()):
             check_vocabulary(each, plan.hf_config.vocab_size, load=config.model.load)
         return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared

@@ -1,0 +1,67 @@
+"""`train.graph`: forward and backward of a step's micro-batches as CUDA graphs, beside the eager loop to the bit.
+
+The first micro-batch is one graph, which sets the gradients and casts the FP8 weights; all others are replays of a second one,
+which adds to them and reads these. Clipping, optimizer, evaluation and checkpoints stay eager. `octavo.plan.graph` refuses the
+runs that a recording would not repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from octavo.data.packing import Batch
+from octavo.errors import InputError
+from octavo.fp8.autocast import microbatch
+from octavo.parallel.graphed import WARM_UP, Graphed
+
+LossOf = Callable[[Batch, Tensor], Tensor]
+"""The loss of a micro-batch, divided by the targets of the step, an int64 []."""
+
+
+class StepGraph:
+    """Forwards and backwards of whole steps: eager ones at first, and on a CPU; then replays.
+
+    Args:
+        model: trained, on one GPU or on the CPU.
+        loss_of: of a batch on the model's device.
+        device: of the model.
+        micro_batches: of each step.
+    """
+
+    def __init__(self, model: nn.Module, loss_of: LossOf, device: torch.device, micro_batches: int) -> None:
+        self._loss_of, self._device, self._several = loss_of, device, micro_batches > 1
+        self._modules = list(model.named_modules())
+        parameters: list[Tensor] = list(dict.fromkeys(model.parameters()))
+        self._first = Graphed(self._loss(first=True), parameters, WARM_UP, None)
+        self._later = Graphed(self._loss(first=False), parameters, WARM_UP, None, after=self._first)
+
+    def __call__(self, batches: Sequence[Batch], targets: int) -> Tensor:
+        """Set the gradients of a step; returns its loss, float32 []."""
+        self._refuse_hooks()
+        count = torch.tensor(targets).to(self._device, non_blocking=True)
+        total = torch.zeros((), device=self._device)
+        for index, batch in enumerate(batches):
+            run = self._later if index else self._first
+            ids, labels = (x.to(self._device, non_blocking=True) for x in (batch.input_ids, batch.labels))
+            total += run(ids, labels, count)
+        return total
+
+    def _loss(self, *, first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def loss(ids: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+            with microbatch(first=first) if self._several else contextlib.nullcontext():
+                return self._loss_of(Batch(ids, labels, ids, ids), targets)
+
+        return loss
+
+    def _refuse_hooks(self) -> None:
+        """A replay runs no code of Python, and would leave out hooks without a word."""
+        for name, module in self._modules:
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+                raise InputError(
+                    f"train.graph = true: {name or 'the model'} has a hook, which a replayed graph does not run. Remove it, or "
+                    "set train.graph = false."
+                )

@@ -1,0 +1,70 @@
+"""`train.graph`: the run of the eager loop to the bit, and runs that it refuses; `tests/gpu/test_graphed_runs.py` records."""
+
+import graph_runs
+import pytest
+
+from octavo.cli import main
+from octavo.config.run import RunConfig
+from octavo.data.prepared import prepare
+from octavo.errors import InputError
+from octavo.plan.run import Target, check
+from octavo.train.setup import build
+from octavo.train.step import train_step
+
+GRAPH = "train.graph=true"
+
+
+@pytest.mark.long(lambda name: name != "adapters")
+@pytest.mark.parametrize("name", graph_runs.RUNS)
+def test_a_run_is_the_eager_one_to_the_bit_and_continues_so(name, tiny_run, capsys):
+    eager = graph_runs.trained(tiny_run("eager", steps=6, every=4), name, graph=False)
+    assert graph_runs.trained(tiny_run("graph", steps=6, every=4), name, graph=True) == eager
+    out = capsys.readouterr().out
+    assert out.count("train.graph records nothing on a CPU: steps run eagerly, to the same numbers.") == 2  # and continued
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "message"),
+    [
+        ([], 2, "no collectives are recorded, and the run has 2 ranks. Start it on 1 rank, or train.graph = false."),
+        (["data.packing=documents"], 1, 'attention of packed documents .* Set data.packing = "join", or'),
+        (["train.offload=true"], 1, "train.offload = true copies .* Set train.offload = false, or"),
+        (["parallel.sm_activation_offloading=true"], 1, "parallel.sm_activation_offloading = true copies"),
+        (["model.dtype=float16", "model.params_dtype=float32"], 1, 'the loss scale .* Set model.dtype = "bfloat16", or'),
+        (["fp8.enabled=true", 'fp8.schedule={"first 2"=["*"]}'], 1, "fp8.schedule moves layers .* Remove fp8.schedule, or"),
+        (["train.recompute=true"], 1, "draws the masks of attention_dropout = 0.1 anew, .* Set train.recompute = false, or"),
+        (["model.blocks=own"], 1, "LlamaForCausalLM keeps its own code"),
+        (["train.compile=true"], 1, "train.compile = true"),
+    ],
+)
+def test_runs_that_a_recording_does_not_repeat_are_refused(overrides, world, message, tiny_run):
+    config = RunConfig.from_file(tiny_run().file, [GRAPH, *overrides])
+    with pytest.raises(InputError, match=message):
+        check(config, target=Target(world_size=world))
+    if "train.compile=true" not in overrides:
+        check(config.model_copy(update={"train": config.train.model_copy(update={"graph": False})}), target=Target(world))
+
+
+def test_experts_are_refused(tiny_run):
+    run = tiny_run()
+    run.file.write_text(run.file.read_text().replace("llama-tiny", "mixtral-8x7b"))
+    config = RunConfig.from_file(run.file, [GRAPH, "model.config.num_local_experts=4"])
+    with pytest.raises(InputError, match="routers of experts decide on the host"):
+        check(config)
+
+
+def test_a_dry_run_says_what_a_graph_reserves(tiny_run, capsys):
+    run = tiny_run()
+    assert main(["train", str(run.file), GRAPH, "--dry-run", "--gpu", "h200"]) == 0
+    assert "graph       train.graph: 3 eager steps, then forward and backward are CUDA graphs" in capsys.readouterr().out
+
+
+def test_a_hook_that_no_replay_would_run_is_refused(tiny_run):
+    config = RunConfig.from_file(tiny_run().file, [GRAPH])
+    context, _ = build(check(config), prepare(config.data))
+    train_step(context, 1)
+    handle = context.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"layers\.0 has a hook, which a replayed graph does not run"):
+        train_step(context, 2)
+    handle.remove()
+    train_step(context, 2)
