@@ -1,27 +1,12 @@
-"""Kernels of joint adapters on a GPU: the large sum against float64, packing against PyTorch's operations to the bit."""
+"""Adapters packed as one pair on a GPU: against PyTorch's operations, to the bit."""
 
 import pytest
 import torch
 
-from octavo.kernels import gemm, low_rank
+from octavo.kernels import low_rank
 from octavo.nn.lora import Adapters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "between"), [(4096, 28672, 32), (4100, 14340, 16), (2048, 20000, 100)])
-def test_the_large_sum(rows, columns, between, turned):
-    y, a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, columns), (rows, between), (columns, between)))
-    b = b.t() if turned else b.t().contiguous()
-    assert low_rank.takes(y, a, b)
-    found = gemm.add_mm_(y.clone(), a, b)
-    want = y.clone().addmm_(a, b)
-    part = slice(0, 128)
-    exact = y[part].double() + a[part].double() @ b.double()
-    assert ((found[part].double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
-    assert (found == want).float().mean() > 0.99
-    torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Kernels of joint adapters: in Triton's interpreter against the same operations of PyTorch."""
+"""Adapters packed as one pair: in Triton's interpreter against the same operations of PyTorch, to the bit."""
 
 import pytest
 import torch
@@ -39,30 +39,3 @@ def test_packing_is_that_of_pytorch_to_the_bit(case, rank, monkeypatch):
     assert all(map(torch.equal, found, want))
     assert [part.shape for part in split] == [part.shape for part in own.trained]
     assert all(map(torch.equal, split, wanted))
-
-
-@pytest.mark.parametrize(("rows", "columns", "between"), [(1, 3, 1), (64, 256, 16), (70, 300, 48), (130, 257, 33)])
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_sum_is_rounded_once(rows, columns, between, turned):
-    y = torch.randn(rows, columns + 5)[:, :columns].half()
-    a = torch.randn(rows, between).half()
-    b = torch.randn(columns, between).half().t() if turned else torch.randn(between, columns).half()
-    want = (y.double() + a.double() @ b.double()).half()
-    found = low_rank.launch_add(y.clone(), a, b)
-    error = (found.double() - want.double()).abs()
-    assert (error <= want.double().abs() * 2**-10 + 2**-24).all()
-    assert (found == want).float().mean() > 0.95
-
-
-def test_small_sums_and_those_of_many_columns_stay_cublas_s(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-
-    def takes(rows, between, dtype=torch.bfloat16):
-        return low_rank.takes(
-            *(torch.empty(*shape, dtype=dtype, device="meta") for shape in ((rows, 8192), (rows, between), (between, 8192)))
-        )
-
-    assert takes(4096, 16)
-    assert not takes(4095, 16)
-    assert not takes(4096, 129)
-    assert not takes(4096, 16, torch.float32)
