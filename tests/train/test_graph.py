@@ -59,12 +59,16 @@ def test_a_dry_run_says_what_a_graph_reserves(tiny_run, capsys):
     assert "graph       train.graph: 3 eager steps, then forward and backward are CUDA graphs" in capsys.readouterr().out
 
 
-def test_a_hook_that_no_replay_would_run_is_refused(tiny_run):
+def test_changes_that_no_replay_would_heed_are_refused(tiny_run):
     config = RunConfig.from_file(tiny_run().file, [GRAPH])
     context, _ = build(check(config), prepare(config.data))
     train_step(context, 1)
     handle = context.model.layers[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match=r"layers\.0 has a hook, which a replayed graph does not run"):
+    with pytest.raises(InputError, match=r"layers\.0 has a hook, which a replayed graph does not heed\. Remove it, or"):
         train_step(context, 2)
     handle.remove()
+    context.model.layers[1].eval()
+    with pytest.raises(InputError, match=r"layers\.1 was in training mode and is in evaluation mode, .*\. Put it back, or"):
+        train_step(context, 2)
+    context.model.train()
     train_step(context, 2)

@@ -33,15 +33,16 @@ class StepGraph:
     """
 
     def __init__(self, model: nn.Module, loss_of: LossOf, device: torch.device, micro_batches: int) -> None:
-        self._loss_of, self._device, self._several = loss_of, device, micro_batches > 1
-        self._modules = list(model.named_modules())
+        self._device = device
+        self._modules = [(name, module, module.training) for name, module in model.named_modules()]
         parameters: list[Tensor] = list(dict.fromkeys(model.parameters()))
-        self._first = Graphed(self._loss(first=True), parameters, WARM_UP, None)
-        self._later = Graphed(self._loss(first=False), parameters, WARM_UP, None, after=self._first)
+        several = micro_batches > 1
+        self._first = Graphed(_loss(loss_of, True if several else None), parameters, WARM_UP, None)
+        self._later = Graphed(_loss(loss_of, False), parameters, WARM_UP, None, after=self._first)
 
     def __call__(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Set the gradients of a step; returns its loss, float32 []."""
-        self._refuse_hooks()
+        self._refuse_changes()
         count = torch.tensor(targets).to(self._device, non_blocking=True)
         total = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
@@ -50,18 +51,25 @@ class StepGraph:
             total += run(ids, labels, count)
         return total
 
-    def _loss(self, *, first: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        def loss(ids: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-            with microbatch(first=first) if self._several else contextlib.nullcontext():
-                return self._loss_of(Batch(ids, labels, ids, ids), targets)
+    def _refuse_changes(self) -> None:
+        """A replay runs no code of Python: it would leave out hooks, and a change of mode, without a word."""
+        for name, module, training in self._modules:
+            hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+            if not hooks and module.training == training:
+                continue
+            named, modes = name or "the model", ("evaluation", "training")
+            what = "has a hook" if hooks else f"was in {modes[training]} mode and is in {modes[module.training]} mode"
+            undo = "Remove it" if hooks else "Put it back"
+            raise InputError(
+                f"train.graph = true: {named} {what}, which a replayed graph does not heed. {undo}, or set train.graph = false."
+            )
 
-        return loss
 
-    def _refuse_hooks(self) -> None:
-        """A replay runs no code of Python, and would leave out hooks without a word."""
-        for name, module in self._modules:
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-                raise InputError(
-                    f"train.graph = true: {name or 'the model'} has a hook, which a replayed graph does not run. Remove it, or "
-                    "set train.graph = false."
-                )
+def _loss(loss_of: LossOf, first: bool | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The loss of tensors; first: as of `microbatch`, None for the one micro-batch of a step."""
+
+    def loss(ids: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+        with contextlib.nullcontext() if first is None else microbatch(first=first):
+            return loss_of(Batch(ids, labels, ids, ids), targets)
+
+    return loss
