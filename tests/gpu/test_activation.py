@@ -212,7 +212,7 @@ def test_a_product_is_added_before_and_rounded_once(name, rows, columns, block, 
     kept, beside = dy.clone(), torch.empty_like(x)
     act.launch_backward(name, kept, made, block, F32, beside=beside, product=act.Product(a, b))
     assert torch.equal(kept, dy)
-    whole = (dy.double() + a.double() @ b.double()).bfloat16()  # cuBLAS rounds its product before it adds
+    whole = (dy.double() + a.double() @ b.double()).bfloat16()  # cuBLAS rounds otherwise
     wanted = torch.empty_like(x)
     act.launch_backward(name, whole, made, block, F32, beside=wanted)
     torch.testing.assert_close(beside, wanted, rtol=2**-6, atol=2**-6 * wanted.abs().max().item())

@@ -291,8 +291,8 @@ def graphed(
         loss: takes tensors, of the GPU if the parameters are, and returns a scalar. It may open `fp8_autocast` and
             `torch.autocast`; it must not wait for the device (`.item()`, printing a tensor), and its Python code does not run
             again after the recording.
-        parameters: all that the loss trains; a call sets their `grad`. They keep their memory, are updated in place, and stay
-            frozen or not.
+        parameters: all that the loss trains; a call sets their `grad`. They are updated in place, and stay frozen or not. Where
+            one has other memory (`parameter.data = …`), the next call records anew.
         warmup: eager calls before the recording; steps like any other.
         group: ranks with a replica of the model each, over which every call averages gradients, as DistributedDataParallel
             does: `torch.distributed.group.WORLD`. Parameters take the first rank's values at once. All ranks make the same
