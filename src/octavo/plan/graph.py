@@ -28,8 +28,8 @@ def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
         yield f"no collectives are recorded, and the run has {world} ranks. Start it on 1 rank"
     if not isinstance(model, Decoder):
         yield (
-            f"{type(model).__name__} keeps its own code, which may read values on the host. Take a model of which Octavo has "
-            "the blocks (octavo describe)"
+            f"{type(model).__name__} runs by its original code, which may read values on the host. Take a model of a "
+            "family with Octavo's blocks (octavo describe)"
         )
         return
     spec = model.spec

@@ -203,7 +203,8 @@ class _Run:
         prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
         data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before
         plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": data}))
-        check_graph(plan.config, plan.model_on_meta, plan.degrees.world)
+        if plan.config.train.graph:  # of data whose packing was not known before
+            check_graph(plan.config, plan.model_on_meta, plan.degrees.world)
         for each in (prepared, *prepared.sets.values()):
             check_vocabulary(each, plan.hf_config.vocab_size, load=config.model.load)
         return _with_token_ids(plan, prepared, self.console, resumed=before is not None), prepared
