@@ -12,6 +12,9 @@ import numpy.typing as npt
 Message = dict[str, Any]
 """`role`, `content` and what else a chat template reads, as in Hugging Face's files."""
 
+Span = tuple[int, int]
+"""First character and end of a part of a text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

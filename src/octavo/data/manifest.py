@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octavo.config.data import DataConfig
 from octavo.data.builtin_templates import BUILTIN
-from octavo.data.chats import chat_template
+from octavo.data.chat_template import chat_template
 from octavo.data.corpus import identity, source_names
 from octavo.data.readers import readable
 from octavo.data.tokenizer import ADDITIONAL_TEMPLATES, check, tokenizer_files

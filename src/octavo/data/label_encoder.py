@@ -1,0 +1,167 @@
+"""Texts with trained parts to token ids and labels.
+
+Each border of a trained part has to be the border of two tokens, and the tokens of the text before it have to be the first
+tokens of the whole text; else the example is faulty: no label is a guess. This encodes the text before each border once more,
+from the last special token on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.config.data import DataConfig
+from octavo.data.chat_tokenizer import ChatTokenizer
+from octavo.data.columns import IGNORED
+from octavo.data.documents import Document, Span
+from octavo.data.example_faults import ExampleFault
+
+_TRIED = 16
+"""Examples whose text before each border is encoded from its beginning too."""
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """A text to encode, and its trained parts."""
+
+    text: str
+    spans: list[Span]
+    around: tuple[Sequence[int], Sequence[int]] = ((), ())  # ids before and behind; the second is trained
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Tokens of a text before a border, from the token with number `first` on; encoded without what follows the border."""
+
+    first: int
+    ids: list[int]
+
+    @property
+    def count(self) -> int:
+        """Tokens before the border."""
+        return self.first + len(self.ids)
+
+    def fits(self, whole: list[int]) -> bool:
+        """True if they are tokens of the whole."""
+        return whole[self.first : self.count] == self.ids
+
+
+class LabelEncoder:
+    """Encodes texts and labels the tokens of their trained parts.
+
+    Args:
+        config: the section.
+        tokenizer: that of `data.tokenizer`.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: ChatTokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._tried = False
+        self._use_anchors = True
+
+    def encode(self, written: dict[int, WrittenText]) -> dict[int, tuple[list[int], list[Span], dict[int, _Before]]]:
+        """Of each text its ids and their places, and the ids of the text before each border within it.
+
+        From the last special token before a border on: the text before it is encoded as in the whole, by the way that
+        tokenizers work. The first texts are encoded from their beginning too; if that gives anything else, all are.
+        """
+        if not written:
+            return {}
+        whole = self._tokenizer([each.text for each in written.values()], return_offsets_mapping=True)
+        encoded = {
+            number: (ids, offsets)
+            for number, ids, offsets in zip(written, whole["input_ids"], whole["offset_mapping"], strict=True)
+        }
+        places = [
+            (number, at)
+            for number, each in written.items()
+            for at in sorted({at for span in each.spans for at in span} - {0, len(each.text)})
+        ]
+        if not self._tried and places:
+            self._tried = True
+            self._try(written, encoded, [place for place in places if place[0] in list(written)[:_TRIED]])
+        befores = self._befores(written, encoded, places, self._tokenizer.anchors if self._use_anchors else frozenset())
+        found: dict[int, tuple[list[int], list[Span], dict[int, _Before]]] = {
+            number: (ids, offsets, {}) for number, (ids, offsets) in encoded.items()
+        }
+        for (number, at), before in zip(places, befores, strict=True):
+            found[number][2][at] = before
+        return found
+
+    def _try(
+        self,
+        written: dict[int, WrittenText],
+        encoded: dict[int, tuple[list[int], list[Span]]],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        """Encode what stands before these places from the beginning too; without anchors from then on if that differs."""
+        both = (self._befores(written, encoded, places, anchors) for anchors in (self._tokenizer.anchors, frozenset[int]()))
+        for (number, _), short, long in zip(places, *both, strict=True):
+            ids, _ = encoded[number]
+            if short.fits(ids) != long.fits(ids) or (long.fits(ids) and short.count != long.count):
+                self._use_anchors = False
+                return
+
+    def _befores(
+        self,
+        written: dict[int, WrittenText],
+        encoded: dict[int, tuple[list[int], list[Span]]],
+        places: Sequence[tuple[int, int]],
+        anchors: frozenset[int],
+    ) -> list[_Before]:
+        """The ids of the text before each place (number of the text, character), from the last anchor on."""
+        anchored: dict[int, list[tuple[int, Span]]] = {
+            number: [(index, offsets[index]) for index, one in enumerate(ids) if one in anchors]
+            for number, (ids, offsets) in encoded.items()
+        }
+        starts = []
+        for number, at in places:
+            last = bisect_right(anchored[number], at, key=lambda each: each[1][1]) - 1
+            index, (start, _) = anchored[number][last] if last >= 0 else (0, (0, 0))
+            starts.append((index, start))
+        texts = [written[number].text[start:at] for (number, at), (_, start) in zip(places, starts, strict=True)]
+        ids = self._tokenizer(texts)["input_ids"] if texts else []
+        return [_Before(index, each) for (index, _), each in zip(starts, ids, strict=True)]
+
+    def label(
+        self, document: Document, written: WrittenText, ids: list[int], offsets: list[Span], before: dict[int, _Before]
+    ) -> Document:
+        """Ids of an example, with the tokens between the borders of its trained parts as labels."""
+
+        def border(at: int) -> int:
+            if at in (0, len(written.text)):
+                return 0 if at == 0 else len(ids)
+            count = before[at].count
+            end = offsets[count - 1][1] if count else at
+            # Some tokens take the white space behind them, which is then no token in either text.
+            fits = before[at].fits(ids) and (end <= at or written.text[at:end].isspace())
+            if fits and (count == len(ids) or offsets[count][0] >= at):
+                return count
+            crossing = next((place for place in offsets if place[0] < at < place[1]), (max(at - 5, 0), at + 5))
+            shown = written.text[crossing[0] : crossing[1]]
+            left, right = written.text[max(at - 10, 0) : at], written.text[at : at + 10]
+            raise ExampleFault(
+                "inexact mask",
+                f"where {left!r} ends and {right!r} begins, the text before has other tokens alone than in the whole "
+                f"(around {shown!r}), so that trained tokens cannot be told from others",
+                "Move white space at this border, or remove it",
+            )
+
+        labels = np.full(len(ids), IGNORED, np.int64)
+        earlier = 0
+        for start, end in written.spans:
+            first, last = border(start), border(end)
+            if not earlier <= first < last:
+                raise ExampleFault("inexact mask", "the chat template gives turns without a token, or turns within each other")
+            earlier = last
+            labels[first:last] = ids[first:last]
+        prefix, suffix = written.around
+        everything = self._config.train_on == "all"
+        around = (np.asarray(prefix if everything else [IGNORED] * len(prefix), np.int64), np.asarray(suffix, np.int64))
+        whole = np.asarray([*prefix, *ids, *suffix], np.uint32)
+        labels = np.concatenate([around[0], labels, around[1]])
+        return Document(None, whole, document.origin, None if everything else labels)

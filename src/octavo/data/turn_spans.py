@@ -1,0 +1,238 @@
+"""The trained parts of a conversation, as ranges of characters of the text that the chat template renders.
+
+A model is trained on the text that it has to write when it is served: from the end of the prompt for a turn to the end-of-turn
+token, with that token. The borders come from the template's generation marks; else from prefixes: a turn begins where
+`template(messages before it, add_generation_prompt)` ends and ends where `template(messages with it)` ends, without white space
+after its last token. A conversation whose rendered text does not begin with these prefixes is faulty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from octavo.config.data import DataConfig
+from octavo.data.chat_template import ChatTemplate, check_parts, check_written
+from octavo.data.chat_tokenizer import ChatTokenizer
+from octavo.data.documents import Conversation, Message, Span
+from octavo.data.example_faults import SHOWN, ExampleFault, left_out, shortened
+from octavo.data.label_encoder import WrittenText
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THOUGHT_END = "</think>"
+
+
+class TurnSpans:
+    """Renders conversations and finds their trained parts.
+
+    Args:
+        config: the section.
+        template: renders a conversation.
+        tokenizer: that of `data.tokenizer`.
+
+    Attributes:
+        by: "marks" or "prefixes", the source of the borders of turns; empty before the first conversation.
+        template_used: the template of the first conversation; None before it.
+        ends: the end-of-turn tokens so far.
+    """
+
+    def __init__(self, config: DataConfig, template: ChatTemplate, tokenizer: ChatTokenizer) -> None:
+        self._config = config
+        self._template = template
+        self._tokenizer = tokenizer
+        self.by = ""
+        self.template_used: str | None = None
+        self.ends: set[str] = set()
+        self._tried_turns: dict[str, tuple[bool, str]] = {}
+
+    def write(self, example: Conversation) -> WrittenText:
+        """The rendered conversation with its trained parts.
+
+        Raises:
+            ExampleFault: they are not exact.
+        """
+        template = self._template.template(bool(example.tools))
+        marked = _MARK.search(template) is not None
+        self.template_used = self.template_used or template
+        whole, marks = self._template.render(example, len(example.messages), marked=marked)
+        bos = self._tokenizer.tokenizer.bos_token
+        if bos and whole.startswith(bos * 2):
+            sentence = f"the chat template writes {bos!r} twice at the beginning"
+            raise ExampleFault("two BOS tokens", sentence, "Correct the template")
+        check_written(example, whole)
+        if example.tools and self._template.writes_no_tools(example, whole):
+            raise left_out("the tools")
+        if self._config.train_on == "all":
+            if not all(example.asked):
+                raise ExampleFault(
+                    "weights", 'a message has the weight 0, and data.train_on = "all" trains each', "Set another data.train_on"
+                )
+            return WrittenText(whole, [(0, len(whole))])
+        turns = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
+        chosen = [number for number in turns[-1 if self._config.train_on == "last" else 0 :] if example.asked[number]]
+        if not chosen:
+            raise ExampleFault("nothing to train", "no assistant's turn is to be trained, by the weights of its messages")
+        self.by = "marks" if marked else "prefixes"
+        if not marked:
+            return WrittenText(whole, [self._span(example, turn, whole) for turn in chosen])
+        joined = _joined(marks)
+        if len(joined) != len(turns):
+            raise ExampleFault(
+                "inexact mask",
+                f"the generation marks of the chat template name {len(joined)} parts, and there are {len(turns)} assistant's "
+                "turns",
+                "Put one {% generation %} around each turn with its end-of-turn token, or remove all marks",
+            )
+        spans = dict(zip(turns, joined, strict=True))
+        return WrittenText(whole, [self._checked_mark(example, turn, whole, spans[turn]) for turn in chosen])
+
+    def _checked_mark(self, example: Conversation, turn: int, whole: str, span: Span) -> Span:
+        """A marked part, which has to be the turn, with its end-of-turn token and without what asks for it."""
+        start, end = span
+        text = whole[start:end]
+        message = example.messages[turn]
+        where = f"the generation mark of message {turn + 1}"
+        if (needle := _needle(message)) not in text:
+            raise ExampleFault("inexact mask", f"{where} does not have its text ({shortened(needle)})", "Correct the template")
+        check_parts(message, turn, whole)
+        token = self._tokenizer.end_token(text)
+        if token is None:
+            raise ExampleFault(
+                "inexact mask",
+                f"{where} ends with {shortened(text[-SHOWN:])}, without the end-of-turn token, so that a model would not "
+                "learn to end its turn",
+                "Put {% endgeneration %} behind that token in the chat template",
+            )
+        self.ends.add(token)
+        try:
+            before, _ = self._template.render(example, turn, prompt=True)
+            there, _ = self._template.render(example, turn + 1)
+        except ExampleFault:  # of a part of the conversation: the mark stands
+            return span
+        if end > len(there) and whole.startswith(there.rstrip()):
+            raise ExampleFault(
+                "inexact mask",
+                f"{where} goes on behind its turn, with {shortened(whole[len(there.rstrip()) : end])}",
+                "Put {% endgeneration %} behind the end-of-turn token in the chat template",
+            )
+        if whole.startswith(before) and start < len(before):
+            raise ExampleFault(
+                "inexact mask",
+                f"{where} begins with {shortened(whole[start : len(before)])}, which the prompt for a turn ends with, so that "
+                "a model is never to write it",
+                "Put {% generation %} behind it in the chat template",
+            )
+        return span
+
+    def _span(self, example: Conversation, turn: int, whole: str) -> Span:
+        """The trained part of a turn, by the texts of the conversation before it and with it."""
+        before, _ = self._template.render(example, turn, prompt=True)
+        there, _ = self._template.render(example, turn + 1)
+        self._check_prefix(example, turn, whole, before, "before")
+        ended = there.rstrip()
+        # A call of tools may end with a token of its own that does not end the turn, such as </tool_call>.
+        token = self._tokenizer.end_token(ended, special=bool(example.messages[turn].get("tool_calls")))
+        if token is None or len(ended) <= len(before):
+            raise ExampleFault(
+                "inexact mask",
+                f"the chat template ends message {turn + 1} with {shortened(ended[-SHOWN:])}, which is no token of the "
+                "tokenizer that ends a turn",
+                "Name the tokenizer that belongs to the template, or set data.chat_template",
+            )
+        self._check_prefix(example, turn, whole, ended, "to")
+        self._check_turn(example, turn, ended[len(before) : -len(token)], before)
+        self.ends.add(token)
+        return len(before), len(ended)
+
+    def _check_prefix(self, example: Conversation, turn: int, whole: str, before: str, what: str) -> None:
+        """Refuse a template that writes a part of the conversation otherwise where later messages follow."""
+        if whole.startswith(before):
+            return
+        at = next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole)))
+        start = max(at - SHOWN // 2, 0)
+        last = max(number for number, message in enumerate(example.messages) if message["role"] == "assistant")
+        if turn == len(example.messages) - 1:
+            raise ExampleFault(
+                "inexact mask",
+                f"the prompt for message {turn + 1} ends otherwise than the chat template writes it with its turn: "
+                f"{before[start : at + SHOWN]!r} becomes {whole[start : at + SHOWN]!r}",
+                "Change data.chat_template_variables or data.chat_template",
+            )
+        remedy = 'Set data.train_on = "last", which trains the last turn alone'
+        if turn == last:
+            remedy = "Remove the messages behind the last turn of the assistant"
+        raise ExampleFault(
+            "stripped turns",
+            f"the chat template writes the messages {what} message {turn + 1} otherwise once others follow: "
+            f"{before[start : at + SHOWN]!r} becomes {whole[start : at + SHOWN]!r}, so that the tokens of its turn are not "
+            "those that a model would write",
+            f"{remedy}, or a data.chat_template that keeps earlier turns",
+        )
+
+    def _check_turn(self, example: Conversation, turn: int, text: str, before: str) -> None:
+        """Refuse a turn (without its end-of-turn token) that is more than its message, or less."""
+        message = example.messages[turn]
+        needle = _needle(message)
+        if needle not in text:
+            raise ExampleFault(
+                "changed text",
+                f"the chat template does not write the text of message {turn + 1}, which begins {shortened(needle)}",
+            )
+        check_parts(message, turn, text)
+        plain = not message.get("tool_calls")
+        lead = text[: text.rindex(needle)] if needle else text
+        rest = text[text.rindex(needle) + len(needle) :].strip() if plain else ""
+        header = False
+        if lead.strip() or not plain:
+            header, behind = self._around_turns(example, turn, before)
+            rest = rest or behind
+        if rest:
+            raise ExampleFault(
+                "inexact mask",
+                f"the chat template writes {shortened(rest)} behind the text of message {turn + 1}, before the last token of "
+                "its turn, so that the end of the turn is not known",
+                "Set data.chat_template",
+            )
+        if header:
+            raise ExampleFault(
+                "inexact mask",
+                f"the chat template begins message {turn + 1} with {shortened(lead or text)}, and does not end the prompt "
+                "for a turn with it (add_generation_prompt has no effect)",
+                "Set data.chat_template",
+            )
+
+    def _around_turns(self, example: Conversation, turn: int, before: str) -> tuple[bool, str]:
+        """The template's text around one of the assistant, tried once with a word.
+
+        Returns:
+            True if it begins a turn with more than white space and nothing asks for the turn; and its text between that of the
+            assistant and the last token of the turn.
+        """
+        template = self._template.template(bool(example.tools))
+        if template not in self._tried_turns:
+            word = "octavo"
+            messages = [*example.messages[:turn], {"role": "assistant", "content": word}]
+            text, _ = self._template.render(replace(example, messages=messages), turn + 1)
+            unasked = self._template.render(example, turn)[0] == before
+            lead, _, behind = text[len(before) :].rpartition(word) if text.startswith(before) else (text, "", "")
+            token = self._tokenizer.end_token(behind) or ""
+            self._tried_turns[template] = unasked and bool(lead.strip()), behind.strip().removesuffix(token).strip()
+        return self._tried_turns[template]
+
+
+def _needle(message: Message) -> str:
+    """Text of a message that its turn has to have: behind reasoning within it, whose white space templates change."""
+    content = str(message.get("content", ""))
+    return content.rpartition(_THOUGHT_END)[2].strip() or content.strip()
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Marks that follow each other without a gap as one; without empty ones."""
+    found: list[Span] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        elif end > start:
+            found.append((start, end))
+    return found
