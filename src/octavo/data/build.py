@@ -1,7 +1,7 @@
 """Tokenise a corpus into a folder: document store, split, tokenizer, token files, manifest.
 
-Sources with weights are split each by itself, and stand one after another in the token files. Memory is bounded by the longest
-document, a batch of text and a few numbers a document.
+Weighted sources are split separately and follow each other in the token files. Memory is bounded by the longest document, one
+batch of text and a few numbers per document.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
         if config.packing is None:
             config = config.model_copy(update={"packing": "join" if found == "text" else "documents"})
         for notice in (*corpus.notices, *examples.notices):
-            if notice not in said:  # of a data set, whose splits are known now
+            if notice not in said:  # of a data set, whose splits are known only now
                 console.print(notice, **NOTICE)
         encoder = _encoder(config, named, parts, progress)
         if encoder is not None:
@@ -133,7 +133,7 @@ def _check_effect(config: DataConfig, found: Format) -> None:
 
 
 def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, written: Written) -> ExampleRecord | None:
-    """Counts of examples; refuses a mask of every token, which is a fault unless it is asked for."""
+    """Counts of examples. Refuses a mask of every token, unless it was requested."""
     if not examples.counts.read or corpus.form.format in (None, "text"):
         return None
     counts = written.splits.values()
@@ -157,7 +157,7 @@ def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, writte
 def _parts(
     config: DataConfig, corpus: Corpus, documents: DocumentStore, progress: Progress, examples: ExampleEncoder
 ) -> list[Part]:
-    """Read and split the sources: all as one part, or each as its own, with its share of the limits by weight."""
+    """Read and split the sources: together, or each separately with its share of the limits by weight."""
     read: list[tuple[str, Iterable[Document]]] = [(f"data.source = {config.source!r}", corpus)]
     if config.weights:
         read = [(f"data.source {name!r}", at.documents()) for name, at in zip(config.sources, corpus.sources, strict=True)]
@@ -220,7 +220,7 @@ def _check_alike(documents: DocumentStore, validation: DocumentStore) -> None:
 
 
 def _check_apart(parts: Sequence[Part], say: Callable[[str], None]) -> None:
-    """Refuse a validation source of which every document is trained, in whatever file; say how many are otherwise."""
+    """Refuse a validation source whose documents are all in the training set, in any file; report overlaps otherwise."""
     *training, validation = parts
     assert validation.validation is not None
     trained = np.concatenate([part.documents.digests(part.train) for part in training])
@@ -242,7 +242,7 @@ def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], p
             key, largest = part.name.split()[0], part.documents.max_id
             raise InputError(
                 f"{key} holds token id {largest}, but data.tokenizer = {config.tokenizer!r} ends at {named.vocab_size - 1}. "
-                "Name the tokenizer that made the ids."
+                "Name the tokenizer that produced the ids."
             )
     documents = parts[0].documents
     if documents.tokenised:
@@ -252,7 +252,7 @@ def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], p
         if config.vocab_size != DataConfig.model_fields["vocab_size"].default:
             say(f'data.vocab_size = {config.vocab_size} has no effect: it is for data.tokenizer = "train".')
         if named.end is None and not named.suffix:
-            say(f"data.tokenizer = {config.tokenizer!r} has no end token (eos_token): nothing stands between documents.")
+            say(f"data.tokenizer = {config.tokenizer!r} has no end token (eos_token): documents are not separated.")
         return named
     sample = _sample(documents.pieces(np.concatenate([part.train for part in parts])), config.seed, say)
     texts = progress.track(documents.text_pieces(sample), total=len(sample), description="training the tokenizer")

@@ -1,7 +1,7 @@
 """Chat templates by name, for `data.chat_template`: with generation marks, and with earlier turns written as the last one is.
 
-Each ends a turn with a token that the tokenizer has to have. A model that was tuned with a template goes on with that one:
-these are for base models, and for templates that strip earlier turns (of reasoning, as Qwen3's does).
+The tokenizer must have the end-of-turn token of the template. A model that was tuned with a template should keep it: these are
+for base models, and for models whose template strips earlier turns (their reasoning, as Qwen3's does).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates: which one is used, what it renders, and a check that it renders all of a conversation."""
+"""Chat templates: lookup, rendering, and a check that the rendered text holds the whole conversation."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ChatTokenizer:
 
     @cached_property
     def _special(self) -> dict[str, list[str]]:
-        """Names of special tokens by their first character; one of a single character may be a text's own."""
+        """Names of special tokens by first character. One of a single character is left out: a text may contain it."""
         found: dict[str, list[str]] = {}
         for name, special in sorted(self.added.items()):
             if special and len(name) > 1 and name.strip():

@@ -29,7 +29,7 @@ _AT_ONCE = 256
 
 @dataclass
 class ExampleCounts:
-    """Examples that were read: how many, and those that were dropped, by reason."""
+    """Numbers of examples: read, and dropped by reason."""
 
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -168,7 +168,7 @@ class ExampleEncoder:
 
 
 def check_packing(config: DataConfig) -> None:
-    """Refuse joined conversations, of which each would read the one before it.
+    """Refuse joined conversations: a conversation would attend to the previous one.
 
     Raises:
         InputError: the key to set.

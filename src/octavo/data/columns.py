@@ -1,4 +1,4 @@
-"""Columns of a row beside its token ids or its text: targets, padding, and columns that would change the training.
+"""Columns of a row besides its token ids or text: labels, padding, and columns that would change the training.
 
 A column that says which tokens are predicted is used exactly. One that Octavo cannot use, such as weights of tokens, is refused
 by name unless it says nothing (weights of 1): training would ignore it without a word. Names, sources and scores are ignored.
@@ -30,7 +30,7 @@ _EVIDENCE = 8
 _AS_LOSS_MASK = "name it loss_mask if its ones are the tokens to predict, else remove it"
 _AS_PROMPT = "give a loss_mask that is 0 in the prompt and 1 behind it, or remove it to predict every token"
 _AS_LABELS = 'give the targets as "labels", where labels[i] is the token at i: Octavo shifts them'
-_AS_ROWS = 'give each document as a row of its own and set data.packing = "documents", or remove it'
+_AS_ROWS = 'give each document as a separate row and set data.packing = "documents", or remove it'
 _AS_TOKENS = "Octavo trains on token ids alone: remove it"
 _AS_WEIGHTS = "Octavo weighs all targets alike: remove it; loss_mask leaves tokens out, and data.weights weighs sources"
 
@@ -52,7 +52,7 @@ _PROMPTS = (
     *("prompt_length", "prompt_lengths", "prompt_len", "prompt_lens", "prompt_ids_len", "prompt_ids_lens"),
     *("num_prompt_tokens", "answer_start_idx", "response_start", "response_start_idx"),
 )
-"""Columns that say where the tokens to predict begin; beside `labels` or `loss_mask` they say nothing new."""
+"""Columns that say where the tokens to predict begin; `labels` and `loss_mask` override them."""
 
 
 def _is_one(value: _Array) -> bool:
@@ -93,7 +93,7 @@ _REFUSED: dict[str, tuple[Callable[[_Array], bool], str]] = {
         (_never, _AS_TOKENS),
     ),
 }
-"""Columns beside token ids → whether their value says nothing, and the remedy otherwise."""
+"""Columns allowed with token ids → a test that the value has no effect, and the remedy otherwise."""
 _SAY_NOTHING = frozenset({"special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping"})
 """Columns of Hugging Face's tokenizers that no causal language model reads."""
 _BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
@@ -104,7 +104,7 @@ _BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
         (_never, "a mask of tokens goes with token ids: tokenise the text and give input_ids, or remove it"),
     ),
 }
-"""Columns beside text → whether their value says nothing, and the remedy otherwise."""
+"""Columns allowed with text → a test that the value has no effect, and the remedy otherwise."""
 
 
 _BESIDE_EXAMPLES: dict[str, tuple[Callable[[_Array], bool], str]] = {
@@ -114,7 +114,7 @@ _BESIDE_EXAMPLES: dict[str, tuple[Callable[[_Array], bool], str]] = {
         (lambda value: value.size == 0, "Octavo trains on text alone: remove it"),
     ),
 }
-"""Columns beside conversations, or prompts and completions → whether their value says nothing, and the remedy otherwise."""
+"""Columns allowed with conversations, or prompts and completions → a test that the value has no effect, and the remedy."""
 
 
 def _key(name: str) -> str:
@@ -144,7 +144,7 @@ def _beside_text(names: tuple[str, ...]) -> list[str]:
 
 
 def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
-    """Refuse token ids, weights of texts and masks of tokens beside the text of a row.
+    """Refuse token ids, weights and token masks in a row of text.
 
     Raises:
         InputError: the column, and the remedy.
@@ -159,7 +159,7 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
             continue
         nothing, remedy = _BESIDE_TEXT[_key(name)]
         if name != text_field and not nothing(_array(_number(row[name]))):
-            raise InputError(f"{origin}: {name!r} beside text cannot be used: {remedy}.")
+            raise InputError(f"{origin}: {name!r} cannot be used with text: {remedy}.")
 
 
 def is_of_tokens(name: str) -> bool:
@@ -168,7 +168,7 @@ def is_of_tokens(name: str) -> bool:
 
 
 def check_examples(row: Mapping[str, Any], origin: str) -> None:
-    """Refuse weights, masks of tokens and images beside a conversation, or a prompt and its completion.
+    """Refuse weights, token masks and images in a row with a conversation, or a prompt and its completion.
 
     Raises:
         InputError: the column, and the remedy.
@@ -176,7 +176,7 @@ def check_examples(row: Mapping[str, Any], origin: str) -> None:
     for name in row:
         nothing, remedy = _BESIDE_EXAMPLES.get(_key(name), (None, ""))
         if nothing is not None and row[name] is not None and not nothing(_array(_number(row[name]))):
-            raise InputError(f"{origin}: {name!r} beside an example cannot be used: {remedy}.")
+            raise InputError(f"{origin}: {name!r} cannot be used with an example: {remedy}.")
 
 
 def tokens_of(row: Mapping[str, Any], origin: str) -> tuple[npt.NDArray[np.uint32], Int64 | None]:
@@ -251,7 +251,7 @@ class ShiftedLabels:
         """Take the next row of a source.
 
         Raises:
-            InputError: the labels of this row and of most before it, where they differ from the tokens, are those that follow.
+            InputError: in this row and most rows before it, the labels differ from the tokens and equal the next tokens.
         """
         found = None if labels is None else shifted_targets(labels, ids.astype(np.int64))
         if found is None:
@@ -267,7 +267,7 @@ class ShiftedLabels:
 
 def _shifted(what: str) -> InputError:
     return InputError(
-        f"{what} are the tokens that follow, so they are shifted already, and Octavo shifts them: labels[i] is the token at i. "
+        f"{what} are the next tokens: they are shifted already, and Octavo shifts them. labels[i] is the token at i. "
         "Shift them back, or remove the column to predict every token."
     )
 
@@ -281,7 +281,7 @@ def _refuse_others(row: Mapping[str, Any], tokens: int, origin: str) -> None:
         if (key := _key(name)) in _REFUSED or key in (LABELS, LOSS_MASK, ATTENTION_MASK, INPUT_IDS):
             nothing, remedy = _REFUSED.get(key, (_never, f"name it {key}"))
             if value is None or not nothing(_array(value)):
-                raise InputError(f"{origin}: {name!r} beside 'input_ids' cannot be used: {remedy}.")
+                raise InputError(f"{origin}: {name!r} cannot be used with 'input_ids': {remedy}.")
         elif isinstance(value, list | tuple | np.ndarray) and len(value) == tokens > 1 and _array(value).dtype.kind in "biuf":
             raise InputError(
                 f"{origin}: {name!r} has a number for each token, and Octavo does not know its meaning. Remove the column, or "

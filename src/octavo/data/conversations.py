@@ -35,7 +35,7 @@ class _Fault(Exception):
 
 
 def conversation(row: Mapping[str, Any], column: str) -> Conversation | Faulty:
-    """The conversation of a row: messages in `column`, with `tools`, `system` and `chat_template_kwargs` beside them."""
+    """The conversation of a row: messages in `column`, and the row's `tools`, `system` and `chat_template_kwargs`."""
     try:
         messages, asked = _messages(_decoded(row[column], column), column)
         system = row.get("system")
@@ -92,9 +92,9 @@ def _messages(value: object, column: str) -> tuple[list[Message], list[bool]]:
 
 
 def _message(given: Mapping[str, Any], number: int, column: str) -> tuple[Message, bool]:
-    """A message, and whether it is to be trained."""
+    """A message, and True if it is trained."""
     where = f"message {number} of {column!r}"
-    values = _without_none(given)  # a table has every key in every row
+    values = _without_none(given)  # in a table every row has all keys
     asked = True
     for key in _ASKED:
         if key in values:
@@ -151,7 +151,7 @@ def _text(content: object, where: str) -> str:
 
 
 def _tool_call(call: object, where: str) -> Message:
-    """A call with its arguments as an object: OpenAI's files have them as a string, which templates would quote again."""
+    """A tool call with its arguments as an object. OpenAI's files have a JSON string, which templates would quote twice."""
     if not isinstance(call, Mapping):
         raise _Fault("tool calls", f"{where} has a tool call that is no object: {_shortened(call)}")
     function = call.get("function", call if "name" in call else None)

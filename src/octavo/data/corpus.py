@@ -1,8 +1,8 @@
 """Corpus: the sources that `data.source` and `data.validation_source` name, resolved before anything is read.
 
-Most mistakes are in the name: they are reported here in milliseconds, with the nearest existing name, before a folder is made.
-Faults inside a file are reported by `readers`, with the line. Local files and folders come before the Hugging Face Hub. No code
-from the Hub is executed.
+Most mistakes are in the name: they are reported here in milliseconds, with the nearest existing name, before a folder is
+created. `readers` reports faults inside a file, with the line. Local files and folders take precedence over the Hugging Face
+Hub. No code from the Hub is executed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Source:
         files: lists its files in order; none for a data set of the Hub, since `datasets` manages those files.
         documents: starts a new iteration over its documents.
         split: the split of a data set; empty for Python's text and for files.
-        text: True for text; None if the first document has to be read; False if a data set would have to be loaded.
-        in_parts: `data.split` and `data.subset` choose a part of it.
-        notices: messages about what is left out; of a data set once its documents are read.
+        text: True for text; None until the first document is read; False if a data set would have to be loaded.
+        in_parts: True if `data.split` and `data.subset` select a part of it.
+        notices: messages about files left out; for a data set only after its documents are read.
     """
 
     files: Callable[[], Sequence[Path]]
@@ -58,7 +58,7 @@ class Corpus:
     Attributes:
         sources: those of `data.source`.
         validation: those of `data.validation_source`.
-        form: what a row of any of them holds.
+        form: the form of a row in all of them.
 
     Raises:
         InputError: a file is missing or named twice, a glob matches nothing, or a kind of file is not supported.
@@ -91,7 +91,7 @@ class Corpus:
 
     @property
     def notices(self) -> list[str]:
-        """Messages about the form of the sources and what is left out of them, as far as it is known."""
+        """Messages about the form of the sources and the files left out, as far as known."""
         form = [self.form.notice] if self.form.notice else []
         return [*form, *(notice for source in (*self.sources, *self.validation) for notice in source.notices)]
 
@@ -174,8 +174,8 @@ def _named_twice(read: str, first: str, second: str, across: bool) -> InputError
         )
     by = f"by {first!r} and by {second!r}" if first != second else f"by {second!r}"
     return InputError(
-        f"data.source names {read!r} twice, {by}: its documents would be trained twice and stand in training and "
-        "validation at once. Name it once in data.source."
+        f"data.source names {read!r} twice, {by}: its documents would be trained twice, and be in training and validation at "
+        "once. Name it once in data.source."
     )
 
 
@@ -254,7 +254,7 @@ def _files(name: str, files: Sequence[Path], form: Form, key: str) -> Source:
 
 
 def _folder(path: Path, config: DataConfig, form: Form, key: str) -> Source:
-    """A data set by its card or as it was saved; of any other folder all files of known kinds, or those of `data.split`."""
+    """A data set by its card or as saved; of any other folder all files of known kinds, or those of `data.split`."""
     name, prepared = f"{key} = {str(path)!r}", Path(config.folder).expanduser()
     with path_of("data.folder", config.folder):
         within = prepared.resolve() == path.resolve()

@@ -1,8 +1,8 @@
 """Document store: documents on disk between reading and tokenising.
 
 The validation split and the tokenizer's sample depend on the number of documents, which is known only after the last source is
-read. Reading may be slow and happens once: documents are appended to one file and then read in any order through a memory map.
-The price is disk: the corpus' own size for a while.
+read. Reading may be slow and happens once: documents are appended to one file, then read in any order through a memory map.
+The cost is temporary disk space of the corpus' size.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class DocumentStore:
         return np.fromiter(found, np.uint64, len(numbers))
 
     def _end_of_ids(self, number: int, payload: bytes) -> int:
-        """Bytes of a document without its labels, of which each has 8 beside the 4 of its token."""
+        """Bytes of a document without labels; with labels each token takes 8 more than its 4."""
         return len(payload) // 3 if self._has_labels[number] else len(payload)
 
     def _encode(self, document: Document) -> bytes:

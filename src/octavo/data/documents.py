@@ -1,4 +1,4 @@
-"""A document as a reader gives it: text, token ids with their targets, or an example that a template makes token ids of."""
+"""A document of a reader: text, token ids with labels, or an example that is still to be rendered by a template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Message = dict[str, Any]
-"""`role`, `content` and what else a chat template reads, as in Hugging Face's files."""
+"""`role`, `content` and other keys that a chat template reads, as in Hugging Face's files."""
 
 Span = tuple[int, int]
 """First character and end of a part of a text."""
@@ -21,9 +21,9 @@ class Conversation:
     """Messages in Hugging Face's form.
 
     Attributes:
-        asked: of each message, False if its row says that it is not to be trained.
+        asked: for each message, False if its row excludes it from training.
         tools: JSON schemas of functions; None without.
-        variables: of the chat template, for this conversation alone.
+        variables: template variables of this conversation only.
     """
 
     messages: list[Message]
@@ -34,7 +34,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and the text that follows it, of which the second is trained."""
+    """A prompt and its completion; only the completion is trained."""
 
     prompt: str
     completion: str

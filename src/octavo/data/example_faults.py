@@ -22,7 +22,7 @@ def left_out(part: str) -> ExampleFault:
     return ExampleFault(
         "left out by the template",
         f"the chat template leaves out {part}",
-        "Set data.chat_template to one that writes all of a conversation",
+        "Set data.chat_template to one that renders the whole conversation",
     )
 
 

@@ -1,4 +1,4 @@
-"""Folders as sources: every file of a known kind, or those of a split where one is asked for.
+"""Folders as sources: every file of a known kind, or those of a named split.
 
 A folder is a data set only if it says so: by the card of a Hugging Face data set, or as `save_to_disk` wrote it. Otherwise a
 name such as train.jsonl is a name like any other. Files that are left out are counted and named.
@@ -26,10 +26,10 @@ _CARD_KEYS = re.compile(rb"""^["']?(configs|dataset_info)["']?\s*:""", re.MULTIL
 
 
 def files_of(folder: Path, prepared: Path) -> list[Path]:
-    """All files below a folder, sorted, links followed; without those whose name, or whose folder's, begins with a dot.
+    """All files below a folder, sorted, links followed; without names, and folders, that begin with a dot.
 
     Args:
-        prepared: the folder of prepared data, which is left out if it lies within.
+        prepared: the folder of prepared data, left out if it is inside.
 
     Raises:
         InputError: a link to nothing, a file that is no regular one, or a folder that cannot be read.
@@ -92,7 +92,7 @@ def has_card(folder: Path) -> bool:
 
 
 def of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path]:
-    """The files of a folder that a split is named in: in the name, or in that of a folder on the way."""
+    """The files of a folder whose name, or whose parent folder, names the split."""
     return [path for path in files if _names(path.relative_to(folder), split)]
 
 
@@ -134,8 +134,8 @@ def left_out(name: str, folder: Path, files: Sequence[Path], chosen: Sequence[Pa
     twins = _twins([path.relative_to(folder) for path in chosen])
     if twins:
         messages.append(
-            f"{name}: files of one name are all read, and a copy in another form would be trained twice: {some(twins)}. Name "
-            "those that are meant, such as 'folder/*.jsonl'."
+            f"{name}: files of one name are all read, and a copy in another form would be trained twice: {some(twins)}. "
+            "Name the files to read, such as 'folder/*.jsonl'."
         )
     if split is None and len(splits := splits_in(chosen, folder)) > 1:
         messages.append(

@@ -20,7 +20,7 @@ MESSAGES = ("messages", "conversations", "conversation")
 _PROMPT = ("prompt", "completion")
 _PAIR = ("chosen", "rejected")
 _BESIDE = ("tools", "functions", "system", "chat_template_kwargs")
-"""Columns beside messages that belong to the conversation."""
+"""Columns that belong to a conversation, besides its messages."""
 _EXCLUSIVE = ("instruction", "output")
 
 Format = Literal["chat", "prompt", "text"]
@@ -68,7 +68,7 @@ class Form:
         return needed[0]
 
     def wanted(self, names: Collection[str], lists: Collection[str], where: str) -> list[str]:
-        """The columns of a table that `document` reads; `lists`: those that hold a list in each row."""
+        """The columns of a table that `document` reads; `lists`: columns with a list in each row."""
         column = self.column(names, where)
         if self.format == "text":
             return columns.wanted(names, self.text_field, lists)
@@ -80,7 +80,7 @@ class Form:
         return [self.text_field, *_PROMPT]
 
     def is_plain(self, read: Collection[str]) -> bool:
-        """True if these columns are a text alone, with nothing beside it to check."""
+        """True if these columns are a text only: no other column has to be checked."""
         return self.format == "text" and list(read) == [self.text_field]
 
     def document(self, row: Mapping[str, Any], origin: str) -> Document:
@@ -126,9 +126,7 @@ class Form:
             return (self.text_field,)
         found = tuple(name for name in MESSAGES if name in names)
         if len(found) > 1:
-            raise InputError(
-                f"{where} has both {' and '.join(map(repr, found))}. Name the one that is meant in data.text_field."
-            )
+            raise InputError(f"{where} has both {' and '.join(map(repr, found))}. Name one of them in data.text_field.")
         return found
 
     def _kinds(self, names: Collection[str]) -> dict[Format, str]:
@@ -143,7 +141,7 @@ class Form:
         return found
 
     def _settle(self, names: Collection[str], where: str) -> Format:
-        """The format: given, or by these names."""
+        """The configured format, or the one of these columns."""
         if self.format is not None and (self._given or tuple(names) in self._known):
             return self.format
         kinds = self._kinds(names)
@@ -157,8 +155,8 @@ class Form:
         if kinds and all(name in names for name in _PAIR):
             (name,) = kinds
             raise InputError(
-                f"{where} has {_SAID[name]} ({kinds[name]}) beside preference pairs ('chosen' and 'rejected'), which Octavo "
-                f'has no loss for. Set data.format = "{name}" to train on {kinds[name]} alone.'
+                f"{where} has {_SAID[name]} ({kinds[name]}) and preference pairs ('chosen' and 'rejected'), for which Octavo "
+                f'has no loss. Set data.format = "{name}" to train on {kinds[name]} only.'
             )
         found: Format = next(iter(kinds), "text")
         if self.format is None:

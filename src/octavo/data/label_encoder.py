@@ -20,7 +20,7 @@ from octavo.data.documents import Document, Span
 from octavo.data.example_faults import ExampleFault
 
 _TRIED = 16
-"""Examples whose text before each border is encoded from its beginning too."""
+"""Examples for which the text before each border is also encoded from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class WrittenText:
 
 @dataclass(frozen=True)
 class _Before:
-    """Tokens of a text before a border, from the token with number `first` on; encoded without what follows the border."""
+    """Tokens of the text before a border, starting at token `first`, encoded without the text after the border."""
 
     first: int
     ids: list[int]
@@ -66,8 +66,8 @@ class LabelEncoder:
     def encode(self, written: dict[int, WrittenText]) -> dict[int, tuple[list[int], list[Span], dict[int, _Before]]]:
         """Of each text its ids and their places, and the ids of the text before each border within it.
 
-        From the last special token before a border on: the text before it is encoded as in the whole, by the way that
-        tokenizers work. The first texts are encoded from their beginning too; if that gives anything else, all are.
+        The text before a border is encoded from its last special token on, which gives the same tokens in all usual tokenizers.
+        For the first texts it is also encoded from the beginning; if the tokens differ, that is done for all texts.
         """
         if not written:
             return {}
@@ -98,7 +98,7 @@ class LabelEncoder:
         encoded: dict[int, tuple[list[int], list[Span]]],
         places: Sequence[tuple[int, int]],
     ) -> None:
-        """Encode what stands before these places from the beginning too; without anchors from then on if that differs."""
+        """Compare encoding from the last special token with encoding from the beginning; if they differ, use the second."""
         both = (self._befores(written, encoded, places, anchors) for anchors in (self._tokenizer.anchors, frozenset[int]()))
         for (number, _), short, long in zip(places, *both, strict=True):
             ids, _ = encoded[number]
@@ -146,8 +146,8 @@ class LabelEncoder:
             left, right = written.text[max(at - 10, 0) : at], written.text[at : at + 10]
             raise ExampleFault(
                 "inexact mask",
-                f"where {left!r} ends and {right!r} begins, the text before has other tokens alone than in the whole "
-                f"(around {shown!r}), so that trained tokens cannot be told from others",
+                f"where {left!r} ends and {right!r} begins, the tokens of the text before differ when it is encoded alone "
+                f"(around {shown!r}), so that trained tokens cannot be separated from others",
                 "Move white space at this border, or remove it",
             )
 

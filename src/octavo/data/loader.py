@@ -75,8 +75,8 @@ class BatchLoader:
     def step(self, first_sample: int) -> list[Batch]:
         """This rank's micro-batches of the global batch that begins at `first_sample`.
 
-        Samples are counted from 0 over all epochs. A rank has a contiguous part, of documents that are packed apart a balanced
-        one (`balanced`).
+        Samples are counted from 0 over all epochs. A rank gets a contiguous part; of separately packed documents a part
+        balanced by attention work (`balanced`).
         """
         if first_sample < 0:
             raise ValueError(f"sample numbers start at 0, not {first_sample}")
@@ -131,7 +131,7 @@ class BatchLoader:
             found = f"the token id {largest}" if largest > known else f"the label {least}"
             raise OctavoError(
                 f"the {self._split} split has {found}, and {known} was the largest when it was prepared: "
-                f"{str(self._prepared.folder)!r} has changed. Remove that folder, and `octavo prepare` makes it again."
+                f"{str(self._prepared.folder)!r} has changed. Remove that folder; `octavo prepare` creates it anew."
             )
         return batch
 
@@ -139,8 +139,8 @@ class BatchLoader:
 def balanced(indices: Sequence[int], work: Sequence[int], ranks: int, micro_batch: int) -> list[list[list[int]]]:
     """The sequences of a global batch by rank and micro-batch: those of a micro-batch have about the same work on all ranks.
 
-    Ranks wait for each other in every micro-batch. So sequences are taken in decreasing work, as many as a micro-batch has on
-    all ranks, and each goes to the rank with the least so far that has room. The global batch is the same whatever the ranks.
+    Ranks wait for each other in every micro-batch. Sequences are assigned in decreasing order of attention work, one
+    micro-batch at a time, each to the rank with the least work that has room. The global batch does not depend on the ranks.
 
     Args:
         indices: sequences of the global batch.
@@ -215,7 +215,7 @@ def sequences_of(
 ) -> Sequences:
     """The sequences of a split with a target, by number. Where sources have weights, no sequence has text of two.
 
-    overlong: `data.overlong`, for documents that are packed apart.
+    overlong: `data.overlong`, for documents that are packed separately.
     """
     tokens, offsets, labels = prepared.tokens(split), prepared.offsets(split), prepared.labels(split)
     parts: list[Packing] = []
@@ -236,7 +236,7 @@ def sequences_of(
 
 
 def _order(sequences: Sequences, weights: Sequence[float], seed: int) -> SampleOrder:
-    """Validation text of its own has no weights."""
+    """Sources of `data.validation_source` have no weights."""
     return SampleOrder(sequences.of_source, weights if len(sequences.of_source) > 1 else [1], seed)
 
 

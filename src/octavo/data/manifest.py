@@ -23,7 +23,7 @@ from octavo.data.tokenizer import ADDITIONAL_TEMPLATES, check, tokenizer_files
 from octavo.storage import sha256_file
 
 FORMAT = 3
-"""Part of the key: data of an older format, encoded in another way, is not reused."""
+"""Part of the key: data in an older format is not reused."""
 
 FILE = "manifest.json"
 Split = Literal["train", "validation"]
@@ -36,7 +36,7 @@ class _Record(BaseModel):
 
 
 class SourceFile(_Record):
-    """A file of the corpus or of the tokenizer, as it was read."""
+    """A file of the corpus or of the tokenizer, with its size and digest when it was read."""
 
     path: str
     size: int

@@ -1,8 +1,8 @@
 """Order of samples: the sequence of each sample of a run, from one source or from several with weights.
 
-Sample g of a run is taken from a source by its weight, and is there sequence `permutation(seed, epoch)[position]` of its n
-sequences, with (epoch, position) = divmod(number of earlier samples from this source, n). So each source has epochs of its own,
-and the state of the data is one integer.
+Sample g of a run is drawn from a source by its weight; within the source it is sequence `permutation(seed, epoch)[position]` of
+its n sequences, with (epoch, position) = divmod(number of earlier samples from this source, n). So each source counts its
+epochs separately, and the state of the data is one integer.
 
 The source of a sample follows from its number alone: at each node of a binary tree over the sources the samples are divided in
 two by rounding. The tree is Huffman's, where weights grow with each level at least as Fibonacci numbers: at any sample the
@@ -115,7 +115,7 @@ class SampleOrder:
         return [count / sequences for count, sequences in zip(counts, self._sequences, strict=True)]
 
     def once(self) -> Int64:
-        """Every sequence once, each source in its own order, mixed by weight until a source has none left."""
+        """Every sequence once, each source in its order, interleaved by weight until all are exhausted."""
         turns = [(np.arange(n) + 0.5) / weight for n, weight in zip(self._sequences, self._weights, strict=True)]
         return np.argsort(np.concatenate(turns), kind="stable")
 

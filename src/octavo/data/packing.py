@@ -182,7 +182,7 @@ def _best_fit(length_P: Int64, capacity: int) -> Int64:
 
 
 def concatenated(parts: Sequence[Packing], first_tokens: Sequence[int]) -> Packing:
-    """The sequences of several parts of a split, each packed by itself; `first_tokens`: position of each part in the split."""
+    """The sequences of several parts of a split, each packed separately; `first_tokens`: offset of each part in the split."""
     start_P = np.concatenate([part.start_P + first for part, first in zip(parts, first_tokens, strict=True)])
     pieces = np.cumsum([0, *(len(part.start_P) for part in parts)])
     first_S = [part.first_S[1:] + before for part, before in zip(parts, pieces[:-1], strict=True)]
@@ -196,7 +196,7 @@ class Sequences:
     """The sequences of one split by number, read from the memory map on request.
 
     Labels are IGNORED on padding and at position 0 of every document (of every sequence, when joined), else the token or its
-    label. Padding is a document of its own: its positions restart at 0, so that no attention reaches it.
+    label. Padding is a separate document: its positions restart at 0, so that no attention reaches it.
 
     Attributes:
         tokens: [N] token ids, any integer type.

@@ -1,8 +1,8 @@
-"""Prepared data: token files on disk, made once and shared by every rank and run with the same [data] section.
+"""Prepared data: token files on disk, written once and shared by every rank and run with the same [data] section.
 
-A folder appears by rename once it is whole. Work in progress is under `.preparing`, behind a lock: a second process waits, then
-finds the result. Sources are compared with the manifest each time. After a change a new run prepares the data again; a resumed
-run is refused.
+A folder appears by rename once it is complete. Work in progress is under `.preparing`, behind a lock: a second process waits,
+then reads the result. Sources are compared with the manifest each time: after a change a new run prepares the data anew, and a
+resumed run is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PreparedData:
         return self.folder / "tokenizer" if self.manifest.tokenizer_sha256 else None
 
     def packing(self, config: DataConfig) -> Literal["join", "documents"]:
-        """`data.packing` of a section that was prepared, or its default: conversations and prompts stay apart."""
+        """`data.packing` of a prepared section, or its default: conversations and prompts are packed separately."""
         return config.packing or ("join" if self.manifest.examples is None else "documents")
 
     @property
@@ -92,8 +92,8 @@ def prepare(
 
     Args:
         config: the section; the data is in `<config.folder>/<name of the source>-<hash of the section>`.
-        on_change: after a change of a source file, prepare again, or raise (on resume).
-        console: for notices, and bars on a terminal; by default standard error.
+        on_change: after a change of a source file, prepare the data anew, or raise (on resume).
+        console: for notices, and for progress bars on a terminal; standard error by default.
 
     Raises:
         InputError: the corpus or the tokenizer is missing or invalid, or has changed and `on_change` is "error". Nothing is
@@ -137,7 +137,7 @@ def prepare_all(
 ) -> PreparedData:
     """`prepare`, with the sets of `data.validation`, each by the run's tokenizer.
 
-    compare: with the training documents, of which no set may be a part.
+    compare: with the training documents; no set may be contained in them.
 
     Raises:
         InputError: as `prepare`; a set that shares all its documents with the training data, or that is text where the run
@@ -168,8 +168,8 @@ def prepare_all(
     return replace(prepared, sets=found)
 
 
-_HEAD = 16  # tokens that are compared before whole documents are
-_ROWS = 1 << 20  # documents whose beginnings are read at a time
+_HEAD = 16  # tokens compared before whole documents are
+_ROWS = 1 << 20  # documents whose first tokens are read at a time
 
 
 def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int:
@@ -195,7 +195,7 @@ def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int
 
 
 def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corpus | None = None) -> DataConfig:
-    """The section with its packing, by the data; as it is where neither says what a row holds.
+    """The section with its packing resolved from the data; unchanged if neither says the form of a row.
 
     Raises:
         InputError: `data.overlong` without an effect on text that is joined.
@@ -215,7 +215,7 @@ def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corp
 
 
 def prepared_or_none(config: DataConfig) -> PreparedData | None:
-    """The prepared data if it is whole; checks the folder's own files and not the sources, and writes nothing."""
+    """The prepared data if it is complete. Checks the folder's files, not the sources; writes nothing."""
     target = folder_of(config)
     found = manifest.read(target, config)
     return None if found is None or manifest.damage(target, found) else PreparedData(target, found)
@@ -259,8 +259,8 @@ def _current(
     change, sources = manifest.changes(found, manifest.source_files(config, corpus.files))
     if change is not None and on_change == "error":
         raise InputError(
-            f"the data has changed since this run began: {change}. Put it back as it was to resume, or start a new run "
-            "(another train.output) on the data as it is."
+            f"the data has changed since this run began: {change}. Restore it to resume, or start a new run (another "
+            "train.output) on the changed data."
         )
     fault = change or manifest.damage(target, found, contents=True)
     if fault is not None:

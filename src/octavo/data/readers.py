@@ -35,9 +35,9 @@ from octavo.storage import is_lfs_pointer
 _ROWS = 1024
 _BUFFER = 2**16
 _DELIMITERS = (";", "\t", "|")
-"""Delimiters of other files called CSV, which are told from commas by their number in the line of names."""
+"""Other delimiters of files called CSV, recognised by their count in the header."""
 DEFAULT_SPLIT = "train"
-"""The split of a data set where none is asked for."""
+"""The default split of a data set."""
 CARDS = ("README.md", "dataset_infos.json")
 """Files of a data set that describe it."""
 Say = Callable[[str], None]
@@ -65,7 +65,7 @@ def read_json_lines(path: Path, form: Form) -> Iterator[Document]:
 
 
 class _Repeating(dict[str, Any]):
-    """A JSON object in which a key stands twice."""
+    """A JSON object with a duplicate key."""
 
     key = ""
 
@@ -154,7 +154,7 @@ def read_csv(path: Path, form: Form, delimiter: str = ",") -> Iterator[Document]
 
 
 def _check_delimiter(path: Path, form: Form, origin: str, expected: str) -> None:
-    """Refuse a file whose line of names is divided by another delimiter than the expected one, the comma without a card."""
+    """Refuse a file whose header uses another delimiter than the expected one (a comma, unless the card names one)."""
     if expected != ",":
         return
     line = next((text for each in _lines(path) if (text := decoded(each, str(path)).strip("\r\n"))), "")
@@ -247,7 +247,7 @@ def from_saved(path: Path, config: DataConfig, form: Form, key: str, say: Say) -
     except Exception as error:
         file = _damaged(path)
         where = f", {str(file.relative_to(path))!r} is damaged" if file else ""
-        raise InputError(f"{name}: the data set cannot be loaded{where}: {first_line(error)}. Save it again.") from None
+        raise InputError(f"{name}: the data set cannot be loaded{where}: {first_line(error)}. Save it anew.") from None
     if isinstance(data, datasets.DatasetDict):
         split = config.split or DEFAULT_SPLIT
         if split not in data:
@@ -277,16 +277,16 @@ def _damaged(folder: Path) -> Path | None:
 
 
 def from_card(path: Path, config: DataConfig, form: Form, key: str, files: Sequence[Path], say: Say) -> Iterator[Document]:
-    """The documents of one split of a local data set, whose files its card gives to splits.
+    """The documents of one split of a local data set, whose card assigns files to splits.
 
-    `datasets` reads the card, and files of which the card says how they are read, or of other kinds; the others are read here.
+    `datasets` reads the card, files with reader options in the card, and files of other kinds; the rest is read here.
 
     Args:
         files: all files of the folder.
     """
     import datasets
 
-    # A cache of its own: what `datasets` keeps of a folder, such as its number of rows, is that of every folder of its name.
+    # A separate cache: `datasets` caches by the folder's name, such as its number of rows.
     root = Path(datasets.config.HF_DATASETS_CACHE)
     with readable(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -316,12 +316,12 @@ def _from_card(
     except InputError:
         raise
     except Exception as error:
-        fault = first_line(error.__cause__ or error)  # what `datasets` says itself is that it failed
+        fault = first_line(error.__cause__ or error)  # the message of `datasets` says only that it failed
         cast_error = next((each for each in (error, error.__cause__) if isinstance(each, datasets.table.CastError)), None)
         if cast_error is not None:
             details = cast_error.details().rstrip(".")
             fault = f"its columns differ from those of the card, or of other files of the split: {details}"
-        elif "Schema at index" in fault:  # what differs comes in the lines behind
+        elif "Schema at index" in fault:  # the following lines name the difference
             fault = " ".join(str(error.__cause__ or error).split())
         if isinstance(error, datasets.exceptions.NonMatchingSplitsSizesError):
             fault = "its files have another number of rows or bytes than the card says (dataset_info)"
@@ -343,7 +343,7 @@ def _from_card(
         for found, document in enumerate(read_files(chosen, form, find), start=1):  # noqa: B007
             yield document
         if expected not in (None, found) and all(kind_of(each.name) != ".txt" for each in chosen):
-            say(f"{name}: by its card (dataset_info) the split {split!r} has {expected:,} rows, and its files have {found:,}.")
+            say(f"{name}: its card (dataset_info) gives the split {split!r} {expected:,} rows, and its files have {found:,}.")
         return
     if not chosen:
         _say_other_splits(name, split, _rows_of_splits(data), say)
@@ -478,7 +478,7 @@ def _from_batches(
 
 
 def _check_once(columns: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuse two columns of one name among those that are read."""
+    """Refuse two columns of one name among those read."""
     for name in columns:
         if names.count(name) > 1:
             raise InputError(f"{where}: {names.count(name)} columns are named {name!r}. Rename all but one of them.")

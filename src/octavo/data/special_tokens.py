@@ -1,4 +1,4 @@
-"""Special tokens: kept out of texts, and their ids in a Hugging Face config.
+"""Special tokens: refused inside texts, and their ids in a Hugging Face config.
 
 A text may hold the name of a special token (a page about chat templates, a dump of HTML). Encoded as that token it would end
 the document, or begin a turn of a chat. `tokenizers` can leave such names to the model, but a Unigram, or a BPE that looks up
@@ -25,7 +25,7 @@ ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
     """A copy with the same ids that encodes the names of special tokens as plain characters.
 
-    named: special tokens of the tokenizer's configuration, beside those marked in the tokenizer.
+    named: special tokens of the tokenizer's configuration, in addition to those marked in the tokenizer.
 
     Raises:
         InputError: the tokenizer has parts in Python.
@@ -37,7 +37,7 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
     model = values["model"]
     mark = secrets.token_hex(16)  # in no text, so that the result does not depend on it
     marked = {token["content"] for token in values["added_tokens"] if token["special"]}
-    # A special token of one character, such as a pad "!", is how a text's own character is written.
+    # A special token of one character, such as a pad "!", may be an ordinary character of a text.
     special = sorted(name for name in marked.union(named) if len(name) > 1)
     names = {name: f"{mark} {number}" for number, name in enumerate(special)}
     for token in values["added_tokens"]:
@@ -90,10 +90,10 @@ class SpecialTokens:
     def fit(self, config: Any) -> dict[str, int | list[int] | None]:
         """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
 
-        The tokenizer's bos is taken, and its eos is always among the eos ids. Other ids of the config are kept if they are
-        special tokens of this tokenizer, since a fine-tuned model may have several eos ids, a pad or a bos without a role in
-        its tokenizer. The rest belongs to another vocabulary and is removed. A bos or eos is kept as the pad only if it is the
-        tokenizer's pad: the row of a pad in the embedding is not trained.
+        The tokenizer's bos replaces the config's, and its eos is always among the eos ids. Other ids of the config remain if
+        they are special tokens of this tokenizer: a fine-tuned model may have several eos ids, a pad or a bos without a role in
+        its tokenizer. Ids of another vocabulary are removed. A bos or eos remains the pad only if it is the tokenizer's pad:
+        the pad's row of the embedding is not trained.
         """
         bos, ends, pad = (getattr(config, role, None) for role in ROLES)
         usable = self.all - ({self.unknown} - {self.bos, self.eos})
@@ -113,9 +113,9 @@ class SpecialTokens:
         return fitted
 
     def disagreements(self, named: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-        """(role, sentence) for each role in which other files have other ids than this tokenizer.
+        """(role, sentence) for each role whose id in another file differs from this tokenizer's.
 
-        named: ids by role, of each file by its name. Several eos ids agree with the tokenizer if its own is among them.
+        named: ids by role, for each file name. Several eos ids agree with the tokenizer if they include its eos.
         """
         for role, own in zip(ROLES, (self.bos, self.eos, self.pad), strict=True):
             said = []

@@ -154,9 +154,9 @@ def write_tokens(
                 )
             if labels is not None and not targets[name][number]:
                 raise InputError(
-                    f"{part.name} gives {tokens:,} tokens for {name}, of which none is a target: 'labels' are {IGNORED} (or "
-                    "'loss_mask' 0) at all of them but first ones. Mark the tokens to predict, or remove the column to predict "
-                    "every token."
+                    f"{part.name} gives {tokens:,} tokens for {name}, and no target: 'labels' are {IGNORED} (or 'loss_mask' 0) "
+                    "at all but first tokens of documents. Mark the tokens to predict, or remove the column to predict every "
+                    "token."
                 )
     max_id = max(writer.max_id for writer in writers.values())
     counts: dict[Split, Counts] = {name: writer.counts for name, writer in writers.items()}
@@ -182,7 +182,7 @@ class _Writer:
     """Writes the files of a split: tokens, labels where there are any and, on exit, document offsets.
 
     Attributes:
-        targets: number of labels that are targets; of documents that are packed `apart` without their first tokens.
+        targets: number of labels that are targets; with separately packed documents, without the first token of each.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's named chat templates."""
 _TEXT = 2**32 - 1
-"""Id that stands for a text between special tokens: no vocabulary has it."""
+"""Stands for a text between special tokens: an id outside every vocabulary."""
 _SHOWN = 60
 """Characters of a text in a message."""
 
@@ -97,8 +97,8 @@ class Encoder:
 def train(texts: Iterable[str], vocab_size: int) -> Encoder:
     """Train a byte-level BPE with at most `vocab_size` tokens, the end token included; fewer if the text has fewer merges.
 
-    The caller bounds all texts (TRAINING_BYTES) and each of them (PIECE); long words are cut here. The same texts give the
-    same tokenizer. The end token's name in a text is encoded as ordinary characters, so that a text cannot end its own
+    The caller bounds the total (TRAINING_BYTES) and each text (PIECE); long words are cut here. The same texts give the same
+    tokenizer. The name of the end token inside a text is encoded as ordinary characters, so that a text cannot end its
     document.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -135,7 +135,9 @@ def load(name: str) -> Encoder:
     folder = check(name)
     theirs = _theirs(name, folder)
     if not hasattr(theirs, "is_fast"):
-        raise InputError(f"data.tokenizer = {name!r} is no tokenizer of one text, but {type(theirs).__name__}. Name another.")
+        raise InputError(
+            f"data.tokenizer = {name!r} is no tokenizer of a single text, but {type(theirs).__name__}. Name another."
+        )
     found = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
     _check_around(found, theirs)
     return replace(found, save=partial(_save, theirs, name, folder))
@@ -204,7 +206,7 @@ def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: 
 
 
 def _lost(encoder: Encoder, theirs: Any, texts: Sequence[str]) -> set[str]:
-    """Characters of texts, without white space, that no token stands for: a BPE without an unknown token leaves them out."""
+    """Characters of texts, without white space, that the tokenizer drops: a BPE without an unknown token does."""
     if not theirs.is_fast or encoder.unknown is not None:
         return set()
     lost: set[str] = set()
@@ -227,7 +229,7 @@ def _theirs(name: str, folder: Path | None) -> Any:
     try:
         from transformers import AutoTokenizer
 
-        # False, not absent: otherwise transformers asks on stdin whether to run the folder's code, and a pipe may say yes
+        # False, not absent: otherwise transformers asks on stdin whether to run the folder's code
         with nullcontext() if folder else hub.bounded():
             return AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     except Exception as error:
@@ -235,17 +237,17 @@ def _theirs(name: str, folder: Path | None) -> Any:
             raise unreachable("data.tokenizer", name, "tokenizer", '"train"') from None
         fault = f"cannot be loaded: {first_line(error)}"
         if "trust_remote_code" in str(error):
-            fault = "needs Python code of its own, which Octavo never runs"
+            fault = "needs custom Python code, which Octavo never runs"
         raise InputError(
             f"data.tokenizer = {name!r} {fault}. Give a folder with a tokenizer.json, a tokenizer of the Hugging Face Hub "
-            'without code of its own, or "train".'
+            'without custom code, or "train".'
         ) from None
 
 
 def other_beside(folder: Path, config: Any) -> str:
-    """A sentence if transformers reads a folder's tokenizer as another one beside the config.json of a model; else empty.
+    """A sentence if transformers loads another tokenizer when the folder has the model's config.json; else empty.
 
-    Of some families transformers takes its own class of tokenizers, whatever the tokenizer's files say.
+    For some model types transformers uses its built-in tokenizer class and ignores the tokenizer's files.
     """
     name = str(folder)
     with tempfile.TemporaryDirectory() as temporary:
@@ -319,7 +321,7 @@ def tokenizer_files(name: str) -> list[Path]:
 
 
 def with_chat_template(folder: Path, template: str) -> None:
-    """Set the chat template of a saved tokenizer, so that what is trained is what is served.
+    """Set the chat template of a saved tokenizer, so that serving uses the template of training.
 
     Raises:
         InputError: transformers reads another template from the folder.
@@ -333,10 +335,10 @@ def with_chat_template(folder: Path, template: str) -> None:
 
 
 def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
-    """Write a tokenizer of which transformers reads the same from `target`.
+    """Write a tokenizer so that transformers loads the same one from `target`.
 
-    The files of a class without code of its own are copied, so that earlier versions of transformers read them too; others are
-    saved by transformers. If that is another tokenizer, it is the other way around: the class may depend on the model's
+    Files of a class without custom code are copied, so that earlier versions of transformers load them too; others are saved
+    by transformers. If the result loads as another tokenizer, the other method is tried: the class may depend on the model's
     config.json, which is not copied.
     """
     own = _identity(theirs, name)
@@ -347,7 +349,7 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         if files is None:
-            _theirs(name, folder).save_pretrained(target)  # not `theirs`, of which truncation and padding are off
+            _theirs(name, folder).save_pretrained(target)  # not `theirs`: its truncation and padding are off
         elif files:
             for path in files:
                 shutil.copyfile(path, target / path.name)
@@ -425,7 +427,7 @@ def _of_python(theirs: Any, name: str) -> Encoder:
 
 
 def _by_call(theirs: Any, name: str, around: tuple[tuple[int, ...], tuple[int, ...]]) -> Encoder:
-    """Encodes by transformers' own call."""
+    """Encodes by calling transformers' tokenizer."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -457,7 +459,7 @@ def _from_backend(
         # `fast` computes no offsets.
         return [encoding.ids for encoding in copy().encode_batch_fast(texts, add_special_tokens=False)]
 
-    # A text of one token, of a vocabulary of its own: what the post-processor puts around it does not depend on the text.
+    # A one-token vocabulary: the post-processor's additions do not depend on the text.
     whole = [_TEXT]
     if backend.post_processor is not None:
         text = Tokenizer(models.WordLevel({"text": _TEXT})).encode("text")
@@ -479,7 +481,7 @@ def _around(whole: list[int], end: int | None, name: str) -> tuple[tuple[int, ..
 def _prefixes_and_suffixes(
     whole: Sequence[int], inner: Sequence[int], end: int | None
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Special tokens before and after a text's own ids, the end token last: for each place of `inner` in `whole`."""
+    """Special tokens before and after the ids of a text, the end token last: for each place of `inner` in `whole`."""
     for start in range(len(whole) - len(inner) + 1):
         if whole[start : start + len(inner)] == inner:
             suffix = tuple(whole[start + len(inner) :])
@@ -491,7 +493,7 @@ def _prefixes_and_suffixes(
 def _check_around(encoder: Encoder, theirs: Any) -> None:
     """Refuse tokens around a text that the vocabulary does not have, or that are other tokens than the post-processor names.
 
-    A post-processor has ids of its own: `train_new_from_iterator` may leave those of the old vocabulary there.
+    A post-processor stores ids: `train_new_from_iterator` may leave those of the old vocabulary in it.
     """
     ids = theirs.get_vocab()
     tokens = {number: token for token, number in ids.items()}

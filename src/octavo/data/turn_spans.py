@@ -88,7 +88,7 @@ class TurnSpans:
         return WrittenText(whole, [self._checked_mark(example, turn, whole, spans[turn]) for turn in chosen])
 
     def _checked_mark(self, example: Conversation, turn: int, whole: str, span: Span) -> Span:
-        """A marked part, which has to be the turn, with its end-of-turn token and without what asks for it."""
+        """Check a marked part: the whole turn with its end-of-turn token, without the prompt for the turn."""
         start, end = span
         text = whole[start:end]
         message = example.messages[turn]
@@ -108,12 +108,12 @@ class TurnSpans:
         try:
             before, _ = self._template.render(example, turn, prompt=True)
             there, _ = self._template.render(example, turn + 1)
-        except ExampleFault:  # of a part of the conversation: the mark stands
+        except ExampleFault:  # the template refuses a part of the conversation: the mark is used as it is
             return span
         if end > len(there) and whole.startswith(there.rstrip()):
             raise ExampleFault(
                 "inexact mask",
-                f"{where} goes on behind its turn, with {shortened(whole[len(there.rstrip()) : end])}",
+                f"{where} extends beyond its turn, with {shortened(whole[len(there.rstrip()) : end])}",
                 "Put {% endgeneration %} behind the end-of-turn token in the chat template",
             )
         if whole.startswith(before) and start < len(before):
@@ -131,7 +131,7 @@ class TurnSpans:
         there, _ = self._template.render(example, turn + 1)
         self._check_prefix(example, turn, whole, before, "before")
         ended = there.rstrip()
-        # A call of tools may end with a token of its own that does not end the turn, such as </tool_call>.
+        # A tool call may end with a token that does not end the turn, such as </tool_call>.
         token = self._tokenizer.end_token(ended, special=bool(example.messages[turn].get("tool_calls")))
         if token is None or len(ended) <= len(before):
             raise ExampleFault(
@@ -164,7 +164,7 @@ class TurnSpans:
             remedy = "Remove the messages behind the last turn of the assistant"
         raise ExampleFault(
             "stripped turns",
-            f"the chat template writes the messages {what} message {turn + 1} otherwise once others follow: "
+            f"the chat template renders the messages {what} message {turn + 1} differently once others follow: "
             f"{before[start : at + SHOWN]!r} becomes {whole[start : at + SHOWN]!r}, so that the tokens of its turn are not "
             "those that a model would write",
             f"{remedy}, or a data.chat_template that keeps earlier turns",
@@ -206,8 +206,8 @@ class TurnSpans:
         """The template's text around one of the assistant, tried once with a word.
 
         Returns:
-            True if it begins a turn with more than white space and nothing asks for the turn; and its text between that of the
-            assistant and the last token of the turn.
+            True if a turn begins with more than white space that the prompt for the turn lacks; and the text between the
+            assistant's and the last token of the turn.
         """
         template = self._template.template(bool(example.tools))
         if template not in self._tried_turns:
@@ -222,7 +222,7 @@ class TurnSpans:
 
 
 def _needle(message: Message) -> str:
-    """Text of a message that its turn has to have: behind reasoning within it, whose white space templates change."""
+    """Text of a message that its turn must contain: after any reasoning, whose white space templates change."""
     content = str(message.get("content", ""))
     return content.rpartition(_THOUGHT_END)[2].strip() or content.strip()
 
