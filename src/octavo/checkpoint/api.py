@@ -1,4 +1,4 @@
-"""Checkpoints: a run's `checkpoints/` folder, and `octavo.save` and `octavo.load` for a training loop of the user's own.
+"""Checkpoints: a run's `checkpoints/` folder, and `octavo.save` and `octavo.load` for a user's training loop.
 
     shard-00001-….safetensors   model.<name> · optimizer.<state>.<name> · fp8.<module>.<operand>.… · random.<rank>.<device>
     state.json                  step, hash of the data, layout, numbers of the optimizer, recipe, head, blocks, generators
@@ -45,9 +45,8 @@ _ATTEMPTS = 3  # to open a checkpoint that is being replaced
 class Checkpointer:
     """The `checkpoints/` folder of a run, which the caller has locked. Every rank makes one and calls it alike.
 
-    The newest `keep` checkpoints stay; `report` receives a message for each damaged one. As a context it ends with nothing in
-    flight: it waits for a write in the background and raises its error, or only reports that if another exception is on its
-    way.
+    The newest `keep` checkpoints stay; `report` receives a message for each damaged one. On exit the context waits for a
+    background write and raises its error; if another exception is already propagating, the error is only reported.
     """
 
     folder: Path
@@ -112,7 +111,7 @@ class Checkpointer:
         raises the errors of the write.
 
         Raises:
-            OctavoError: the disk is full; earlier checkpoints are intact and nothing is left behind.
+            OctavoError: the disk is full; earlier checkpoints are intact and the temporary folder is removed.
         """
         self.wait()
         path = self.folder / f"step-{step}"
@@ -293,7 +292,7 @@ def _finish_replacement(path: Path) -> None:
 
 def _unfinished_replacements(path: Path) -> list[Path]:
     """Complete new checkpoints under a temporary name, after the first of the two renames of a replacement."""
-    # A kill after both renames leaves an old one alone: if `path` does not exist then, its owner has deleted it.
+    # A kill after both renames leaves only an old one: if `path` does not exist then, the user has deleted it.
     if path.exists() or not (aside(path) / manifest.MANIFEST).is_file():
         return []
     return [folder for folder, _ in _temporaries(path) if (folder / manifest.MANIFEST).is_file()]

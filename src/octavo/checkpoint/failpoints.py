@@ -20,7 +20,7 @@ FAILPOINTS = (
 
 
 def failpoint(name: str, step: int | None = None) -> None:
-    """Kill this process if the environment asks for it here; `step` is that of the checkpoint, if it has one."""
+    """Kill this process if the environment requests it at this point; `step`: the checkpoint's step, if it has one."""
     if os.environ.get("OCTAVO_FAILPOINT") != name:
         return
     wanted = os.environ.get("OCTAVO_FAILPOINT_STEP")

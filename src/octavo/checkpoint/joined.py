@@ -29,7 +29,7 @@ class JoinedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, one optimizer after the other; the dicts are the optimizers' own."""
+        """The parameter groups of all optimizers in order; the dicts are the optimizers' objects, not copies."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
@@ -103,7 +103,7 @@ def as_one(optimizer: Any, model: Any, call: str) -> torch.optim.Optimizer | Non
             if holder.setdefault(parameter, key) != key:
                 raise InputError(
                     f"{call}: {names.get(parameter, 'a parameter')} is in optimizer[{holder[parameter]!r}] and in "
-                    f"optimizer[{key!r}]: a checkpoint keeps one state of a parameter. Give it to one of them."
+                    f"optimizer[{key!r}]: a checkpoint stores one state per parameter. Give it to one of them."
                 )
     if len(found) == 1:
         return cast(torch.optim.Optimizer, next(iter(found.values())))
@@ -114,7 +114,7 @@ def _check(optimizer: Any, name: str, call: str) -> None:
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise InputError(
             f"{call}: {name} is of type {type(optimizer).__name__}, which is no optimizer: give one of torch.optim's kind, or "
-            "several in a list or dict. The state of a scheduler is numbers: give it by a name of its own, which octavo.load "
+            "several in a list or dict. The state of a scheduler is numbers: pass it under a separate name, which octavo.load "
             "returns."
         )
 
@@ -124,6 +124,7 @@ def _check_held(optimizer: torch.optim.Optimizer, name: str, model: nn.Module, c
     own = set(model.parameters())
     if held and own.isdisjoint(held):
         raise InputError(
-            f"{call}: {name} ({type(optimizer).__name__}) holds no parameter of this model: it trains another one, or was made "
-            "before octavo.transform or before sharding, which make new parameters. Make it of model.parameters() afterwards."
+            f"{call}: {name} ({type(optimizer).__name__}) holds no parameter of this model: it trains another model, or was "
+            "created before octavo.transform or sharding, which create new parameters. Create it of model.parameters() "
+            "afterwards."
         )

@@ -115,7 +115,7 @@ class OpenCheckpoint:
         self._compare(list(self.manifest.files))
 
     def verify_opened(self) -> None:
-        """Compare with the manifest every file that was read; one that has not changed is not read again."""
+        """Compare every file that was read with the manifest; a file that has not changed is not reread."""
         self._compare([name for name in self.folder.opened if name != MANIFEST])
 
     def _compare(self, names: list[str]) -> None:

@@ -90,7 +90,7 @@ class OpenFolder:
         self.read_runs(name, block, len(block), [start])
 
     def read_runs(self, name: str, block: memoryview, length: int, starts: Iterable[int]) -> None:
-        """Fill a block by runs of `length` bytes of a file, one behind the other, of which each begins at one of `starts`."""
+        """Fill a block from runs of `length` bytes of a file that begin at `starts`, one after the other."""
         with _explaining(self.path / name):
             descriptor = self._descriptor(name)
             for number, start in enumerate(starts):
@@ -141,7 +141,7 @@ def trust(known: dict[Stamp, str]) -> None:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise the soft limit of open files, at most to the hard limit, for `number` files beside all others."""
+    """Raise the soft limit of open files, at most to the hard limit, by `number` files."""
     needed = number + _SPARE_DESCRIPTORS
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY

@@ -2,7 +2,7 @@
 
 `torch.distributed.checkpoint.state_dict` does not fit (torch 2.13): to name the states of an optimizer that has not stepped it
 steps it, which leaves a step count of 1 and changes the bits of the training; it fails on a parameter without a gradient, and
-on None among an optimizer's own states.
+on None among an optimizer's states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 """Settings that PyTorch's schedulers, or names given to an optimizer, add to its groups."""
 _NOT_SETTINGS = ("params", "param_names")
 _LARGEST = 64
-"""Most elements of a tensor among the settings, which are kept as text."""
+"""Most elements of a tensor among the settings, which are stored as text."""
 
 
 def _names(model: nn.Module) -> dict[Any, str]:
@@ -52,7 +52,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     unknown = sum(owner not in names for owner in optimizer.state)
     if unknown:
         raise InputError(
-            f"the optimizer keeps state for {unknown} tensors that are no parameters of the model: save it with the model "
+            f"the optimizer holds state for {unknown} tensors that are no parameters of the model: save it with the model "
             "that it trains."
         )
     blocks = parameters_of(model)
@@ -69,20 +69,20 @@ def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[st
             if tuple(value.shape) != block.own.local_shape:
                 raise InputError(
                     f"the optimizer's state {key!r} of {name} is {list(value.shape)}: of a parameter of {list(block.shape)}, "
-                    f"whose ranks hold parts, a checkpoint keeps states of its elements ({list(block.own.local_shape)} on this "
-                    "rank) and numbers. Save without the optimizer."
+                    f"whose ranks hold parts, a checkpoint stores states of its elements ({list(block.own.local_shape)} on "
+                    "this rank) and numbers. Save without the optimizer."
                 )
             found[key] = with_block(value, block)
     return found
 
 
 def refuse_matrices(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of `octavo.matrices`, whose states are of matrices and not of the model's parameters."""
+    """Refuse an optimizer of `octavo.matrices`: its states belong to matrices, not to the model's parameters."""
     if "octavo_matrices" in vars(optimizer):
         raise InputError(
-            f"the states of {type(optimizer).__name__} are those of octavo.matrices, and octavo.save and octavo.load keep "
-            "those of a model's parameters: call them without this optimizer, and torch.save and torch.load its state_dict(), "
-            "of each rank its own."
+            f"the states of {type(optimizer).__name__} belong to octavo.matrices, and octavo.save and octavo.load store those "
+            "of a model's parameters: call them without this optimizer, and torch.save and torch.load its state_dict() on each "
+            "rank."
         )
 
 
@@ -95,8 +95,8 @@ def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
                 continue
             if value is not None and not isinstance(value, bool | int | float):
                 raise InputError(
-                    f"the optimizer's state {key!r} of {name} is of type {type(value).__name__}: a checkpoint keeps tensors, "
-                    "numbers and None. Keep it as one of these, or save without the optimizer."
+                    f"the optimizer's state {key!r} of {name} is of type {type(value).__name__}: a checkpoint stores tensors, "
+                    "numbers and None. Store it as one of these, or save without the optimizer."
                 )
             not_json = isinstance(value, float) and not math.isfinite(value)
             scalars.setdefault(name, {})[key] = str(value) if not_json else value
@@ -140,13 +140,13 @@ def _to_json(value: Any, key: str) -> Any:
     if isinstance(value, tuple | list):
         return [_to_json(item, key) for item in value]
     raise InputError(
-        f"the optimizer's setting {key} is of type {type(value).__name__}: a checkpoint keeps numbers, text, None, small real"
-        " tensors, and tuples and lists of them. Keep it as one of these, or save without the optimizer."
+        f"the optimizer's setting {key} is of type {type(value).__name__}: a checkpoint stores numbers, text, None, small real"
+        " tensors, and tuples and lists of them. Store it as one of these, or save without the optimizer."
     )
 
 
 def _from_json(stored: Any, current: Any) -> Any:
-    """The inverse of `_to_json`, with the type (tuple or list) and the device of the optimizer's own setting `current`."""
+    """The inverse of `_to_json`, with the type (tuple or list) and device of the optimizer's setting `current`."""
     if isinstance(stored, dict) and "tensor" in stored:
         device = current.device if isinstance(current, torch.Tensor) else None
         values = [_from_json(number, None) for number in stored["tensor"]]
@@ -187,8 +187,8 @@ def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
         for name in names:
             if own.get(name, number) != number:
                 raise InputError(
-                    f"checkpoint {path} has {name} in the optimizer's parameter group {number}, and here it is in group "
-                    f"{own[name]}: give the optimizer its groups in the order of the saved one."
+                    f"checkpoint {path} has {name} in the optimizer's parameter group {number}, and this optimizer has it in "
+                    f"group {own[name]}: give the optimizer its groups in the saved order."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a model's own code, read by the same model with Octavo's blocks, so that older checkpoints of it still load.
+"""Checkpoints of a model's original code, loaded into the same model with Octavo's blocks, so that older ones still load.
 
 Names are translated by the model's table; parts of a joined matrix are joined, and so are their moments. The parts have one
 input, and the largest amax of a whole is the largest of its parts: the FP8 history is their maximum, the scale their minimum.
@@ -28,7 +28,7 @@ from octavo.parallel.shards import local_shard
 def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) -> StoredTensors | Converted:
     """A checkpoint under the names of a model, translated where the model has Octavo's blocks and the checkpoint has not.
 
-    `saved` is the layout that the checkpoint records; None for that of a model's own code, or if none is recorded.
+    `saved` is the layout that the checkpoint records; None for a model's original code, or if none is recorded.
 
     Raises:
         InputError: the checkpoint has Octavo's blocks and the model has not, or a part cannot be joined.
@@ -36,7 +36,8 @@ def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) 
     way, found = conversion_of(model), subset(stored.layout, "model.")
     if way is None and saved is not None:
         raise InputError(
-            f"checkpoint {stored.folder} is of Octavo's blocks ({saved}), and this {type(model).__name__} keeps its own code:"
+            f"checkpoint {stored.folder} is of Octavo's blocks ({saved}), and this {type(model).__name__} runs its original "
+            "code:"
             ' build it with blocks = "auto" (model.blocks), or export the checkpoint and load that.'
         )
     own = [name for name in weights(model) if name not in found]
@@ -58,7 +59,7 @@ class _Source:
 
 
 class Converted:
-    """A checkpoint of a model's own code as one of the model with Octavo's blocks; it is used as a `StoredTensors`."""
+    """A checkpoint of a model's original code, converted to the model with Octavo's blocks; used as a `StoredTensors`."""
 
     def __init__(self, stored: StoredTensors, model: nn.Module, way: Conversion) -> None:
         self._stored, self._way = stored, way
@@ -71,7 +72,7 @@ class Converted:
         if anew := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
             warn(f"{stored.folder}: the FP8 state of {some(anew)} has no place in Octavo's blocks and starts anew.")
         if subset(self._found, "fp8.") and any(way.table.join(name) is Join.EXPERTS for name in self._weights):
-            warn(f"{stored.folder}: experts had no FP8 state in the model's own code, and their scales begin anew.")
+            warn(f"{stored.folder}: experts had no FP8 state in the model's original code; their scales start anew.")
         self.layout: Layout = {}
         """Names, global shapes and dtypes, as the model has them."""
         for name, source in self._sources.items():
@@ -82,7 +83,7 @@ class Converted:
             self.layout[name] = shape, dtype
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of `into` in place, one after the other: whole parts are read, and this rank's rows are kept."""
+        """Fill the tensors of `into` in place, one at a time: whole parts are read, and only this rank's rows are stored."""
         for name, tensor in into.items():
             source = self._sources[name]
             parts = empty_tensors({theirs: self._found[theirs] for theirs in source.names})
@@ -133,7 +134,7 @@ class Converted:
         return _Source(theirs, "rows", name)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape [rows, K] of a part; the model's own code stacks experts' matrices, [E, N, K]."""
+        """The shape [rows, K] of a part; the model's original code stacks experts' matrices, [E, N, K]."""
         stacked = self._way.table.join(name) is Join.EXPERTS and len(shape) == 3
         return (shape[0] * shape[1], shape[2]) if stacked else shape
 
@@ -151,6 +152,7 @@ class Converted:
 
     def _refused(self, why: str) -> InputError:
         return InputError(
-            f"checkpoint {self._stored.folder} is of the model's own code and cannot be joined for Octavo's blocks: {why}. "
-            'Keep the own code: blocks = "own" (model.blocks).'
+            f"checkpoint {self._stored.folder} is of the model's original code and cannot be joined for Octavo's blocks: "
+            f"{why}. "
+            'Use the original code: blocks = "own" (model.blocks).'
         )

@@ -1,6 +1,6 @@
 """Tensors, numbers and text in lists, tuples and dicts as bytes and back, exactly and without pickle.
 
-The bytes are a file of safetensors. Its metadata has the structure as JSON, in which tensors are numbered.
+The bytes are a safetensors file. Its metadata holds the structure as JSON, with the tensors numbered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a checkpoint: its state into a model and an optimizer, or its weights one by one.
 
 Every file is compared with the manifest and read through the same descriptors, and all ranks read the same save. The state is
-read beside the model's and compared with it, and takes its place once every rank has all of its part: a checkpoint that is
-damaged or does not fit changes nothing. During a restore weights take their memory twice, as later with their gradients.
+read into separate memory, compared with the model's, and installed once every rank has read all of its part: a checkpoint that
+is damaged or does not fit changes nothing. During a restore weights take their memory twice, as later with their gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_own_file(path: Path, name: str, rank: int) -> bytes:
-    """This rank's own file of a checkpoint; rank 0's for a rank that the saved run did not have. Empty if there is none.
+    """This rank's file of a checkpoint; rank 0's for a rank that the saved run did not have. Empty if there is none.
 
     Raises:
         Damaged: it differs from the manifest.
@@ -81,7 +81,7 @@ def restore(
             loaded = _Loaded(checkpoint, StoredTensors(checkpoint.folder, pieces), model, optimizer, ranks.rank, fresh)
         with ranks.sharing_errors():
             loaded.read()
-            checkpoint.verify_opened()  # after the reads: what was read is what was verified
+            checkpoint.verify_opened()  # after the reads: the bytes read are the bytes verified
     with ranks.sharing_errors():
         loaded.install()
     return loaded.state
@@ -90,7 +90,7 @@ def restore(
 def _agree(checkpoint: OpenCheckpoint, ranks: Ranks) -> None:
     """Verify the files on rank 0; raise on every rank if the ranks have opened different saves."""
     if len(set(ranks.all_gather(checkpoint.manifest.sha256))) > 1:
-        raise OctavoError(f"checkpoint {checkpoint.path} was replaced while the ranks opened it: load it again.")
+        raise OctavoError(f"checkpoint {checkpoint.path} was replaced while the ranks opened it: load it once more.")
 
     def verify() -> dict[Stamp, str]:
         checkpoint.verify()
@@ -132,7 +132,7 @@ def _state_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
 
 
 class _Loaded:
-    """The state of a checkpoint beside a model and its optimizer: compared with them, read, then installed.
+    """The state of a checkpoint, compared with a model and its optimizer, read, then installed.
 
     Raises:
         InputError: it is of another model or optimizer.
@@ -176,7 +176,7 @@ class _Loaded:
         names = [[named.get(name, name) for name in group] for group in names]
         if optimizer is not None:
             optimizer_state.check_class(path, optimizer, kind, self._groups)
-            if self._stored is stored:  # with the model's own names
+            if self._stored is stored:  # with the model's names
                 optimizer_state.check_groups(path, model, optimizer, names)
             saved = shard_io.subset(layout, "optimizer.")
             self._states = optimizer_state.allocate_states(path, model, optimizer, saved, self._groups, self._scalars)
@@ -272,9 +272,9 @@ def _compare_adapters(path: Path, model: nn.Module, saved: dict[str, Any] | None
     if own == saved:
         return
     if own is None or saved is None:
-        holds, has = ("the whole model", "adapters alone") if saved is None else ("adapters alone", "all weights")
+        holds, has = ("the whole model", "adapters only") if saved is None else ("adapters only", "all weights")
         raise InputError(
-            f"checkpoint {path} holds {holds}, and this model trains {has}. Build it as it was saved: "
+            f"checkpoint {path} holds {holds}, and this model trains {has}. Build the model of the save: "
             f"with {'no adapters' if saved is None else 'the same adapters'}."
         )
     changed = [key for key in own if own[key] != saved.get(key)]
@@ -331,7 +331,7 @@ def recipe_of(path: Path) -> recipes.Recipe | None:
 
 
 def stored_scales(path: Path) -> dict[str, torch.Tensor]:
-    """The delayed scales of a checkpoint, float32, by `<module>.<operand>`; those that have begun."""
+    """The delayed scales of a checkpoint, float32, by `<module>.<operand>`; only scales that were updated."""
     with OpenCheckpoint(path) as checkpoint:
         stored = open_tensors(checkpoint)
         layout = shard_io.subset(stored.layout, "fp8.")
@@ -344,7 +344,7 @@ def stored_scales(path: Path) -> dict[str, torch.Tensor]:
 
 
 def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bool:
-    """True if the newest readable checkpoint of a run has none of the names of `wanted`: it is of the model's own code."""
+    """True if the newest readable checkpoint of a run has none of the names `wanted`: it is of the model's original code."""
 
     def look() -> bool:
         for _, path in manifest.step_folders(checkpoints):

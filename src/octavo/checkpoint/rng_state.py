@@ -1,8 +1,8 @@
 """Random states: saved and restored, so that a resumed run draws the same numbers as an uninterrupted one.
 
 Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. Ranks that see different
-tokens draw different numbers, and those of a tensor group the same, but for the tracker's. A checkpoint that continues at
-another tensor degree keeps that: a rank continues from the ranks that saw its share of the tokens.
+tokens draw different numbers; the ranks of a tensor group draw the same, except from the tracker's. A checkpoint loaded at
+another tensor degree preserves that: a rank restores the states of the saved ranks that saw its share of the tokens.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) ->
 
 
 def source_of(rank: int, saved: Collection[int], tensor: int) -> tuple[int, bool]:
-    """The rank of a save whose states a rank continues with, and whether it is that of other tokens, which draws anew.
+    """The saved rank whose states this rank restores, and True if that rank saw other tokens, so that it is reseeded.
 
     rank: of this process. saved: the ranks of the save. tensor: their tensor-parallel degree.
     """
@@ -88,7 +88,7 @@ def source_of(rank: int, saved: Collection[int], tensor: int) -> tuple[int, bool
 
 
 def without_tracked(tensors: dict[str, torch.Tensor], rank: int, tensor: int) -> dict[str, torch.Tensor]:
-    """`random_tensors` for a rank; beyond the tensor ranks of the save the tracker keeps its own states."""
+    """`random_tensors` for a rank; beyond the tensor ranks of the save the tracker keeps its current states."""
     beyond = rank % state.tp_size >= tensor
     return {name: value for name, value in tensors.items() if not (beyond and name.startswith(_TRACKED))}
 

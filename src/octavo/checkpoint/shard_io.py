@@ -61,7 +61,7 @@ class TensorPiece:
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
     """This rank's pieces of each tensor, plain, DTensor or of a block, not copied; empty shards are left out.
 
-    Of a block they are what this rank counts, so that an element of several ranks is written once.
+    For a block, only the part that this rank counts: an element on several ranks is written once.
 
     Raises:
         InputError: safetensors does not have the dtype.

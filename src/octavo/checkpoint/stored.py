@@ -33,9 +33,9 @@ from octavo.collectives.blocks import BlockTensor
 from octavo.parallel.shards import local_shard
 from octavo.stored_names import record_name
 
-_LARGEST_HEADER = 100_000_000  # bytes: safetensors' own limit
+_LARGEST_HEADER = 100_000_000  # bytes: the limit of safetensors
 _LEAST_GAP = 4096
-"""Bytes of a gap that is not read with what is around it: a page, which the system would read whole."""
+"""Bytes of a gap between two reads that is read too: a page, which the system would read anyway."""
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -119,7 +119,7 @@ class StoredTensors:
         """A slice of a piece. Columns are read by runs, and small gaps between them with them."""
         shape, size = list(piece.shape), piece.dtype.itemsize
         strides = [size * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # in bytes
-        # Runs are along the first dimension behind which all is read.
+        # A run starts at the first dimension after which everything is read.
         first = max((dim for dim, length in enumerate(lengths) if length != shape[dim]), default=0)
         while first and (shape[first] - lengths[first]) * strides[first] < _LEAST_GAP:
             first -= 1
@@ -138,7 +138,7 @@ class StoredTensors:
 
 
 def open_tensors(checkpoint: OpenCheckpoint) -> StoredTensors:
-    """The tensors of an open checkpoint; reads the headers alone.
+    """The tensors of an open checkpoint; reads only the headers.
 
     Raises:
         Damaged: a header contradicts itself, another one, or the manifest.
@@ -204,7 +204,7 @@ def _read_header(folder: OpenFolder, file: str) -> dict[str, Piece]:
 
 
 def _fault(entry: _Entry, offsets: tuple[int, ...], end: int) -> str | None:
-    """A contradiction in the entry of a tensor whose bytes begin at `end`; None if there is none."""
+    """A contradiction in a tensor's entry, whose bytes begin at `end`; None if there is none."""
     if entry.dtype not in _BY_NAME:
         return f"unknown dtype {entry.dtype!r}"
     if len(offsets) != len(entry.shape):

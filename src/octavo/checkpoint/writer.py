@@ -1,7 +1,7 @@
 """Writes a checkpoint: a snapshot of the state, then a folder that appears whole or not at all.
 
 `take_snapshot` runs on the training thread, between steps. `write_snapshot` does not touch the model, and may run in the
-background while training changes the weights. Each rank writes its own pieces, and rank 0 the rest: the temporary folder, the
+background while training changes the weights. Each rank writes its pieces, and rank 0 the rest: the temporary folder, the
 scalars, the manifest, the renames. An error on any rank is raised on all, after the temporary folder is removed.
 """
 
@@ -56,7 +56,7 @@ class Snapshot:
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2, or of a block, they have parts.
 
-    Of a model with adapters what is trained alone: its frozen weights are those of another folder.
+    Of a model with adapters only the trained parameters: its frozen weights belong to another folder.
 
     Raises:
         InputError: a part is PyTorch's first FSDP.
@@ -64,11 +64,12 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if type(module).__module__ == _FSDP1:
             raise InputError(
-                f"{name or 'the model'} is PyTorch's FullyShardedDataParallel, of whose flat parameters octavo.save and "
-                "octavo.load know no names: use its state_dict with torch.distributed.checkpoint, or shard by octavo.transform."
+                f"{name or 'the model'} is PyTorch's FullyShardedDataParallel: octavo.save and octavo.load do not know the "
+                "names in its flat parameters. Use its state_dict with torch.distributed.checkpoint, or shard by "
+                "octavo.transform."
             )
-    # First: FSDP2 then puts its shards back in place. Some wrappers take their name out of it, and leave it in
-    # `named_parameters`: of its entries the tensors count. A wrapper around all may gather the model for a state of its own.
+    # First, as FSDP2 then restores its shards. Some wrappers remove their name from it and leave it in `named_parameters`: only
+    # the tensors of its entries matter. An outer wrapper may gather the model in its state_dict.
     state = nn.Module.state_dict(model, keep_vars=True)
     persistent = {id(tensor) for tensor in state.values()}
     scratch = {name for name, buffer in model.named_buffers() if name not in state and id(buffer) not in persistent}
@@ -142,7 +143,7 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
     """Write a snapshot so that `path` is whole, or on any error unchanged. Collective.
 
     Raises:
-        OctavoError: a disk is full, or another rank failed; earlier checkpoints are intact and nothing is left behind.
+        OctavoError: a disk is full, or another rank failed; earlier checkpoints are intact, the temporary folder is removed.
     """
     temporary = path.parent / ranks.on_rank_0(lambda: _make_temporary(path, snapshot.bytes_needed))
     remove = partial(shutil.rmtree, temporary, ignore_errors=True)
@@ -169,7 +170,7 @@ def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | Non
 
 
 def _make_temporary(path: Path, bytes_needed: int) -> str:
-    """Create a temporary folder beside `path`; returns its name."""
+    """Create a temporary folder next to `path`; returns its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".tmp-{path.name}-{os.getpid()}"
     with shard_io.explaining_full_disk(path.parent, bytes_needed):
@@ -179,12 +180,12 @@ def _make_temporary(path: Path, bytes_needed: int) -> str:
 
 
 def own_name(name: str, rank: int) -> str:
-    """The name in a checkpoint of a rank's own file."""
+    """The name of a rank's file in a checkpoint."""
     return f"{name}-{rank}.bin"
 
 
 def _write_rest(temporary: Path, files: Mapping[str, bytes], step: int | None) -> None:
-    """After all tensors: write the scalars of rank 0, and its own files."""
+    """After all tensors: write the scalars of rank 0, and this rank's files."""
     failpoint("after-shards", step)
     for name, content in files.items():
         write_atomic(temporary / name, content)
@@ -231,7 +232,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder; of a symbolic link the link alone."""
+    """Remove a folder; of a symbolic link only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -239,7 +240,7 @@ def remove_tree(path: Path) -> None:
 
 
 def spec_record(model: nn.Module) -> dict[str, Any] | None:
-    """Of a decoder's spec, the parts that no shape of its weights shows; None for a model that keeps its own code."""
+    """The parts of a decoder's spec that no weight's shape shows; None for a model that runs its original code."""
     if not isinstance(model, Decoder):
         return None
     spec = model.spec
@@ -258,7 +259,7 @@ def spec_record(model: nn.Module) -> dict[str, Any] | None:
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:
     """The recipe of the model's FP8 state as JSON values; loading the amax histories needs it."""
-    # The autocast's recipe comes first: layers with a recipe of their own get it when the model is built.
+    # The autocast's recipe comes first: layers with a separate recipe get it when the model is built.
     states = sorted((state for _, state in states_of(model)), key=lambda state: state.override is not None)
     used = [state.history_recipe for state in states] + [state.recipe for state in states]
     recipe = next((recipe for recipe in used if recipe is not None), None)
