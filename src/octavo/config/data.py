@@ -45,7 +45,7 @@ class DataConfig(Section):
     )
     text_field: str = Field("text", description="Column or JSON key that holds the text.")
     chat_template: str | None = Field(
-        None, description='A Jinja file, or "chatml", "llama-3" or "qwen3"; the tokenizer\'s own template when absent.'
+        None, description='A Jinja file, or "chatml", "llama-3" or "qwen3"; the template of the tokenizer when absent.'
     )
     chat_template_variables: dict[str, Any] = Field(
         default_factory=dict, description="Variables of the chat template, such as { enable_thinking = false }."
@@ -75,7 +75,7 @@ class DataConfig(Section):
     )
     overlong: Literal["truncate", "cut", "drop"] | None = Field(
         None,
-        description='Documents longer than a sequence, if packing = "documents": their first sequence alone ("truncate", for '
+        description='Documents longer than a sequence, if packing = "documents": only their first sequence ("truncate", for '
         'conversations when absent), all as sequences ("cut", for text when absent), or none of them.',
     )
     max_documents: int | None = Field(None, ge=1, description="Documents to take, sampled by `seed`; all when absent.")
@@ -87,7 +87,7 @@ class DataConfig(Section):
         0, ge=0, le=2**63 - 1, description="Seed of the sampled documents, the validation split and the order of samples."
     )
     workers: int = Field(
-        0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: each step reads its own."
+        0, ge=0, le=64, description="Threads that prefetch the sequences of coming steps; 0: a step reads its sequences itself."
     )
     folder: Annotated[str, OnDisk] = Field(
         "runs/data", description="Folder of tokenised corpora, with one folder for each distinct [data] section."
@@ -105,7 +105,7 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> float:
-        """The share of the documents that is held out for validation: none with a source of its own."""
+        """The share of the documents held out for validation; none if `data.validation_source` is set."""
         return 0.0 if self.validation_source is not None else self.validation_fraction
 
     @property

@@ -197,7 +197,7 @@ def _distance(asked: dict[str, int], candidate: dict[str, int], world: int) -> t
     """Sort key: number of changed keys, sum of their log-ratios, the degrees themselves as a tie-break."""
     ratios = 0.0
     for key, value in asked.items():
-        # 0 stands for the largest hybrid_shard; a degree below 1 counts as 1.
+        # 0 means the largest hybrid_shard; a degree below 1 counts as 1.
         before = value if value > 0 else world if key == "hybrid_shard_degree" else 1
         ratios += 0.0 if candidate[key] == value else abs(math.log2(max(candidate[key], 1) / before))
     return sum(candidate[key] != asked[key] for key in asked), round(ratios, 9), tuple(candidate.values())

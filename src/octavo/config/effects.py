@@ -1,4 +1,4 @@
-"""Keys that have an effect only beside certain values of other keys: one table.
+"""Keys that have an effect only with certain values of other keys, in one table.
 
 A run file with a value that has no effect is refused. Defaults are accepted, since a resolved run file may list them. `to_toml`
 leaves keys without effect out.
@@ -41,7 +41,7 @@ class _Need:
 
 
 def _any_source(names: Sequence[str], *suffixes: str) -> bool:
-    """True if a source is neither Python's own text nor a file of these kinds."""
+    """True if a source is neither Python's documentation nor a file of these kinds."""
     return any(not name.startswith("python:") and kind_of(name) not in suffixes for name in names)
 
 
@@ -242,7 +242,7 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
 
 
 def idle_keys(config: RunConfig) -> list[Idle]:
-    """The keys without effect with another value than the default; false asks for nothing where a key is unset by default."""
+    """Keys that were set and have no effect; false counts as unset where a key has no default."""
     changed = [
         idle
         for idle in without_effect(config)

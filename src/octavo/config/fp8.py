@@ -55,7 +55,7 @@ class Fp8Config(Section):
         None,
         description="Hopper's fast accumulation in backward (forward always has it). true: in both gradients, for about 0.15% "
         'of loss after 1,000 steps. "input_gradient": in input gradients only, at no measured cost in loss. false: in none. '
-        'Delayed and current scaling alone have it, by default "input_gradient". Heads stay precise.',
+        'Only delayed and current scaling have it, by default "input_gradient". Heads stay precise.',
     )
     use_power_2_scales: bool = Field(
         False, description="Round scales down to powers of two (current scaling only; block scaling always does)."
@@ -74,8 +74,8 @@ class Fp8Config(Section):
     head: bool | Literal["backward"] | None = Field(
         None,
         description='FP8 in the output head. true: all three products. "backward": the products of its gradients only; the '
-        'logits, and so the loss, are those of the bf16 head. false: none. Default: "backward" for Octavo\'s decoder, which '
-        "alone has it, and false for other models.",
+        'logits, and so the loss, are those of the bf16 head. false: none. Default: "backward" for Octavo\'s decoder, the '
+        "only model that has it, and false for other models.",
     )
     emulate: bool = Field(
         False, description='Emulate FP8 (the same numbers, slowly) on GPUs without FP8 and, with `enabled` = "auto", on CPUs.'

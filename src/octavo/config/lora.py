@@ -1,4 +1,4 @@
-"""[lora]: low-rank adapters beside frozen weights; and `octavo.LoRA`, the same for `octavo.transform`."""
+"""[lora]: low-rank adapters on frozen weights; and `octavo.LoRA`, the same for `octavo.transform`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoRA:
-    """Adapters y + scale · B · A · dropout(x) beside frozen matrices, as PEFT's LoRA computes them.
+    """Adapters y + scale · B · A · dropout(x) on frozen matrices, as PEFT's LoRA computes them.
 
     Attributes:
         rank: rows of A and columns of B.
@@ -83,7 +83,7 @@ class LoraConfig(Section):
     """Low-rank adapters, the only trained parameters; absent without `rank`."""
 
     rank: int | None = Field(
-        None, ge=1, description="Rank of the adapters, which are trained beside frozen weights; none when absent."
+        None, ge=1, description="Rank of the adapters, which are trained on frozen weights; none when absent."
     )
     alpha: float | None = Field(None, gt=0, description="Adapters count alpha / rank times; 2 x rank when absent.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapters' input, in training.")
@@ -100,7 +100,7 @@ class LoraConfig(Section):
     load: str | None = Field(None, description="Folder of PEFT's with the adapters to begin with.")
     base: Literal["params_dtype", "fp8"] = Field(
         "params_dtype",
-        description='"fp8": the frozen matrices of the blocks are stored in FP8 alone, 1 byte a parameter (not under '
+        description='"fp8": the frozen matrices of the blocks are stored in FP8 only, 1 byte a parameter (not under '
         'rowwise scaling). "params_dtype": as model.params_dtype says.',
     )
 

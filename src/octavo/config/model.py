@@ -28,10 +28,11 @@ class ModelConfig(Section):
         description="Dtype of activations, and of the products that do not run in FP8; float16 goes with train.loss_scale.",
     )
     params_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Dtype in which parameters, gradients and optimizer states are kept: float32 is master weights."
+        "float32", description="Dtype of parameters, gradients and optimizer states: float32 gives master weights."
     )
     blocks: Literal["auto", "own"] = Field(
-        "auto", description='"own" keeps the code of a model that would get Octavo\'s blocks; its older runs keep it too.'
+        "auto",
+        description='"own" runs the original code of a model that would get Octavo\'s blocks; its older runs continue so.',
     )
     config: dict[str, Any] = Field(
         default_factory=dict,

@@ -1,4 +1,4 @@
-"""[moe]: how a mixture of experts is balanced, by a loss or an assignment, the z loss, and the noise of its router."""
+"""[moe]: balance of mixture of experts (MoE) by a loss or an assignment, the z loss, and the noise of the router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MoeConfig(Section):
     moe_load_balancing: Literal["aux_loss", "sinkhorn", "balanced", "none"] | None = Field(
         None,
         description='"aux_loss": the loss balances the experts; "sinkhorn": in training an iteration over the tokens of a rank '
-        'assigns them; "balanced": in training they visit the experts round robin; "none": none of these. Absent: by '
+        'assigns them; "balanced": in training tokens are assigned round robin; "none": none of these. Absent: by '
         "`output_router_logits`.",
     )
     moe_aux_loss_coeff: float | None = Field(

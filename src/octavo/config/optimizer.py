@@ -20,7 +20,7 @@ class OptimizerConfig(Section):
     adamw_lr: float | None = Field(
         None,
         gt=0,
-        description='Peak rate of AdamW beside Muon; lr when absent, which muon_scale = "match_rms_adamw" alone allows.',
+        description='Peak rate of AdamW in a run with Muon; lr when absent, which only muon_scale = "match_rms_adamw" allows.',
     )
     muon_momentum: float = Field(0.95, ge=0, lt=1, description="Decay rate of Muon's momentum.")
     muon_nesterov: bool = Field(True, description="Nesterov's step of Muon's momentum.")
@@ -53,7 +53,7 @@ class OptimizerConfig(Section):
         gt=0,
         le=1,
         description="Factor d of the rate by depth: d for the last of L blocks, d^L for the first, d^(L + 1) for embeddings, "
-        "1 for what is behind the blocks.",
+        "1 for parameters after the blocks.",
     )
     clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping.")
 

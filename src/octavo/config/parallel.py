@@ -25,8 +25,8 @@ class ParallelConfig(Section):
     )
     expert_dispatch_fp8: bool = Field(
         False,
-        description="Tokens, and gradients of results, travel to their experts in E4M3 with a scale for 128 elements: half the "
-        "bytes, one rounding more. Results travel in model.dtype.",
+        description="Tokens, and gradients of results, are sent to their experts in E4M3 with a scale for 128 elements: half "
+        "the bytes, one rounding more. Results are sent in model.dtype.",
     )
     cp_comm_type: Literal["all_gather", "p2p", "a2a", "auto"] = Field(
         "all_gather", description="Exchange of keys and values within a context group."
@@ -45,7 +45,7 @@ class ParallelConfig(Section):
     reduce_dtype: DtypeName = Field("float32", description="Dtype in which gradients are summed over ranks.")
     sync_each_micro_batch: bool = Field(
         False,
-        description="Sum gradients over the shards in each micro-batch, not in the last alone: between them a rank keeps its "
+        description="Sum gradients over the shards in each micro-batch, not only in the last: between them a rank stores its "
         "shard of the gradients, not the whole, for one reduction more a micro-batch. Replicas are summed in the last.",
     )
     buffer_dtype: DtypeName = Field("float32", description="Dtype of floating-point buffers, rotary tables among them.")
@@ -64,5 +64,5 @@ class InitConfig(ParallelConfig):
         12345,
         ge=0,
         le=2**63 - 1,
-        description="Seed of every generator: random_seed + r on the rank r of those that see different tokens.",
+        description="Seed of every generator: random_seed + r on rank r of the ranks with different tokens.",
     )

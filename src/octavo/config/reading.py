@@ -56,7 +56,7 @@ def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
 
 
 def _presets() -> Path:
-    """The run files that come with Octavo: in a wheel beside its modules, in a clone at its top."""
+    """The run files that come with Octavo: in the wheel next to its modules, in a clone at its top."""
     package = Path(__file__).parents[1]
     return next(folder for folder in (package / "presets", package.parents[1] / "presets") if folder.is_dir())
 

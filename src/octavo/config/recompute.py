@@ -1,6 +1,6 @@
 """Activation recomputation, `train.recompute`: its levels, their order, and which model may use which.
 
-Beside it stands `train.mlp_chunks`, which recomputes what "mlp" recomputes when it is above 1.
+`train.mlp_chunks` above 1 recomputes the same as "mlp".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEVELS: tuple[Recompute, ...] = (False, "mlp", "selective", True)
 
 
 def recomputes_block(recompute: Recompute) -> bool:
-    """True if a block saves its input alone, or its input and attention's result."""
+    """True if a block saves only its input, or its input and attention's result."""
     return recompute is True or recompute == "selective"
 
 
@@ -38,37 +38,37 @@ def check_values(recompute: object, mlp_chunks: object) -> None:
 
 
 def check_blocks(recompute: Recompute, mlp_chunks: int, *, experts: bool, attention_dropout: float) -> None:
-    """Raise an InputError for what Octavo's blocks of this kind cannot do."""
+    """Raise an InputError for levels that Octavo's blocks of this kind cannot run."""
     if experts and (recompute == "mlp" or mlp_chunks > 1):
         asked = 'train.recompute = "mlp"' if recompute == "mlp" else f"train.mlp_chunks = {mlp_chunks}"
         raise InputError(
-            f'{asked}: experts are recomputed with their block alone. Set train.recompute = "selective", or true, and '
+            f'{asked}: experts are recomputed only with their whole block. Set train.recompute = "selective", or true, and '
             "train.mlp_chunks = 1."
         )
     if attention_dropout and recompute == "selective":  # the rest of a block would not repeat the result
         raise InputError(
-            f'train.recompute = "selective" with attention_dropout = {attention_dropout}: a result with dropout is computed '
-            "again. Set train.recompute = true, or attention_dropout = 0.0."
+            f'train.recompute = "selective" with attention_dropout = {attention_dropout}: a result with dropout would be '
+            "recomputed. Set train.recompute = true, or attention_dropout = 0.0."
         )
 
 
 def check_own_code(recompute: Recompute, mlp_chunks: int, *, model: str, families: str, has_switch: bool) -> None:
-    """Raise an InputError for what a model with its own code cannot do; `families` names those with Octavo's decoder.
+    """Raise an InputError for levels that a model with its original code cannot run; `families` lists Octavo's decoders.
 
     has_switch: it has Hugging Face's method that turns recomputation on.
     """
     if mlp_chunks > 1:
         raise InputError(
-            f"train.mlp_chunks = {mlp_chunks}: {model} keeps its own code, and only the blocks of Octavo's decoder compute "
+            f"train.mlp_chunks = {mlp_chunks}: {model} runs its original code, and only the blocks of Octavo's decoder compute "
             f"their MLPs in chunks ({families}). Use train.mlp_chunks = 1."
         )
     if recompute in ("mlp", "selective"):
         raise InputError(
-            f'train.recompute = "{recompute}": {model} keeps its own code, and only the blocks of Octavo\'s decoder are'
+            f'train.recompute = "{recompute}": {model} runs its original code, and only the blocks of Octavo\'s decoder are'
             f" recomputed in part ({families}). Use train.recompute = true instead."
         )
     if recompute and not has_switch:
         raise InputError(
-            f"recompute = True: {model} keeps its own code and has no gradient_checkpointing_enable(), the switch of Hugging "
-            "Face's models: use recompute = False, and torch.utils.checkpoint in the model's forward."
+            f"recompute = True: {model} runs its original code and has no gradient_checkpointing_enable(), the switch of "
+            "Hugging Face's models: use recompute = False, and torch.utils.checkpoint in the model's forward."
         )

@@ -47,7 +47,7 @@ class RunConfig(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     _notes: list[str] = PrivateAttr(default_factory=list)
     _notes_of_one: list[str] = PrivateAttr(default_factory=list)  # of a run on one rank
-    _given: str = PrivateAttr("")  # train.tokens or train.epochs of the run file, where `with_steps` has made steps of it
+    _given: str = PrivateAttr("")  # train.tokens or train.epochs of the run file, which `with_steps` converted to steps
 
     @model_validator(mode="after")
     def _refuse_idle_keys(self, info: ValidationInfo) -> RunConfig:
@@ -124,8 +124,8 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Read a run file and apply `section.key=value` overrides, or keys by section.
 
-        Keys of the file without effect under an override of another key are left out, with a note for `tell_notes`: another
-        recipe brings its own settings. In the file of a run, which older versions wrote with all keys, and in a `recorded` one
+        Keys of the file that have no effect because an override changed another key are left out, with a note for `tell_notes`:
+        another recipe has other settings. In a run's file, which older versions wrote with all keys, and in a `recorded` one
         all keys without effect are left out.
 
         Raises:
@@ -185,7 +185,7 @@ class RunConfig(Section):
 
     @property
     def offloads(self) -> bool:
-        """Activations saved for backward are kept in host memory, by either key."""
+        """True if activations saved for backward are stored in host memory, by either key."""
         return self.train.offload or self.parallel.sm_activation_offloading
 
     @property

@@ -115,7 +115,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("parallel.context_parallel_degree", "cp cp_size context_parallel_size", ""),
     ("parallel.hybrid_shard_degree", "fsdp fsdp_size dp_shard sharding_degree data_parallel_shard_degree", ""),
 )
-"""(key, its other names, the difference in meaning). Of two rows with a name the first whose key exists counts."""
+"""(key, its other names, the difference in meaning). If two rows have a name, the first whose key exists is used."""
 
 _SYNONYMS = [(name, key, note) for key, names, note in _TABLE for name in names.split()]
 
@@ -127,7 +127,7 @@ def hint(name: str, known: Sequence[str]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> tuple[str | None, str]:
-    """The known `section.key` for a name of another trainer, in another case, section or spelling; and what differs."""
+    """The known `section.key` for another trainer's name, in any case, section or spelling; and the difference in meaning."""
     plain = re.sub(r"[-\s]", "_", name.strip().lstrip("-")).lower().removesuffix("_")
     section, _, last = plain.rpartition(".")
     if plain in known:

@@ -26,7 +26,7 @@ class TrainConfig(Section):
     )
     extended: list[int] = Field(
         default_factory=list,
-        description="Former last steps of a run that was extended: the schedule of each part ends at its own last step.",
+        description="Former last steps of a run that was extended: the schedule of each part ends at its last step.",
     )
     global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
     micro_batch: int | None = Field(
@@ -42,8 +42,8 @@ class TrainConfig(Section):
         1,
         ge=1,
         description="Chunks of a rank's tokens that each MLP computes one after the other, with the temporaries of one; "
-        "more than 1 recomputes the first product in backward, and under current and rowwise scaling each has scales "
-        "of its own (Octavo's blocks only).",
+        "more than 1 recomputes the first product in backward, and under current and rowwise scaling each chunk has separate "
+        "scales (Octavo's blocks only).",
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
     graph: bool = Field(
@@ -80,7 +80,7 @@ class TrainConfig(Section):
     )
     verify: bool | str = Field(
         False,
-        description="A run on several ranks starts only with what `octavo verify` has found of its layout. true: in "
+        description="A run on several ranks starts only with the result of `octavo verify` for its layout. true: in "
         "verify.json, where that command writes it. A text: in the file of this name.",
     )
     compare_bf16: bool = Field(False, description="Train the same steps once more without FP8, and report the gap in loss.")
@@ -106,7 +106,7 @@ class TrainConfig(Section):
         "ranks.",
     )
     eval_tasks: Annotated[str | None, OnDisk] = Field(
-        None, description="Folder of lm-eval tasks of your own, in YAML, which are looked for there alone."
+        None, description="Folder of your lm-eval tasks, in YAML; tasks are looked for only there."
     )
     eval_limit: int | None = Field(
         None, ge=1, description="Documents of each lm-eval task, from the first on; all when absent."
@@ -154,7 +154,7 @@ class TrainConfig(Section):
             if not file.endswith(".py") or not function.isidentifier():
                 raise ValueError(f'{each!r} is no function of a file and no task: write "FILE.py:FUNCTION", or "lm-eval:TASK"')
         if twice := next((each for each in given if given.count(each) > 1), None):
-            raise ValueError(f"{twice!r} stands there twice: leave one out")
+            raise ValueError(f"{twice!r} is listed twice: leave one out")
         return value
 
     @field_validator("extended")
