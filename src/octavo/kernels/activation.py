@@ -1,9 +1,9 @@
 """Activations of an MLP and their gradients, fused with the cast for the next product.
 
-Each input is read once, and the layouts of the quantizer are written; swiglu, amax, cast and transpose apart read and write
-each element several times in 16 bits. Backward can recompute the result of forward, with its bits, from the input that it reads
-anyway: forward then stores no columnwise FP8 for the weight gradient. Sums over rows are partial sums of the row tiles, added
-afterwards in a fixed order, so that they repeat bit for bit.
+Each input is read once, and the quantizer's layouts are written in the same pass; separate kernels for swiglu, amax, cast and
+transpose would read and write each element several times in 16 bits. Backward can recompute the result of forward bit for bit
+from the input that it reads anyway: forward then stores no columnwise FP8 for the weight gradient. Sums over rows are partial
+sums of the row tiles, added afterwards in a fixed order, so that they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def constants(name: str) -> dict[str, Any]:
 @triton.jit
 def _normal_below(x, bell):
     """Φ(x), the share of a normal distribution below x; bell = exp(-x²/2)."""
-    # The library's erf alone holds a kernel below half of the copy's speed. A polynomial in t = 1 / (1 + 0.265 |x|), fitted to
-    # the smooth Φ(-|x|) / bell, has a relative error of 6.4e-7 in float64 for |x| up to 14.
+    # The library's erf alone limits a kernel to less than half of the copy's speed. A polynomial in t = 1 / (1 + 0.265 |x|),
+    # fitted to the smooth Φ(-|x|) / bell, has a relative error of 6.4e-7 in float64 for |x| up to 14.
     t = reciprocal(tl.fma(tl.abs(x), 0.265, 1.0))
     tail = tl.fma(t, -0.06778905, 0.19527978)
     tail = tl.fma(tail, t, -0.06637155)
@@ -113,7 +113,7 @@ def _value_and_slope(x, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.cons
         slope = tl.fma(x * _NORMAL, bell, below)
     else:
         tl.static_assert(CURVE == "gelu_tanh")
-        # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound: it keeps ∞ · 0 from finite elements.
+        # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound, so that finite elements never give ∞ · 0.
         square = tl.minimum(x * x, 1e4)
         twice_z = x * _TWICE_SQRT * tl.fma(square, 0.044715, 1.0)
         sigmoid = reciprocal(1.0 + exp(-twice_z))
@@ -125,7 +125,7 @@ def _value_and_slope(x, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.cons
 @triton.jit
 def _factor(up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
     """The factor of a gate's value: up, or with a LIMIT clamp(up, ±LIMIT) + OFFSET."""
-    if LIMIT is not None:  # no early return: the compiler reads on behind it
+    if LIMIT is not None:  # no early return: the compiler reads the code after it too
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up
 
@@ -148,7 +148,7 @@ def _through_factor(grad, up, LIMIT: tl.constexpr):
 
 @triton.jit
 def _gate_columns(c, BLOCK: tl.constexpr):
-    """Columns of the gates of activation columns c, in blocks of BLOCK; 0: all gates stand before all ups."""
+    """Columns of the gates for activation columns c, in blocks of BLOCK; 0: all gates come before all ups."""
     if BLOCK == 0:
         return c
     return (c // BLOCK) * (2 * BLOCK) + c % BLOCK
@@ -164,7 +164,7 @@ def _to_up(columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _expert_of(tile, columns, experts_ptr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a tile of rows, of which `ROWS` follow each other."""
+    """The expert of a tile; each expert has tiles of `ROWS` rows in sequence."""
     return tl.load(experts_ptr + (tile // tl.cdiv(columns, TILE_C)) * TILE_R // ROWS)
 
 
@@ -265,7 +265,7 @@ def activation_tiles(
 @triton.jit
 def _weighted(y, dy, r, rows, tile, columns, weights_ptr, d_weights_ptr, TILE_C: tl.constexpr):
     """The result and its gradient times the rows' weights; stores this tile's part of the weights' gradients."""
-    if weights_ptr is not None:  # no early return: the compiler reads on behind it
+    if weights_ptr is not None:  # no early return: the compiler reads the code after it too
         across = tl.cdiv(columns, TILE_C)
         weight = tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
         if d_weights_ptr is not None:
@@ -285,7 +285,7 @@ def activation_backward_tiles(
     LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
     a_ptr=None, b_ptr=None, between=0, BETWEEN: tl.constexpr = 16,
 ):  # fmt: skip
-    """The gradient of a tile, and the result again; see `activation_tiles`.
+    """The gradient of a tile, and the recomputed result; see `activation_tiles`.
 
     a_ptr [rows, between], b_ptr [between, columns]: dy becomes dy + a · b before, rounded as dy is.
     """
@@ -426,7 +426,8 @@ def activation_backward_packed(
 
 
 def packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
-    """True if `activation_backward_packed` can store this: the gradient twice, the result columnwise alone, without an amax."""
+    """True if `activation_backward_packed` can store this: both layouts of the gradient, only the columnwise result, no
+    amax."""
     if recompute is not None and (recompute.scale is None or recompute.amax is not None or recompute.rowwise):
         return False
     return quantizer.scale is not None and quantizer.rowwise and quantizer.columnwise
@@ -540,8 +541,8 @@ def activation(
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
     name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
-    columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], gets the result in its
-    dtype; `quantizer` then converts that rounded one. product: added to x in place before, in float32 and rounded once.
+    columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], receives the result in its
+    dtype; `quantizer` then converts that rounded result. product: added to x in place before, in float32 and rounded once.
     """
     if product is not None and not adds(x, product.a.shape[1]):
         gemm.add_mm_(x, product.a, product.b.t())
@@ -569,8 +570,8 @@ def activation_backward(
     """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
 
     dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum
-    of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, gets the gradient in its dtype;
-    `quantizer` then converts that rounded one. product: dy plus this, rounded to its dtype, is the gradient that comes in; dy
+    of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, receives the gradient in its dtype;
+    `quantizer` then converts that rounded result. product: dy plus this, rounded to its dtype, is the gradient that comes in; dy
     itself is as before.
     """
     if product is not None and not adds(dy, product.a.shape[1]):

@@ -8,8 +8,8 @@ measurement: ranks need not agree, and a repeated run has the same losses.
 The GPU is idle when a measurement begins, so that the choice repeats: in a first step a collective holds multiprocessors for
 seconds, while another rank compiles its kernels. `choices` names what was chosen.
 
-Of several ranks, whose collectives hold multiprocessors at times, algorithms are taken that hand out tiles dynamically, except
-in `without_collectives`.
+With several ranks, whose collectives hold multiprocessors at times, only algorithms that assign tiles dynamically are used,
+except in `without_collectives`.
 
 PyTorch multiplies small products, those seen once, differentiated, compiled or first met while a CUDA graph is recorded, and
 all under a dispatch mode, which would not see another product.
@@ -37,7 +37,7 @@ LEAST_OPERATIONS = 2**31
 MOST_SHAPES = 256
 """Shapes measured in a process, each by up to 170 products."""
 MOST_USES = 64
-"""Uses after which a shape is given up: its results are zeros, infinities or NaN, which do not tell algorithms apart."""
+"""Uses after which tuning of a shape stops: its results are zeros, infinities or NaN, which do not tell algorithms apart."""
 _MOST_SEEN = 4096
 _FIRST_ROUNDS, _FINALISTS, _ROUNDS = 2, 4, 5
 _HIDE_CYCLES = 40_000
@@ -107,8 +107,8 @@ def mm(
     """a [M, K] · b [K, N] + bias on a GPU: `torch._scaled_mm` where there are scales, else `torch.mm` and `torch.addmm`.
 
     a, b: by rows or by columns; FP8 with `scales` float32 [] each (`a` by rows, `b` by columns, K and N in multiples of 16), or
-    one dtype of high precision. bias: [N] of `out_dtype`. out: contiguous [M, N], to be written. recurring: False for sizes
-    that do not come again, such as those of a router.
+    one dtype of high precision. bias: [N] of `out_dtype`. out: contiguous [M, N], to be written. recurring: False for shapes
+    that do not recur, such as those of a router.
     """
     operands = _Operands(a, b, out_dtype, scales, fast, bias)
     shape = operands.shape() if recurring and _is_free(a, b) else None
@@ -128,7 +128,7 @@ def mm(
 
 @contextlib.contextmanager
 def without_collectives() -> Iterator[None]:
-    """No collective of other ranks runs beside the products inside: they may give each multiprocessor a fixed share."""
+    """Context without concurrent collectives: products inside may give each multiprocessor a fixed share of tiles."""
     process.without_collectives += 1
     try:
         yield
@@ -161,7 +161,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _has_collectives() -> bool:
-    """True where collectives can run beside a product: in a process that is one of several ranks."""
+    """True if collectives can run concurrently with a product: the process is one of several ranks."""
     return not process.without_collectives and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -183,7 +183,7 @@ def _is_aligned(*tensors: Tensor) -> bool:
 
 
 def _is_wanted(shape: ProductShape) -> bool:
-    """True for a shape without a choice from its second use on, while its results do not tell algorithms apart."""
+    """True from a shape's second use on if it has no choice yet, because its results do not tell algorithms apart."""
     if len(process.product_algorithms) >= MOST_SHAPES or torch.cuda.is_current_stream_capturing():
         return False
     if len(process.product_uses) >= _MOST_SEEN:
@@ -210,7 +210,7 @@ def _measured(shape: ProductShape, operands: _Operands, out: Tensor | None) -> T
 
 
 def _fastest(shape: ProductShape, operands: _Operands, out: Tensor) -> tuple[Product, int] | None:
-    """The fastest algorithm with the bits of `out`, PyTorch's result; None where PyTorch's own is. `out` keeps its bits."""
+    """The fastest algorithm with the bits of `out`, PyTorch's result; None if PyTorch's is fastest. `out` keeps its bits."""
     wanted = _digest(out)
     try:
         product = Product(shape)
@@ -231,7 +231,7 @@ def _fastest(shape: ProductShape, operands: _Operands, out: Tensor) -> tuple[Pro
         if us * _GAIN >= own:
             break
         if torch.equal(_digest(runs[number]()), wanted):
-            own, us = time(pytorch, runs[number], rounds=_ROUNDS)  # no luck wins twice
+            own, us = time(pytorch, runs[number], rounds=_ROUNDS)  # measured once more, so that a lucky timing does not win
             if us * _GAIN < own:
                 return product, number
     pytorch()

@@ -1,4 +1,4 @@
-"""Helpers of autograd functions whose backward runs kernels: guards, and a notice where an attention's backward begins.
+"""Helpers of autograd functions whose backward runs kernels: guards, and a notice when attention's backward begins.
 
 The type of what they save, for the plan of memory: each function states its bytes in the file where it saves.
 """
@@ -18,7 +18,7 @@ from octavo.process import process
 
 
 class SavedBytes(NamedTuple):
-    """Bytes of each tensor that a forward saves for backward, without parameters, which take no memory of their own.
+    """Bytes of each tensor that a forward saves for backward; parameters are not counted, as they take no extra memory.
 
     Attributes:
         activations: inputs and results.
@@ -49,7 +49,7 @@ def refuse_transforms(of: str) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if somebody's hook may see what goes into this module or comes out of it, or the gradients of either."""
+    """True if a hook may read this module's inputs or outputs, or the gradients of either."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(own) or modules._has_any_global_hook()
 

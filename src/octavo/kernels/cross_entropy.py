@@ -2,8 +2,8 @@
 
 The first pass sums exponentials in float32, the second writes the gradient in place, or in FP8 for a head with FP8 gradient
 products: the values are probabilities, so their scale is known in advance. PyTorch needs a float32 copy of the logits and four
-passes. A program has one row. Its first columns stay in registers from pass to pass; the others of a long row stay in the L2
-cache if few rows are under way.
+passes. A program has one row. Its first columns stay in registers from pass to pass; the rest of a long row stays in the L2
+cache if few rows are processed at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gradient(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """Columns that a program reads at once, of which it keeps the first in registers, and its warps."""
+    """Columns that a program reads at once, the first of which stay in registers, and its warps."""
 
     block: int
     warps: int
@@ -68,10 +68,10 @@ def exponentials(x, base):
 
 @triton.jit
 def load_logits(start, c, columns, width, PADDED: tl.constexpr, EVICT: tl.constexpr):
-    """Logits of the columns c, -∞ behind `columns`. PADDED: of a row with padding, `width` columns in all.
+    """Logits of the columns c, -∞ beyond `columns`. PADDED: the row has padding, `width` columns in all.
 
-    Padding is read, and replaced: loads of 16 bytes need a mask that ends at a multiple of them, as `width` does. One that ends
-    at `columns` may load every logit by itself.
+    Padding is read, and replaced: loads of 16 bytes need a mask that ends at a multiple of 16 bytes, as `width` does. A mask
+    that ends at `columns` may load every logit separately.
     """
     x = tl.load(start + c, mask=c < width, other=-float("inf"), eviction_policy=EVICT)
     if PADDED:
@@ -86,11 +86,11 @@ def sum_exponentials(
 ):  # fmt: skip
     """(top, base, total, summed) of a row: the base of its exponentials, -∞ and 0 of a row without a finite logit; their sum.
 
-    kept: the row's first logits, of the columns kept_c. summed: with SMOOTH the sum of the logits. AGAIN: the policy of the
-    L2 cache for the others.
+    kept: the row's first logits, of the columns kept_c, held in registers. summed: with SMOOTH the sum of the logits. AGAIN:
+    the L2 cache policy for the others.
     """
     top = tl.max(kept.to(tl.float32)) * LOG2_E
-    # Each lane sums by itself, from the maximum of the kept logits on: no reduction, and its barriers, for each block.
+    # Each lane sums separately, starting at the maximum of the logits in registers: no reduction, and no barrier, per block.
     base = tl.where(top == -float("inf"), 0.0, top)
     sums = exponentials(kept, base)
     summed = 0.0
@@ -103,8 +103,8 @@ def sum_exponentials(
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
     total = tl.sum(sums)
-    # A logit 44 above the kept ones makes the sum so large that the gradient's scale over it is too small for float32, one 88
-    # above makes it ∞; kept ones of nothing but -∞ leave no maximum to sum from.
+    # A logit 44 above those in registers makes the sum so large that the gradient's scale over it is too small for float32, one
+    # 88 above makes it ∞; if all in registers are -∞, there is no maximum to start from.
     if (top == -float("inf")) | ~(total < LARGEST_SUM):
         tops = kept.to(tl.float32)
         for first in range(BLOCK, columns, BLOCK):
@@ -177,7 +177,7 @@ def _cross_entropy(
     logits_ptr, target_ptr, loss_ptr, grad_scale_ptr, fp8_ptr, columns, stride, fp8_stride, ignore_index, smoothing, z_loss,
     FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Few long rows are under way at once: the L2 cache is for what is read again.
+    # Few long rows are processed at once: the L2 cache is for columns that are reread.
     AGAIN: tl.constexpr = "evict_last" if grad_scale_ptr is not None else "evict_first"
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)

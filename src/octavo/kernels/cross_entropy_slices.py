@@ -1,7 +1,8 @@
-"""Cross entropy of logits whose columns, the words of a vocabulary, are split over ranks: before and after their exchange.
+"""Cross entropy of logits whose columns (the vocabulary) are split over ranks: the steps before and after the exchange.
 
-`statistics` reads a rank's slice once. From those of all slices `cross_entropy_of_statistics_` knows the loss of every row, and
-reads the slice again to write its gradient in place, or in FP8. Numerics are those of `octavo.kernels.cross_entropy`.
+`statistics` reads a rank's slice once. From the statistics of all slices `cross_entropy_of_statistics_` computes the loss of
+every row, and rereads the slice to write its gradient in place, or in FP8. Numerics are those of
+`octavo.kernels.cross_entropy`.
 
 Rows of the statistics, float32 [3 or 4, N]: the base of a slice's exponentials, -∞ of a slice without a finite logit; their
 sum, times 2 to the -base; the target's logit, 0 where another slice has it; with label smoothing the sum of the slice's logits.
@@ -121,7 +122,7 @@ def _cross_entropy_of_slice(
 def launch_statistics(
     logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool, shape: RowShape | None = None
 ) -> Tensor:
-    """Run the kernel; see `statistics`. keep: the gradient will read the logits again."""
+    """Run the kernel; see `statistics`. keep: the gradient will reread the logits."""
     rows, width = logits.shape
     smooth = objective.label_smoothing != 0
     shape = shape or row_shape(width)
@@ -156,7 +157,7 @@ def launch_gradient(
 def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool = True) -> Tensor:
     """Statistics of a slice, float32 [3 or 4, N]; their rows are those of the module's docstring.
 
-    logits: [N, W], row-major. target: int64 [N], of all words. keep: the gradient will read the logits again.
+    logits: [N, W], row-major. target: int64 [N], of all words. keep: the gradient will reread the logits.
     """
     if logits.device.type == "cuda":
         return launch_statistics(logits, target, words, objective, keep=keep)

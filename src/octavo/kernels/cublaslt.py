@@ -39,8 +39,8 @@ _NAMED = {
 
 MOST_ALGORITHMS = 16
 WORKSPACE = 2**20
-"""Bytes that an algorithm may need. With a workspace tiles are handed out by a counter there, which is cleared before each
-product; without one the same algorithm gives each multiprocessor its share of tiles beforehand."""
+"""Bytes that an algorithm may need. With a workspace tiles are assigned by a counter there, which is cleared before each
+product; without one the same algorithm gives each multiprocessor a fixed share of tiles."""
 ALIGNMENT = 256
 """Bytes to which cuBLAS assumes operands aligned by default."""
 
@@ -203,7 +203,7 @@ class Product:
     ) -> Tensor:
         """Launch algorithm `number` into `out`, on the current stream of the current device, which is the shape's."""
         algorithm = self.algorithms[number]
-        # From PyTorch's allocator: no other stream shares it, and a CUDA graph keeps its own.
+        # From PyTorch's allocator: no other stream shares it, and a CUDA graph holds a separate one.
         workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
         stream = torch._C._cuda_getCurrentRawStream(self.shape.device)  # without an object around it
         with self._lock:

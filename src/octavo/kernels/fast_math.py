@@ -1,7 +1,7 @@
 """Reciprocal and power of two as single instructions of the GPU, for kernels bound by arithmetic.
 
-Triton's division and exponential keep subnormal numbers, with four more instructions each; here they become zero. Errors: 1 and
-2 units of float32's last place. The interpreter, without a GPU's instructions, uses its own.
+Triton's division and exponential preserve subnormal numbers, with four more instructions each; here they become zero. Errors: 1
+and 2 units of float32's last place. The interpreter, without a GPU's instructions, uses Triton's.
 """
 
 from __future__ import annotations

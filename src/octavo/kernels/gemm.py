@@ -26,7 +26,7 @@ Operand = tuple[Tensor, Tensor]
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; PyTorch's answer takes microseconds, and every launch asks."""
+    """Compute capability of a GPU, cached: PyTorch's query takes microseconds, and every launch needs it."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -39,9 +39,9 @@ def is_native(device: torch.device) -> bool:
 
 
 def is_opaque(x: Tensor) -> bool:
-    """True in compiled code for a CPU, where FP8 casts and products are operators of their own.
+    """True in compiled code for a CPU, where FP8 casts and products are custom operators.
 
-    So they run the code of an eager layer, and give its bits: what Inductor makes of block scaling on CPUs is wrong.
+    So they run the code of an eager layer, and give its bits: Inductor's code for block scaling on CPUs is wrong.
     """
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
@@ -102,7 +102,7 @@ def scaled_mm(
     a, b = _pad(a, 1, ALIGNMENT), _pad(b, ALIGNMENT, ALIGNMENT)
     if rowwise:
         b_scale_inv = functional.pad(b_scale_inv, (0, 0, 0, b.shape[0] - columns), value=1.0).t()
-    # cuBLAS has row scales, and a bias in the epilogue, for bf16 results alone.
+    # cuBLAS has row scales, and a bias in the epilogue, only for bf16 results.
     product_dtype = torch.bfloat16 if rowwise else out_dtype
     fuses = product_dtype == torch.bfloat16 and b.shape[0] == columns
     fused_bias = bias.to(product_dtype) if bias is not None and fuses else None
@@ -257,7 +257,7 @@ def _block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ou
 
 @torch.library.custom_op("octavo::block_mm", mutates_args=())
 def block_mm(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`_block_mm` as one operator to a compiler, whose own template reads some layouts of the scales wrongly."""
+    """`_block_mm` as one operator for a compiler: Inductor's template reads some layouts of the scales wrongly."""
     return _block_mm(a, a_scale_inv, b, b_scale_inv, out_dtype)
 
 

@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm of residual + delta in one kernel, stored in FP8 or in high precision; and their gradients.
 
-Addition, norm and cast apart read 8 bytes and write 6 an element of bf16; here they read 5 and write 4. A program keeps a row
-in registers (`norm_rows`), and a second kernel transposes the FP8 rows: one kernel for both layouts, which reads tiles of rows
-twice, took nearly twice as long. Rows beyond the registers are read twice, in tiles. Gradients of weight and bias are summed in
-a fixed order, so they repeat bit for bit on the same GPU.
+Separate addition, norm and cast read 8 bytes and write 6 an element of bf16; this kernel reads 5 and writes 4. A program holds
+a row in registers (`norm_rows`), and a second kernel transposes the FP8 rows: one kernel for both layouts, which reads tiles of
+rows twice, took nearly twice as long. Rows beyond the registers are read twice, in tiles. Gradients of weight and bias are
+summed in a fixed order, so they repeat bit for bit on the same GPU.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def norm(
     """The norm of h = x + delta, rounded to x's dtype (without a delta, h is x), in float32 until `quantizer` converts it.
 
     kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. zero_centered: 1 + weight, in float32, in place of
-    weight. beside: contiguous [R, C], gets the normed result in its dtype; `quantizer` then converts that rounded one. Returns
-    h, the statistics for backward as `reference.norm` has them, and the normed result as `quantizer` says.
+    weight. beside: contiguous [R, C], receives the normed result in its dtype; `quantizer` then converts that rounded result.
+    Returns h, the statistics for backward as in `reference.norm`, and the normed result as `quantizer` says.
     """
     # A conversion to FP8 needs a GPU that has it.
     if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):

@@ -173,14 +173,14 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound: it keeps ∞ · 0 from finite elements.
+    # ½(1 + tanh z) is sigmoid(2z), which is 0 or 1 long before the bound, so that finite elements never give ∞ · 0.
     square, twice = x.square().clamp(max=1e4), 2 * (2 / torch.pi) ** 0.5
     sigmoid = torch.sigmoid(twice * x * (1 + 0.044715 * square))
     return x * sigmoid, sigmoid + x * sigmoid * (1 - sigmoid) * twice * (1 + 3 * 0.044715 * square)
 
 
 CURVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    # PyTorch's own gelu is 17% off at −5 on a CPU, and NaN at ∞; ndtr is the normal distribution's ½(1 + erf(x/√2)).
+    # PyTorch's gelu is 17% off at −5 on a CPU, and NaN at ∞; ndtr is the normal distribution's ½(1 + erf(x/√2)).
     "gelu": (lambda x: x * torch.special.ndtr(x), _gelu_slope),
     "gelu_tanh": (lambda x: _gelu_tanh(x)[0], lambda x: _gelu_tanh(x)[1]),
     "quick_gelu": (_quick_gelu, _quick_gelu_slope),
@@ -255,7 +255,7 @@ def activation(name: str, x: Tensor, block: int) -> Tensor:
     curve, gated, clamp = activation_named(name)
     if not gated:
         return CURVES[curve][0](wide(x))
-    # Split before the conversion: otherwise a compiler keeps all of x in float32 for backward (30 GiB at 16,384 tokens of a
+    # Split before the conversion: otherwise a compiler saves all of x in float32 for backward (30 GiB at 16,384 tokens of a
     # Llama-8B).
     gate, up = x.unflatten(-1, (-1, 2, block)).unbind(-2)
     value, factor = _gated(clamp, curve, wide(gate), wide(up))
@@ -377,8 +377,8 @@ def cross_entropy(
     """Sum of the cross entropies of real targets with softmax(logits), float32 [], and its gradient · grad_scale, like logits.
 
     The target distribution is 1 − label_smoothing on the target and label_smoothing spread evenly over all V words; z_loss is
-    the weight of log²Σexp(logits), which keeps the logits near 0. Statistics are float32. A target outside the vocabulary makes
-    the loss and its row of the gradient NaN.
+    the weight of log²Σexp(logits), which bounds the logits. Statistics are float32. A target outside the vocabulary makes the
+    loss and its row of the gradient NaN.
     """
     logits = wide(logits_NV)
     real = target_N != ignore_index

@@ -1,11 +1,12 @@
-"""Rotary embedding around attention: splits the joint query/key/value product and rotates; joins the gradients again.
+"""Rotary embedding around attention: splits the joint query/key/value product and rotates; joins the gradients in backward.
 
-One read and one write each way; slicing, rotating and making contiguous would each be a pass. Backward goes from attention's
-gradients, in any strides or as FlashAttention-4's sums, straight to the joint gradient in FP8, rowwise and columnwise.
+One read and one write in each direction; separate slicing, rotation and copy would each be a pass. Backward converts
+attention's gradients, in any strides or as FlashAttention-4's sums, directly to the joint gradient in FP8, rowwise and
+columnwise.
 
-A row of the joint product is G groups of H/G query heads, their key and their value. Columns rotate in pairs half of Dr apart,
-so a tile holds two halves of a head. If Dr < D, the columns from Dr on are halved too, with the angle 0. A program
-rotates several heads of its tokens: cosines and sines, each twice the bytes of a head, are shared.
+A row of the joint product is G groups of H/G query heads, their key and their value. Column i rotates with column i + Dr/2, so
+a tile holds two halves of a head. If Dr < D, the columns from Dr on are halved too, with the angle 0. A program rotates several
+heads of its tokens: they share cosines and sines, each twice the bytes of a head.
 
 Shapes: B batch, T tokens, N = B·T, H query heads, G key-value heads, D head dimension, Dr of it rotated.
 """
@@ -249,7 +250,7 @@ def launch_split(
     """Run the kernel; see `split_rotate`."""
     (batch, length, width), head_dim = qkv.shape, qkv.shape[-1] // (heads + 2 * groups)
     q = qkv.new_empty(batch, length, heads, head_dim)
-    k, v = qkv.new_empty(2, batch, length, groups, head_dim)  # as one tensor they travel to other ranks
+    k, v = qkv.new_empty(2, batch, length, groups, head_dim)  # one tensor, sent to other ranks in one message
     if qkv.numel() == 0:
         return q, k, v
     flat = adjacent_columns(qkv.reshape(-1, width))

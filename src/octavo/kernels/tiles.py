@@ -37,7 +37,7 @@ def adjacent_columns(x: Tensor) -> Tensor:
 
 
 def cdiv(size: int, tile: int) -> int:
-    """Tiles of a size. `triton.cdiv` and its `next_power_of_2`, made for kernels as well, take microseconds of a launch."""
+    """Tiles of a size. `triton.cdiv` and its `next_power_of_2`, which also run in kernels, take microseconds of a launch."""
     return -(-size // tile)
 
 

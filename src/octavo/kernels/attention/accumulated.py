@@ -3,9 +3,9 @@
 The package has kernels that round them to bf16 and put them in order. A kernel that reads them anyway, as that of the rotation,
 takes them from here, which spares one write and one read of each, and the rounding.
 
-The blocks of 64 tokens lie one behind the other. In a block, from the slowest index to the fastest: 16 tokens, a token of 8, a
-pair of columns, the first or second 8 of the 16 tokens, a column of the pair: the registers of a warp group's product (WGMMA).
-`tests/gpu/test_accumulated.py` compares with the package's own kernels.
+Blocks of 64 tokens are contiguous. In a block, from the slowest index to the fastest: 16 tokens, a token of 8, a pair of
+columns, the first or second 8 of the 16 tokens, a column of the pair: the registers of a warp group's product (WGMMA).
+`tests/gpu/test_accumulated.py` compares with the kernels of the package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def token_offsets(t, D: tl.constexpr):
 
 @triton.jit
 def column_offsets(column, PAIRS: tl.constexpr):
-    """Offset of columns behind a token's. PAIRS: elements 2i and 2i + 1 of `column` are a pair, which one load takes."""
+    """Offset of columns from a token's. PAIRS: elements 2i and 2i + 1 of `column` are a pair, which one load reads."""
     offset = column // 8 * 512 + column % 8 // 2 * 4 + column % 2
     if PAIRS:
         offset = tl.max_contiguous(tl.multiple_of(offset, 2), 2)

@@ -1,7 +1,7 @@
 """Backward kernels of `octavo.kernels.attention.short`, with the pieces and tiles of the forward kernel.
 
-`backward_queries` and `backward_keys` hold tiles only and compute seven products. Five suffice for a program with a whole head,
-but that was slower: its gradients exceed the registers of a multiprocessor, and nothing runs beside it while it waits.
+`backward_queries` and `backward_keys` hold only tiles and compute seven products. Five suffice for a program with a whole head,
+but that was slower: its gradients exceed the registers of a multiprocessor, so that no other program runs while it waits.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query heads each, D head dimension.
 """

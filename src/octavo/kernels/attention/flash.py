@@ -86,7 +86,7 @@ def _round_sums(
 ) -> None:  # fmt: skip
     """The package's rounding of sums, put off where `octavo.kernels.attention.accumulated` knows their order.
 
-    tokens: of a tile. warp_groups: those that share its rows, 64 for each.
+    tokens: tokens of a tile. warp_groups: warp groups that share its rows, 64 each.
     """
     kept: dict[int, Accumulated] | None = getattr(process.attention, "sums", None)  # by the address of the rounded ones
     if kept is not None and ends is None and lengths is None and not swapped and tokens == 64 * warp_groups:
@@ -112,7 +112,7 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> b
 
 
 class Packing(NamedTuple):
-    """Sequences that lie one behind the other in the rows [B·Tq] of queries and [B·Tk] of keys.
+    """Sequences that are contiguous in the rows [B·Tq] of queries and [B·Tk] of keys.
 
     q_ends, k_ends: int32 [sequences + 1] on the GPU, 0 and then the end of each.
     """
@@ -189,7 +189,7 @@ def accumulate(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
     window: int | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
-    """`backward`, whose gradients stay sums in float32 where the package has made such."""
+    """`backward`, with gradients left as float32 sums where the package computes such sums."""
     kept: dict[int, Accumulated] = {}
     process.attention.sums = kept
     try:

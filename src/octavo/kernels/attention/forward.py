@@ -2,8 +2,8 @@
 
 Matrix instructions take powers of two; two of them leave little padding. So a head of D columns is read as pieces of D1 and D2
 columns (80 = 64 + 16; D2 may be 0), and tokens as full tiles after a narrow one (TAIL; 257 = 256 + 16). A single key (TAIL is
-1) needs no tile, only a sum over the columns of a head. The last program of a head has LAST rows and runs beside the others,
-which read the same keys; it waits more than it multiplies, so its loop has wider tiles (BESIDE_FEW).
+1) needs no tile, only a sum over the columns of a head. The last program of a head has LAST rows and runs concurrently with the
+others, which read the same keys; it mostly waits, so its loop has wider tiles (BESIDE_FEW).
 Logits are in powers of two: `scale` is the softmax's times log2(e).
 
 Shapes: B batch, T tokens, H query heads, G key-value heads of P = H/G query heads each, D head dimension.

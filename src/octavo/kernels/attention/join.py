@@ -36,7 +36,7 @@ def _join_results(
     first = tl.load(lse_ptr + t, mask=there, other=0.0)
     second = tl.load(other_lse_ptr + b * other_lse_b + h * other_lse_h + t, mask=there, other=0.0)
     top = tl.maximum(first, second)
-    base = tl.where(top == -float("inf"), 0.0, top)  # a query that sees no key yet keeps 0, not NaN
+    base = tl.where(top == -float("inf"), 0.0, top)  # a query without keys so far gives 0, not NaN
     kept, added = tl.exp(first - base), tl.exp(second - base)
     total = kept + added
     scale = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -54,7 +54,7 @@ def _add_terms(
     out_ptr, a_ptr, b_ptr, c_ptr, d_ptr, elements, inner, blocks, out_0, out_1, a_0, a_1, b_0, b_1, c_0, c_1, d_0, d_1,
     TERMS: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // blocks  # a grid's first dimension alone may have more than 65,535 programs
+    row = tl.program_id(0) // blocks  # only a grid's first dimension may have more than 65,535 programs
     first, second = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     n = (tl.program_id(0) % blocks).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     there = n < elements
@@ -79,7 +79,7 @@ def launch_join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> N
 
 
 def _in_order(x: Tensor) -> bool:
-    """True if behind the first two dimensions numbers are adjacent and in order, as the kernel reads them."""
+    """True if all dimensions after the first two are contiguous, as the kernel reads them."""
     return x.numel() == 0 or x[0, 0].is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Attention's results that outlive their forward, so that a recomputation reads them and computes only the rest again.
+"""A cache of attention's results from forward, so that recomputation reads them and computes only the rest.
 
 For long sequences attention is most of a block's time, and its result with the log-sum-exp one of the smallest things in it.
 """
@@ -19,7 +19,7 @@ Move = Callable[[Tensor], Any]
 
 
 class _Within(AbstractContextManager[None]):
-    """In this context `once` calls `take`; may be entered again and again."""
+    """Context in which `once` calls `take`; may be entered repeatedly."""
 
     def __init__(self, begin: Callable[[], Callable[[Callable[[], Result]], Result]]) -> None:
         self._begin = begin
@@ -34,7 +34,7 @@ class _Within(AbstractContextManager[None]):
 
 
 def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts for a forward, whose results are kept, and for its recomputations, which read them in the same order."""
+    """Contexts for a forward, whose results are cached, and for its recomputations, which read them in the same order."""
     results: list[tuple[Any, Any]] = []
     moves: list[tuple[Move, Move]] = []
 
@@ -62,7 +62,7 @@ def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None
 
 @contextmanager
 def moved(away: Move, back: Move) -> Iterator[None]:
-    """In this context a kept result is stored as `away(result)`, and `back` restores it."""
+    """Context in which a cached result is stored as `away(result)`, and restored by `back`."""
     before = getattr(process.attention, "moves", None)
     process.attention.moves = away, back
     try:

@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class RealFirst(NamedTuple):
-    """A causal pattern with its real tokens in front and padding behind.
+    """A causal pattern whose real tokens are first and padding last.
 
     order: int64 [B, T], places of the tokens. padded: bool [B, T] in that order, True for padding. spans: in that order, all
     pairs but those of a padding token with itself.
@@ -54,12 +54,12 @@ class Pattern:
     """The keys that each query of a batch attends to.
 
     Attributes:
-        tokens: T, of the whole sequence, also where a rank holds a part of it.
-        causal: no query sees a later key.
+        tokens: T, of the whole sequence, also on a rank that holds a part of it.
+        causal: no query attends to a later key.
         documents: for each sample the first token of each of its documents, ascending from 0; empty: one document a sample.
-            A query sees the keys of its own document alone.
-        window: the keys that a query sees at most, its own included; None for all.
-        holes: bool [B, T], False for padding between real tokens, which nobody but itself sees; None without.
+        \t            A query attends only to keys of its document.
+        window: number of keys that a query attends to at most, including its own position; None for all.
+        holes: bool [B, T], False for padding between real tokens, to which no other token attends; None without.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ class Pattern:
         return zip(starts, (*starts[1:], self.tokens), strict=True)
 
     def spans(self, batch: int) -> list[Span]:
-        """All pairs of a query and a key; the window is to be kept within each."""
+        """All pairs of a query and a key; the window applies within each."""
         if not self.documents:
             return [Span(0, batch, 0, self.tokens, 0, self.tokens, self.causal)]
         return [
@@ -100,7 +100,7 @@ class Pattern:
         spans: list[Span] = []
         for sample, real in enumerate(self.holes):
             before = torch.cat((torch.zeros(1, dtype=torch.int64), real.cumsum(0)))  # real tokens before each place
-            at = int(before[-1])  # padding stands behind all real tokens
+            at = int(before[-1])  # padding follows all real tokens
             for first, end in self.bounds(sample):
                 low, high = int(before[first]), int(before[end])
                 if low < high:
@@ -149,10 +149,10 @@ def pattern_of(
     """The causal pattern of a batch; tensors on a GPU are waited for, those on the host cost nothing there.
 
     Args:
-        position_ids: [B or 1, T]; a position that does not follow the one before begins a document.
-        attention_mask: [B, T], 0 for padding, to which nobody attends. Padding at either end is a document of its own.
+        position_ids: [B or 1, T]; a position that is not the previous one plus 1 begins a document.
+        attention_mask: [B, T], 0 for padding, to which no token attends. Padding at either end is a separate document.
         batch, tokens: B, T.
-        padded_to: tokens of the pattern, if more; each of the further ones is a document of its own.
+        padded_to: tokens of the pattern, if more; each of the additional tokens is a separate document.
 
     Raises:
         InputError: an additive mask (with negative numbers).

@@ -1,8 +1,8 @@
 """Attention over spans of queries and keys, joined exactly: each span by the fastest kernel that computes it.
 
-The softmax of a query over all its keys is the mean of those over pieces of them, weighted by exp of their log-sum-exp. So
-keys may be handed over piece by piece, from wherever they arrive, and `out` and `lse` are the same in any order up to float32
-rounding. In backward each piece needs the joined `out` and `lse` alone.
+The softmax of a query over all its keys is the mean of those over pieces of them, weighted by exp of their log-sum-exp. So keys
+may be processed piece by piece, in order of arrival: `out` and `lse` are the same in any order up to float32 rounding. In
+backward each piece needs only the joined `out` and `lse`.
 
 Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
 """
@@ -117,7 +117,7 @@ class Gradients:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`Attended.result` where all keys are here; in a context of `octavo.kernels.attention.kept` that of the forward."""
+    """`Attended.result` if all keys are here; in a context of `octavo.kernels.attention.kept` the cached result of forward."""
 
     def compute() -> tuple[Tensor, Tensor]:
         attended = Attended(q, scale=scale, window=window)
@@ -131,7 +131,7 @@ def gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their dtype, of attention whose keys are all here."""
+    """Gradients of q, k and v, in their dtype, of attention with all keys on this rank."""
     parts = list(_parts(q, k, spans, window))
     if len(parts) == 1 and parts[0].span == _whole(q, k, causal=parts[0].span.causal):
         dq, dk, dv = _backward(d_out, q, k, v, out, lse, parts[0], scale)
@@ -146,7 +146,7 @@ def accumulated(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
     window: int | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
-    """`gradients`, some of which stay the sums of a kernel, where one kernel computes them all."""
+    """`gradients`, left as a kernel's float32 sums where one kernel computes all of them."""
     parts = list(_parts(q, k, spans, window))
     part = parts[0]
     alone = len(parts) == 1 and part.span == _whole(q, k, causal=part.span.causal) and part.packed is None
@@ -225,7 +225,7 @@ def _backend(q: Tensor, k: Tensor, part: _Part) -> Any:
 
 
 def _options(part: _Part, scale: float) -> dict[str, Any]:
-    packed = {} if part.packed is None else {"packed": part.packed}  # FlashAttention alone packs
+    packed = {} if part.packed is None else {"packed": part.packed}  # only FlashAttention packs
     return {"causal": part.span.causal, "scale": scale, "window": part.window, **packed}
 
 

@@ -27,9 +27,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, wind
     Args:
         q: [B, Tq, H, D].
         k, v: [B, Tk, G, D].
-        causal: query i sees the keys up to i + Tk − Tq.
+        causal: query i attends to keys up to i + Tk − Tq.
         scale: of the logits.
-        window: of those, the last `window` alone; None for all.
+        window: only the last `window` of these keys; None for all.
 
     Returns:
         out [B, Tq, H, D], 0 for a query that sees no key, and lse [B, H, Tq], −∞ for it; float32, float64 for float64 inputs.

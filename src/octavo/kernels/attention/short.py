@@ -1,9 +1,9 @@
 """Attention of the short sequences of vision transformers, on the joint query/key/value product and its gradient in place.
 
 A few hundred tokens leave kernels for long sequences half idle: 257 tokens fill three tiles of 128, a head of 80 columns is
-padded to 128, and splitting the product and joining its gradients costs about as much again. Backward has no atomics and
+padded to 128, and splitting the product and joining its gradients costs about as much as attention. Backward has no atomics and
 repeats bit for bit. There are no masks, no dropout and no second derivative. The number of tokens is a constant of the compiled
-kernel, which Triton keeps on disk: many different lengths are better padded to a few.
+kernel, which Triton caches on disk: many different lengths are better padded to a few.
 
 A row of the joint product is G groups of H/G query heads, their key and their value.
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
@@ -50,9 +50,9 @@ QUERIES, KEYS = Tiles(64, 32, warps=4, beside_few=64), Tiles(32, 64, warps=4, st
 
 def tiles_for(tokens: int, head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
     """Tiles of the forward kernel and of the two backward ones."""
-    # Lone tokens and wide tiles gain nothing if their registers take the room of a program on a multiprocessor (128 a thread
-    # leave room for four, 168 for three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more. Heads of
-    # more than 64 columns have the registers for a lone token behind four full tiles, and at 80 for wide tiles there.
+    # A narrow tile of one token and wide tiles do not pay if their registers reduce occupancy (128 a thread allow four programs
+    # on a multiprocessor, 168 three; as compiled for Hopper). A loop of three tiles is unrolled, which takes more. Heads of
+    # more than 64 columns have the registers for one token after four full tiles, and at 80 for wide tiles too.
     behind_four = tokens == 4 * FORWARD.queries + 1
     lone = head_dim <= 64 or (head_dim <= 80 and behind_four)
     forward = FORWARD._replace(lone=lone, beside_few=128 if head_dim == 64 or (head_dim == 80 and behind_four) else 0)
@@ -83,7 +83,7 @@ def _cut(tokens: int, tile: int) -> tuple[int, int]:
 
 
 def _loop(tokens: int, tile: int, tiles: Tiles) -> tuple[int, int, int]:
-    """Tiles of a loop over tokens: the full one, the narrow one (1 for a lone token), and the one beside few rows."""
+    """Tiles of a loop over tokens: the full tile, the narrow one (1 for a single token), and the one for few rows."""
     tile, narrow = _cut(tokens, tile)
     wide = tiles.beside_few
     wider = tile < wide <= tokens and tokens % wide == tokens % tile and narrow <= NARROWEST

@@ -1,7 +1,7 @@
 """A sliding window as triangles and rectangles, for kernels that know only causal and full attention.
 
-Rows of W queries see a triangle of their own keys, and of the W − 1 keys before them the part that the window still holds: the
-mirror image of a triangle. With queries and keys in reverse order it is causal attention again. So a window costs as many
+Rows of W queries attend to a triangle of their W keys, and to the part of the previous W − 1 keys that is still in the window:
+the mirror image of a triangle. With queries and keys in reverse order it is causal attention too. So a window costs as many
 products as it has pairs.
 """
 

@@ -56,7 +56,7 @@ def _embedding_sums(
         near = at + tl.arange(0, CHUNK)
         keys = tl.load(keys_ptr + near, mask=(near < end) & (near < tokens), other=-1)
         count = tl.sum((keys == word).to(tl.int32), 0)
-        after = tl.load(keys_ptr + end, mask=end < tokens, other=-1)  # sorted: the word's own if it goes on
+        after = tl.load(keys_ptr + end, mask=end < tokens, other=-1)  # sorted: the same word if it continues
         summed = tl.zeros([BLOCK], tl.float32)
         for sorted_token in range(at, at + count):
             token = tl.load(order_ptr + sorted_token)
@@ -131,9 +131,9 @@ def embedding_backward(
 ) -> Tensor:
     """The gradient of an embedding's weight [V, K], V = `words`, in `dtype`.
 
-    d_out: [N, K], any float dtype, of the rows. ids: whole numbers [N]; `padding` and those outside of the vocabulary count
-    nothing. total: [V, K] of `dtype`, to which the gradient is added in place and which is returned, or a contiguous copy of
-    it: each row is rounded once, and one without tokens keeps its bits.
+    d_out: [N, K], any float dtype, of the rows. ids: whole numbers [N]; `padding` and ids outside the vocabulary are ignored.
+    total: [V, K] of `dtype`, to which the gradient is added in place and which is returned, or a contiguous copy of it: each
+    row is rounded once, and a row without tokens keeps its bits.
     """
     if d_out.device.type == "cuda":
         return launch(d_out, ids, words, padding, dtype, total)

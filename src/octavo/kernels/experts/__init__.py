@@ -1,1 +1,1 @@
-"""Kernels of a mixture of experts: rows sorted by expert, their casts, and the products of stacked matrices."""
+"""Kernels of mixture of experts (MoE): rows sorted by expert, their casts, and the products of stacked matrices."""

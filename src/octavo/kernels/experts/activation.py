@@ -1,7 +1,7 @@
 """Activations of experts' rows: each row's result times its weight, cast by the scale of its expert.
 
-The router's weight multiplies the input of the second product instead of its output: that output is then neither kept nor read
-again for the weight's gradient.
+The router's weight multiplies the input of the second product instead of its output: that output is then neither saved nor
+reread for the weight's gradient.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def expert_activation_backward(
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor]:
     """The gradients of `expert_activation`'s x, stored as `quantizer` says, and of its weights, float32 [R].
 
-    dy: [R, F]. recompute: between them the result of forward, with its bits, stored as this quantizer says. Behind the last
-    expert's rows nothing is defined.
+    dy: [R, F]. recompute: in the same pass the result of forward, with its bits, stored as this quantizer says. Rows after the
+    last expert's are undefined.
     """
     if routes.tile == TILE:
         return launch_backward(name, dy, x, weights, routes, quantizer, recompute)

@@ -1,4 +1,4 @@
-"""Assignments of tokens to experts beside the largest logits: by Sinkhorn's iteration, and round robin. None has a gradient.
+"""Assignments of tokens to experts other than by the largest logits: Sinkhorn's iteration, and round robin. No gradients.
 
 The iteration stops by a flag on the device, and the host reads it once in `STRIDE` steps: a GPU is waited for once a call in
 most cases, and the result does not depend on the stride. In a CUDA graph all `LIMIT` steps run, with the same result.
@@ -14,7 +14,7 @@ from torch import Tensor
 TOLERANCE = 1e-4
 """Mean change of the factors of the experts below which the iteration ends."""
 LIMIT = 256
-"""Largest number of steps, of which the rule itself has none.
+"""Largest number of steps; the algorithm itself has no limit.
 
 The addend of its sums scales all factors alike in each step. That changes no order of experts, but with factors above some 10⁴
 it stays above the tolerance for more than 20,000 steps, in float64 too. At 4096 tokens of 8 experts with logits of standard
@@ -31,9 +31,9 @@ _EPS = 1e-8
 def sinkhorn_factors(logits: Tensor, counted: Tensor | None = None) -> Tensor:
     """Logarithms of the factors of the experts, float32 [E], of logits float32 [T, E]: tokens go to the largest sums of both.
 
-    The factors of tokens and experts that give exp(logits) rows of sum 1 / T and columns of sum 1 / E, found in turn. A
-    token's own factor changes no order of its experts. counted: bool [T], the tokens that take part; all if absent. NaN and
-    infinite logits end the iteration and give factors of NaN; without a token all factors are 1.
+    The factors of tokens and experts that give exp(logits) rows of sum 1 / T and columns of sum 1 / E, iterated alternately. A
+    token's factor does not change the order of its experts. counted: bool [T], the tokens that take part; all if absent. NaN
+    and infinite logits end the iteration and give factors of NaN; without a token all factors are 1.
 
     Source: `sinkhorn` of Megatron-LM's megatron/core/transformer/moe/moe_utils.py, with its tolerance and its addend to each
     sum. There, exp overflows above 88, and the iteration has no limit.

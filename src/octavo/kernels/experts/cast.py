@@ -94,7 +94,7 @@ def cast_stacked(weight: Tensor, quantizer: Quantizer) -> QuantizedTensor:
 def cast_stacked_scaled(
     weight: Tensor, dtype: torch.dtype, fp8_max: float, scales: Scales, *, rowwise: bool, columnwise: bool
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Matrices [E, N, K] in FP8 with scales of their own rows or blocks; also the scales of one layout."""
+    """Matrices [E, N, K] in FP8, with a scale per row or block; also the scales of one layout."""
     parts = [_scaled(matrix, dtype, fp8_max, scales, rowwise=rowwise, columnwise=columnwise) for matrix in weight]
     along, across = ([part[i] for part in parts] for i in (0, 1))
     row, row_scale, chosen = _stack(along)
@@ -120,7 +120,7 @@ def _scaled(x: Tensor, dtype: torch.dtype, fp8_max: float, scales: Scales, *, ro
 def cast_rows_scaled(
     x: Tensor, routes: Routes, dtype: torch.dtype, fp8_max: float, scales: Scales, *, rowwise: bool, columnwise: bool
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Rows [R, C] in FP8 with scales of their own; columnwise an expert's values alone choose them. Also the scales."""
+    """Rows [R, C] in FP8 with their scales; columnwise scales depend only on one expert's values. Also the scales."""
     if scales == "block" and routes.tile == TILE:
         along, across = blocks(x, dtype, fp8_max, 1, rowwise=rowwise, columnwise=columnwise)
     elif routes.tile == TILE and gemm.is_native(x.device):
@@ -153,7 +153,7 @@ def _joined(parts: list[Scaled | None], dim: int, scale_dim: int | None) -> Scal
 
 
 def _by_columns(x: Tensor, routes: Routes, dtype: torch.dtype, fp8_max: float) -> Scaled:
-    """Columnwise with a scale for each column of each expert; rows behind the last expert's count for none."""
+    """Columnwise with a scale for each column of each expert; rows after the last expert's belong to none."""
     experts = len(routes.ends)
     tiles = reference.amax(x.unflatten(0, (-1, TILE)), 1)
     index = routes.experts.long()[:, None].expand_as(tiles)

@@ -1,10 +1,10 @@
 """Products of experts' rows and stacked matrices, in one launch on Hopper and without waiting for their sizes.
 
-PyTorch's grouped product of FP8 takes E4M3 with a scale a row alone. Here a persistent Triton kernel takes every pair of
-formats and every kind of scale; the sizes of groups stay on the device. bfloat16 goes to PyTorch's. Elsewhere there is one
-product an expert.
+PyTorch's grouped FP8 product takes only E4M3 with a scale per row. Here a persistent Triton kernel takes every pair of formats
+and every kind of scale; the sizes of groups stay on the device. bfloat16 uses PyTorch's grouped product. On other devices there
+is one product per expert.
 
-Groups whose matrices are apart and whose sizes the host knows, as those of `octavo.nn.GroupedLinear`, go the same way.
+Groups with separate matrices and sizes known on the host, as in `octavo.nn.GroupedLinear`, use the same code.
 
     output            y  [R, N]    = x  [R, K] · w[expert] [N, K]ᵀ
     weight gradient   dw [E, N, K] = dy [R, N]ᵀ · x [R, K], over each expert's rows
@@ -209,14 +209,15 @@ def _takes(routes: Routes, *sizes: int) -> bool:
 
 
 def _of_pytorch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """In bfloat16, with groups of the rows of a or, of two matrices, of what is summed."""
+    """In bfloat16; groups are rows of a or, for two matrices, ranges of the summed dimension."""
     if a.shape[0] == 0:
         return a.new_zeros(0, b.shape[-1])
     return torch._grouped_mm(a, b, offs=ends)
 
 
 def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *, precise: bool = False) -> Tensor:
-    """a [R, C] times the matrix [N, C] of each row's expert, of b [E, N, C]: [R, N]; nothing is defined behind the last row."""
+    """a [R, C] times the matrix [N, C] of each row's expert, of b [E, N, C]: [R, N]; rows after the last expert's are
+    undefined."""
     (x, x_scale), (w, w_scale) = a, b
     if x_scale is None and _takes(routes, *w.shape[1:]) and x.dtype == out_dtype == torch.bfloat16:
         return _of_pytorch(x, w.transpose(1, 2), routes.ends)
@@ -265,7 +266,7 @@ def grouped_weight_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.d
 
 
 def _own(scale: Tensor) -> Tensor:
-    """Scales in memory of their own: cuBLAS wants them at multiples of 16 bytes."""
+    """Scales in separate memory: cuBLAS wants them at multiples of 16 bytes."""
     return scale.clone(memory_format=torch.contiguous_format)
 
 

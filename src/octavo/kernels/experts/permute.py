@@ -1,4 +1,4 @@
-"""Rows of tokens in the order of their experts, cast on the way, and back: the copies of a token added up.
+"""Permutes rows of tokens into the order of their experts, with the cast in the same pass, and back: copies are summed.
 
 A copy of bf16 rows and a cast after it would write and read them once more: 8 bytes an element for 4.
 """
@@ -28,7 +28,7 @@ def _gather_tiles(
     x_ptr, tokens_ptr, experts_ptr, scale_ptr, amax_ptr, rowwise_ptr, columns, stride, experts,
     SKIPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise, or the amax alone. SKIPS: leave out the rows behind the last expert, which are zeros otherwise."""
+    """Rowwise, or only the amax. SKIPS: leave out the rows after the last expert, which are zeros otherwise."""
     across = tl.cdiv(columns, TILE_C)
     first = (tl.program_id(0) // across) * TILE_R
     expert = tl.load(experts_ptr + first // TILE_ROWS)
@@ -52,7 +52,7 @@ def _gather_packed(
     x_ptr, tokens_ptr, experts_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, rows, columns, stride, experts,
     GROUPS: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """FP8 columnwise, and rowwise if asked: a tile has the rows of one expert."""
+    """FP8 columnwise, and optionally rowwise: a tile has the rows of one expert."""
     across = tl.cdiv(columns, TILE_C)
     tile = tl.program_id(0) // across
     expert = tl.load(experts_ptr + tile)
@@ -111,7 +111,7 @@ def launch(x: Tensor, routes: Routes, quantizer: Quantizer) -> QuantizedTensor:
             rows, columns, x.stride(0), len(routes.ends), GROUPS=_GROUPS, TILE_C=_GROUP_COLUMNS, num_warps=_WARPS,
         )  # fmt: skip
     elif quantizer.rowwise or quantizer.amax is not None:
-        # Without a scale all rows are written: products of other kinds read those behind the last expert.
+        # Without a scale all rows are written: products of other kinds read those after the last expert.
         _gather_tiles[(rows // _TILE_ROWS * cdiv(columns, _TILE_COLUMNS),)](
             x, routes.tokens, routes.experts, quantizer.scale, quantizer.amax, out.rowwise_data,
             columns, x.stride(0), len(routes.ends), SKIPS=quantizer.scale is not None or not quantizer.rowwise,

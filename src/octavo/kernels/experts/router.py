@@ -1,7 +1,7 @@
 """The float32 product of a router, and its gradients.
 
-A GPU multiplies bf16 exactly and adds up in float32. So a float32 operand is taken in three pieces of bf16, whose sum it is:
-the tokens, by far the largest operand, are read as they are and never copied to float32.
+A GPU multiplies bf16 exactly and accumulates in float32. So a float32 operand is split into three pieces of bf16 that sum to
+it: the tokens, by far the largest operand, are read in bf16 and never copied to float32.
 
 Legend: T tokens, E experts, H hidden size.
 """
@@ -19,7 +19,7 @@ def _in_pieces(x: Tensor) -> bool:
 
 
 def _pieces(x: Tensor) -> list[Tensor]:
-    """bfloat16 tensors whose sum is `x`, the largest first: three of float32, and a bfloat16 one itself."""
+    """bfloat16 tensors that sum to `x`, the largest first: three for float32, and x itself for bfloat16."""
     if x.dtype == torch.bfloat16:
         return [x]
     high = x.bfloat16()
@@ -43,7 +43,7 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx + grad · weight, rounded once to x's dtype, [T, H], and gradᵀ · x in float32, then in the weight's dtype, [E, H].
 
-    grad: float32 [T, E]. dx: the gradient of x by other paths, of its dtype. None for what is not wanted.
+    grad: float32 [T, E]. dx: the gradient of x by other paths, of its dtype. None for a gradient that is not needed.
     """
     d_weight = None
     if _in_pieces(x):

@@ -1,13 +1,13 @@
-"""Routes of tokens to experts: the order of rows in which each expert's tokens are neighbours.
+"""Routes of tokens to experts: a permutation in which the rows of each expert are contiguous.
 
 On Hopper every expert's rows begin at a multiple of `TILE`, so that a tile of a kernel has one expert and its scale. Rows
 without a token are zeros. The number of rows is the largest possible one, and sizes of groups stay on the device: nothing
 waits. Elsewhere rows are exact, and their counts are read on the host.
 
-A GPU needs no sort: blocks of copies are counted by expert, the counts added up over blocks, and each copy placed behind those
-before it, in three launches for some forty of PyTorch's.
+A GPU needs no sort: blocks of copies are counted by expert, the counts summed over blocks, and each copy placed after those
+before it, in three launches instead of some forty of PyTorch's.
 
-Legend: T tokens, V experts that a token visits, E experts, R rows.
+Legend: T tokens, V experts per token (top-k), E experts, R rows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _BLOCKS = 1024
 
 @dataclass(frozen=True)
 class Routes:
-    """A use of a mixture: which rows hold which tokens.
+    """One forward of mixture of experts: the token of each row and the rows of each token.
 
     Attributes:
         tokens: int32 [R], the token of each row; -1 for a row of zeros.
         rows: int32 [T, V], the row of each copy of a token.
-        experts: int32 [R / tile], the expert of each tile of rows; E behind the last one's rows.
+        experts: int32 [R / tile], the expert of each tile of rows; E after the last expert's rows.
         ends: int32 [E], the end of each expert's rows.
         tile: rows of a tile, `TILE` or 1.
         splits: rows of each expert, known on the host where `tile` is 1.
@@ -57,7 +57,7 @@ class Routes:
 
     @property
     def expert_of_rows(self) -> Tensor:
-        """int64 [R], the expert of each row; the last one behind its rows."""
+        """int64 [R], the expert of each row; the last one for rows after its end."""
         return self.experts.long().clamp(max=len(self.ends) - 1).repeat_interleave(self.tile)
 
     @property

@@ -1,4 +1,4 @@
-"""Rows in FP8 on their way between ranks, E4M3 with a power-of-two scale for each 128 elements, and back to high precision."""
+"""FP8 dispatch: quantises rows to E4M3 with a power-of-two scale per 128 elements for the all-to-all, and dequantises them."""
 
 from __future__ import annotations
 

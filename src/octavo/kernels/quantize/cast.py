@@ -1,8 +1,8 @@
 """Cast with a given scale: one read of a matrix gives FP8 rowwise and columnwise, and the amax for the next scale.
 
-Both layouts in one pass read 2 bytes and write 2 an element; amax, cast and transpose apart move 7. Bytes are slow to transpose
-in shared memory, so rows are packed in groups of four (`packed_transpose`) where four divides them. Devices without FP8
-conversions in Triton run the reference, and their columnwise layout is a view.
+Both layouts in one pass read 2 bytes and write 2 an element; separate amax, cast and transpose move 7. Bytes are slow to
+transpose in shared memory, so rows are packed in groups of four (`packed_transpose`) if their number is a multiple of four.
+Devices without FP8 conversions in Triton run the reference, and their columnwise layout is a view.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, o
     """Convert a float32 tile [r, c] of a matrix [rows, columns] and store it in the layouts with a pointer; `one` is 1.0."""
     # The conversion to FP8 is one instruction that saturates: ±inf and numbers beyond the largest value become that, NaN stays.
     # The ptxas of CUDA 12.9, which Triton brings, loses bytes when one conversion from float32 feeds both stores. With TWICE
-    # the factor `one`, unknown to it, gives the second store its own conversion, at no measurable cost.
+    # the factor `one`, whose value ptxas cannot know, gives the second store a separate conversion, at no measurable cost.
     if rowwise_ptr is not None:
         tl.store(rowwise_ptr + r[:, None].to(tl.int64) * columns + c[None, :], x.to(rowwise_ptr.dtype.element_ty), mask=inside)
     if columnwise_ptr is not None:
@@ -84,7 +84,7 @@ def store_quantized(
     """Record the amax of a float32 tile, scale it and store its layouts; a pointer that is None is skipped."""
     if amax_ptr is not None:
         record_amax(amax_ptr, x)
-    # Behind the amax: the branch of `load_scale` between them would cost a program twice its registers.
+    # After the amax: the branch of `load_scale` between them would double a program's registers.
     if scale_inv_ptr is not None:
         x = x * load_scale(scale_ptr, scale_inv_ptr, first)
     store_layouts(x, rowwise_ptr, columnwise_ptr, r, c, rows, columns, inside, one, TWICE)
@@ -109,7 +109,7 @@ def cast_packed_row(
     x, i: tl.constexpr, packed, before, largest, summed, scale, amax_ptr, partial_ptr, rowwise_ptr, columnwise_ptr,
     g, c, rows, columns, inside,
 ):  # fmt: skip
-    """Row i of each group of four, float32: recorded and added up, scaled, stored rowwise, and packed behind the row `before`.
+    """Row i of each group of four, float32: recorded and summed, scaled, stored rowwise, and packed after the row `before`.
 
     Returns the packed rows, this row for the next one, the largest values and the sums.
     """
@@ -245,7 +245,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype, fp8_max: float, columnwise: 
 
 
 def operator_results(cast: QuantizedTensor) -> CastResults:
-    """The results of `cast` in memory of their own: an operator may not return views of one tensor."""
+    """The results of `cast` in separate memory: an operator may not return views of one tensor."""
     (q, scale_inv), q_t = cast.rowwise, cast.columnwise_data
     if q_t is None:
         return q, q.new_empty(0, q.shape[0]), scale_inv

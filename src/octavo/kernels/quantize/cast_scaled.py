@@ -1,4 +1,4 @@
-"""Casts that choose their own scales, per row and per block: one or two reads of a matrix give FP8 in both layouts.
+"""Casts that compute their scales, per row and per block: one or two reads of a matrix give FP8 in both layouts.
 
 Current, rowwise and block scaling take a scale from the values that it scales: in plain PyTorch four passes or more over
 float32 copies, for each layout. Here a tile of whole blocks is read once, and both layouts are written; scales for rows and for
@@ -23,13 +23,13 @@ from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row
 from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, next_power_of_2, tile_of
 
 _BLOCK = reference.BLOCK
-# Untuned: (rows, columns, warps) of tiles that are cast for rows and columns, of those packed as in `cast`, and of those that
-# measure; warps and registers of a packed block of 128 × 128.
+# Untuned: (rows, columns, warps) of tiles that are cast for rows and columns, of packed tiles as in `cast`, and of tiles that
+# only measure; warps and registers of a packed block of 128 × 128.
 _CAST_TILE, _PACKED_TILE, _AMAX_TILE = (64, 128, 4), (128, 64, 4), (64, 256, 8)
 _BLOCK_WARPS, _BLOCK_REGISTERS = 8, 128
 # Elements of the tile that holds whole rows, the longest row that it holds, and warps.
 _ROW_TILE, _LONGEST_ROW, _ROW_WARPS = 8192, 16384, 8
-# Rows and warps of the tiles of 128 columns: for 1 × 128 pieces alone, and for 128 × 128.
+# Rows and warps of the tiles of 128 columns: for only 1 × 128 pieces, and for 128 × 128.
 _PIECES_TILE, _SQUARE_TILE = (32, 4), (_BLOCK, 8)
 _AMAX_BLOCK, _AMAX_WARPS = 8192, 8
 _EXPERT_ROWS = tl.constexpr(_BLOCK)
@@ -50,7 +50,7 @@ class Scaled(NamedTuple):
 Join = Callable[[Tensor], Tensor]
 """Raises amaxes, contiguous float32, in place to the largest of several ranks."""
 Layouts = tuple[Scaled | None, Scaled | None]
-"""Rowwise and columnwise; None: not asked for."""
+"""Rowwise and columnwise; None for a layout that is not requested."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def choose_scale(amax, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 @triton.jit
 def _store_scale(scale, scale_ptr, scale_inv_ptr, index, inside, POWER_OF_TWO: tl.constexpr):
     # The inverse of a scale above 2^126 is subnormal, which Triton's float32 division may flush to 0.
-    if POWER_OF_TWO:  # exponents sum to 254, and 2^127 alone has a subnormal inverse
+    if POWER_OF_TWO:  # exponents sum to 254, and only 2^127 has a subnormal inverse
         inverse = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000).to(tl.float32, bitcast=True)
     else:
         inverse = (1.0 / scale.to(tl.float64)).to(tl.float32)
@@ -155,7 +155,7 @@ def _cast_scales(
     row_amax_ptr, row_scale_ptr, row_inv_ptr, column_amax_ptr, column_scale_ptr, column_inv_ptr, rows, of_columns,
     FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apart from the cast, whose tiles would divide for their rows and columns anew: half of all their instructions."""
+    """Separate from the cast, whose tiles would repeat the division for their rows and columns: half of all instructions."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if row_amax_ptr is not None:
         amax = tl.load(row_amax_ptr + at, mask=at < rows, other=0).to(tl.float32, bitcast=True)
@@ -396,15 +396,15 @@ def scale_from_amax(largest: Tensor, fp8_max: float, power_of_two: bool = False)
 
 
 def _in_kernels(x: Tensor) -> bool:
-    # A GPU's compiler fuses the reference's own passes.
+    # A GPU's compiler fuses the passes of the reference.
     return not torch.compiler.is_compiling() and x.numel() > 0 and gemm.is_native(x.device)
 
 
 Operators = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Data, inverses and scales of `Layouts`, rowwise and columnwise; empty tensors for a layout that is not asked for."""
+"""Data, inverses and scales of `Layouts`, rowwise and columnwise; empty tensors for a layout that is not requested."""
 
 
-# Inductor's code for CPUs (torch 2.13) reads beside the blocks of a padded matrix: scales of 1e31 out of 289 rows.
+# Inductor's code for CPUs (torch 2.13) reads outside the blocks of a padded matrix: scales of 1e31 out of 289 rows.
 @torch.library.custom_op("octavo::cast_parts", mutates_args=())
 def _cast_parts(x: Tensor, dtype: torch.dtype, fp8_max: float, block: int, rowwise: bool, columnwise: bool) -> Operators:
     """`rows` (block 0) or `blocks` of so many rows, as one operator to a compiler."""
@@ -445,7 +445,7 @@ def _(x: Tensor, fp8_max: float, power_of_two: bool) -> Tensor:
 
 
 def current_scale(x: Tensor, fp8_max: float, power_of_two: bool) -> Tensor:
-    """The scale of x from its own amax, float32 []: in compiled code for a CPU one operator."""
+    """The scale of x from its amax, float32 []: in compiled code for a CPU one operator."""
     if is_opaque(x):
         return _current_scale(x, fp8_max, power_of_two)
     return scale_from_amax(amax(x), fp8_max, power_of_two)
@@ -461,8 +461,8 @@ def rows(
 ) -> Layouts:
     """FP8 with one scale a row: of x [R, C] if `rowwise`, and of xᵀ [C, R], a scale for each column of x, if `columnwise`.
 
-    Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two. join: of the amaxes of columns,
-    whose further rows other ranks have; not in compiled code.
+    Scales are [R, 1] and [C, 1]. On a GPU `rowwise` alone is one pass over x, otherwise two. join: joins the amaxes of columns
+    with other ranks that hold more rows; not in compiled code.
     """
     if _in_kernels(x):
         return launch_rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise, join=join)

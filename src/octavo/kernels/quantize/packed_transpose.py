@@ -46,8 +46,8 @@ def packed_row(packed, before, x, ROW: tl.constexpr, DTYPE: tl.constexpr):
             packed = packed | ((low | (high << 8)) << (8 * (ROW - 1)))
         else:
             # Hopper converts two numbers at once and saturates: ±inf and numbers beyond the largest value become that, NaN
-            # stays. A pair of a column is another pair than one of a row, so each layout has its own conversion: the ptxas of
-            # CUDA 12.9, which Triton brings, loses bytes when one conversion feeds the stores of both layouts.
+            # stays. A pair of a column is another pair than one of a row, so each layout has a separate conversion: the ptxas
+            # of CUDA 12.9, which Triton brings, loses bytes when one conversion feeds the stores of both layouts.
             FORMAT: tl.constexpr = "e4m3x2" if tl.float8e4nv == DTYPE else "e5m2x2"
             HALVES: tl.constexpr = "{low, pair}" if ROW == 3 else "{pair, high}"
             CODE: tl.constexpr = (
