@@ -118,7 +118,7 @@ class Failure:
             "lost": f"{ranks} {were} lost {where}: no sign of life for {self.detail} s, and connections broke. {restart}",
             "stuck": f"{ranks} {have} not moved for {self.detail} s {where}, {wait}. {restart}",
             "left": f"{ranks} ended {where} while the others still ran: {self.detail}",
-            "store": "the launcher's key-value store is gone: the launcher, or the process that kept it, has ended.",
+            "store": "the launcher's key-value store is gone: the launcher, or the process that served it, has ended.",
         }[self.kind]
 
 
@@ -174,7 +174,7 @@ def _behind(progress: Mapping[int, Progress]) -> list[int]:
     behind = [rank for rank, each in progress.items() if each.order == least]
     if len(behind) < len(progress):
         return behind
-    # All equally far: a minority in another phase, such as rank 0 writing a file, keeps the others waiting.
+    # All equally far: a minority in another phase, such as rank 0 writing a file, makes the others wait.
     phases = Counter(each.phase for each in progress.values()).most_common()
     rarest, count = phases[-1]
     if len(phases) > 1 and count < phases[-2][1]:

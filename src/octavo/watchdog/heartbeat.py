@@ -1,8 +1,8 @@
 """Heartbeat thread: publishes this rank's progress, monitors its peers, ends the process when one fails.
 
 Only this thread uses its connection to the job's key-value store: a client of the store blocks while another thread waits in
-it. When the main thread raises, it asks this thread for the diagnosis before it shows anything: the death of a rank is known
-here as soon as its connections break there.
+it. When the main thread raises, it requests the diagnosis from this thread before it prints anything: this thread learns of a
+rank's death as soon as its connections break.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.watchdog.processes import SharedPage, host_identity, orphaned
 _MANY_RANKS = 64  # with more the interval grows: each rank reads the heartbeats of all others
 _LOST_INTERVALS = 4  # without a heartbeat, after which a rank counts as lost if connections break
 _MEETING_SECONDS = 0.05  # polling interval until every peer was seen
-_PATIENCE_INTERVALS = 6  # in which a broken connection may turn out to be the effect of another failure
+_PATIENCE_INTERVALS = 6  # for a broken connection to turn out to be the effect of another failure
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Request:
     """The main thread has raised and asks for the diagnosis."""
 
     own: Failure | None
-    """The failure if its exception is the first; None if the run was only asked to stop."""
+    """The failure if its exception is the first; None if the run only received a stop signal."""
     uncertain: bool
     """The exception may be the consequence of another rank's failure."""
     since: float
@@ -66,7 +66,7 @@ class HeartbeatThread:
     grace: float
     progress: Callable[[], Progress]  # returns the main thread's
     page: SharedPage  # with the main thread's progress
-    store: Store  # its connection is for this thread alone
+    store: Store  # its connection is used only by this thread
     failure: Failure | None = None  # the reason for the job's end, once all ranks agree on it
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class HeartbeatThread:
         self._met.wait(self.timeout)
 
     def diagnose(self, own: Failure | None, *, uncertain: bool) -> Failure | None:
-        """The reason for the job's end, after the main thread raised; None if the run was only asked to stop."""
+        """The reason for the job's end, after the main thread raised; None if the run only received a stop signal."""
         self._request = _Request(own, uncertain, time.monotonic())
         os.write(self._wake_in, b".")
         if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and own is not None:
@@ -205,7 +205,7 @@ class HeartbeatThread:
             stuck = diagnosis.stuck(self._peer_heartbeats() | {self.rank: own}, self.timeout)
             if stuck is None:
                 return None
-            # A frozen rank looks stuck too, but cannot end by itself.
+            # A frozen rank looks stuck too, but cannot end itself.
             return self._silent(stuck.ranks, (_LOST_INTERVALS - 1) * self._interval) or stuck
         if not request.uncertain:
             return request.own
@@ -230,7 +230,7 @@ class HeartbeatThread:
         self._answered.set()
 
     def _diagnose_without_store(self) -> None:
-        """Diagnose from the processes of this host and this rank's own exception."""
+        """Diagnose from the processes of this host and this rank's exception."""
         request = self._request
         found = self._killed(self._dead_ranks())
         if found is None and request is not None and not request.uncertain:

@@ -1,8 +1,8 @@
 """The ranks of a run on one host: their environment and store, and the exit code of the whole.
 
-Ranks are processes of a `Supervisor`. They get torchrun's environment, and like its agent the launcher keeps their store: the
-watchdog's first report survives any rank. In three points it is not like torchrun. Ranks have the time they need to save after
-a signal, the exit code is theirs, and a failed rank's report is not followed by another.
+Ranks are processes of a `Supervisor`. They get torchrun's environment, and like its agent the launcher serves their store: the
+watchdog's first report survives any rank. Three points differ from torchrun: ranks have the time they need to save after a
+signal, the exit code is theirs, and only one report follows a failed rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.supervision import Supervisor, signal_name
 
 _HOST = "127.0.0.1"
 _SLACK_SECONDS = 2.0
-"""After `grace`, at whose end the watchdogs end their ranks themselves."""
+"""After `grace`, at the end of which the watchdogs end their ranks."""
 _NOTHING_SAVED = ("before the first step: nothing to save. Run the same command again.", EXIT_STOPPED)
 
 
@@ -34,9 +34,9 @@ def launch(
     Args:
         command: a command whose processes call `octavo.init`.
         ranks: processes, one a GPU.
-        timeout: seconds that the others may take to end after one that was asked to stop.
-        grace: the same after one that failed, in which their watchdogs report it.
-        stopped: message and exit code where a signal ended all ranks before any of them took it.
+        timeout: seconds that the others may take to end after one that received a stop signal.
+        grace: the same after one that failed; their watchdogs report it in this time.
+        stopped: message and exit code if a signal ended all ranks before any of them handled it.
 
     Raises:
         InputError: this process is one of several ranks itself, or this is not its main thread.
@@ -46,19 +46,19 @@ def launch(
         raise InputError(f"--ranks {ranks} starts the ranks, and RANK is set already: leave --ranks out, or unset RANK.")
     if threading.current_thread() is not threading.main_thread():
         # The kernel ends the ranks with the thread that started them (`Supervisor`), and signals come to the main one.
-        raise InputError("ranks are started from the main thread alone: call octavo.watchdog.launcher.launch there.")
+        raise InputError("ranks can be started only from the main thread: call octavo.watchdog.launcher.launch there.")
     with socket.create_server((_HOST, 0), backlog=max(128, ranks)) as listening, Supervisor() as processes:
         port = listening.getsockname()[1]
         for rank in range(ranks):
             processes.start(command, rank_environment(rank, ranks, port))
-        with ThreadPoolExecutor(1) as thread:  # its import takes as long as theirs, and one may fail before
+        with ThreadPoolExecutor(1) as thread:  # importing it takes as long as the ranks' imports, and a rank may fail before
             store = thread.submit(keep_store, listening, port)
             _wait(processes, store, timeout=timeout, grace=grace)
         return _exit_code(processes, ranks, stopped)
 
 
 def _wait(processes: Supervisor, store: Future[object], *, timeout: float, grace: float) -> None:
-    """Wait until every rank has ended; raises what has kept the store from being made."""
+    """Wait until every rank has ended; raises the error that prevented the store from starting."""
     deadline = math.inf
     for codes in processes.wait():
         for code in codes:
@@ -72,7 +72,7 @@ def _wait(processes: Supervisor, store: Future[object], *, timeout: float, grace
 def _patience(processes: Supervisor, code: int, timeout: float, grace: float) -> float:
     """Seconds that the other ranks have once one has ended with this code."""
     if code == EXIT_STOPPED:
-        if not processes.asked:  # one rank alone was, and a rank that waits for it to join has no watchdog yet
+        if not processes.asked:  # only one rank was, and a rank that waits for it to join has no watchdog yet
             processes.terminate()
         return timeout
     if code == EXIT_INPUT:  # found by all, or before there was anything to lose

@@ -1,8 +1,8 @@
 """A rank among the processes of its host: its end, also with its launcher, its imports, and its last progress.
 
-A shared page of memory holds a rank's last progress after its death, which the others see at once (`supervision.Process`),
-without waiting for a heartbeat. Without Linux, or in a container that forbids these calls, processes are looked up at every
-heartbeat, and progress comes from heartbeats alone.
+A shared page of memory holds a rank's last progress after its death; the others see it at once (`supervision.Process`), without
+waiting for a heartbeat. Without Linux, or in a container that forbids these calls, processes are looked up at every heartbeat,
+and progress comes only from heartbeats.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def signals_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Pause garbage collection for imports, whose objects stay: it took 0.9 of the 6.7 seconds of those of a training."""
+    """Pause garbage collection during imports, whose objects are permanent: it took 0.9 of 6.7 seconds of a training's
+    imports."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -81,7 +82,7 @@ def garbage_kept() -> Iterator[None]:
 
 
 def tell_launcher(message: str, code: int) -> None:
-    """Leave an error for torchrun, whose report ends with that of the rank that failed first; without torchrun nothing.
+    """Store an error for torchrun, so that its report ends with the error of the rank that failed first.
 
     The file is the one that torch.distributed.elastic reads, in its format; torch is not imported.
     """

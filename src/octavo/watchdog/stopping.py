@@ -1,4 +1,4 @@
-"""Signals and a closed output: a run that is asked to stop finishes its step, saves, and says "run me again".
+"""Signals and a closed output: a run that receives a stop signal finishes its step, saves, and says "run me again".
 
 Before the first step there is nothing to save, so a signal ends the run at once, with the same exit code. From then on it
 only sets a flag that the loop reads between steps: an exception inside an optimizer step or a rename would leave it half done.

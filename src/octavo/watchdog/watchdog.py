@@ -1,9 +1,9 @@
 """Watchdog: a job ends when one of its ranks fails, and the first failure is reported first.
 
-Each rank has a heartbeat thread that publishes its progress about once a second and reads that of the others. The first rank
-to find a failure writes it to the job's key-value store and reports it. Then every rank has `grace` seconds to end by itself,
-after which its thread ends the process: a main thread in a hanging collective never would. The store has to outlive the ranks:
-torchrun's agent keeps it; if rank 0 keeps it, a frozen rank 0 goes unnoticed.
+Each rank has a heartbeat thread that publishes its progress about once a second and reads that of the others. The first rank to
+find a failure writes it to the job's key-value store and reports it. Then every rank has `grace` seconds to end, after which
+its thread ends the process: a main thread in a hanging collective never would. The store has to outlive the ranks: torchrun's
+agent serves it; if rank 0 does, a frozen rank 0 goes unnoticed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PeerFailed(OctavoError):
 
     def __init__(self, failure: Failure, world: int) -> None:
         super().__init__(failure.message(world))
-        # A rank that alone was asked to stop ends by itself only before the first step: nothing is lost.
+        # If only one rank received a stop signal, it stops by itself only before the first step: nothing is lost.
         stopped = failure.kind == "left" and failure.detail not in (_DONE, _INTERRUPTED)
         self.exit_code = EXIT_INPUT if failure.kind == "input" else EXIT_STOPPED if stopped else EXIT_FAILED
 
@@ -52,11 +52,11 @@ class Watchdog:
     An exception that leaves the context is the job's failure, or the consequence of another rank's. The failure is reported on
     stderr with rank and phase. Then the failed rank raises its original exception, with the attribute `reported`, and the
     others raise `PeerFailed`. Every process ends within `grace` seconds. `RunStopped`, and exceptions that are no `Exception`,
-    are no failure. One rank alone has no thread and no store.
+    are no failure. A single rank has no thread and no store.
 
     Args:
         timeout: seconds without a heartbeat, or in one phase while others wait, before a rank counts as failed.
-        grace: seconds in which ranks may end by themselves once one has failed.
+        grace: seconds in which ranks may end regularly once one has failed.
     """
 
     _count = itertools.count()
@@ -81,7 +81,7 @@ class Watchdog:
         self._advance(Progress(self.progress.training, step, 0, "data", first, time.monotonic()))
 
     def phase(self, name: str) -> None:
-        """Enter a phase; entering the same one again is a sign of life within a long one."""
+        """Enter a phase; entering the same phase repeatedly is a sign of life within a long one."""
         self._advance(replace(self.progress, phases=self.progress.phases + 1, phase=name, since=time.monotonic()))
 
     def _advance(self, progress: Progress) -> None:
@@ -93,8 +93,8 @@ class Watchdog:
         if self.world > 1:
             self._page = SharedPage.own()
             self._advance(self.progress)
-            default: Any = _get_default_store()  # whose class has no `clone` in the annotations of earlier versions
-            # The prefix separates the watchdogs of one job, one after another.
+            default: Any = _get_default_store()  # its class lacks `clone` in the annotations of earlier versions
+            # The prefix separates consecutive watchdogs of one job.
             store = PrefixStore(f"octavo-watchdog-{next(self._count)}", default.clone())
             self._heartbeat = HeartbeatThread(
                 rank=self.rank,
@@ -185,7 +185,7 @@ def _own_part(error: BaseException, rank: int) -> BaseException | None:
 
 
 def _is_stop(error: BaseException) -> bool:
-    """True if the run was asked to stop; a library may have wrapped the exception that says so."""
+    """True if the run received a stop signal; a library may have wrapped the exception."""
     return any(isinstance(one, RunStopped) or not isinstance(one, Exception) for one in _chain(error))
 
 
