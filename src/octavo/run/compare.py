@@ -1,7 +1,8 @@
 """`octavo compare`: losses of runs of the same steps, as a table and as JSON with the runs' environments.
 
-A gap means something only beside the noise of training: a second run of the reference, with another order of sums, shows it.
-Losses on other tokens do not compare at all. That is a warning and no error, since a validation on the same text may.
+A gap is meaningful only in comparison with the noise of training: a second run of the reference, with another order of sums,
+shows it. Losses on different tokens do not compare at all. That is a warning and no error, since a validation on the same text
+may.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
 
     Args:
         runs: run folders; the first is the reference.
-        last: steps at the end whose mean loss is compared; by default those of a run's own summary.
+        last: steps at the end whose mean loss is compared; by default those of a run's summary.
 
     Returns:
         `{"last", "steps", "numbers", "validation_step", "warnings", "rows": [{"run", "loss", "gap_percent", "validation_loss",
@@ -140,7 +141,7 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def _curve(run: Path) -> dict[int, dict[str, Any]]:
-    """The records of a run by step, without those that have no loss."""
+    """The records of a run by step; records without a loss are left out."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if {"loss", "tokens_per_second"} <= record.keys()]
     if not records:
         raise InputError(f"{str(run)!r} has no metrics.jsonl with whole lines. Give the folder of a run, such as runs/demo.")
@@ -200,7 +201,7 @@ def _validated(run: Path, at: int) -> int | None:
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    """The values that must agree, as far as the folder has them: an older or copied one may have its metrics alone."""
+    """The values that must agree, if the folder has them: an older or copied one may have only its metrics."""
     facts: dict[str, Any] = {}
     model = read_json(run / "model" / "config.json") or {}
     if (run / "run.toml").is_file():

@@ -1,7 +1,7 @@
 """Export a run, or a model in memory, to a folder that Hugging Face loads.
 
-Parameters keep the dtype in which they were trained, bit for bit. The run's folder is enough: model.source and data may be
-gone. Weights are read, or gathered from the ranks, for one output file at a time: the whole model need not fit in memory.
+Parameters are exported in the dtype of training, bit for bit. The run's folder is enough: model.source and data may be gone.
+Weights are read, or gathered from the ranks, for one output file at a time: the whole model need not fit in memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
     All ranks call it and rank 0 writes; the parameters of a sharded model are gathered one by one.
 
     Args:
-        model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
+        model_or_path: a transformed model, or the folder of a run, from which the tokenizer is copied too.
         folder: a new or empty folder.
 
     Raises:
@@ -108,7 +108,7 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
 
 
 def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -> None:
-    """Write the adapters of a model in memory as PEFT's folder; what is trained is small, and gathered at once."""
+    """Write the adapters of a model in memory as PEFT's folder; they are small and gathered at once."""
     ranks.on_rank_0(lambda: _check_empty(to))
     whole = {name: whole_tensor(tensor).cpu() for name, tensor in weights(model).items()}
     names = [name for name, _ in model.named_parameters()]
@@ -122,16 +122,16 @@ def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -
 
 
 def _check_own_code(model: nn.Module, config: Any) -> None:
-    """Raise an InputError for a model whose weights are not under the names of transformers' model of its config."""
+    """Raise an InputError for a model whose weights lack the names of transformers' model of its config."""
     kind = type(model).__name__.removeprefix("FSDP")
     if hasattr(model, "merge_and_unload"):
         raise InputError(
-            f"octavo.export: {kind} has adapters: model.save_pretrained(folder) writes them alone, octavo.export("
+            f"octavo.export: {kind} has adapters: model.save_pretrained(folder) writes only these, octavo.export("
             "model.merge_and_unload(), folder) the whole model with them."
         )
-    own = "save model.state_dict(), its weights under their own names, by safetensors.torch.save_model(model, file)."
+    own = "save model.state_dict(), its weights under the model's names, by safetensors.torch.save_model(model, file)."
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        own = f"save its weights under their own names: {WHOLE_STATE}, for safetensors.torch.save_file there."
+        own = f"save its weights under the model's names: {WHOLE_STATE}, for safetensors.torch.save_file there."
     if config is None:
         raise InputError(
             f"octavo.export: {kind} has no Hugging Face config (model.config), so Hugging Face could not load it; {own}"
@@ -157,13 +157,13 @@ def _check_of_transformers(model: PreTrainedModel) -> None:
     cls, config = written_class(model), model.config
     if getattr(model, "_hf_peft_config_loaded", False):
         raise InputError(
-            f"octavo.export: {cls.__name__} has adapters: model.save_pretrained(folder) writes them alone. For the whole model "
+            f"octavo.export: {cls.__name__} has adapters: model.save_pretrained(folder) writes only these. For the whole model "
             "add them by get_peft_model, and export its merge_and_unload()."
         )
     known = [base.__name__ for base in cls.__mro__[1:] if _is_model_of_transformers(base)]
     if known and not _is_model_of_transformers(cls) and type(config).__module__.startswith("transformers."):
         raise InputError(
-            f"octavo.export: {cls.__name__} is a class of your own, and {type(config).__name__} loads as {known[0]}, another "
+            f"octavo.export: {cls.__name__} is a custom class, and {type(config).__name__} loads as {known[0]}, another "
             f"model: save it by model.save_pretrained(folder), for {cls.__name__}.from_pretrained(folder)."
         )
     try:
@@ -325,8 +325,8 @@ def _merged(
     if (now := fingerprint_of(frozen, base)) != saved.get("base"):
         raise InputError(
             f"{checkpoint} holds adapters of another base: the frozen weights had the hash {str(saved.get('base'))[:12]}, and "
-            f"those of model.source = {config.model.source!r} have {now[:12]}. Put the weights back; octavo export without "
-            "--merge writes the adapters alone."
+            f"those of model.source = {config.model.source!r} have {now[:12]}. Restore the weights; octavo export without "
+            "--merge writes only the adapters."
         )
     stored, way, found = StoredWeights(checkpoint), conversion(model.spec), adapted(model)
     assert found is not None
@@ -335,7 +335,7 @@ def _merged(
     def read(name: str) -> torch.Tensor:
         if name not in frozen:
             return stored[name]
-        # A base in FP8 is its bytes: not by way of the parameters' dtype.
+        # A base in FP8 is exported as its bytes, not converted through the parameters' dtype.
         weight = base(name, torch.float32 if config.lora.base == "fp8" else None)
         whole = merged(name, weight.float(), adapters, way, found.options.scale)
         return whole if exact else whole.to(shapes[name].dtype)

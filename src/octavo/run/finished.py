@@ -1,7 +1,7 @@
-"""Finished runs, told from their folder alone: an answer in half a second, where torch and transformers take several to import.
+"""Recognises finished runs from their folder: an answer in half a second; importing torch and transformers takes several.
 
-Any doubt gives no answer, and the run goes the usual way, which explains what is wrong. Checkpoints are verified by their
-checksums, as there. Several ranks have to agree and can do so only with torch, so they get no answer either.
+In any doubt there is no answer, and the run starts in the normal way, which explains the problem. Checkpoints are verified by
+the same checksums. Several ranks have to agree, which needs torch, so they get no answer either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.run.resume import check_extended, check_resumable, with_keys_of
 from octavo.run.summary import Result, Summary, summarise
 
 _RESOLVED_FOR_MODEL = ("fp8.head", "fp8.fast_accumulation")
-"""Keys with a default that depends on the model; the run's own file has their values."""
+"""Keys with a default that depends on the model; the run's file has their values."""
 
 
 def finished(config: RunConfig) -> tuple[Result, list[str]] | None:
@@ -47,7 +47,7 @@ def finished(config: RunConfig) -> tuple[Result, list[str]] | None:
                 return None
             bf16 = _summary(other, twin)
             lines.append(_line(label_of(other.path, twin), other, bf16))
-    except (OctavoError, OSError):  # reported on the usual way
+    except (OctavoError, OSError):  # the normal start reports it
         return None
     return Result(folder.path, now, summary, bf16), lines
 
@@ -63,14 +63,14 @@ def _continued(folder: RunFolder, config: RunConfig) -> RunConfig | None:
     """The configuration with which the run in `folder` would continue; None if there is none or the model may be another.
 
     Raises:
-        InputError: the run was started with other settings, or its own file was changed.
+        InputError: the run was started with other settings, or its run file was changed.
     """
     before = folder.config()
-    if before is None or any(folder.checkpoints.glob(".tmp-*")):  # of a write that was killed: the usual way removes it
+    if before is None or any(folder.checkpoints.glob(".tmp-*")):  # of a write that was killed: the normal start removes it
         return None
     now, taken = with_keys_of(before, config, config)
     if any(text.partition(" = ")[0] not in _RESOLVED_FOR_MODEL for text in taken):
-        return None  # the usual way names these keys
+        return None  # the normal start names these keys
     if now.train.steps != before.train.steps:
         return None
     check_extended(before, newest_state(folder.path), folder.run_file)

@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def ranks(self) -> int | None:
-        """Ranks of the last start; None before one, and of a folder whose record has none."""
+        """Number of ranks of the last start; None before the first start, and if the folder's record has none."""
         found = self._starts()[-1:]
         return next((each.get("ranks") for each in found if isinstance(each, dict)), None)
 
@@ -90,7 +90,7 @@ class RunFolder:
         """
         try:
             self._write_record(config, hf_config, tokenizer, device, ranks, turn_ends)
-        except OSError as error:  # shutil.copytree has its own, without an errno
+        except OSError as error:  # shutil.copytree raises a subclass without an errno
             raise _no_space(self.path, error) from None
 
     def _write_record(

@@ -1,6 +1,6 @@
 """The paths that a run file names, checked before torch and transformers are imported: a wrong one costs half a second.
 
-Files are found, not read. The checks are those of the modules that use the paths, and run there again.
+Files are searched, not read. The modules that use the paths repeat these checks.
 """
 
 from __future__ import annotations

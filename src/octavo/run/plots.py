@@ -1,7 +1,7 @@
 """Plots of losses: of one run in its folder, and of several for `octavo compare --plot`.
 
 Each curve is drawn twice, pale with every step and strong as a running mean: single steps scatter more than recipes differ.
-Figures are made without pyplot, so that a backend or a figure of the caller stays as it is.
+Figures are created without pyplot, so that a backend or a figure of the caller is not affected.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def step_line(record: Mapping[str, Any], steps: int, mean_step_seconds: float, w
 
 
 def validation_lines(record: Mapping[str, Any], steps: int, width: int) -> list[str]:
-    """The results of a validation, and of a user's own evaluations, in lines of at most `width` columns; none without one."""
+    """The results of a validation, and of a user's evaluations, in lines of at most `width` columns; none without one."""
     step, loss, perplexity = (record.get(key) for key in ("step", "validation_loss", "perplexity"))
     results = [] if loss is None else [f"validation {loss:.4f}"]
     results += [] if perplexity is None else [f"perplexity {perplexity:,.1f}"]

@@ -32,7 +32,7 @@ def newest_state(run: Path) -> dict[str, Any]:
 def layout_at(run: Path, step: int) -> dict[str, Any] | None:
     """The layout of the start that trained step `step`, by the first checkpoint from there on; None without one.
 
-    A start continues from a checkpoint, so that the first one behind a step is of the same start, as far as it is still there.
+    A start continues from a checkpoint, so the first checkpoint after a step belongs to the same start, if it still exists.
     """
     later = [folder for at, folder in step_folders(run / "checkpoints") if at >= step]
     state = read_json(later[-1] / STATE) if later else None

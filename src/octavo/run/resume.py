@@ -58,18 +58,18 @@ CHANGEABLE: dict[str, str] = {
 """Patterns of keys that may differ from the run that wrote the checkpoint, each with the reason."""
 
 FP8_CHANGES: dict[str, str] = {
-    "fp8.enabled": 'true or false: layers enter or leave FP8; "auto" is measured at the start alone, and refused',
-    "fp8.recipe": "layers of another recipe begin anew",
+    "fp8.enabled": 'true or false: layers enter or leave FP8; "auto" is measured only at the start, and refused',
+    "fp8.recipe": "layers with another recipe start with new scales",
     "fp8.format": "the same, of delayed and current scaling",
     "fp8.amax_history_len": "the same, of delayed scaling",
     "fp8.amax_compute_algo": "the same, of delayed scaling",
     "fp8.margin": "the same, of delayed scaling",
     "fp8.use_power_2_scales": "the same, of current scaling, which has no state",
     "fp8.fast_accumulation": "the same scales, with other sums; nothing is dropped",
-    "fp8.skip": "layers that enter FP8 begin anew, and those that leave it drop their state",
+    "fp8.skip": "layers that enter FP8 start with new scales, and layers that leave it drop their state",
     "fp8.layers": "the same",
     "fp8.schedule": "for steps that are not done yet",
-    "fp8.head": "the head begins anew",
+    "fp8.head": "the head starts with new scales",
     "fp8.emulate": "the same numbers, on another device",
 }
 """Keys of `[fp8]`, which may differ in a run that has steps to do, with what changes; an absent one keeps the run's value."""
@@ -129,7 +129,7 @@ def with_own_scale(before: RunConfig, now: RunConfig) -> RunConfig:
 
 
 def check_extended(before: RunConfig, saved: Mapping[str, Any], run_file: Path) -> None:
-    """Check `train.extended` of a run's own file against the newest checkpoint, whose steps had the rates of their schedule.
+    """Check `train.extended` of a run's file against the newest checkpoint, whose steps had the rates of their schedule.
 
     saved: the state of the checkpoint; one of an older version says nothing.
 
@@ -153,14 +153,14 @@ def check_extended(before: RunConfig, saved: Mapping[str, Any], run_file: Path) 
 def extend(before: RunConfig, now: RunConfig, done: int) -> RunConfig:
     """Check another number of steps than that of the run `before`; returns `now`, with `train.extended` where it needs it.
 
-    A constant schedule has no end, and wsd none before its decay. Otherwise a finished run alone can be extended: wsd begins
-    its decay again, and the rates of the other schedules jump, so that `train.extended` must ask for it.
+    A constant schedule has no end, and wsd none before its decay. Otherwise only a finished run can be extended: wsd repeats
+    its decay, and the rates of the other schedules jump, so that `train.extended` must be set.
 
     Args:
         done: steps of the newest checkpoint.
 
     Raises:
-        InputError: steps that are done would have had other rates, or the extension is not asked for.
+        InputError: finished steps would have had other rates, or the extension was not requested.
     """
     old, new, schedule = before.train.steps, now.train.steps, now.optimizer.schedule
     if old is None or new is None or old == new or schedule == "constant" or schedule != before.optimizer.schedule:
@@ -220,7 +220,7 @@ def check_resumable(
 
 
 def changed_fp8(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys of `[fp8]` with other values than before, each with both; without those that have no effect on both sides."""
+    """Keys of `[fp8]` that changed, each with old and new value; keys without effect on both sides are left out."""
     idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
     both = _recorded(before), settled(now, list(without_effect(now)))
     old, new = ({key: value_of(config, key) for key in FP8_CHANGES} for config in both)

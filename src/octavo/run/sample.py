@@ -54,12 +54,12 @@ TOKENS = 128
 TEMPERATURE = 0.8
 TOP_P = 0.95
 _ANSWER = "answer"
-"""A turn behind which a template writes the token that ends it."""
+"""Content of a test turn, which shows how the template ends a turn."""
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The way to choose tokens: temperature 0 takes the most probable one."""
+    """How tokens are chosen: temperature 0 takes the most probable one."""
 
     temperature: float
     top_p: float
@@ -106,7 +106,7 @@ class _Tokenizer:
             return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False)
         except Exception as error:  # transformers raises of many kinds
             raise InputError(
-                f"{self.folder}: the tokenizer cannot be loaded: {first_line(error).rstrip('.:')}. Save it there again:"
+                f"{self.folder}: the tokenizer cannot be loaded: {first_line(error).rstrip('.:')}. Save it there anew:"
                 f" tokenizer.save_pretrained({str(self.folder)!r})."
             ) from None
 
@@ -121,7 +121,7 @@ class _Tokenizer:
         return () if self._encoder.end is None else (self._encoder.end,)
 
     def encode(self, prompt: str | None, vocabulary: int) -> list[int]:
-        """The ids of a prompt, with the tokens that the tokenizer puts before a document; None for these tokens alone."""
+        """The ids of a prompt, after the tokens that the tokenizer puts before a document; None for only these tokens."""
         if prompt is None:
             special = SpecialTokens.of(self.folder)
             first = next(([one] for one in (special.bos, special.eos) if one is not None), [])
@@ -181,7 +181,7 @@ class _Tokenizer:
         if before.startswith(text) and any(token in heading for token in self._special):
             raise InputError(
                 f"the chat template of {self.folder} begins the assistant's turn with {heading.strip()!r}, and not so for "
-                "add_generation_prompt: the model would be asked in another form than it was trained in. Correct the template."
+                "add_generation_prompt: the model would get another prompt than in training. Correct the template."
             )
         special = {token.content: number for number, token in self._theirs.added_tokens_decoder.items()}
         end = max((token for token in special if behind.startswith(token)), key=len, default=None)
@@ -231,7 +231,7 @@ class Chat:
     Attributes:
         messages: in Hugging Face's form.
         tools: JSON schemas, or None.
-        variables: of the template, beside those of the run.
+        variables: template variables, in addition to those of the run.
     """
 
     messages: list[dict[str, Any]]
@@ -315,7 +315,7 @@ def _tokenizer_of(folder: Path) -> _Tokenizer:
 
 
 def _room(config: Any, prompt: int, tokens: int | None) -> int:
-    """Tokens to generate: as many as asked, by default `TOKENS` or as many as fit behind the prompt."""
+    """Tokens to generate: as many as requested, by default `TOKENS` or as many as fit after the prompt."""
     if tokens is not None and tokens < 1:
         raise InputError(f"tokens = {tokens}: generate at least 1.")
     positions = getattr(config, "max_position_embeddings", None)
@@ -360,7 +360,7 @@ def sample(
             answered up to the token that ends a turn.
 
     Returns:
-        source, checkpoint (None for a folder), prompt, text (with the prompt; of a conversation the answer alone),
+        source, checkpoint (None for a folder), prompt, text (with the prompt; of a conversation only the answer),
         prompt_tokens, tokens, ended (by an end token), temperature, top_p and seed; of a conversation its messages with the
         answer.
 
@@ -399,7 +399,7 @@ def samples(
         if prepared is not None and (examples is None or examples.format != "chat"):
             held = "text" if examples is None else "prompts and completions"
             warn(f"{source} was trained on {held}, without the chat template that writes this conversation.")
-    ends = _ends(model, tokenizer.ends)  # before generation, which replaces the model's own
+    ends = _ends(model, tokenizer.ends)  # before generation, which replaces the model's eos ids
     prompts = []
     for one in given:
         turn_ends: list[int] = []
@@ -548,7 +548,7 @@ def sample_text(
     Between steps, outside of `octavo.fp8_autocast`. All ranks call it with the same arguments and get the same text.
 
     Args:
-        model: Octavo's decoder or a causal language model of its own code, sharded or not.
+        model: Octavo's decoder or a causal language model with its original code, sharded or not.
         tokenizer_folder: that of the run.
         prompt, tokens, temperature, top_p, seed: as in `sample`.
 
@@ -572,7 +572,7 @@ def sample_text(
     ids = ranks.on_rank_0(prepared)
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    # Always the same shape, since kernels are chosen by it. No token sees those behind it.
+    # Always the same shape, since kernels are chosen by it. No token attends to the padding after it.
     text = torch.tensor([ids + ids[-1:] * tokens], device=device)
     end = len(ids)
     ends = ranks.on_rank_0(lambda: _tokenizer_of(Path(tokenizer_folder)).ends)
@@ -599,7 +599,7 @@ def _logits(model: nn.Module, text: Tensor, position: int) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; then the mode of each module as before, since some may be frozen in evaluation mode."""
+    """Evaluation mode; then each module's previous mode, since some may be frozen in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

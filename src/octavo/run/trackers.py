@@ -92,7 +92,7 @@ class Trackers:
                     raise
                 remedy = _REMEDIES.get(name, f"Check that {name} works by itself")
                 raise InputError(
-                    f"log.trackers asks for {name!r}, which does not start: {first_line(error)}. {remedy}, or take it out of "
+                    f"log.trackers names {name!r}, which does not start: {first_line(error)}. {remedy}, or take it out of "
                     "log.trackers."
                 ) from None
 
@@ -127,6 +127,6 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(
-                f"log.trackers asks for {name!r}, which is not installed. Install it by {install_extra(name)}, or take it "
+                f"log.trackers names {name!r}, which is not installed. Install it by {install_extra(name)}, or take it "
                 "out of log.trackers."
             )
