@@ -1,9 +1,9 @@
 """`fp8_autocast`: the context that turns FP8 on, chooses the recipe, and updates the scales of delayed scaling at its edges.
 
-Scales change only at the edges of the outermost context, so that all uses inside one step see the same ones. Backward may run
-inside the context or after it. A forward that runs inside a backward is a recomputation: it records no amax and repeats the
-casts of its forward by the same scales, found by `octavo.fp8.checkpoints` or, cheaper, kept by `recomputing`. The outermost
-contexts that it enters itself are those of its forward in the same order, each with its scales.
+Scales change only at the edges of the outermost context, so that all uses within a step see the same scales. Backward may run
+inside the context or after it. A forward inside a backward is a recomputation: it records no amax and repeats the casts of its
+forward with the same scales, found by `octavo.fp8.checkpoints` or, cheaper, stored by `recomputing`. Outermost contexts inside
+a recomputation correspond to those of its forward in order, each with its scales.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Active:
     recipe: Recipe | None
     emulate: bool
     outer: _Active | None
-    task: int  # the backward in whose recomputation it was entered; -1 outside of one
+    task: int  # the backward in which a recomputation entered it; -1 outside a backward
     inside: frozenset[int]  # ids of the checkpoints around it
-    session: buffers.Session  # of its forward, if this is a recomputation
+    session: buffers.Session  # the forward's session in a recomputation
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Thread:
 
     active: _Active | None = None
     last: _Forward = field(default_factory=lambda: _Forward(None))
-    told: tuple[_Recomputing, ...] = ()  # whose forwards are running
+    told: tuple[_Recomputing, ...] = ()  # contexts whose forwards are running
     first_microbatch: bool | None = None
     recomputed: _Recomputing | None = None  # inside `recomputing`
     found: tuple[Callable[[], Any], Callable[[], _Forward | None]] | None = None  # see `_found`; two weak references
@@ -95,8 +95,8 @@ def fp8_autocast(
     """Run the products of FP8 layers inside in FP8 (or, with `enabled=False`, in the dtype of their inputs).
 
     On a GPU without FP8 units the layers run in the dtype of their inputs and a warning says so once; a CPU emulates FP8.
-    Ranks join their amaxes at the end of a forward of training and of its backward. An evaluation, without gradients or of
-    modules in evaluation mode, is no collective and changes no state: one rank may run it alone.
+    Ranks join their amaxes at the end of a training forward and of its backward. An evaluation, without gradients or in
+    evaluation mode, calls no collective and changes no state: a single rank may run it.
 
     A context is of its thread, as `torch.autocast`, and of the backwards that it calls: two threads may each train a model that
     `octavo.transform` has returned. Compiled code follows the thread that has entered a context last.
@@ -142,7 +142,7 @@ def fp8_autocast(
 
 
 def _traced(name: str) -> Any:
-    """An attribute of the thread that compiled code follows: PyTorch's compiler guards none of a thread's own."""
+    """A thread's attribute that compiled code follows: PyTorch's compiler guards no attributes of threads."""
     return None if process.traced is None else getattr(process.traced, name)
 
 
@@ -197,7 +197,7 @@ def claim_buffers(model: buffers.BufferSet) -> None:
 
 
 def gathering_recipe(device: torch.device) -> Recipe | None:
-    """`current_recipe` for a weight that is gathered: what a checkpoint will repeat is noted by the layers that read it."""
+    """`current_recipe` for a weight that is gathered: the layers that read it record what a checkpoint will repeat."""
     active = _own.state.active if checkpoints.graph_task() == -1 else _in_force(_threads.here())
     if active is None or active.recipe is None:
         return None
@@ -211,7 +211,7 @@ def _is_in_checkpoint(thread: _Thread) -> bool:
 
 
 def _in_force(thread: _Thread) -> _Active | None:
-    """The context of this forward; in a recomputation that of its forward, unless it enters one again itself."""
+    """The context of this forward; in a recomputation the forward's context, unless it enters one itself."""
     active = thread.active
     if not _is_in_checkpoint(thread) or (active is not None and active.task == checkpoints.graph_task()):
         return active
@@ -352,7 +352,7 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
 
 
 def dropping() -> contextlib.AbstractContextManager[None]:
-    """Around a forward whose saved tensors are dropped and recomputed: operands of backward alone have no values."""
+    """Around a forward whose saved tensors are discarded and recomputed: operands needed only in backward have no values."""
     return _within("dropping", True)
 
 

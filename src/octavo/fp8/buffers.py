@@ -2,8 +2,8 @@
 
 A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
 direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated at the end of
-the outermost `fp8_autocast`, scales of backward at the end of the backward. Only a training step updates, so that a rank may
-evaluate, inspect or copy a model alone.
+the outermost `fp8_autocast`, scales of backward at the end of the backward. Only a training step updates, so that a single rank
+may evaluate, inspect or copy a model.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from octavo.process import process
 
 _FIRST_CAPACITY = 64
 _ROUNDING = 1 + 2.0**-20
-"""An amax times the scale that was made from it may round to just above the maximum: that loses nothing."""
+"""An amax times the scale computed from it may round to just above the maximum: that loses nothing."""
 _NEVER = sys.maxsize
 _UPDATES = 10
 """Updates after which an operand that has not begun is named."""
 _LONG = 100
-"""Backward passes inside one outermost autocast, more than micro-batches of a step: the training stands inside of it."""
+"""Backward passes inside one outermost autocast; more than a step's micro-batches means that training runs inside it."""
 _TWO_THREADS = (
     "two threads train layers at once whose scales are in one buffer, and each would take the other's amaxes: layers outside"
     " of octavo.transform share one. Pass each model to octavo.transform, or train one after the other."
@@ -54,9 +54,9 @@ class Waiting:
     """Entries of a slot that training has cast and that had not begun then.
 
     Attributes:
-        native: the cast was by Octavo's own rule, by the operand's own amax.
-        state: gives the `ModuleState` of the slot; None when that is gone.
-        updates: of the buffer since.
+        native: the cast used Octavo's first scale, computed from the operand's amax.
+        state: returns the `ModuleState` of the slot; None if that was deleted.
+        updates: of the buffer since then.
     """
 
     entries: int | slice
@@ -86,7 +86,7 @@ class Slot:
         self.entries = index if count is None else slice(index, index + count)
         self.fp8_max = fp8_max
         self.offered = False
-        """An autocast has made it before it knew whose layers run inside: it is in no record until one of its model has run."""
+        """An autocast allocated it before it knew which layers run inside: not recorded until a layer of its model has run."""
         self.position = torch.tensor([buffer.number, index])
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
         self._of: Tensor | None = None  # the history that these are of
@@ -94,7 +94,7 @@ class Slot:
 
     @property
     def scale(self) -> Tensor:
-        """The scale of the next cast, 1 of what has not begun: a copy, float32 [] or [count]."""
+        """The scale of the next cast, 1 for entries without an amax so far: a copy, float32 [] or [count]."""
         scale = self.present()[0]
         return torch.where(scale.isnan(), 1.0, scale)
 
@@ -105,7 +105,7 @@ class Slot:
 
     @property
     def kept_scale(self) -> Tensor:
-        """The scale as it is, NaN of what has not begun, in memory that no update writes: float32 [] or [count]."""
+        """The stored scale, NaN for entries without an amax so far, in memory that no update writes: float32 [] or [count]."""
         return self.buffer.kept()[self.entries]
 
     @property
@@ -119,7 +119,8 @@ class Slot:
         return self.buffer.history[:, self.entries]
 
     def present(self) -> tuple[Tensor, Tensor]:
-        """Views of the scale, NaN of what has not begun, and `amax`: each cast asks, and a view costs the host microseconds."""
+        """Views of the scale (NaN for entries without an amax) and `amax`, cached: a view costs the host microseconds per
+        cast."""
         history = self.buffer.history
         if self._of is not history:  # the buffer has grown
             self._of, self._views = history, (self.buffer.scale[self.entries], history[0, self.entries])
@@ -141,8 +142,8 @@ def _join(amaxes: Tensor, group: dist.ProcessGroup | None) -> None:
     work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=amaxes.device.type == "cpu")
     if work is not None:
         work.wait()
-        # In a backward it refers to an object of Python. If the thread of gloo let go of it last, it would need the GIL, and a
-        # process that ends after a backward hangs: DistributedDataParallel joins that thread and keeps the GIL meanwhile.
+        # In a backward it refers to a Python object. If gloo's thread released it last, that thread would need the GIL, and a
+        # process that ends after a backward would hang: DistributedDataParallel joins the thread while it holds the GIL.
         _threads.here().joined = work
 
 
@@ -151,7 +152,7 @@ class ScaleBuffer:
 
     @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
     def __init__(self, owner: BufferSet, device: torch.device, policy: History) -> None:
-        refuse_transforms("FP8 layers")  # tensors that are made in a transform of torch.func end with it
+        refuse_transforms("FP8 layers")  # tensors created in a transform of torch.func end with it
         self.owner = owner
         self.policy = policy
         self.device = device
@@ -163,8 +164,8 @@ class ScaleBuffer:
         self.partly_from = [_NEVER] * _FIRST_CAPACITY
         """The number of the first session that finds one of its entries begun."""
         self.waiting: dict[int, Waiting] = {}
-        """By index of a slot: what the next update may begin."""
-        self._unread: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags on their way to the host
+        """By index of a slot: entries that may get their first scale in the next update."""
+        self._unread: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags being copied to the host
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
@@ -202,8 +203,8 @@ class ScaleBuffer:
 
     @torch.inference_mode(False)
     def kept(self) -> Tensor:
-        """A copy of all scales as they are, the same one until they change: layers keep their part for backward."""
-        # PyTorch's own writes count versions. A CUDA graph, whose replays write unseen, has copies of its own.
+        """A copy of all current scales, shared until they change: layers save their part for backward."""
+        # Writes by PyTorch count versions. A CUDA graph, whose replays write without that, has separate copies.
         recording = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
         thread = of_thread.state if checkpoints.graph_task() == -1 else _threads.here()
         now = thread.session, recording, self.scale._version, self.scale.data_ptr()
@@ -271,7 +272,7 @@ class ScaleBuffer:
             event.record(torch.cuda.current_stream(self.scale.device))
 
     def _learn(self, flags: Tensor, asked: Mapping[int, Waiting]) -> None:
-        number = next(process.numbers)  # above those of all sessions until now, whose recomputations repeat their choice
+        number = next(process.numbers)  # above those of all earlier sessions, whose recomputations repeat their choice
         named = []
         missing = flags.tolist()
         for index, waiting in list(asked.items()):
@@ -299,7 +300,7 @@ class ScaleBuffer:
 
     @property
     def holds_graphs(self) -> bool:
-        """True if an operand would be cast by its own amax: a graph would repeat that for good."""
+        """True if an operand would be cast with its amax's scale: a graph would repeat that forever."""
         return any(
             waiting.native and self.partly_from[index] == _NEVER and waiting.state() is not None
             for index, waiting in self.waiting.items()
@@ -337,9 +338,9 @@ class Session:
     """An outermost autocast; its layers refer to it until their backward.
 
     Attributes:
-        number: higher than those of all before.
-        used: buffers of the layers that have run in it in FP8, replays of CUDA graphs not counted.
-        recorded: those in which a forward has recorded amaxes, with the mode of its modules, until it ends.
+        number: higher than that of all earlier sessions.
+        used: buffers of the layers that have run in FP8 in it; replays of CUDA graphs are not counted.
+        recorded: buffers with amaxes of a forward that has not ended, with the mode of its modules.
     """
 
     joint: Joint
@@ -351,7 +352,7 @@ class Session:
     backwards: int = 0  # that ended while it was open
 
     def scales(self) -> Scales:
-        """The forward scales of all its casts, which change at its end alone."""
+        """The forward scales of all casts of the session; they change only when it ends."""
         return snapshot(self.used) if self.kept is None else self.kept
 
 
@@ -386,18 +387,18 @@ class _Kept:
 
 
 class BufferSet:
-    """The buffers of one model. Models are updated apart: a copy that one rank alone has moves no scale of the others'."""
+    """The buffers of one model. Models are updated separately: a copy on a single rank changes no scales of other ranks."""
 
     def __init__(self) -> None:
         self.forward: dict[tuple[torch.device, History], ScaleBuffer] = {}
         self.backward: dict[tuple[torch.device, History], ScaleBuffer] = {}
         self.joint = Joint()  # of the last forward of training
         self.trained = False
-        self.claimed: Recipe | None = None  # of the last autocast in which a layer has run, with slots for all
-        self.session: Session | None = None  # that is open and has recorded amaxes here
-        self.backward_of: _Thread | None = None  # which has recorded amaxes here and not ended
+        self.claimed: Recipe | None = None  # of the last autocast in which a layer has run; all layers have slots for it
+        self.session: Session | None = None  # open, with amaxes recorded here
+        self.backward_of: _Thread | None = None  # not ended, with amaxes recorded here
         self.expert_group: dist.ProcessGroup | None = None
-        """Ranks with different experts of the model's mixtures, whose slots have entries for all."""
+        """Ranks with different experts of the model's MoE layers, whose slots have entries for all experts."""
         self.tensor_group: dist.ProcessGroup | None = None
         """Ranks with parts of each operand, which all cast by one scale."""
         self.joins = Joins()
@@ -410,11 +411,11 @@ class BufferSet:
         process.buffer_sets[self.number] = self
 
     def __reduce__(self) -> Any:
-        """Pickled as a set without slots: each `ModuleState` allocates its own. `default` becomes the reading process's."""
+        """Pickled as a set without slots: each `ModuleState` allocates its slots. `default` becomes the reading process's."""
         return (_default, ()) if self is default else (BufferSet, ())
 
     def buffer(self, operand: Operand, device: torch.device, policy: History) -> ScaleBuffer:
-        """The buffer of an operand's slots, made on first use."""
+        """The buffer of an operand's slots, allocated on first use."""
         buffers = self.backward if operand is Operand.GRAD_OUTPUT else self.forward
         return buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(self, device, policy))
 
@@ -457,7 +458,7 @@ class BufferSet:
         if session is not None and session.is_open and session.recorded.get(self) == "evaluation":
             session.recorded[self] = "training"
         elif session is not None and session in self.deferred:
-            _update_postponed(thread)  # whose amaxes are of another forward
+            _update_postponed(thread)  # amaxes of another forward
             for buffer, amaxes in self.deferred.pop(session):
                 own = buffer.history[0, : len(amaxes)]
                 own.copy_(torch.maximum(own, amaxes))
@@ -515,21 +516,21 @@ def _update_postponed(thread: _Thread) -> None:
 
 
 class Together:
-    """Updates that are made together when this is called; `buffers`: those of which."""
+    """Updates that run together when this is called; `buffers`: their buffers."""
 
     def __init__(self, thread: _Thread) -> None:
         self._thread = thread
         self.buffers: set[ScaleBuffer] = set()
 
     def __call__(self) -> None:
-        """Make those that are outstanding."""
+        """Run the postponed updates."""
         self.buffers |= (self._thread.postponed or {}).keys()
         _update_postponed(self._thread)
 
 
 @contextlib.contextmanager
 def updates_together() -> Iterator[Together]:
-    """Around a forward and its backward: both update scales when the function that it gives is called, behind the backward.
+    """Around a forward and its backward: both update scales when the yielded function is called, after the backward.
 
     So ranks wait for each other once. Results are the same: an outermost autocast inside that finds updates outstanding makes
     them first. After an exception amaxes wait for the next forward, as those of a forward that was left by one.
@@ -550,9 +551,9 @@ class _Thread:
 
     session: Session = field(default_factory=lambda: Session(Joint()))
     task: int = -1  # autograd's number of the last backward that recorded
-    gradients: dict[BufferSet, Joint] = field(default_factory=dict)  # in which that one has recorded amaxes
+    gradients: dict[BufferSet, Joint] = field(default_factory=dict)  # sets with amaxes of that backward
     joined: dist.Work | None = None  # the last collective on a CPU
-    postponed: dict[ScaleBuffer, Joint] | None = None  # updates that are outstanding inside `updates_together`
+    postponed: dict[ScaleBuffer, Joint] | None = None  # pending updates inside `updates_together`
 
 
 _threads: OfThread[_Thread] = OfThread("scales", _Thread)

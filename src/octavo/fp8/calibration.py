@@ -1,9 +1,9 @@
 """Calibration: amaxes of inputs and weights, measured while products run in high precision.
 
-The rule is Transformer Engine's: the amax of each operand replaces the newest entry of its history, and no scale changes. The
-next forward of training in FP8 takes it into the scales as if a cast had measured it; an FP8 evaluation before that uses the
-scales as they are. (There it has to be a forward of the layer itself, here it may be one of another layer beside it.) Recipes
-without a history have nothing to calibrate. In compiled code each record is a break between two graphs.
+As in Transformer Engine, the amax of each operand replaces the newest entry of its history, and no scale changes. The next
+training forward in FP8 updates the scales from it as if a cast had measured it; an FP8 evaluation before that uses the current
+scales. (In Transformer Engine it has to be a forward of the same layer, here it may be one of another layer.) Recipes without a
+history have nothing to calibrate. In compiled code each record is a graph break.
 """
 
 from __future__ import annotations

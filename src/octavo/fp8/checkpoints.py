@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 # The function that holds the generator of a checkpoint with `use_reentrant=False`; from torch 2.14 on `checkpoint` calls it.
 _CHECKPOINT = inspect.unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
-assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkpoints in another way than Octavo reads"
+assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkpoints otherwise than Octavo expects"
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
@@ -57,7 +57,7 @@ has_hooks: Callable[[], object] = functools.partial(torch._C._autograd._top_save
 
 
 def pack_hook() -> Any:
-    """The innermost saved-tensor hook, a function of its own for each pass through a checkpoint; None without one."""
+    """The innermost saved-tensor hook, a different function for each pass through a checkpoint; None without one."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks else None
 
@@ -84,12 +84,12 @@ def enclosing() -> list[Any]:
 
 
 def recomputed() -> list[Any]:
-    """Those of `enclosing` whose recomputation this is; in the others it is the first forward."""
+    """The checkpoints of `enclosing` that are being recomputed; the others run their first forward."""
     return [one for one, again in _enclosing().items() if again]
 
 
 def nearest_first() -> Iterator[Any]:
-    """Those of `enclosing`, some twice; the stack is read no further than the caller asks."""
+    """The checkpoints of `enclosing`, some twice; the stack is read only as far as the caller iterates."""
     return (one for one, _ in _found() if one is not None)
 
 

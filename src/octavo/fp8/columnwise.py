@@ -1,9 +1,9 @@
 """How long columnwise FP8 weights of 16-bit parameters live: the rule of a model whose weights no ranks share.
 
-The input gradient reads a weight columnwise. If forward casts both layouts, the parameter is read once, and the columnwise one
-takes 1 byte an element until backward. If backward casts again, it takes none, and the parameter is read twice. The layouts
-stay if together they take at most 1 / `octavo.hardware.PART` of a GPU's memory. None stays under an activation checkpoint,
-offloading or FSDP (`LinearQuantizer.weight`), or of an MLP that is recomputed or runs in chunks.
+The input gradient reads a weight columnwise. If forward casts both layouts, the parameter is read once, and the columnwise copy
+takes 1 byte an element until backward. If backward recasts, it takes none, and the parameter is read twice. The copies are
+cached if together they take at most 1 / `octavo.hardware.PART` of a GPU's memory. None is cached under activation
+checkpointing, offloading or FSDP (`LinearQuantizer.weight`), or for an MLP that is recomputed or runs in chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_sharded(module: nn.Module | None) -> bool:
 def keep_columnwise(blocks: Sequence[nn.Module], memory: int | None) -> None:
     """Let the FP8 weights of 16 bits in these blocks keep columnwise layouts, if a GPU of `memory` bytes has room for them.
 
-    memory: None on a CPU. A model that moves to another device is asked again.
+    memory: None on a CPU. If a model moves to another device, this is called once more.
     """
     weights = [(state, state.weight) for block in blocks for _, state in states_of(block) if not state.skipped]
     of_16_bits = [(state, weight) for state, weight in weights if weight is not None and weight.itemsize == 2]

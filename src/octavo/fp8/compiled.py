@@ -1,4 +1,4 @@
-"""Casts in code that PyTorch compiles: by delayed scaling, and what is refused of the others."""
+"""Casts in code that PyTorch compiles: delayed scaling, and refusals of the other recipes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, of_one
 def cast_delayed(
     x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, native: bool, columnwise: bool
 ) -> QuantizedTensor:
-    """Cast a matrix in compiled code by the scale of the slot at `position`, rowwise and if asked columnwise.
+    """Cast a matrix in compiled code with the scale of the slot at `position`, rowwise and optionally columnwise.
 
-    native: before it has begun, by Octavo's own rule (`octavo.fp8.first_scale`).
+    native: an entry without a scale uses Octavo's first scale (`octavo.fp8.first_scale`).
     """
     q, q_t, scale_inv = _cast_delayed(x, position, dtype, fp8_max, record, native, columnwise)
     return of_one_scale(q, q_t if columnwise else None, scale_inv)
 
 
-# A compiler is given the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of
-# them written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax.
-# The position is a tensor, because a number would be compiled in: each layer would have code of its own.
+# A compiler gets the position of a slot, not its tensors: as inputs of a graph they would be views of one buffer, one of them
+# written, which functionalisation copies and autograd's version counters refuse. Nothing in a graph reads the amax. The
+# position is a tensor, because a number would be compiled in, and each layer would be compiled separately.
 @torch.library.custom_op("octavo::cast_delayed", mutates_args=())
 def _cast_delayed(
     x: Tensor, position: Tensor, dtype: torch.dtype, fp8_max: float, record: bool, native: bool, columnwise: bool

@@ -1,4 +1,4 @@
-"""The products of stacked experts' matrices, and the casts of their operands: an expert's are those of a layer of its own.
+"""The products of stacked experts' matrices, and the casts of their operands; each expert is cast like a separate layer.
 
 `octavo.fp8.quantizer` decides as for a linear layer; its scales and amaxes are vectors here, an entry an expert.
 """
@@ -33,7 +33,7 @@ class StackedOperand:
         self.weight = weight
 
     def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
-        """Cast them, or record their amaxes alone."""
+        """Cast them, or only record their amaxes."""
         if quantizer.scale is None and quantizer.amax is None:
             return QuantizedTensor(self.weight.to(quantizer.dtype))
         return cast_stacked(self.weight, quantizer)
@@ -53,7 +53,7 @@ class PermutedRows:
 class ExpertsGemms(LinearGemms):
     """The casts and products of one use of stacked matrices [E, N, K]: a `LinearGemms` of all experts' rows.
 
-    routes: those of a forward, which sets them to None when it has saved them; a backward sets those that were saved.
+    routes: of a forward, which sets them to None once they are saved; a backward sets the saved ones.
     """
 
     _operand = StackedOperand

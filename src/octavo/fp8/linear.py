@@ -4,9 +4,9 @@
     input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
     weight gradient dw [N, K] = dy [M, N]ᵀ · x [M, K]      the same
 
-Every layer that multiplies in FP8 has a `LinearGemms` for each product: it casts the operands (`octavo.fp8.quantizer`), says
-which of them backward needs, and computes the gradients that are wanted. The autograd functions stand beside their layers in
-`octavo.nn`, which have the kernels that produce the operands:
+Every layer that multiplies in FP8 has a `LinearGemms` for each product: it casts the operands (`octavo.fp8.quantizer`),
+decides which of them backward needs, and computes the requested gradients. The autograd functions are in `octavo.nn` with
+their layers, which have the kernels that produce the operands:
 
     forward     gemms.want(x, weight, bias)
                 x, w = gemms.input(producer), gemms.weight(weight)
@@ -37,7 +37,7 @@ def operands(saved: Sequence[Tensor | None]) -> tuple[QuantizedTensor, Quantized
 
 
 class LinearGemms(LinearQuantizer):
-    """The casts and products of one use of a linear layer, created in forward and kept for its backward.
+    """The casts and products of one use of a linear layer, created in forward and saved for its backward.
 
     Arguments are those of `LinearQuantizer`; without a recipe products are in `out_dtype`.
     """
@@ -124,7 +124,7 @@ def saved_input_bytes(
 
 
 class GroupedGemms:
-    """The products of several experts, which share a recipe and nothing else: each has a `LinearGemms` of its own.
+    """The products of several experts, which share only a recipe: each has a separate `LinearGemms`.
 
     Outputs and input gradients of all experts are one launch where stacked experts' are (`octavo.kernels.experts.gemm`);
     weight gradients are one product an expert.

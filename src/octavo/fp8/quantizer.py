@@ -1,8 +1,8 @@
-"""The cast policy of FP8 linear layers: dtype, scale, layouts and recorded amax of each operand are decided here alone.
+"""The cast policy of FP8 linear layers: the only place that decides dtype, scale, layouts and recorded amax of each operand.
 
 `LinearQuantizer` turns a recipe and a layer's `ModuleState` into a `Quantizer` for the kernel that produces an operand. To save
-memory, backward may repeat two casts by the scales of forward: that of a columnwise weight, which it alone reads, unless it is
-kept (`octavo.fp8.columnwise`), and that of the input behind an activation. Compiled code follows the same policy, with casts as
+memory, backward may repeat two casts with the scales of forward: of a columnwise weight, which only backward reads, unless it
+is cached (`octavo.fp8.columnwise`), and of the input after an activation. Compiled code follows the same policy, with casts as
 operators that take the index of a slot.
 """
 
@@ -57,9 +57,9 @@ class DenseOperand:
 
 
 class Beside:
-    """Adapter: a `Producer` that also stores its result in high precision, [R, C], of which the operand is cast.
+    """Adapter: a `Producer` that also stores its result in high precision, [R, C], from which the operand is cast.
 
-    run: runs the kernel, with a matrix for that beside its result, or with None. `matrix`: in `dtype`, behind the first run.
+    run: runs the kernel, with a matrix for that result or with None. `matrix`: in `dtype`, set by the first run.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
         InputError: a transform of `torch.func` around an FP8 layer.
     """
     around = autocast.current_recipe(device)
-    # The first, since what compiled code reads before is guarded, and would be compiled anew when it changes.
+    # First, since everything that compiled code reads before is guarded: a change of it would recompile.
     if not torch.compiler.is_compiling() and around is not None and around is not state.buffers.claimed:
         claim(state.buffers, around)
     recipe = state.under(around)
@@ -121,8 +121,8 @@ def shard_scale(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale of a sharded weight, and the tensor that records its amax (None: not recorded).
 
-    Both are float32 [], or [E] of this rank's experts. largest: gives the amax of the whole weight, where the scale is made
-    from it: under current scaling, and under delayed scaling before it has begun.
+    Both are float32 [], or [E] of this rank's experts. largest: returns the amax of the whole weight if the scale is computed
+    from it: under current scaling, and under delayed scaling before the first update.
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
@@ -147,7 +147,7 @@ def shard_scale(
 def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor:
     """The amaxes of an operand; of experts that are spread over ranks the largest of all, which each rank sees a part of.
 
-    All ranks of the experts ask at the same cast: they share what has begun.
+    All ranks of the experts call it at the same cast: they share which entries have a scale.
     """
     found = largest()
     if state.own_experts is None:
@@ -158,19 +158,19 @@ def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor
 
 
 class LinearQuantizer:
-    """Casts the operands of one use of a linear layer: created in forward, kept for its backward.
+    """Casts the operands of one use of a linear layer: created in forward, saved for its backward.
 
-    `want` tells which gradients backward computes; layouts, and what is saved, follow from it. recipe: None leaves operands in
-    `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight, and False in the others; None
+    `want` tells which gradients backward computes; layouts, and the saved tensors, follow from it. recipe: None leaves operands
+    in `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight, and False in the others; None
     casts the weight anew.
     """
 
     wants_x = wants_weight = wants_bias = True
     """Gradients that backward computes: those of `want`."""
     recasts = False
-    """Backward casts the input again, by the scale of forward (`recomputed_input`), in place of reading a saved one."""
+    """Backward recasts the input with the scale of forward (`recomputed_input`) instead of reading a saved one."""
     recomputes_output = False
-    """Backward computes the output again, from saved operands."""
+    """Backward recomputes the output from saved operands."""
     _scales: tuple[int, ...] = ()
     """Shape of the scales of a tensor."""
     _own: slice | None = None
@@ -192,9 +192,9 @@ class LinearQuantizer:
             around, self._drops = autocast.first_microbatch(), False
         else:
             self.session, around, self._drops = autocast.around_layer()
-        # An evaluation leaves the FP8 weight of the micro-batches alone.
+        # An evaluation does not touch the FP8 weight of the micro-batches.
         self.first = (around if first is None else first) if self.trains else None
-        self._noted: BufferSet | None = None  # whose forward has recorded an amax of this use
+        self._noted: BufferSet | None = None  # its forward has recorded an amax of this use
         self.training = state.training
         self._drops_cached = self.trains and (compiling or self.training)
         self._input_scale: Tensor | None = None
@@ -252,15 +252,15 @@ class LinearQuantizer:
     def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, keep: bool = True) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
 
-        keep: backward may read a layout from here, if it reads any. Otherwise it casts the weight again, as it does under
-        activation checkpoints, offloading and FSDP, and where it computes the output again.
+        keep: cache the layouts that backward reads. Otherwise it recasts the weight, as under activation checkpointing,
+        offloading and FSDP, and where it recomputes the output.
         """
-        if self.state.stored is not None:  # backward transposes it, in place of a saved layout
+        if self.state.stored is not None:  # backward transposes it, instead of reading a saved layout
             return self.state.stored.operand(self.state, self.recipe, self.out_dtype, rowwise=rowwise, columnwise=columnwise)
         if self.recipe is None:
             calibration.observe(self.state, Operand.WEIGHT, weight)
             return QuantizedTensor(weight.to(self.out_dtype)) if rowwise or columnwise else NOTHING
-        # Read by this use alone, in eager code; a shared or gathered one has both layouts at once.
+        # Read only by this use, in eager code; a shared or gathered one has both layouts at once.
         once = self.first is None and self.state.gathered is None and not torch.compiler.is_compiling()
         if (rowwise and columnwise) or not (once and has_one_scale(self.recipe)):
             return self._weight_in_both(weight)
@@ -269,7 +269,7 @@ class LinearQuantizer:
         keep = keep and self.wants_x and not self.recomputes_output
         # Of float32 a second cast would read four bytes to save one.
         keep = keep and (weight.itemsize > 2 or self.state.keeps_columnwise)
-        # FSDP may free it between forward and backward, so that a kept layout would undo what it saves. Weights of FSDP1 are
+        # FSDP may free it between forward and backward, so that a cached layout would undo the saving. Weights of FSDP1 are
         # parts of a flat parameter.
         keep = keep and weight.untyped_storage().nbytes() == weight.nbytes and not checkpoints.has_hooks()
         keep = keep and not (WRAPPED and is_sharded(self.state.module))
@@ -297,7 +297,7 @@ class LinearQuantizer:
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
         """Eight entries of `save_for_backward`: those parts of both operands that backward reads. `operands` is the inverse.
 
-        weight: the parameter, which takes no memory of its own. It is saved in place of a columnwise `w` that there is not.
+        weight: the parameter, which takes no extra memory. It is saved in place of a columnwise `w` that does not exist.
         """
         if not self.recomputes_output:
             if not self.wants_weight or self.recasts:
@@ -348,17 +348,17 @@ class LinearQuantizer:
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
 
     def _first_scale(self, operand: Operand, slot: Slot, scale: Tensor, producer: Producer, recipe: Recipe) -> Tensor:
-        """The scale of a cast of which not all entries have begun, in place of the slot's."""
+        """The scale of a cast if some entries have none yet, in place of the slot's."""
         session = self.session
         assert session is not None
 
         def largest() -> Tensor:
             found = self._amax(producer, slot.fp8_max, recipe.casts[operand].format.dtype)
             tensor, group = self.state.tensor_group_of(operand), self.state.context_group
-            if tensor is not None:  # whose ranks have one history under every autocast
+            if tensor is not None:  # its ranks share one history under every autocast
                 self._join(found, tensor)
             if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
-                self._join(found, group)  # as the histories: ranks that keep their own may not have begun at once
+                self._join(found, group)  # as the histories: ranks with separate ones may get a first scale at different steps
             return found
 
         partly = session.number >= slot.buffer.partly_from[slot.index]
@@ -407,7 +407,7 @@ class LinearQuantizer:
         slot_index: Tensor | None = None,
         keep: bool = False,
     ) -> tuple[QuantizedTensor, Tensor | None]:
-        """An operand in the layouts asked for, and with `keep` its scale, if there is one for the tensor."""
+        """An operand in the requested layouts, and with `keep` its scale, if the tensor has a single one."""
         stored = rowwise or columnwise
         if self.recipe is None:
             if not stored:
@@ -479,14 +479,14 @@ class LinearQuantizer:
 
 
 class WeightUse(NamedTuple):
-    """The facts beside a recipe on which copies of a layer's weight depend, for the plan of memory.
+    """Facts, besides a recipe, on which copies of a layer's weight depend; for the memory plan.
 
     Attributes:
-        compute_bytes: of an element of products outside FP8.
-        parameter_bytes: of an element of the parameter as its layer sees it.
+        compute_bytes: bytes per element of products outside FP8.
+        parameter_bytes: bytes per element of the parameter that its layer sees.
         cached: micro-batches share FP8 weights (`first`), which no backward saves then.
-        gathered: FP8 weights with one scale are gathered in both layouts, without copies of a layer's own.
-        keeps_columnwise: of `keeps_columnwise`.
+        gathered: FP8 weights with one scale are gathered in both layouts, without further copies in a layer.
+        keeps_columnwise: the result of `keeps_columnwise`.
     """
 
     compute_bytes: int
@@ -517,7 +517,7 @@ def saved_weight_bytes(
 ) -> list[int]:
     """Bytes of the weight's tensors of `LinearQuantizer.saved` that are not the parameter's.
 
-    rowwise: backward computes the output again. recast: forward asks for no layout for backward (`keep` of `weight`).
+    rowwise: backward recomputes the output. recast: forward caches no layout for backward (`keep` of `weight`).
     """
     if recipe is None or use.cached:
         return []
@@ -528,7 +528,7 @@ def saved_weight_bytes(
 
 
 def restored_weight_bytes(elements: int, recipe: Recipe | None, use: WeightUse, *, recast: bool = False) -> int:
-    """Bytes of the copy that `LinearQuantizer.restored_weight` returns where it is not what was saved, cached or gathered."""
+    """Bytes of the copy that `LinearQuantizer.restored_weight` returns if it was not saved, cached or gathered."""
     if recipe is None:
         return elements * use.compute_bytes if use.compute_bytes != use.parameter_bytes else 0
     there = use.cached or use.gathered or (use.keeps_columnwise and not recast)
@@ -538,9 +538,9 @@ def restored_weight_bytes(elements: int, recipe: Recipe | None, use: WeightUse, 
 def quantize(
     x: Tensor, how: Cast, *, rowwise: bool = True, columnwise: bool = True, join: Join | None = None
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Cast a matrix [R, C] with scales chosen from its own values; also the scales (None: neither layout is asked for).
+    """Cast a matrix [R, C] with scales computed from its values; also the scales (None: neither layout is requested).
 
-    join: of the amaxes of columns that have scales of their own, whose further rows other ranks have.
+    join: joins the amaxes of columns with separate scales over the ranks that hold more rows.
     """
     dtype, fp8_max = how.format.dtype, how.format.max
     if how.granularity is Granularity.TENSOR:

@@ -1,6 +1,6 @@
 """Recipes: format, granularity and source of the scale, for each operand of a linear layer's three products.
 
-A recipe is a frozen value, which `octavo.fp8.quantizer` carries out; `octavo.fp8.scaling` keeps the amax histories. Transformer
+A recipe is a frozen value: `octavo.fp8.quantizer` executes it, and `octavo.fp8.scaling` stores the amax histories. Transformer
 Engine's recipe objects are accepted wherever one of these is (`coerce`).
 """
 
@@ -112,7 +112,7 @@ class Recipe:
 
     @functools.cached_property
     def with_own_rules(self) -> Recipe:
-        """The recipe itself, or the equal of Transformer Engine's that follows Octavo's own rules."""
+        """The recipe itself; for Transformer Engine's with Octavo's rules, the equal Octavo recipe."""
         return self if self.native else dataclasses.replace(self)
 
     @property
@@ -125,11 +125,11 @@ class Recipe:
 class DelayedScaling(Recipe):
     """One scale a tensor, from the largest |x| of the last `amax_history_len` steps: the cast needs one pass over the tensor.
 
-    Names are Transformer Engine's, and so are the defaults but for `fast_accumulation`, which takes Hopper's fast mode in
-    backward too, not in forward alone: 5 to 11% off those products. By default input gradients have it and weight gradients
-    are precise: True includes these, and a sum over 16,384 tokens then loses 0.27% of its norm; False takes it out of both.
-    Heads are precise in backward either way. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that hold
-    parts of a model scale alike; without it each rank keeps its own.
+    Names are Transformer Engine's, and so are the defaults but for `fast_accumulation`, which uses Hopper's fast mode in
+    backward too, not only in forward: 5 to 11% less time for those products. By default input gradients use it and weight
+    gradients are precise: True includes these, and a sum over 16,384 tokens then loses 0.27% of its norm; False makes both
+    precise. Heads are precise in backward either way. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that
+    hold parts of a model use the same scales; without it each rank has separate scales.
 
     Raises:
         InputError: a history shorter than 1, a margin beyond ±64, an unknown algorithm, format or product.
@@ -160,7 +160,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class CurrentScaling(Recipe):
-    """One scale a tensor, from its own largest |x|: two passes over the tensor, no state.
+    """One scale a tensor, from its largest |x|: two passes over the tensor, no state.
 
     `fast_accumulation` as in `DelayedScaling`. `use_power_2_scales`, Transformer Engine's name, rounds scales down to powers of
     two: unchanged values then quantise identically even when the amax moves.
@@ -207,7 +207,7 @@ def coerce(recipe: Any) -> Recipe:
     The equal of Transformer Engine's has its precise gradients, and is not `native`.
 
     Raises:
-        InputError: the object is neither, or a format or another field asks for something that Octavo does not have.
+        InputError: the object is neither, or a format or another field requests something that Octavo does not have.
     """
     if isinstance(recipe, Recipe):
         return recipe

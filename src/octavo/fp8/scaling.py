@@ -1,6 +1,6 @@
 """The FP8 state of each layer: its slots in the buffers of delayed scaling, its recipe, and the FP8 weight of micro-batches.
 
-Training alone changes it: an evaluation, under whatever recipe, reads the scales of training.
+Only training changes it: an evaluation, under any recipe, reads the scales of training.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from octavo.process import process
 
 
 class ModuleState:
-    """FP8 state of one weight of a module: slots, the FP8 weight of the micro-batches, and the layer's own recipe.
+    """FP8 state of one weight of a module: slots, the FP8 weight of the micro-batches, and the layer's recipe, if it has one.
 
-    A plain attribute of the module. A deep copy gets slots of its own with the same values.
+    A plain attribute of the module. A deep copy gets separate slots with the same values.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class ModuleState:
         operands: Sequence[Operand] = tuple(Operand),
         experts: int | None = None,
     ) -> None:
-        self.experts = experts  # of a stacked weight, each with scales of its own
-        self.own_experts: slice | None = None  # those whose matrices this rank holds, if it does not hold all
-        self.keeps_columnwise = False  # of a weight of 16 bits, until backward: `octavo.fp8.columnwise`
+        self.experts = experts  # of a stacked weight, each with separate scales
+        self.own_experts: slice | None = None  # experts whose matrices this rank holds, if it does not hold all
+        self.keeps_columnwise = False  # caches a 16-bit weight's columnwise copy until backward: `octavo.fp8.columnwise`
         self.slots: dict[Operand, Slot] = {}
         self.operands = operands  # with a scale of the recipe
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer
         self.weight_cache: QuantizedTensor | None = None
         self.gathered: QuantizedTensor | None = None  # the weight of a sharded parameter, gathered in FP8
-        self.stored: Stored | None = None  # how the weight is stored, if in FP8 alone
+        self.stored: Stored | None = None  # how the weight is stored, if only in FP8
         self.context_group: dist.ProcessGroup | None = None  # shares each sequence, whose tokens have one current scale
         self.tensor_group: dist.ProcessGroup | None = None  # holds parts of operands, which have one scale
         self.joined_amax: Tensor | None = None  # of the weight over the tensor group, within a forward of the model
@@ -62,7 +62,7 @@ class ModuleState:
         self._module = weakref.ref(module)
         module.register_load_state_dict_pre_hook(_weights_change)
         self.weight_name = weight_name
-        self.pickled: dict[Operand, Any] = {}  # kept alive: a started process reads the memory of the last pickle's tensors
+        self.pickled: dict[Operand, Any] = {}  # a reference: a started process reads the memory of the last pickle's tensors
         self._register()
 
     def _register(self) -> None:
@@ -79,7 +79,7 @@ class ModuleState:
 
     @property
     def records(self) -> dict[Operand, Slot]:
-        """The slots that this model's own autocasts have used, by operand."""
+        """The slots that this model's autocasts have used, by operand."""
         return {operand: slot for operand, slot in self.slots.items() if not slot.offered}
 
     @property
@@ -95,7 +95,7 @@ class ModuleState:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parameters whose rows make the weight."""
+        """Names of the parameters whose rows form the weight."""
         return (self.weight_name,)
 
     @property
@@ -111,20 +111,20 @@ class ModuleState:
         return None if weight is None or weight.is_meta else weight.device
 
     def under(self, recipe: Recipe | None) -> Recipe | None:
-        """The layer's recipe inside an autocast of `recipe`: its own if it has one; None for high precision."""
+        """The layer's recipe inside an autocast of `recipe`: the layer's if it has one; None for high precision."""
         if recipe is None or self.skipped or self.paused:
             return None
         return recipe if self.override is None else self.override
 
     def pause(self, paused: bool) -> None:
-        """Keep the layer out of FP8, or let it in again, in the next forwards."""
+        """Exclude the layer from FP8, or include it, in the next forwards."""
         if paused != self.paused:
             self.paused = paused
-            self.buffers.claimed = None  # what was prepared for all layers was without this one
+            self.buffers.claimed = None  # slots for all layers were allocated without this one
             process.offered.clear()
 
     def prepare(self, recipe: Recipe, device: torch.device, *, offered: bool = False) -> None:
-        """Allocate a slot for each operand with a delayed scale in `recipe`; an earlier history is carried over."""
+        """Allocate a slot for each operand with a delayed scale in `recipe`; an earlier history is copied."""
         with process.slots:
             self._prepare(recipe, device, offered)
 
@@ -150,7 +150,8 @@ class ModuleState:
         self.history_recipe = recipe
 
     def slot(self, operand: Operand, recipe: Recipe, device: torch.device, *, trains: bool = True) -> Slot:
-        """The slot of an operand, made on first use; an evaluation reads that of training, whatever its history's policy."""
+        """The slot of an operand, allocated on first use; an evaluation reads training's, whatever the policy of its
+        history."""
         slot = self.slots.get(operand)
         fits = slot is not None and slot.fp8_max == recipe.casts[operand].format.max and slot.buffer.device == device
         if slot is None or not fits or (trains and slot.buffer.policy != recipe.history and self.training):
@@ -231,7 +232,7 @@ def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
                 # A copy into bytes would round each value to a whole number.
                 raise InputError(
                     f"load_state_dict: {prefix}{state.weight_name} is stored in FP8 (lora.base), without room for a tensor of "
-                    f"{new.dtype}. Give the weights to octavo.transform, or load what is trained alone."
+                    f"{new.dtype}. Give the weights to octavo.transform, or load only the trained parameters."
                 )
             # PyTorch reports one of another shape, and leaves the weight as it is.
             if any(a is not None and b is not None and a.shape == getattr(b, "shape", None) for a, b in pairs):
@@ -239,7 +240,7 @@ def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
 
 
 def weight_is_new(state: ModuleState) -> None:
-    """A load writes a weight without its scale: it begins anew. By Transformer Engine's rule it keeps the scale."""
+    """A load writes a weight without its scale, which is reset. By Transformer Engine's rule the scale stays."""
     state.weight_cache = None
     # An autocast may have offered the slots under another rule than that of the last use.
     used = state.recipe if state.recipe is not None and state.recipe.history is not None else state.history_recipe
@@ -274,7 +275,7 @@ def wait_to_begin(
 
 
 def owner_of_slot(buffer: ScaleBuffer, index: int) -> tuple[ModuleState, Operand]:
-    """State and operand of the slot at an index of a buffer. Slow, since it searches all layers: for first casts alone."""
+    """State and operand of the slot at an index of a buffer. Slow, since it searches all layers: only for first casts."""
     found = (
         (state, operand)
         for state in list(process.fp8_modules.values())
@@ -314,9 +315,9 @@ def _new() -> list[ModuleState]:
 
 
 def claim(model: BufferSet, recipe: Recipe) -> None:
-    """Give all modules of a model, a layer of which is about to run in an autocast of `recipe`, slots of their own for it.
+    """Before the first layer of a model runs in an autocast of `recipe`: give all its modules slots for it.
 
-    A module that was trained keeps its slots: it moves to another recipe only when it is trained under one.
+    A module that was trained keeps its slots: it moves to another recipe only when it is trained with that recipe.
     """
     with process.slots:
         _claim(model, recipe)
@@ -337,9 +338,9 @@ def _claim(model: BufferSet, recipe: Recipe) -> None:
 
 
 def _without_slots(states: Iterable[ModuleState], recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
-    """Those of these modules without slots of training."""
+    """The modules without slots of training."""
     # A slot needs the same number on every rank, or an all-reduce would join different tensors. Slots of an evaluation before
-    # training count as none: perhaps one rank alone has evaluated, or under another recipe.
+    # training do not count: perhaps a single rank has evaluated, or with another recipe.
     for state in states:
         own, device = state.under(recipe), state.device
         if own is None or own.history is None or device is None:
@@ -385,16 +386,16 @@ def inspect(module: nn.Module) -> dict[str, Any]:
     Each entry has `format` ("E4M3" | "E5M2"), `scale` (float32; under delayed scaling of the next cast, else of the last one: a
     tensor's, rows' or blocks', and None before a cast or in compiled code), `amax_history` (float32 [L], or None without one;
     experts have scales [E] and a history [L, E]), `saturated` (True if the last recorded amax at its scale exceeded the
-    format's range) and `begun` (False until delayed scaling has a finite amax above 0 of every scale: the scale reads 1 then,
-    and the next cast takes one of its own tensor). A module with several matrices gives such a dict for each by name; one that
-    was never called gives an empty one.
+    format's range) and `begun` (False until delayed scaling has a finite amax above 0 for every scale: the scale reads 1 then,
+    and the next cast uses that of its tensor's amax). A module with several matrices gives such a dict for each by name; a
+    module that was never called gives an empty one.
 
     Raises:
         InputError: nothing in the module runs in FP8.
     """
     found = {name: _entries(state) for name, state in states_of(module)}
     if not found:
-        raise InputError(f"{type(module).__name__} has no FP8 layer: octavo.describe(model) names those that have.")
+        raise InputError(f"{type(module).__name__} has no FP8 layer: octavo.describe(model) lists modules that have one.")
     return found[""] if set(found) == {""} else found
 
 
@@ -423,7 +424,7 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
 
 
 def use_own_buffers(model: nn.Module) -> None:
-    """Keep the state of a model's layers in buffers of its own: see `BufferSet`."""
+    """Store the state of a model's layers in separate buffers: see `BufferSet`."""
     own = BufferSet()
     for _, state in states_of(model):
         if not state.records:

@@ -1,4 +1,4 @@
-"""Frozen weights that are stored in FP8 alone: their bytes and scales, 1 byte a parameter.
+"""Frozen weights that are stored only in FP8: their bytes and scales, 1 byte a parameter.
 
 The parameter is uint8 and its scales are a buffer of int32, so that no `.to(dtype)` rounds either of them. A product reads the
 bytes as they are; backward transposes them, which is exact for one scale a tensor and for blocks of 128 × 128. A scale a row
@@ -28,20 +28,20 @@ _BLOCK = 128
 
 
 def refuse(recipe: Recipe, name: str) -> None:
-    """Raise an InputError for a recipe whose weight cannot be stored in one layout; name: of the layer."""
+    """Raise an InputError for a recipe whose weight cannot be stored in one layout; name: the layer's."""
     granularity = recipe.casts[Operand.WEIGHT].granularity
     if granularity not in (Granularity.TENSOR, Granularity.BLOCK_128X128):
         raise InputError(
-            f'lora.base = "fp8": {name} runs by {recipe.name} scaling, whose weight needs two FP8 copies, one a direction. '
+            f'lora.base = "fp8": {name} uses {recipe.name} scaling, whose weight needs two FP8 copies, one a direction. '
             'Set fp8.recipe = "delayed", "current" or "block", or lora.base = "params_dtype".'
         )
     if not recipe.native:
         raise InputError(
-            'lora.base = "fp8" with a recipe object of Transformer Engine, whose first scale is 1: take one of octavo.recipe.'
+            'lora.base = "fp8" with a recipe object of Transformer Engine, whose first scale is 1: use one of octavo.recipe.'
         )
     if recipe.history is not None and recipe.history.margin:
         raise InputError(
-            f'lora.base = "fp8" with fp8.margin = {recipe.history.margin}: a stored weight has the scale of its own amax. Set '
+            f'lora.base = "fp8" with fp8.margin = {recipe.history.margin}: the scale of a stored weight has no margin. Set '
             'fp8.margin = 0, or lora.base = "params_dtype".'
         )
 
@@ -51,9 +51,9 @@ class Stored:
     """How a layer's weight is stored.
 
     Attributes:
-        cast: the recipe's.
+        cast: the recipe's cast of a weight.
         dtype: of the weight that is cast.
-        experts: of a stack, whose matrices stand one after the other, each with scales of its own; None for one matrix.
+        experts: number of matrices of a stack, one after the other, each with separate scales; None for one matrix.
     """
 
     cast: Cast
@@ -93,10 +93,10 @@ class Stored:
             module, name: of the parameter.
             weight: rows of `rows_to_read`, [R, K].
             out: this rank's rows of the parameter, uint8.
-            first: number of the first row of `weight` in it. skipped: rows of `weight` in front of `out`'s.
-            height: rows of the parameter, of all ranks that share it; None: those of `weight`.
-            join: leaves the largest values of all ranks in a tensor, in place: with True of those that share one scale, with
-                False of those that have rows of this module's parameter. None for one rank.
+            first: index of the first row of `weight` in it. skipped: rows of `weight` before `out`'s. height: rows of the
+            parameter, of all ranks that share it; None: those of `weight`. join: reduces a tensor to the maximum over ranks, in
+            place: with True over ranks that share one scale, with False over ranks \t                that hold rows of this
+            module's parameter. None for one rank.
         """
         kind, bits = self.cast.format, getattr(module, name + _BITS)
         stacked = bits if self.experts is not None else bits[None]

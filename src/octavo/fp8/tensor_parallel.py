@@ -1,26 +1,26 @@
-"""The products of a matrix of which each rank of a tensor group holds a part: its rows, or its columns.
+"""The products of a matrix that is split over a tensor group, by rows or by columns.
 
     columns of the result (rows of the weight)      x [m, K] of this rank's tokens is gathered, y [n · m, N / n]
     rows of the weight's columns                    x [n · m, K / n], y [m, N] is this rank's rows of the sum of all ranks'
 
-In FP8 gathers carry the bytes, and sums are of the compute dtype. Backward keeps this rank's tokens of a gathered input, and
-gathers them again. With one scale a tensor all ranks cast by it, since the amaxes of an operand are joined over the group:
-given equal values, casts are those of one rank, and the weight's gradient reads the gathered bytes transposed.
+In FP8, gathers send the bytes, and sums are in the compute dtype. Backward saves this rank's tokens of a gathered input, and
+regathers them. With one scale a tensor all ranks cast with it, since the amaxes of an operand are joined over the group: given
+equal values, casts are those of one rank, and the weight's gradient reads the gathered bytes transposed.
 
-With scales of rows or blocks those of gathered rows are gathered too, and the weight's gradient reads a cast and a gather of
-its own:
+With scales of rows or blocks the scales of gathered rows are gathered too, and the weight's gradient reads a separate cast
+and gather:
 
     operand                          rowwise                       columnwise, for the weight's gradient
     gathered: x [m, K], dy [m, N]    over whole rows, as on one    rows: amaxes of columns are joined over the ranks;
                                      rank                          blocks: of 128 of this rank's tokens
     of all tokens: dy [n · m, N / n] over the rank's columns:      rows: as on one rank; blocks: of 128 tokens, which
-    and x [n · m, K / n]             finer than on one rank        begin anew with each rank's
+    and x [n · m, K / n]             finer than on one rank        are counted per rank
     weight                           of the rank's rows and columns, in both layouts
 
 So blocks are those of one rank where tokens, rows and columns of a rank are multiples of 128, and else begin with the rank's.
 
-A product of gathered rows begins with this rank's, beside the gather of the others, where it is long enough to pay for a second
-launch. In backward, gathers of inputs and sums of gradients run beside the products of the weights' gradients.
+A product of gathered rows starts with this rank's rows, concurrently with the gather of the others, if it is long enough to pay
+for a second launch. In backward, gathers of inputs and sums of gradients overlap the products of the weights' gradients.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor
 from octavo.kernels.reference import BLOCK
 
 LEAST_OPERATIONS = 2**34
-"""Multiplications and additions of a rank's rows that are worth a product of their own on a GPU: some 20 microseconds."""
+"""Multiplications and additions of a rank's rows that justify a separate product on a GPU: some 20 microseconds."""
 
 
 class _Gathering:
-    """A rowwise operand of all ranks under way; `wait` or `parts`, once, give it."""
+    """A rowwise operand of all ranks, being gathered; `wait` or `parts`, once, return it."""
 
     def __init__(self, data: Gathering, scale_inv: Gathering | Tensor | None) -> None:
         self._data, self._scale_inv = data, scale_inv
@@ -73,10 +73,10 @@ class _Gathering:
 
 
 class _TensorGemms(LinearGemms):
-    """Base. Arguments behind the group are those of `LinearGemms`."""
+    """Base class. Arguments after the group are those of `LinearGemms`."""
 
     _gathers: Operand
-    """The operand of which this rank has its tokens."""
+    """The operand of which each rank holds its tokens."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class _TensorGemms(LinearGemms):
     ) -> None:
         if torch.compiler.is_compiling():
             raise InputError(
-                f"torch.compile with tensor_parallel_degree = {tensor.size}: the collectives beside products are not compiled. "
+                f"torch.compile with tensor_parallel_degree = {tensor.size}: overlapped collectives are not compiled. "
                 "Leave torch.compile out."
             )
         super().__init__(state, weight, recipe, out_dtype, first)
@@ -118,7 +118,7 @@ class _TensorGemms(LinearGemms):
         return raw.unflatten(0, (self.tensor.size, -1)).transpose(0, 1).flatten(1).view(parts.dtype)
 
     def _runs(self) -> int:
-        """Pieces of all tokens that have scales of their own in the weight's gradient: the ranks' under block scaling."""
+        """Runs of tokens with separate scales in the weight's gradient: one per rank under block scaling."""
         if self.recipe is None or self.recipe.casts[self._gathers].granularity is not Granularity.BLOCK_1X128:
             return 1
         return self.tensor.size
@@ -140,7 +140,7 @@ class _TensorGemms(LinearGemms):
         return QuantizedTensor(*along[:2], data, scale_inv), others if scales is None else scales
 
     def _filled_up(self, x: QuantizedTensor) -> QuantizedTensor:
-        """A columnwise operand whose runs of tokens each fill their blocks, by zeros."""
+        """A columnwise operand whose runs of tokens are each padded with zeros to whole blocks."""
         length = x.columnwise[0].shape[1] // self._runs()
         if self._runs() == 1 or length % BLOCK == 0:
             return x
@@ -165,8 +165,8 @@ class _TensorGemms(LinearGemms):
     ) -> tuple[Tensor, QuantizedTensor]:
         """The product [n · m, columns] of the gathered rows of x [m, C], and these as the weight's gradient reads them.
 
-        product: of some rows, into a matrix if there is one. flight: the gather of `x`, under way. for_weight: these rows are
-        wanted; else they are `NOTHING`.
+        product: multiplies some rows, into a matrix if one is given. flight: the pending gather of `x`. for_weight: these rows
+        are needed; else they are `NOTHING`.
         """
         own = _rows(x)
         if not self._pays(own, columns):
@@ -182,7 +182,7 @@ class _TensorGemms(LinearGemms):
             return y, self._joined(parts) if for_weight else NOTHING
 
     def _pays(self, own: Tensor, columns: int) -> bool:
-        """True if a product of a rank's rows [m, C] takes long enough for a launch of its own; on a CPU always."""
+        """True if a product of a rank's rows [m, C] takes long enough for a separate launch; on a CPU always."""
         return own.device.type == "cpu" or 2 * own.numel() * columns >= LEAST_OPERATIONS
 
     def _gathered_for_weight(self, flight: _Gathering) -> QuantizedTensor:
@@ -239,7 +239,7 @@ class ColumnParallelGemms(_TensorGemms):
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         """y [n · m, N / n] of x [m, K]."""
-        assert out is None  # of parts alone
+        assert out is None  # only for parts
         return self._output(x, w, bias)[0]
 
     def _output(
@@ -304,19 +304,19 @@ class ColumnParallelGemms(_TensorGemms):
 
 
 class RowParallelGemms(_TensorGemms):
-    """The products of a weight [N, K / n], whose input is all tokens and whose output this rank's, added up over the ranks.
+    """The products of a weight [N, K / n], whose input is all tokens and whose output this rank's, summed over the ranks.
 
-    In backward `grad_output` begins to gather the gradient of all tokens, `grad_input` runs beside that, and `grad_weight`
-    comes last.
+    In backward `grad_output` starts the gather of the gradient of all tokens, `grad_input` overlaps it, and `grad_weight` comes
+    last.
     """
 
     _gathers = Operand.GRAD_OUTPUT
     _flight: _Gathering | None = None
-    """The gather of the output's gradient, under way."""
+    """The pending gather of the output's gradient."""
     _flight_of_columns: Pending[QuantizedTensor] | None = None
     """The same of its cast for the weight's gradient, with scales of rows or blocks."""
     _gathered: QuantizedTensor = NOTHING
-    """The gathered output gradient as the weight's gradient reads it, kept from the input's to that."""
+    """The gathered output gradient in the layout of the weight's gradient, saved from `grad_input` to `grad_weight`."""
 
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
         """Of this rank's tokens."""
@@ -324,7 +324,7 @@ class RowParallelGemms(_TensorGemms):
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         """y [m, N] of x [n · m, K / n]; the bias is added once, to the sum."""
-        assert out is None  # of parts alone
+        assert out is None  # only for parts
         product, rows = super().output, _rows(x)
         shape = rows.shape[0] // self.tensor.size, _rows(w).shape[0]
         parts = self._pays(rows[: shape[0]], shape[1])
@@ -356,7 +356,7 @@ class RowParallelGemms(_TensorGemms):
 
     def grad_input(self, dy: QuantizedTensor, w: QuantizedTensor, *, out: Tensor | None = None) -> Tensor:
         """dx [n · m, K / n]; dy: of `grad_output`."""
-        assert out is None  # of parts alone
+        assert out is None  # only for parts
         assert self._flight is not None
         product, w = super().grad_input, self.restored_weight(w)
         columns = (w.high_precision if self.recipe is None else w.columnwise[0].t()).shape[1]

@@ -1,7 +1,7 @@
 """State of a thread that trains, which its backwards have too.
 
-Autograd runs a backward on this GPU's or that one's thread of its own. PyTorch hands a thread's objects on to them, as it does
-with gradient mode and autocast, so that two threads may each train a model. A thread begins with a state of its own.
+Autograd runs a backward on a separate thread for each GPU. PyTorch passes a thread's objects on to them, as it does with
+gradient mode and autocast, so that two threads may each train a model. A new thread starts with separate state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Left:
 
 
 class _Own(threading.local):
-    """`.state`: of this thread, made at its first use and left where autograd takes it from."""
+    """`.state`: of this thread, created on first use, in the attributes that autograd passes on."""
 
     def __init__(self, key: str, make: Callable[[], Any]) -> None:
         self.state = make()
@@ -42,12 +42,12 @@ class _Own(threading.local):
 
 
 class OfThread(Generic[T]):
-    """A state for each thread, by a key of its own."""
+    """A state for each thread, under a separate key."""
 
     def __init__(self, key: str, make: Callable[[], T]) -> None:
         self._key = f"octavo.{key}"
         self.own = _Own(self._key, make)
-        """`.state`: of this thread. Each cast asks, and a call costs the host more than an attribute."""
+        """`.state`: of this thread. Every cast reads it, and a call costs the host more than an attribute."""
 
     def here(self) -> T:
         """The state of this thread; in a backward, of the thread that has called it."""
