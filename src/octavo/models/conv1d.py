@@ -1,7 +1,7 @@
 """GPT-2's linear layer in FP8: Hugging Face's `Conv1D` with a weight of [in_features, out_features].
 
-State dicts, checkpoints and exports keep that layout. The casts read the transposed view, and autograd turns the gradient back.
-Such a weight is gathered in its own dtype: rows of a shard are columns of the product's operand.
+State dicts, checkpoints and exports use that layout. The casts read the transposed view, and autograd transposes the gradient.
+Such a weight is gathered in its dtype, not in FP8: rows of a shard are columns of the product's operand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights to and from a model's source, bit for bit: names by a family's table, joined matrices by their repetition of rows.
 
-Octavo keeps matrices that are used together as one parameter. Its rows repeat: so many rows of the first matrix, so many of the
-second, …, then the next rows of the first.
+Octavo stores matrices that are used together as one parameter, whose rows interleave: a fixed number of rows of the first
+matrix, then of the second, …, then the next rows of the first.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Conversion:
     """Between a model's parameters and those of its source.
 
     Attributes:
-        table: their names.
+        table: names of the parameters.
         heads, kv_heads: of the attention.
-        tied: names that the source may leave out → the parameter that is the same.
+        tied: names that the source may leave out → the parameter that they share.
         layout: name of the layout of the parameters in checkpoints.
-        experts: of each mixture.
+        experts: number per MoE layer.
     """
 
     table: NameTable
@@ -120,7 +120,7 @@ class Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """The conversion of a model with Octavo's blocks; None for a model's own code, which has the source's names."""
+    """The conversion of a model with Octavo's blocks; None for a model's original code, which has the source's names."""
     spec, found = vars(model).get("spec"), vars(model).get(_ATTACHED)
     return conversion(spec) if isinstance(spec, ModelSpec) else found  # a decoder has a spec
 
@@ -155,7 +155,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     for name, tensor in state.items():
         if is_adapter(name):
             continue
-        # The shape alone: taking a sharded matrix apart would gather it.
+        # Only the shape: splitting a sharded matrix would gather it.
         shape = torch.empty(shape_of(tensor, blocks), device="meta")
         for theirs, part in ({name: shape} if way is None else way.split(name, shape)).items():
             if theirs not in weights.optional:
@@ -163,7 +163,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     if [name for name in wanted if name not in weights.shapes] == ["lm_head.weight"]:
         raise InputError(
             f"{weights.owner} has no weight 'lm_head.weight'. If the output head is the embedding, set tie_word_embeddings ="
-            " true (config.json); else copy the whole model folder again."
+            " true (config.json); else copy the whole model folder anew."
         )
     weights.check_present(list(wanted))
     for theirs, (asked, dtype) in wanted.items():
@@ -171,8 +171,8 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         _check_kind(theirs, weights, dtype)
         if found != asked:
             raise InputError(
-                f"{theirs}: the weights have shape {found}, the config asks for {asked}. Give the config that"
-                " belongs to the weights (a vocabulary that was resized or padded: vocab_size in config.json)."
+                f"{theirs}: the weights have shape {found}, and the config needs {asked}. Give the config of these"
+                " weights (a vocabulary that was resized or padded: vocab_size in config.json)."
             )
 
 
@@ -202,17 +202,16 @@ def write_pretrained(
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads, bit for bit.
 
     Args:
-        tensors: under Octavo's names (of the decoder, or of a model that kept its own code).
+        tensors: under Octavo's names (of the decoder, or of a model with its original code).
         config: the Hugging Face config.
-        folder: new, or empty; it appears whole or not at all.
-        tokenizer_folder: its content is copied beside the weights.
+        folder: new, or empty; it appears complete or not at all.
+        tokenizer_folder: its content is copied next to the weights.
         read: as in `write_weights`.
-        model: with its own code, of which the tensors are; when absent the causal language model of the config.
-        generation: the generation config, written as it is: `save_pretrained` refuses some of the Hub's.
-        replace: take the place of a model in the folder, whose other files stay.
-        shard_bytes: of one file of weights.
-        encode: of Octavo's decoder, gives the tensors in the place of a parameter's, with more of them; on meta their shapes.
-        more: keys of config.json in the place of the config's.
+        model: the tensors' model, if it has its original code; when absent the causal language model of the config. generation:
+        the generation config, written unchanged: `save_pretrained` refuses some of the Hub's. replace: replace a model in the
+        folder; its other files stay. shard_bytes: of one file of weights. encode: for Octavo's decoder, returns the tensors
+        that replace a parameter's, with additional ones; on meta their shapes. more: keys of config.json that override the
+        config's.
 
     Raises:
         InputError: the folder is not empty or cannot be written.
@@ -246,9 +245,9 @@ def write_weights(
     Args:
         tensors: under Octavo's names.
         folder: new, or empty.
-        way: to the source; a model of transformers for its published names; None for tensors under the source's names.
-        read: gives the values of `tensors` on the meta device when their file is written, so that one file's values are in
-            memory; a tensor with parts in two files is read twice.
+        way: conversion to the source; a model of transformers for its published names; None for the source's names.
+        read: returns the values of `tensors` on the meta device when their file is written, so that only one file's values are
+        in memory; a tensor with parts in two files is read twice.
     """
     with new_folder(folder) as new:
         _write_tensors(tensors, new, way, read)
@@ -293,9 +292,9 @@ def check_tie(model: Any) -> None:
     spec: ModelSpec = model.spec
     if spec.tied != (model.head.weight is model.embedding.weight):
         raise InputError(
-            f"the head has {'a weight of its own' if spec.tied else 'the weight of the embedding'}, and model.config has "
-            f"tie_word_embeddings = {str(spec.tied).lower()}, by which another head would be loaded: set it before "
-            "octavo.transform, and leave head and embedding as they are then."
+            f"the head has {'a separate weight' if spec.tied else 'the weight of the embedding'}, and model.config has "
+            f"tie_word_embeddings = {str(spec.tied).lower()}, which would load another head: set it before "
+            "octavo.transform, and do not change head and embedding afterwards."
         )
 
 
@@ -350,7 +349,7 @@ def warn_of_other_weights(spec: ModelSpec) -> None:
 
 _OTHER_WEIGHTS = (
     'trained with moe_load_balancing = "sinkhorn": an expert\'s output is multiplied by {ours}, and by {theirs} in Hugging '
-    "Face's model, which computes other logits from the same weights. octavo.save keeps the model as it is."
+    "Face's model, which computes other logits from the same weights. octavo.save saves the unchanged model."
 )
 
 
@@ -363,11 +362,11 @@ _OF_TRAINING = {
     *("attention_dropout", "hidden_dropout", "embedding_dropout", "initializer_range", "padding"),
     *("jitter", "balance", "router_z_loss", "assignment"),
 }
-"""Fields of a spec that change no inference, or that `octavo.transform(moe=…)` sets beside the config."""
+"""Fields of a spec that do not affect inference, or that `octavo.transform(moe=…)` overrides."""
 
 
 def _check_config(config: Any, spec: ModelSpec) -> None:
-    """Raise an InputError for a config that was edited since it made the spec."""
+    """Raise an InputError for a config that was edited after the spec was created."""
     now, reason = decoder_spec(config)
     if now is None:
         raise other_model(f"model.config was changed since the decoder was built: {reason}")
@@ -382,12 +381,12 @@ def _check_config(config: Any, spec: ModelSpec) -> None:
 
 
 def to_huggingface(model: nn.Module) -> PreTrainedModel:
-    """transformers' own model with a copy of the weights of Octavo's decoder, bit for bit, in evaluation mode.
+    """A model of transformers with a copy of the weights of Octavo's decoder, bit for bit, in evaluation mode.
 
     Dtype and device are those of the parameters. Of a sharded model every rank gets the whole; all ranks call it.
 
     Raises:
-        InputError: the model keeps its own code, or its head was tied or parted since.
+        InputError: the model runs its original code, or its head was tied or untied since.
     """
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise InputError(
@@ -396,9 +395,9 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
         )
     if not isinstance(vars(model).get("spec"), ModelSpec):
         raise InputError(
-            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model that keeps its own code is called"
-            " as before and runs in FP8 under octavo.fp8_autocast alone; for one without Octavo's layers octavo.export(model,"
-            " folder), and load the folder."
+            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model with its original code is called"
+            " as before and runs in FP8 only under octavo.fp8_autocast; for one without Octavo's layers call "
+            "octavo.export(model, folder), and load the folder."
         )
     check_decoder(model)
     tensors = model.state_dict()
@@ -425,7 +424,7 @@ def without_progress_bar() -> Iterator[None]:
 def _source(
     tensors: Mapping[str, Tensor], config: Any, model: PreTrainedModel | None
 ) -> tuple[PreTrainedModel, Conversion | PreTrainedModel]:
-    """(transformers' model that the tensors are of, the way to its names)."""
+    """(transformers' model that the tensors belong to, the conversion to its names)."""
     from octavo.models.published import causal_lm_on_meta
 
     spec = decoder_spec(config)[0] if "embedding.weight" in tensors else None
@@ -438,11 +437,11 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
     config = type(config).from_dict(config.to_dict())
     for key in QUANTIZED_KEYS:  # of the source
         vars(config).pop(key, None)
-    buffers = {name for name, _ in reference.named_buffers()}  # which have dtypes of their own
+    buffers = {name for name, _ in reference.named_buffers()}  # their dtypes may differ
     dtypes = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and name not in buffers}
     kept = float32_names(reference, min(dtypes.values(), key=lambda dtype: dtype.itemsize))
     chosen = [dtype for name, dtype in dtypes.items() if name not in kept]
-    config.dtype = functools.reduce(torch.promote_types, chosen)  # has every value of float16 beside bfloat16
+    config.dtype = functools.reduce(torch.promote_types, chosen)  # float32 for float16 and bfloat16 together
     config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     return config
 
@@ -455,7 +454,7 @@ def _pieces(
 ) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]:
     """(the source's tensors of each group of names, on the meta device; the function that makes them from a group).
 
-    reference: transformers' model at the end of a `Conversion`, for its published names in place of its own. encode: as in
+    reference: transformers' model of a `Conversion`, whose published names replace its module names. encode: as in
     `write_pretrained`.
     """
     from octavo.models.published import groups, published
@@ -472,7 +471,7 @@ def _pieces(
         ((name, tensor),) = group.items()  # each parameter is a group
         return encode(name, tensor, found)
 
-    # The shapes alone, without reading: matrices are taken apart on the meta device.
+    # Only the shapes, without reading: matrices are split on the meta device.
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     if isinstance(way, nn.Module):
         ignored: set[str] = set(getattr(way, "_keys_to_ignore_on_save", None) or ())
@@ -515,7 +514,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise InputError(f"{str(folder)!r} cannot be made: {error.strerror or error}. Give another folder.") from None
+        raise InputError(f"{str(folder)!r} cannot be created: {error.strerror or error}. Give another folder.") from None
     try:
         yield temporary
         use_umask(temporary)
@@ -523,7 +522,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
         if filled:
             _move_files(temporary, folder)
         else:
-            temporary.replace(folder)  # an empty folder gives way
+            temporary.replace(folder)  # an empty folder is overwritten
         fsync_folder(temporary.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
@@ -536,7 +535,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _move_files(source: Path, folder: Path) -> None:
-    """Put a model's files in the places of those of another; its weights last, behind the removal of other shards."""
+    """Replace a model's files by those of another; weights last, after other shards are removed."""
     new = sorted(source.iterdir(), key=lambda path: path.name.startswith("model"))
     for old in folder.glob("model*.safetensors*"):
         if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", old.name) and not (source / old.name).exists():

@@ -60,9 +60,9 @@ from octavo.nn.norm import NORM_LAYERS
 from octavo.nn.plain_names import use_plain_names
 
 FP8_HEAD: Literal["backward"] = "backward"
-"""Of a decoder that is not told which products of its head for a loss run in FP8."""
+"""Default of a decoder's `fp8_head`: resolved by the recipe."""
 _STATES = "octavo_states_alone"
-"""An argument of the forward of a sharded decoder, which asks for what `last_hidden_state` returns."""
+"""An argument of the forward of a sharded decoder, which requests the result of `last_hidden_state`."""
 
 
 class RotaryAngles:
@@ -101,9 +101,9 @@ class Decoder(PretrainedInterface):
     """A causal language model by its spec; `config` is the Hugging Face config of the same model.
 
     Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
-    products for a loss are FP8, with "backward" those of its gradients alone. None is "backward" under Octavo's own recipes and
+    products for a loss are FP8, with "backward" only those of its gradients. None is "backward" under Octavo's recipes and
     False under Transformer Engine's. Another value is an InputError. tensor: the ranks that share each matrix; parameters are
-    then this rank's parts. spread: but experts are whole, and sharding leaves each rank some of them.
+    then this rank's parts. spread: except experts, which are whole; sharding leaves each rank some of them.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Decoder(PretrainedInterface):
         super().__init__()
         if fp8_head not in (None, False, True, "backward"):
             raise InputError(
-                f'fp8_head = {fp8_head!r} is not supported: use False, True, or "backward" for its gradients alone.'
+                f'fp8_head = {fp8_head!r} is not supported: use False, True, or "backward" for only its gradients.'
             )
         self.fp8_head: bool | Literal["backward"] = FP8_HEAD if fp8_head is None else fp8_head
         """The products of the head that are FP8."""
@@ -160,14 +160,14 @@ class Decoder(PretrainedInterface):
         self.output_hidden_states = False
         """The default of the forward's argument."""
         self.router_losses_apart = False
-        """The loss is the cross entropy alone, and `take_routing` has every forward, for `weighted_router_losses`."""
+        """The loss is only the cross entropy, and `take_routing` has every forward, for `weighted_router_losses`."""
         self._routing: tuple[Tensor, Tensor] | None = None
         self._router_logits = getattr(config, "output_router_logits", None)
         self.objective = objective
         """Training loss; None for the plain cross entropy, which every evaluation uses."""
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules in front of the blocks and behind them; not those that share a weight."""
+        """The modules before and after the blocks, without those that share a weight."""
         return ([], [self.norm]) if self.spec.tied else ([self.embedding], [self.norm, self.head])
 
     def forward(
@@ -184,14 +184,14 @@ class Decoder(PretrainedInterface):
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> Any:
-        """Logits, or with labels the loss alone.
+        """Logits, or with labels only the loss.
 
         Args:
             input_ids: int64 [B, T]; needed.
-            attention_mask: [B, T], 0 for padding, to which nobody attends.
-            position_ids: int64 [B, T] or [1, T]; a position that does not follow the one before begins a new document, and
-                attention stays within documents. On the host it costs a GPU no wait.
-            behind: nothing but None: the arguments that follow are given by name, since Hugging Face's have another order.
+            attention_mask: [B, T], 0 for padding, to which no token attends. position_ids: int64 [B, T] or [1, T]; a position
+            that is not the previous one plus 1 begins a new document, and attention \t                stays within documents.
+            On the host it costs a GPU no wait. behind: only None: further arguments are keyword arguments, since Hugging Face's
+            have another order.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
             num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
                 other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
@@ -201,7 +201,7 @@ class Decoder(PretrainedInterface):
             output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end;
                 when absent as the config of a transformed model says.
             logits_to_keep: as in Hugging Face, the last positions with logits, or the indices of positions; 0 for all.
-            others: arguments of Hugging Face's that ask for nothing (`use_cache=False`).
+            others: arguments of Hugging Face's models with a no-op value (`use_cache=False`).
 
         Returns:
             `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V]. Gradients of a
@@ -255,16 +255,17 @@ class Decoder(PretrainedInterface):
         is_first_microbatch: bool | None = None,
         **others: Any,
     ) -> BaseModelOutput:
-        """States behind the last norm, for a head or a loss of a library's own; arguments as of the forward.
+        """States after the last norm, for a head or a loss of a library; arguments as of the forward.
 
         Returns:
             `BaseModelOutput`: `.last_hidden_state` [B, T, hidden], in the dtype of the head's weight, which follows.
 
         Raises:
-            InputError: an input as in the forward; or the model trains with a loss of its routers, which is in its own loss.
+            InputError: an input as in the forward; or the model trains with a loss of its routers, which is part of its
+            built-in loss.
         """
         given = input_ids, attention_mask, position_ids
-        if isinstance(self, FSDPModule):  # whose hooks of the forward gather the weights
+        if isinstance(self, FSDPModule):  # the hooks of its forward gather the weights
             states: BaseModelOutput = self(
                 *given, *behind, is_first_microbatch=is_first_microbatch, **others, **{_STATES: True}
             )
@@ -291,7 +292,7 @@ class Decoder(PretrainedInterface):
         return BaseModelOutput(last_hidden_state=whole.clone() if isinstance(self, FSDPModule) else whole)  # FSDP2: no view
 
     def _past_head(self, hidden: Tensor) -> Tensor:
-        """The states, as they are: FSDP2 ends the forward of norm and head, which it gathers together, behind the head."""
+        """The states, unchanged: FSDP2 ends the forward of norm and head, which it gathers together, after the head."""
         made: list[Tensor] = []
 
         def run(hidden: Tensor) -> Tensor:
@@ -314,9 +315,9 @@ class Decoder(PretrainedInterface):
         shared: SharedWeight | None = None,
         keep_states: bool = False,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """(this rank's states behind the last norm, those in front of each block if they are kept, routings of experts).
+        """(this rank's states after the last norm, those before each block if requested, routings of experts).
 
-        shared: by which a tied embedding shares its weight with the loss.
+        shared: shares a tied embedding's weight with the loss.
         """
         tokens = input_ids.shape[1]
         padded = -(-tokens // self._multiple) * self._multiple
@@ -345,8 +346,8 @@ class Decoder(PretrainedInterface):
 
     @contextlib.contextmanager
     def _embeds(self) -> Iterator[None]:
-        """Around the embedding's call for a rank's own tokens."""
-        embedding: Any = self.embedding  # another module, in a caller's hands
+        """Around the embedding's call for a rank's tokens."""
+        embedding: Any = self.embedding  # replaced by a caller
         embedding.in_decoder = True
         try:
             yield
@@ -356,8 +357,8 @@ class Decoder(PretrainedInterface):
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
         """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.
 
-        So are the settings that decide what the ranks exchange, and in the first forward which parameters are frozen.
-        A GPU is waited for in the first forward alone; later its loss becomes NaN.
+        Checked too: settings that decide the exchanges between ranks, and in the first forward which parameters are frozen. The
+        host waits for a GPU only in the first forward; later the loss becomes NaN.
 
         Raises:
             InputError: they were not.
@@ -411,7 +412,7 @@ class Decoder(PretrainedInterface):
     def _own(self, x: Tensor, padded: int) -> Tensor:
         """This rank's tokens of [B, T], which is padded to `padded` tokens by its first.
 
-        Each of these is a document of its own, as the first sees itself alone: rows that are there already have no other amax.
+        Each of these is a separate document with only the first token: repeated rows do not change the amax.
         """
         x = torch.cat((x, x[:, :1].expand(-1, padded - x.shape[1])), 1) if padded > x.shape[1] else x
         return x if self.context is None else self.context.split(x)
@@ -428,7 +429,7 @@ class Decoder(PretrainedInterface):
     def _router_losses(self, routings: list[Tensor], share: Tensor | None) -> Tensor | None:
         """This rank's part of the losses of all routers, over all tokens of this forward on all ranks, times their `share`.
 
-        The ranks of a tensor group have one part, the sum of theirs.
+        The ranks of a tensor group return the same value, the sum of theirs.
 
         With their coefficients, which are in the loss; None where both are 0.
         """
@@ -456,7 +457,7 @@ class Decoder(PretrainedInterface):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def weighted_router_losses(self, routing: Tensor) -> Tensor | None:
-        """The losses of routers, with their coefficients, of all tokens that `routing` [mixtures, 2E + 2] sums up: a scalar.
+        """The losses of routers, with their coefficients, of all tokens that `routing` [MoE layers, 2E + 2] sums up: a scalar.
 
         None where both coefficients are 0.
         """
@@ -473,8 +474,8 @@ class Decoder(PretrainedInterface):
     def take_routing(self) -> tuple[Tensor, Tensor] | None:
         """Routing of this rank in the forwards of training since the last call; summed over ranks it is that of all tokens.
 
-        Sums as `LayerNormMoE` returns them, float32 [mixtures, 2E + 2]; balancing loss and z loss without coefficients,
-        float32 [2], each forward by its share of the targets of its step. None without experts.
+        Sums as `LayerNormMoE` returns them, float32 [MoE layers, 2E + 2]; balancing loss and z loss without coefficients,
+        float32 [2], each forward weighted by its share of the step's targets. None without experts.
         """
         routing, self._routing = self._routing, None
         return routing
@@ -502,7 +503,7 @@ class Decoder(PretrainedInterface):
 
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if self.context is not None and torch.is_grad_enabled():
-            # Each rank multiplies its own tokens: the head's gradients are summed over the ranks.
+            # Each rank multiplies its tokens: the head's gradients are summed over the ranks.
             return self._of_context(self._own_head()(hidden, run), tokens)[:, kept]
         logits: Tensor = self._own_head()(self._of_context(hidden, tokens)[:, kept], run)
         return logits
@@ -512,7 +513,7 @@ class Decoder(PretrainedInterface):
         if not isinstance(head, OutputHead):
             kind = f"{type(head).__module__}.{type(head).__name__}"
             raise InputError(
-                f"the head of Octavo's decoder is a {kind}, and its loss would bypass what that adds: add adapters before"
+                f"the head of Octavo's decoder is a {kind}, and its loss would bypass the adapter: add adapters before"
                 " octavo.transform, octavo.transform(get_peft_model(model, config))."
             )
         return head
@@ -566,8 +567,8 @@ class Decoder(PretrainedInterface):
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
 
     def _check_hooks(self, loss: Tensor, made: list[Tensor]) -> None:
-        """Refuse a hook of the head that changes what goes in or comes out, as if that were logits."""
-        wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)  # by these in any case, without a change
+        """Refuse a hook of the head that changes its inputs or outputs, as if these were logits."""
+        wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)  # these wrap in any case, without a change
         if torch.compiler.is_compiling() or (made and (wrapped or loss is made[-1])):
             return
         raise InputError(
@@ -576,7 +577,7 @@ class Decoder(PretrainedInterface):
         )
 
     def _share(self, target: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
-        """This forward's part of the targets of a step, by which the losses of its routers count."""
+        """This forward's share of the step's targets, the weight of its routers' losses."""
         targets = (target != IGNORED).sum()
         if self.data_group is not None and self._joins():
             dist.all_reduce(targets, group=self.data_group)
@@ -602,9 +603,9 @@ class Decoder(PretrainedInterface):
 
 @torch.compiler.disable(reason="torch.compile of a model of tensor-parallel ranks")
 def _refuse_compiled(degree: int) -> NoReturn:
-    """Called by the code that torch.compile makes, whose own report would be of a collective inside."""
+    """Called by torch.compile's code, whose error would name a collective inside."""
     raise InputError(
-        f"torch.compile of a model with tensor_parallel_degree = {degree}: its collectives run beside products, by streams and "
+        f"torch.compile of a model with tensor_parallel_degree = {degree}: its collectives overlap products, by streams and "
         "memory that compiled code does not know. Leave torch.compile out, or set tensor_parallel_degree = 1."
     )
 

@@ -23,7 +23,7 @@ from octavo.nn.plain_names import Product
 class LayerReport:
     """One matrix of a model; `reason` explains why it is out of FP8, or has notes on one in FP8.
 
-    recipe: name of the layer's own recipe; empty for that of fp8_autocast.
+    recipe: name of the layer's recipe; empty for that of fp8_autocast.
     """
 
     name: str
@@ -42,15 +42,15 @@ class Description:
     attention: str
     products: str
     own_code: str = ""
-    """The reason why a model of a known kind keeps its own code; else empty."""
+    """The reason why a model of a known kind runs its original code; else empty."""
     split: str = ""
     """The ranks that hold parts of each matrix, whose shapes are those of the whole; else empty."""
     exchanges: str = ""
-    """How those ranks exchange rows of each size, by what was measured here; empty before a second step on GPUs."""
+    """How those ranks exchange rows of each size, as measured here; empty before a second step on GPUs."""
     gathered: str = ""
     """How long blocks stay gathered, with the reason, if `reshard_after_forward = "auto"` chose it; else empty."""
     adapters: str = ""
-    """The adapters beside matrices; empty without."""
+    """The adapters of matrices; empty without."""
 
     @property
     def fp8_layers(self) -> int:
@@ -136,7 +136,7 @@ def kernels_on(
     shared: str = "",
     repeats: bool | None = None,
 ) -> tuple[str, str, str]:
-    """(attention, products in FP8, reason for the model's own code) in words.
+    """(attention, products in FP8, reason for the model's original code) in words.
 
     kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units. shared, repeats: how ranks share
     each sequence, and `train.deterministic`, for a model that is only planned.
@@ -197,5 +197,5 @@ def _reason(module: nn.Module, is_head: bool) -> str:
     if isinstance(module, LayerNormMoE) or (isinstance(module, Product) and module.kind == LayerNormMoE.__name__):
         return "a router: its choice of experts is made in float32"
     if isinstance(module, nn.Linear):
-        return f"{type(module).__name__} is a subclass with code of its own"
+        return f"{type(module).__name__} is a subclass with custom code"
     return f"{type(module).__name__} is not a linear layer that Octavo replaces"

@@ -1,8 +1,8 @@
-"""Exactly known models: the one proof that a model is what Octavo's blocks compute, part by part.
+"""Exactly known models: proof, part by part, that Octavo's blocks compute the same as a model.
 
-A subclass, an adapter, a bias that was added, a tie made by hand or a hook computes something else, and Octavo's blocks would
-drop it silently. Such a model keeps its own code, and `octavo.describe` gives the reason. A Hugging Face model is known by what
-its config builds, timm's vision transformer by a table of its parts (`octavo.models.vision`).
+A subclass, an adapter, an added bias, a manual tie or a hook computes something else, and Octavo's blocks would drop it
+silently. Such a model runs its original code, and `octavo.describe` gives the reason. A Hugging Face model is compared with the
+model built from its config, timm's vision transformer with a table of its parts (`octavo.models.vision`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-"""Of a module's calls, and of its state dict, whose names would be others."""
+"""Wrappers of a module's calls, and of its state dict, which would have other names."""
 _SWITCHES = {"gradient_checkpointing": "gradient checkpointing", "grad_checkpointing": "set_grad_checkpointing()"}
-"""Attributes of models that recompute by themselves: transformers' and timm's."""
+"""Attributes that switch activation checkpointing on: transformers' and timm's."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Kernels of one function; a registered one may be another, such as context parallelism or a mask of its own."""
+"""Kernels that compute the same function; a registered one may not, such as context parallelism or a custom mask."""
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
 """Likewise of experts."""
 
@@ -40,7 +40,7 @@ def tie_again(model: nn.Module) -> None:
     if not isinstance(head, nn.Parameter) or not isinstance(embedding, nn.Parameter) or head.shape != embedding.shape:
         return
     if head.is_meta and embedding.is_meta:
-        own.get_output_embeddings()._parameters["weight"] = embedding  # an assignment would part them again in that context
+        own.get_output_embeddings()._parameters["weight"] = embedding  # an assignment would untie them in that context
 
 
 def differences(
@@ -51,15 +51,15 @@ def differences(
     other_values: Callable[[str, nn.Module], Iterable[str]],
     name: str = "",
 ) -> Iterator[str]:
-    """The proof: messages about what makes a model another than the known one, by classes, then tensors, then each part.
+    """Compares a model with the known one: messages about differing classes, then tensors, then values of each part.
 
     Args:
         model: the model.
-        parts: names of the known one's modules.
+        parts: names of the known model's modules.
         other_class: the message about a module by its name, None for a missing one; empty for a known class.
-        tensors: the known ones; called where every class is known.
+        tensors: the known tensors; called if every class is known.
         other_values: messages about values by which a module of the known class computes something else.
-        name: of the model, in front of all names.
+        name: of the model, a prefix of all names.
     """
     own = dict(model.named_modules(prefix=name, remove_duplicate=False))
     yield from filter(None, (other_class(each, own.get(each)) for each in [*own, *parts]))
@@ -74,14 +74,14 @@ def differences(
 
 
 def switched_on(module: nn.Module) -> Iterator[str]:
-    """The message about a model's own recomputation, which Octavo's blocks would not do."""
+    """The message about a model's activation checkpointing, which Octavo's blocks would not do."""
     for switch, way in _SWITCHES.items():
         if getattr(module, switch, False):
             yield f"{way} is on: octavo.transform(recompute=True) does that for Octavo's blocks"
 
 
 def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
-    """The first thing in which a causal language model differs from `reference`, built from its config; empty for none."""
+    """The first difference between a causal language model and `reference`, built from its config; empty for none."""
     if type(model) is not type(reference):
         return f"its class {type(model).__name__} is not transformers' {type(reference).__name__}"
     known = dict(reference.named_modules(remove_duplicate=False))
@@ -114,9 +114,9 @@ def _beyond_modules(config: Any, spec: ModelSpec) -> Iterator[str]:
     """Differences in kernels that a config chooses, outside of the modules."""
     attention = getattr(config, "_attn_implementation", None)
     if attention is not None and attention not in _ATTENTION:
-        yield f"its attention {attention!r} is not one of transformers' own"
+        yield f"its attention {attention!r} is not one of transformers'"
     experts = getattr(config, "_experts_implementation", None)
     if spec.experts and experts not in _EXPERTS:
-        yield f"its experts run by {experts!r}, which is not one of transformers' own"
+        yield f"its experts run by {experts!r}, which is not one of transformers'"
     if getattr(config, "output_attentions", False):
         yield "output_attentions = True in its config, and the decoder's attention never stores the probabilities"

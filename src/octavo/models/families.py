@@ -1,7 +1,7 @@
 """Model families as data: the keys of Hugging Face's configs that make a `ModelSpec`, and the names of weights.
 
-A family with a table of names becomes Octavo's decoder where the decoder computes its config. Any other keeps its own code,
-gets FP8 linears in place and is counted all the same. Neither torch nor transformers is imported.
+A family with a table of names becomes Octavo's decoder if the decoder computes its config. Any other runs its original code,
+with FP8 linears in place, and is counted all the same. Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ADAPTER = re.compile(r"(?P<layer>.+)\.lora(?P<product>|_fc1|_fc2)\.(?P<part>\w+
 
 
 def matrix_of(name: str) -> str:
-    """The stored name of the parameter that an adapter's parameter is beside."""
+    """The stored name of the parameter to which an adapter's parameter belongs."""
     found = _ADAPTER.fullmatch(name)
     assert found is not None, name
     layer = stored_name(found["layer"])
@@ -103,13 +103,13 @@ class Family:
     Attributes:
         gated: the MLP's activation is applied to a gate.
         keys: fields of `ModelSpec` → config keys that only some families have.
-        fixed: fields of `ModelSpec` that are the same in the whole family.
+        fixed: fields of `ModelSpec` with one value in the whole family.
         normalization: of `ModelSpec`.
         grouped: the config may give the number of key-value heads and the head dimension; False: as many as heads.
         partial_rotary: `partial_rotary_factor` is read.
-        windows: the layers with a sliding window, if the config has one: "none" of them, "all", or those that it "lists".
+        windows: layers with a sliding window, if the config has one: "none", "all", or those that it "lists".
         pads: the row of the pad token in the embedding is not trained.
-        experts: reads the fields of a mixture of experts; None for a family without.
+        experts: reads the fields of mixture of experts (MoE); None for a family without.
         names: of its weights; None for a family that is only counted.
     """
 
@@ -284,8 +284,8 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
     """The spec of a model with the settings of [moe], which go before those of its Hugging Face config.
 
     Raises:
-        InputError: settings for a model without experts or with its own code, a coefficient without its loss, or a config that
-            balances experts of which there are none.
+        InputError: settings for a model without experts or with its original code, a coefficient without its loss, or a config
+        that balances experts without having any.
     """
     if moe is None or not moe.given:
         if spec is not None and spec.balance and not spec.mixtures:
@@ -298,7 +298,7 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
     if spec is None or not spec.mixtures:
         kind = getattr(config, "model_type", "not of Hugging Face")
         having = ", ".join(name for name, family in FAMILIES.items() if family.experts is not None)
-        fault = "keeps its own code" if spec is None else "has no experts"
+        fault = "runs its original code" if spec is None else "has no experts"
         raise InputError(
             f"{settings}: the model ({kind}) {fault}. Leave [moe] out, or train a model with experts in "
             f"Octavo's blocks ({having})."
@@ -357,7 +357,7 @@ FAMILIES: dict[str, Family] = {
 """By Hugging Face's `model_type`."""
 
 DECODER_FAMILIES = tuple(kind for kind, family in FAMILIES.items() if family.names is not None)
-"""Those that Octavo's decoder computes."""
+"""Families that Octavo's decoder computes."""
 
 
 def spec_of(config: Any) -> ModelSpec:
@@ -369,10 +369,10 @@ def spec_of(config: Any) -> ModelSpec:
 
 
 def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
-    """The spec of a config that Octavo's decoder computes, or None and the reason why the model keeps its own code.
+    """The spec of a config that Octavo's decoder computes, or None and the reason why the model runs its original code.
 
     Raises:
-        InputError: a value that transformers' own code cannot compute either.
+        InputError: a value that transformers cannot compute either.
     """
     kind = config.model_type
     if kind not in DECODER_FAMILIES:
@@ -391,15 +391,15 @@ def _beyond_the_decoder(config: Any, spec: ModelSpec) -> Iterator[str]:
     rope, fraction = spec.rotary.get("rope_type", "default"), spec.rotary.get("partial_rotary_factor", 1.0)
     if rope not in ROPE_TYPES:
         yield f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
-    if fraction != spec.rotary_fraction and rope != "default":  # which alone does not read it
+    if fraction != spec.rotary_fraction and rope != "default":  # the only type that does not read it
         yield f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
     if not 0 <= spec.rotary_fraction <= 1:
         yield f"partial_rotary_factor = {fraction} is not between 0 and 1"
     if (window := next((window for window in spec.windows if window is not None and window < 1), None)) is not None:
-        yield f"sliding_window = {window} lets a token see nothing: use at least 1, or none"
+        yield f"sliding_window = {window} leaves a token nothing to attend to: use at least 1, or none"
     if not getattr(config, "is_causal", True):  # read by transformers' masks
         yield f"is_causal = {config.is_causal}: the decoder's attention is causal"
-    if (head_dim := getattr(config, "head_dim", None)) not in (None, spec.head_dim):  # read by the rotation alone
+    if (head_dim := getattr(config, "head_dim", None)) not in (None, spec.head_dim):  # read only by the rotation
         yield f"head_dim = {head_dim}: heads of this family have hidden_size / num_attention_heads = {spec.head_dim}"
     if outside(spec):
         yield f"pad_token_id = {spec.padding} is not in the vocabulary of {spec.vocabulary}"

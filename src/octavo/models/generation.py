@@ -1,4 +1,4 @@
-"""generation_config.json, kept as it is: transformers refuses some of the Hub's as a whole, and drops keys of others.
+"""generation_config.json, copied unchanged: transformers refuses some of the Hub's as a whole, and drops keys of others.
 
 A run stores the file of its source. An export changes it only where it must: ids of special tokens are the run's tokenizer's,
 and a key for which transformers would refuse the whole file, and with it the model's folder, is left out. Both are said.
@@ -22,7 +22,7 @@ from octavo.models.shapes import SHAPES
 
 FILE = "generation_config.json"
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias")
-"""Keys with ids of tokens, beside those that end in _token_id."""
+"""Keys with ids of tokens, besides those that end in _token_id."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GenerationFile:
 
 
 def from_model_config(config: Any) -> GenerationFile:
-    """What transformers makes of a model's config without such a file."""
+    """The generation config that transformers derives from a model's config without such a file."""
     text = GenerationConfig.from_model_config(config).to_json_string()
     return GenerationFile(text, json.loads(text))
 
@@ -102,9 +102,9 @@ def load_generation_config(source: str) -> GenerationFile | None:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged ({first_line(error)}): copy it again, or remove it.") from None
+        raise InputError(f"{path} is damaged ({first_line(error)}): copy it anew, or remove it.") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} is damaged (no JSON object): copy it again, or remove it.")
+        raise InputError(f"{path} is damaged (no JSON object): copy it anew, or remove it.")
     return GenerationFile(text, values)
 
 
@@ -112,6 +112,6 @@ def _fault(values: Mapping[str, Any]) -> str:
     """Why transformers refuses these values; empty if it does not."""
     try:
         GenerationConfig.from_dict(copy.deepcopy(dict(values)))
-    except Exception as error:  # several types of its own
+    except Exception as error:  # several exception types of transformers
         return first_line(error)
     return ""

@@ -1,9 +1,9 @@
-"""The hidden matrices of a model, which Muon orthogonalises: those of its blocks, each by itself.
+"""The hidden matrices of a model, which Muon orthogonalises: those of its blocks, each separately.
 
-A parameter of several matrices (query, key and value; gate and up; those of all experts) is split into them, whatever the
-source calls joined. Embedding, output head, norms, biases and routers are no hidden matrices, nor is what is outside of
-numbered blocks. In a model's original code a matrix whose name says that it is several is refused: the order of its rows is
-that code's.
+A parameter of several matrices (query, key and value; gate and up; those of all experts) is split into them, even if the source
+joins them too. Embedding, output head, norms, biases and routers are no hidden matrices, nor is anything outside numbered
+blocks. In a model's original code a matrix whose name says that it is several is refused: only that code knows the order of its
+rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JOINT = {
 }
 """Names of modules and parameters that hold several matrices in the code of models."""
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.\w+\.")
-"""A module in a numbered block: the layers of an nn.Sequential are none, of which the last may be the head."""
+"""A module in a numbered block; layers of an nn.Sequential do not count, as the last may be the head."""
 _STACKED = re.compile(r"\.experts\.(?!\d+\.)")
 """Experts in one parameter, not as modules with a number."""
 
@@ -45,7 +45,7 @@ class HiddenParameter:
         block: its places in the whole, if a tensor group declares them.
         shape: [rows, columns] of the whole.
         lengths: rows of each matrix in one repetition of the rows.
-        experts: of stacked matrices, one expert's rows behind another's; 0 for others.
+        experts: of stacked matrices, each expert's rows after the previous one's; 0 for others.
     """
 
     name: str
@@ -91,8 +91,8 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
     """
     if adapters := [name for name, _ in model.named_parameters() if is_adapter(name) or ".lora_" in name]:
         raise InputError(
-            f"{who}: {some(adapters)} are low-rank factors. Orthogonalised one by one, their product has not the update of a "
-            'matrix. Set optimizer.name = "adamw", or train without adapters.'
+            f"{who}: {some(adapters)} are low-rank factors. Orthogonalised one by one, their product does not get a matrix's "
+            'update. Set optimizer.name = "adamw", or train without adapters.'
         )
     way, blocks = conversion_of(model), parameters_of(model)
     exempt = _exempt(model)
@@ -111,9 +111,11 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
             found.append(HiddenParameter(name, parameter, block, (shape[0], shape[1]), lengths, experts))
     if joint:
         raise InputError(
-            f"{who}: {some(joint)} of {type(model).__name__}'s original code are named as several matrices in one, whose order "
-            'of rows that code decides: Muon would orthogonalise them together. Set optimizer.name = "adamw", or take a model '
-            "that Octavo's decoder has (docs/models.md)."
+            f"{who}: {some(joint)} of {type(model).__name__}'s original code are several matrices in one by their names, and "
+            "only that "
+            'code knows the order of rows: Muon would orthogonalise them together. Set optimizer.name = "adamw", or use a '
+            "model "
+            "with Octavo's decoder (docs/models.md)."
         )
     if not found:
         raise InputError(

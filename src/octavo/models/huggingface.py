@@ -1,9 +1,9 @@
 """Hugging Face's interface of Octavo's decoder: the names of its models that loops, Trainer, Accelerate and PEFT use.
 
-Cheap and exact methods are here. Generation needs a cache of keys and values, so the weights are handed to transformers' own
-model: exact by construction, for the price of one copy of the weights a call. Every other name raises an error with the way,
-and `hasattr` is False for it, so that libraries do as with any module. Arguments of the forward that ask for nothing are
-accepted, the others refused by name.
+Cheap and exact methods are here. Generation needs a cache of keys and values, so a transformers model gets the weights: exact
+by construction, at the cost of one copy of the weights a call. Every other name raises an error with the alternative, and
+`hasattr` is False for it, as for any module. Arguments of the forward with a no-op value are accepted, the others refused by
+name.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weight_files import InMemoryWeights
 from octavo.nn.derived import derive, written_class
 
-_OWN = 'octavo.transform(model, blocks="own") keeps Hugging Face\'s code'
+_OWN = 'octavo.transform(model, blocks="own") runs Hugging Face\'s code'
 _BEFORE = "call it on Hugging Face's model, before octavo.transform"
 _RECOMPUTE = "octavo.transform(model, recompute=True) recomputes activations in backward"
 _CHECKPOINTING = f"{_RECOMPUTE}; leave gradient_checkpointing = False in TrainingArguments, SFTConfig and DPOConfig"
 _PEFT = "add adapters before octavo.transform: octavo.transform(get_peft_model(model, config))"
-_CACHE = "it keeps no keys and values: model.generate(...) generates with a cache, through transformers' own model"
-_DOCUMENTS = "position_ids alone tell where documents begin (DataCollatorWithFlattening(return_flash_attn_kwargs=False))"
-_COPY = "octavo.to_huggingface(model) is transformers' own model with these weights"
+_CACHE = "it has no cache of keys and values: model.generate(...) generates with a cache, by a transformers model"
+_DOCUMENTS = "only position_ids tell where documents begin (DataCollatorWithFlattening(return_flash_attn_kwargs=False))"
+_COPY = "octavo.to_huggingface(model) returns a transformers model with these weights"
 _KERNELS = f"Octavo chooses the kernels of its attention, and {_OWN}"
 _RANKS = "octavo.init shards a model over ranks"
 _DEFAULT = f"{_OWN}, and {_COPY}"
@@ -69,13 +69,13 @@ INSTEAD = {
     **dict.fromkeys(("set_attn_implementation", "set_experts_implementation", "set_use_kernels", "use_kernels"), _KERNELS),
     **dict.fromkeys(("tp_plan", "tp_size", "fsdp_plan", "fsdp_size", "ep_plan", "pp_plan"), _RANKS),
     **dict.fromkeys(("supports_tp_plan", "supports_pp_plan", "supports_context_parallel"), _RANKS),
-    "get_decoder": f"model.base_model(...) gives the states behind its last norm; {_COPY}",
+    "get_decoder": f"model.base_model(...) returns the states after its last norm; {_COPY}",
     "loss_function": "its loss is the cross entropy of its forward with labels; for another, give it the logits",
     "model": f"its blocks are model.layers, with the names of octavo.describe(model); {_COPY}",
     "lm_head": f"its output head is model.head; {_COPY}",
     **dict.fromkeys(("past_key_values", "cache"), _CACHE),
 }
-"""Names of Hugging Face's models that the decoder has not → the way to the same end; of the others `_DEFAULT` is the way."""
+"""Names of Hugging Face's models that the decoder lacks → what to do instead; `_DEFAULT` for the others."""
 _ARGUMENTS = {
     **dict.fromkeys(("use_cache", "past_key_values", "cache"), _CACHE),
     "inputs_embeds": f"it takes input_ids; {_OWN}, which takes both",
@@ -88,11 +88,11 @@ _ARGUMENTS = {
     "shift_labels": "it shifts labels itself; give labels, the tokens",
     "num_logits_to_keep": "its name is logits_to_keep",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _DOCUMENTS),
-    "logits_to_keep": "with labels it returns the loss alone; leave labels or logits_to_keep out",
+    "logits_to_keep": "with labels it returns only the loss; leave labels or logits_to_keep out",
 }
-"""Arguments of Hugging Face's forward → the way. None, False and 0 ask for nothing."""
+"""Unsupported `forward` arguments → what to do instead. None, False and 0 are accepted."""
 _DEFAULTS = {"is_causal": True, "ignore_index": -100}
-"""Arguments whose False and 0 ask for something → the value that asks for nothing."""
+"""Arguments with another no-op value → that value."""
 
 
 _SHARD_BYTES = 50 * 10**9
@@ -102,13 +102,13 @@ IGNORED = -100
 
 
 class NotInOctavo(InputError, AttributeError):
-    """A name that Hugging Face's models have and Octavo's decoder has not; the message gives the way."""
+    """A name that Hugging Face's models have and Octavo's decoder lacks; the message says what to do instead."""
 
 
 def refuse_arguments(arguments: Mapping[str, Any], behind: Sequence[Any] = ()) -> None:
-    """Raise an InputError for an argument of a forward that Octavo's decoder does not take, unless it asks for nothing.
+    """Raise an InputError for an unsupported argument of a decoder's forward, unless it has a no-op value.
 
-    behind: arguments without a name behind position_ids.
+    behind: positional arguments after position_ids.
     """
     if any(value is not None for value in behind):
         raise InputError(
@@ -142,7 +142,7 @@ def check_inputs(
 ) -> Tensor:
     """`input_ids`, if all inputs are there and fit one another; else an InputError.
 
-    Ids are read on a CPU alone: a GPU would have to be waited for.
+    Ids are checked only on a CPU: on a GPU the host would have to wait.
     """
     if not isinstance(input_ids, Tensor):
         raise InputError(f"input_ids is {_kind(input_ids)}: give the decoder token ids, int64 [samples, tokens].")
@@ -184,20 +184,20 @@ def _check_ids(name: str, ids: Tensor, vocabulary: int, ignored: int | None = No
 
 
 def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool | None, balance: float) -> None:
-    """Raise an InputError if the config or a forward now asks for another balancing loss than the decoder was made with.
+    """Raise an InputError if the config or a forward now requests another balancing loss than the decoder was built with.
 
-    made_with: the config's `output_router_logits` when it was made. argument: a forward's. balance: the loss's coefficient.
+    made_with: the config's `output_router_logits` when it was built. argument: a forward's. balance: the loss's coefficient.
     """
     now = getattr(config, "output_router_logits", None)
     if now != made_with:
-        asked = f"config.output_router_logits was {made_with} when Octavo's decoder was made and is now {now}"
+        asked = f"config.output_router_logits was {made_with} when Octavo's decoder was built and is now {now}"
     elif argument is False and balance:
-        asked = f"output_router_logits = False, but Octavo's decoder was made with a balancing loss ({balance:g} x)"
+        asked = f"output_router_logits = False, but Octavo's decoder was built with a balancing loss ({balance:g} x)"
     else:
         return
     value = "aux_loss" if now and argument is not False else "none"
     raise InputError(
-        f"{asked}: its loss stays as it was made. Set config.output_router_logits before octavo.transform, or give"
+        f"{asked}: its loss does not change. Set config.output_router_logits before octavo.transform, or give"
         f" moe={{'moe_load_balancing': '{value}'}} there."
     )
 
@@ -218,7 +218,7 @@ class PretrainedInterface(nn.Module):
     model_tags: list[str] | None = None
     """Of the model card."""
     generation_config: Any = None
-    """Of the Hugging Face model that was transformed; written beside exported weights."""
+    """Of the Hugging Face model that was transformed; written next to exported weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class PretrainedInterface(nn.Module):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, arguments included, by transformers' own model with these weights, in their dtype.
+        """transformers' `generate`, arguments included, by a transformers model with these weights, in their dtype.
 
         FP8 has no part in it. A copy of the weights lives while it runs; of a sharded model a whole one on each rank, and all
         ranks call it. For samples during training see `octavo.run.sample.sample_text`.
@@ -296,7 +296,7 @@ class PretrainedInterface(nn.Module):
     is_gradient_checkpointing = is_activation_checkpointing
 
     def add_model_tags(self, tags: list[str] | str) -> None:
-        """Tags of the model card that `push_to_hub` writes, beside those of before."""
+        """Tags of the model card that `push_to_hub` writes, in addition to existing ones."""
         new = [tags] if isinstance(tags, str) else tags
         self.model_tags = list(dict.fromkeys([*(self.model_tags or ()), *new]))
 
@@ -314,7 +314,7 @@ class PretrainedInterface(nn.Module):
         return self.last_hidden_state
 
     def last_hidden_state(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
-        """States behind the last norm, in the dtype of the head's weight, [B, T, hidden]; arguments as of the forward."""
+        """States after the last norm, in the dtype of the head's weight, [B, T, hidden]; arguments as of the forward."""
         raise NotImplementedError
 
     def load_hugging_face(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -398,7 +398,7 @@ def pose_as_pretrained(model: PretrainedInterface) -> None:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """For `pickle` and `copy`, which look a class up by its name: that of before, which poses again."""
+    """For `pickle` and `copy`, which look a class up by its name: returns the original class, which is extended anew."""
     return _posing, (written_class(self), self.config, vars(self).copy())
 
 
@@ -420,14 +420,14 @@ def _drop_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata
 
 
 def _add_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
-    """Accept a state dict with a tied weight under the embedding's name alone."""
+    """Accept a state dict with a tied weight only under the embedding's name."""
     assert isinstance(model, PretrainedInterface)
     if is_tied(model) and f"{prefix}embedding.weight" in state:
         state.setdefault(f"{prefix}head.weight", state[f"{prefix}embedding.weight"])
 
 
 def _tie_again(model: nn.Module, keys: Any) -> None:
-    """Behind a load with `assign=True`, which makes two parameters of one tensor."""
+    """After a load with `assign=True`, which makes two parameters of one tensor."""
     assert isinstance(model, PretrainedInterface)
     head, embedding = model.head.weight, model.embedding.weight
     if not model.spec.tied or head is embedding or head.is_meta or head.shape != embedding.shape:

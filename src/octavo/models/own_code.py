@@ -1,4 +1,4 @@
-"""Models that keep their own code: dtypes, recomputation by their own switch, and refusals of settings of Octavo's blocks."""
+"""Models with their original code: dtypes, their gradient checkpointing, and refusals of settings of Octavo's blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_other_models(config: Any) -> None:
     if what := _other_kind(config, kind):
         raise InputError(
             f"model.source: {kind} is no causal language model but {what}, and a run trains only causal language models, such "
-            f"as llama or gpt2. Give one as model.source, or train {kind} in a loop of your own: octavo.transform(model) runs "
+            f"as llama or gpt2. Give one as model.source, or train {kind} in your training loop: octavo.transform(model) runs "
             "its linear layers in FP8."
         )
 
@@ -82,7 +82,7 @@ def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] 
     }
     if asked := {setting: default for setting, (value, default) in settings.items() if value}:
         raise InputError(
-            f"{', '.join(asked)}: {_kind(model)} keeps its own code with its own head and loss, and only those of Octavo's"
+            f"{', '.join(asked)}: {_kind(model)} runs its original code with its head and loss, and only those of Octavo's"
             f" decoder can do that ({', '.join(DECODER_FAMILIES)}). Set {', '.join(asked.values())}."
         )
 
@@ -93,8 +93,8 @@ def refuse_block_settings(model: nn.Module, recompute: Recompute, mlp_chunks: in
     families = ", ".join(DECODER_FAMILIES)
     if offload:
         raise InputError(
-            f"train.offload = true (or parallel.sm_activation_offloading): {kind} keeps its own code, and only the blocks of"
-            " Octavo's decoder are offloaded"
+            f"train.offload = true (or parallel.sm_activation_offloading): {kind} runs its original code, and only the blocks "
+            "of Octavo's decoder are offloaded"
             f" ({families}). Use train.recompute = true instead."
         )
     has_switch = any(hasattr(model, switch) for switch in _SWITCHES)
@@ -112,10 +112,10 @@ def recompute_own_code(model: nn.Module) -> None:
 
 
 def float32_names(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
-    """Names of the parameters and buffers that `from_pretrained` keeps in float32 in a model of `dtype`.
+    """Names of the parameters and buffers that `from_pretrained` leaves in float32 in a model of `dtype`.
 
-    They are routers' weights and corrections, by transformers' version more or fewer, and the code of the model computes with
-    them beside the others. Empty for modules of other libraries.
+    They are routers' weights and corrections, depending on transformers' version, and the model's code mixes them with the
+    other dtype. Empty for modules of other libraries.
     """
     found: set[str] = set()
     for prefix, module in model.named_modules():
@@ -148,21 +148,21 @@ def refuse_float32_parameters(
     params_dtype: torch.dtype,
     way: str = 'Set model.params_dtype = "float32" (params_dtype=torch.float32 in Python).',
 ) -> None:
-    """Raise an InputError if a model that is to be sharded keeps parameters in float32 beside others of `params_dtype`."""
+    """Raise an InputError if a model that is to be sharded has parameters in float32 and others of `params_dtype`."""
     kept = float32_names(model, params_dtype)
     names = [name for name, parameter in model.named_parameters() if name in kept and parameter.dtype != params_dtype]
     if names:
         raise InputError(
-            f"params_dtype = {str(params_dtype).removeprefix('torch.')} over several ranks: {_kind(model)} keeps {some(names)} "
-            f"in float32, and a sharded model has parameters of one dtype. {way}"
+            f"params_dtype = {str(params_dtype).removeprefix('torch.')} over several ranks: {_kind(model)} leaves "
+            f"{some(names)} in float32, and a sharded model has parameters of one dtype. {way}"
         )
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Let a model that keeps its own code compute in `dtype` with parameters of another, by PyTorch's autocast.
+    """Let a model with its original code compute in `dtype` with parameters of another dtype, by PyTorch's autocast.
 
-    Parameters of `float32_names` ask for no autocast, which would lower the products that the model computes with them in
-    float32. The class changes and not the instance, so that a deep copy computes with its own weights.
+    Parameters of `float32_names` do not count: autocast would lower the products that the model computes with them in float32.
+    The class changes and not the instance, so that a deep copy computes with its weights.
     """
     kept = float32_names(model, dtype)
     of = {parameter.dtype for name, parameter in model.named_parameters() if parameter.is_floating_point() and name not in kept}
@@ -171,7 +171,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
         return
     if dtype == torch.float32:
         raise InputError(
-            f"{type(model).__name__} keeps its own code, which computes in the dtype of its parameters or below: with"
+            f"{type(model).__name__} runs its original code, which computes in the dtype of its parameters or below: with"
             f" params_dtype {others.pop()}, dtype float32 is not possible. Use params_dtype float32."
         )
     base = type(model)

@@ -1,4 +1,4 @@
-"""Weights under the names of transformers' models, from and to those of published folders, by transformers' own conversions.
+"""Weights under the names of published folders, converted from and to transformers' models by transformers' conversions.
 
 A published folder may have other names than the model (`LayerNorm.gamma`, a missing or an added `model.`), or the parts of a
 tensor that is joined in the model (the matrices of experts). transformers has renamings and converters for each model:
@@ -38,7 +38,7 @@ _QUANTISED_NAME = re.compile(
 )
 """Names of the scales and tables of quantised weights."""
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
-"""A matrix of one expert: what is in front of the expert's number, the number, and what is behind it."""
+"""A matrix of one expert: the name before the expert's number, the number, and the name after it."""
 _ROWS = 1 << 14
 """Rows of a tied weight that are compared at a time."""
 
@@ -51,7 +51,7 @@ def causal_lm_on_meta(config: Any) -> PreTrainedModel:
 
 
 def keep_float32_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast to float32 the buffers that `from_pretrained` keeps in float32 in a model of `dtype`: a router's correction."""
+    """Cast to float32 the buffers that `from_pretrained` leaves in float32 in a model of `dtype`: a router's correction."""
     names = float32_names(model, dtype) & model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in names and buffer.is_floating_point():
@@ -94,7 +94,7 @@ class PublishedWeights(Weights):
         if isinstance(model, PreTrainedModel):
             model._adjust_missing_and_unexpected_keys(info)
         self.optional = missing - info.missing_keys
-        computed = {name for name, _ in model.named_buffers()}  # of earlier versions, which kept them in files
+        computed = {name for name, _ in model.named_buffers()}  # earlier versions stored them in files
         lost = {name: theirs for name, theirs in unused.items() if name in info.unexpected_keys - computed}
         self._refuse_parts(state, lost, sorted(info.missing_keys))
         self.unused = sorted(lost.values())
@@ -181,7 +181,7 @@ class PublishedWeights(Weights):
                 converter.add_tensor(first, theirs, pattern, read(theirs))
         try:
             made = converter.convert(first, model=self._model, config=self._model.config)
-        except Exception as error:  # operations of transformers raise what torch does
+        except Exception as error:  # operations of transformers raise torch's exceptions
             named = some([theirs for names in parts.values() for theirs in names])
             raise InputError(f"{self._files.owner}: {named} cannot be joined to {first}: {first_line(error)}.") from None
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
@@ -212,7 +212,7 @@ class PublishedWeights(Weights):
             equal = equal and parts[0].dtype == parts[1].dtype and torch.equal(*parts)
         if not equal:
             raise InputError(
-                f"{self.owner}: {one} and {other} differ, but the model ties them. If the head has weights of its own, set"
+                f"{self.owner}: {one} and {other} differ, but the model ties them. If the head has separate weights, set"
                 " tie_word_embeddings = false (config.json); else remove one of the two tensors."
             )
 
@@ -261,7 +261,7 @@ def published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str
 
 def groups(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """The names of a model's tensors, grouped by the converter that saves them. shapes: the tensors, on the meta device."""
-    transforms = getattr(model, "_weight_conversions", None)  # from_pretrained leaves those that it used
+    transforms = getattr(model, "_weight_conversions", None)  # from_pretrained leaves the conversions that it used
     if transforms is None:
         transforms = [t for t in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(t, PrefixChange)]
     reverse = [transform.reverse_transform() for transform in transforms[::-1]]

@@ -22,9 +22,9 @@ def rate_factors(
     """The factor of each trained parameter, by name.
 
     Args:
-        rates: pattern (`fnmatch`) of names, Octavo's or the source's → factor; the last one that matches counts, 1 without.
-        layer_decay: d. Of L blocks the first has d^L, the last d; what is registered before them, as embeddings are,
-            d^(L + 1); what is behind them, as a final norm and a head, 1.
+        rates: pattern (`fnmatch`) of names, Octavo's or the source's → factor; the last match counts, 1 without a match.
+        layer_decay: d. Of L blocks the first has d^L, the last d; parameters registered before them, such as embeddings, d^(L +
+        1); \t            those after them, such as a final norm and a head, 1.
         keys: names of both in messages.
 
     Raises:
@@ -51,7 +51,7 @@ def rate_factors(
         found[name] = next(iter(factors.values()))
     if unused:
         pattern = next(iter(unused))
-        raise InputError(f"{keys[0]} pattern {pattern!r} matches frozen parameters alone, which have no rate. Remove it.")
+        raise InputError(f"{keys[0]} pattern {pattern!r} matches only frozen parameters, which have no rate. Remove it.")
     if layer_decay != 1:
         depths, blocks = _depths(model, keys[1])
         found = {name: factor * layer_decay ** (blocks + 1 - depths[name]) for name, factor in found.items()}
@@ -79,7 +79,7 @@ def _is_number(value: object) -> bool:
 
 
 def _depths(model: nn.Module, key: str) -> tuple[dict[str, int], int]:
-    """Depth of each parameter, from 0 before the blocks to L + 1 behind them, and L."""
+    """Depth of each parameter, from 0 before the blocks to L + 1 after them, and L."""
     stacks = {
         name: len(module)
         for name, module in model.named_modules()

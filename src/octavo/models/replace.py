@@ -1,4 +1,4 @@
-"""FP8 linears in a module that keeps its own code; layers with another recipe, or none, by patterns of their names."""
+"""FP8 linears in a model's original code; layers with another recipe, or none, by patterns of their names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
 
 
 def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes that somebody has given the parameters of a model, by their names; a tied one under each."""
+    """The attributes that a user has set on the parameters of a model, by their names; a tied one under each."""
     return {name: dict(vars(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
@@ -106,7 +106,7 @@ def restore_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]])
 
 
 def refuse_blocks(model: nn.Module) -> None:
-    """Raise an InputError for a model with values of which ranks hold ranges; on meta it keeps its code, and the ranges."""
+    """Raise an InputError for a model with values of which ranks hold ranges; on meta it keeps its code and the ranges."""
     blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
         if blocks[parameter] is not None and not parameter.is_meta:
@@ -119,7 +119,7 @@ def refuse_blocks(model: nn.Module) -> None:
 def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> None:
     """Raise an InputError for a hook of a parameter that will be another tensor, which the hook would never see.
 
-    prefix: of the names of these parameters. meta: of those on the meta device alone.
+    prefix: of the names of these parameters. meta: only those on the meta device.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix) or (meta and not parameter.is_meta):
@@ -136,7 +136,7 @@ def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> N
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train no parameter whose name, or that of a module around it, a pattern matches; names are Octavo's or the source's.
+    """Freeze every parameter whose name, or whose module's name, matches a pattern; names are Octavo's or the source's.
 
     Raises:
         InputError: a pattern matches no parameter, only some of the matrices that are one parameter, or more by Octavo's names
@@ -158,7 +158,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str, dict[str, list[str]]]:
-    """Of each parameter its parts by the source's names, one by its own name if it has no other, with the patterns of each.
+    """For each parameter its parts under the source's names (its own name if it has no other), with the patterns of each.
 
     A pattern (`fnmatch`) matches the name of a parameter or of a module around it, Octavo's or the source's.
 
@@ -202,7 +202,7 @@ def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str, key: 
     shown = [", ".join(dict.fromkeys(repr(re.sub(r"\.\d+\.", ".*.", each)) for each in kind)) for kind in (first, second)]
     raise InputError(
         f"{key} pattern {pattern!r} has two meanings. By the source's names it is {shown[0]}; by Octavo's also "
-        f"{shown[1]}, since it matches {more[0]!r}. Write those that you mean."
+        f"{shown[1]}, since it matches {more[0]!r}. Write out the names."
     )
 
 
@@ -219,7 +219,7 @@ def recompute_mlps(model: nn.Module, chunks: int = 1) -> None:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """True if some of a model's layers are mixtures of experts."""
+    """True if some of a model's layers are mixture of experts (MoE)."""
     return any(isinstance(layer, LayerNormMoE) for layer in model.modules())
 
 
@@ -235,7 +235,7 @@ def choose_recipes(
     skip: Sequence[str] = (),
     excluded: Mapping[str, str] | None = None,
 ) -> None:
-    """Give FP8 layers a recipe of their own, or none; arguments as in `build_model`.
+    """Give FP8 layers a separate recipe, or none; arguments as in `build_model`.
 
     Raises:
         InputError: a pattern matches no FP8 layer.

@@ -1,4 +1,4 @@
-"""A larger vocabulary for pretrained weights: more rows of the embedding, of a head of its own, and of the head's bias.
+"""A larger vocabulary for pretrained weights: more rows of the embedding, of an untied head, and of the head's bias.
 
 A new row is the mean of the old ones, in float32. Its logit is then about the mean logit, and a new token neither dominates the
 softmax nor starts at an infinite loss. Rows are computed where they are read: a rank without new rows computes no mean, and one

@@ -1,6 +1,6 @@
 """Built-in shapes: the Hugging Face configs of released models by name, so that a run from random weights needs no download.
 
-The benchmark's workloads are made of them too. `model.config` of a run file overrides single keys.
+The benchmark's workloads are built from them too. `model.config` of a run file overrides single keys.
 """
 
 from __future__ import annotations

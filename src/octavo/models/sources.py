@@ -101,7 +101,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
         values.pop("head_dim", None)  # derived from the two that changed
     try:
         found = AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers validates with several exception types of its own
+    except Exception as error:  # transformers validates with several exception types
         raise InputError(f"model.config: {_reason(error)}") from None
     rope = overrides.get("rope_parameters")
     if isinstance(rope, dict):
@@ -110,7 +110,7 @@ def _overridden(config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Overrides under the stored names of `known`: some families ignore an alias beside the stored name.
+    """Overrides under the stored names of `known`: some families ignore an alias if the stored name is there too.
 
     names: alias → stored name, such as Qwen3-MoE's num_experts → num_local_experts.
 
@@ -131,7 +131,7 @@ def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], nam
 
 
 def _joined(old: Any, new: Any) -> Any:
-    """A value with an override: a table keeps its other keys, except under another type of rotary scaling."""
+    """A value with an override: a table retains its other keys, except under another type of rotary scaling."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return copy.deepcopy(new)  # transformers writes into it
     if new.get("rope_type", old.get("rope_type")) != old.get("rope_type"):
@@ -141,7 +141,7 @@ def _joined(old: Any, new: Any) -> Any:
 
 def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Refuse keys of `rope_parameters` that its type does not read: without scaling all but the base."""
-    if any(isinstance(value, dict) for value in asked.values()):  # one table for each kind of layer
+    if any(isinstance(value, dict) for value in asked.values()):  # a separate table for each kind of layer
         for kind, table in asked.items():
             _check_rope(table if isinstance(table, dict) else {}, found[kind])
         return
@@ -185,7 +185,7 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
             "model.config.rope_parameters.partial_rotary_factor is of the pretrained weights: it says which columns of a head "
             "rotate. Remove it."
         )
-    scaled = old["factor"] if old.get("rope_type") == "linear" else 1  # whose key of the positions before does not exist
+    scaled = old["factor"] if old.get("rope_type") == "linear" else 1  # linear has no key for the original positions
     trained = int(old.get("original_max_position_embeddings") or before.max_position_embeddings / scaled)
     limit = int(after.max_position_embeddings)
     if limit < trained:
@@ -227,7 +227,7 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
         reach = trained * float(new["factor"] or limit / trained)
         if new["factor"] is not None and new["factor"] < 1:
             raise InputError(f"model.config.rope_parameters.factor = {new['factor']!r}: an extension has 1 or more.")
-        if kind == "llama3":  # whose factor says nothing of the last position
+        if kind == "llama3":  # its factor does not determine the last position
             return ""
         if limit > reach:
             factor = math.ceil(limit / trained * 1000) / 1000
@@ -299,7 +299,7 @@ def _read_config(source: str) -> Any:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(
-                f"model.source: {path} is not a Hugging Face config: {error}. Put the model's own there."
+                f"model.source: {path} is not a Hugging Face config: {error}. Put the model's config there."
             ) from None
         except OSError as error:
             raise InputError(f"model.source: {path} cannot be read: {why_unusable(error)}") from None
@@ -313,7 +313,7 @@ def _read_config(source: str) -> Any:
     try:
         with contextlib.nullcontext() if Path(source).is_dir() else hub.bounded():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers validates with several exception types of its own
+    except Exception as error:  # transformers validates with several exception types
         if is_unreachable(error):
             raise unreachable("model.source", source, "model", f"a built-in shape: {', '.join(SHAPES)}") from None
         if path.is_file():
@@ -347,7 +347,7 @@ def weights_folder(source: str) -> Path:
     try:
         with hub.bounded():
             folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX, "*.json"]))
-    except Exception as error:  # huggingface_hub raises its own types, and those of the HTTP library below it
+    except Exception as error:  # exceptions of huggingface_hub and of its HTTP library
         raise InputError(f"model.source = {source!r}: the weights could not be fetched: {_reason(error)} {remedy}") from None
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"model.source = {source!r}: no .safetensors file is there or in the local cache. {remedy}")

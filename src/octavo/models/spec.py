@@ -22,17 +22,17 @@ class ModelSpec:
         activation, gated: the function of the MLP by Hugging Face's name; True if it is applied to a gate.
         qkv_bias, proj_bias, mlp_bias: biases of the attention's joint product, of its output product, and of the MLP.
         qk_norm: queries and keys are normalised head by head before their rotation, by an RMSNorm each.
-        parallel: attention and MLP read the same residual stream, each through a norm of its own.
-        attention_dropout, hidden_dropout, embedding_dropout: in training: of the probabilities, of what a block adds to the
-            residual stream, and of the embeddings.
+        parallel: attention and MLP read the same residual stream, each through a separate norm.
+        attention_dropout, hidden_dropout, embedding_dropout: in training: of the probabilities, of a block's additions to the
+        residual stream, and of the embeddings.
         tied: the output head is the embedding.
         padding: the token whose row of the embedding is not trained, as in Hugging Face (`pad_token_id`).
         initializer_range: standard deviation of the initial matrices.
         rotary: Hugging Face's `rope_parameters`; empty for a model without.
         rotary_fraction: of each head's columns, the first, that rotate.
         max_positions: of rotary scalings.
-        windows: one entry a layer: None for full attention, else the keys that a sliding window keeps.
-        experts, visited: experts of each MLP (0 for none), and those of them that a token visits.
+        windows: one entry a layer: None for full attention, else the number of keys in a sliding window.
+        experts, visited: experts of each MLP (0 for none), and experts per token (top-k).
         normalized: a token's weights are the probabilities of its experts divided by their sum.
         jitter: in training the input of router and experts is multiplied by numbers from 1 − jitter to 1 + jitter.
         assignment: of tokens to experts, as of `octavo.nn.Experts`.

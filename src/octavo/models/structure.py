@@ -1,7 +1,7 @@
-"""What a model computes beyond its weights, beside a model that is built from its config: an export holds the config alone.
+"""Parts of a model's computation besides its weights, compared with a model built from its config: an export has no others.
 
-A replaced module, a shared parameter, another eps or activation, a `forward` of a caller's own: a folder with such weights
-would load as another model. Settings of training alone (dropout, recomputation, losses) are left out.
+A replaced module, a shared parameter, another eps or activation, a custom `forward`: a folder with such weights would load as
+another model. Settings that matter only in training (dropout, recomputation, losses) are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINEARS = ("torch.nn.modules.linear.Linear", "transformers.models.falcon.modelin
 _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = ("torch", "transformers", "octavo", "accelerate", "peft", "trl", "deepspeed")
-"""Packages whose hooks and wrapped forwards serve a training; a caller's own compute something else."""
+"""Packages whose hooks and wrapped forwards serve training; a user's may compute something else."""
 _STATES = (
     *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "checkpoint", "chunks", "inplace"),
     *("padding_idx", "pad_token_id"),
@@ -71,7 +71,7 @@ def tensor_differences(own: Tensors, known: Tensors) -> Iterator[str]:
                 yield f"{name} shares the tensor of {own[name][1]}, a tie that the config does not say"
             else:
                 way = "unless its tie_word_embeddings is False"
-                yield f"{name} is a tensor of its own, where the config ties it to {known[name][1]} ({way})"
+                yield f"{name} is a separate tensor, where the config ties it to {known[name][1]} ({way})"
 
 
 def scalars_of(module: nn.Module) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def class_name(cls: type) -> str:
 
 
 def kind_of(module: nn.Module | None, beside: nn.Module | None = None) -> str:
-    """A module's class, with an article; its whole name where the module beside it has a class of the same."""
+    """A module's class, with an article; its full name if the compared module's class has the same name."""
     if module is None:
         return "missing"
     cls, other = written_class(module), None if beside is None else written_class(beside)
@@ -99,12 +99,12 @@ def kind_of(module: nn.Module | None, beside: nn.Module | None = None) -> str:
 
 
 def is_of_transformers(hook: object) -> bool:
-    """A hook of transformers' own, which a forward that returns hidden states or router logits leaves behind."""
+    """A hook of transformers, which a forward that returns hidden states or router logits leaves behind."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def difference_from(model: nn.Module, reference: nn.Module, *, root: bool = True) -> str:
-    """The first thing by which a model with the weights of `model` and the code of `reference` is another; empty for none.
+    """The first difference between `model` and a model with its weights and the code of `reference`; empty for none.
 
     Args:
         model: trained, in FP8 or sharded.
@@ -143,13 +143,13 @@ def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str
     for key, value in has.items():
         if key == "original_max_seq_len" and not scaled:
             continue
-        if type(module) is nn.Linear and key in ("in_features", "out_features"):  # its forward knows its weight alone
+        if type(module) is nn.Linear and key in ("in_features", "out_features"):  # its forward uses only the weight
             continue
         if key.startswith("_") or key in _STATES or drops or any(part in key for part in _TRAINING):
             continue
         plain = _is_plain(value)
         if key in says:
-            if not plain and says[key] is None:  # what a run adds, such as the group of ranks of a sharded model
+            if not plain and says[key] is None:  # set by a run, such as the group of ranks of a sharded model
                 continue
             if plain != _is_plain(says[key]) or (plain and value != says[key]):
                 yield f".{key} is {value!r}, where its config says {says[key]!r}"
@@ -185,7 +185,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _origin(function: Any) -> str:
-    """The module and name of a function or callable; of a wrapper, which has the names of the function inside, its own."""
+    """The module and name of a function or callable; for a wrapper with the names of the wrapped function, the wrapper's."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -218,7 +218,7 @@ def _close(own: Tensor, known: Tensor) -> bool:
 
 
 def warn_of_hooks(model: nn.Module) -> None:
-    """Name the hooks of a caller's own, which no folder holds: some observe, and some change what the model computes."""
+    """Warn of a user's hooks, which no folder holds: some observe, and some change the computation."""
     found = [
         f"{name or 'the model'} ({_origin(hook)})"
         for name, module in model.named_modules()
@@ -229,7 +229,7 @@ def warn_of_hooks(model: nn.Module) -> None:
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.warn(
-            f"the forward hook of {found[0]}{more} is not written: the weights alone are, and the loaded model computes "
+            f"the forward hook of {found[0]}{more} is not written: only the weights are, and the loaded model computes "
             "without it.",
             stacklevel=4,
         )

@@ -49,7 +49,7 @@ def check_tensor(spec: ModelSpec, degree: int, *, spread: bool = False, dtype: t
 
 
 def check_router(spec: ModelSpec, degree: int, *, section: str = "", key: str = KEY) -> None:
-    """Raise an InputError for a router whose ranks, each with its own tokens, would not do what one rank does.
+    """Raise an InputError for a router that would compute another result from each rank's tokens than from all.
 
     section, key: "moe." and the degree's key, of a run file.
     """
@@ -57,8 +57,8 @@ def check_router(spec: ModelSpec, degree: int, *, section: str = "", key: str = 
         return
     if spec.assignment != "largest":
         raise InputError(
-            f'{section}moe_load_balancing = "{spec.assignment}" with {key} = {degree}: each rank would assign its own tokens '
-            f'alone. Set {section}moe_load_balancing = "aux_loss", or {key} = 1.'
+            f'{section}moe_load_balancing = "{spec.assignment}" with {key} = {degree}: each rank would assign only its '
+            f'tokens. Set {section}moe_load_balancing = "aux_loss", or {key} = 1.'
         )
     if spec.jitter:
         raise InputError(
@@ -85,8 +85,8 @@ def _faults(spec: ModelSpec, degree: int, spread: bool) -> list[str]:
 def own_code_message(name: str, degree: int) -> str:
     """The message for a model whose code Octavo cannot split."""
     return (
-        f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {name} keeps its own code. Set {KEY} = 1: the ranks "
-        "then shard it."
+        f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {name} runs its original code. Set {KEY} = 1: the "
+        "ranks then shard it."
     )
 
 
@@ -98,7 +98,7 @@ def part_of_rank(spec: ModelSpec, ranks: int, *, spread: bool = False) -> ModelS
 
 
 def rows_of_words(vocabulary: int, ranks: int) -> int:
-    """Rows of a rank's part of a vocabulary: a multiple of what FP8 products need."""
+    """Rows of a rank's part of a vocabulary: a multiple required by FP8 products."""
     return -(-vocabulary // (ranks * gemm.ALIGNMENT)) * gemm.ALIGNMENT
 
 
@@ -123,9 +123,9 @@ def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
 
 
 def share_parameters(model: Any, tensor: TensorGroup, *, spread: bool = False) -> None:
-    """Declare which part of each parameter of a decoder, made of a rank's parts, this rank has; give its layers the group.
+    """Declare which part of each parameter this rank's decoder, built with a rank's parts, has; give its layers the group.
 
-    spread: as of `check_tensor`. Nothing is declared of whole experts, of which sharding leaves each rank some.
+    spread: as of `check_tensor`. Nothing is declared for whole experts, of which sharding leaves each rank some.
     """
     spec: ModelSpec = model.spec
     n = tensor.size
@@ -205,7 +205,7 @@ def _qkv_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
 
 
 def _fc1_rows(size: int, gated: bool, rank: int, ranks: int) -> Indices:
-    """Rows of the MLP's first matrix: of gate and up, in blocks of the rank's own size, out of those of the whole."""
+    """Rows of the MLP's first matrix: of gate and up, in blocks of the rank's size, selected from those of the whole."""
     first, last = _run(size, rank, ranks)
     if not gated:
         return indices((first, last))
@@ -225,7 +225,7 @@ def _stacked_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
 
 
 def refuse_own_calls(model: Any) -> None:
-    """Have embedding and head raise an InputError where not the decoder calls them: they would give this rank's part alone.
+    """Make embedding and head raise an InputError unless the decoder calls them: they would return only this rank's part.
 
     In front of the hooks of FSDP2, which would gather their weights.
     """
@@ -236,7 +236,7 @@ def refuse_own_calls(model: Any) -> None:
 def _refuse_embedding(embedding: Any, _: Any) -> None:
     if not embedding.in_decoder:
         raise InputError(
-            f"the embedding by itself gives this rank's tokens alone with a {KEY} above 1: model(input_ids, "
+            f"the embedding called directly gives only this rank's tokens with a {KEY} above 1: model(input_ids, "
             "output_hidden_states=True).hidden_states[0] are those of all."
         )
 
@@ -244,8 +244,8 @@ def _refuse_embedding(embedding: Any, _: Any) -> None:
 def _refuse_head(head: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     if len(given) + len(named) < 2:
         raise InputError(
-            f"the head by itself gives logits of this rank's words alone with a {KEY} above 1: model(input_ids).logits are of "
-            "all words, and with logits_to_keep of some positions."
+            f"the head called directly gives logits of only this rank's words with a {KEY} above 1: model(input_ids).logits "
+            "are of all words, and with logits_to_keep of some positions."
         )
 
 
@@ -263,7 +263,7 @@ def refuse_other_settings(group: dist.ProcessGroup, settings: Mapping[str, str],
     """Raise an InputError for the first setting in which a rank of the group differs from its first. Collective.
 
     Args:
-        settings: call → what it has set; the same keys on every rank.
+        settings: call → its settings; the same keys on every rank.
         sharing: "the 2 ranks that …".
     """
     found: list[Any] = [None] * dist.get_world_size(group)

@@ -1,7 +1,7 @@
-"""timm's vision transformer with Octavo's blocks: patches, positions and classifier stay timm's, so that it is used as before.
+"""timm's vision transformer with Octavo's blocks: patches, positions and classifier remain timm's, and so does its use.
 
-Only a model that is known exactly gets them: timm's own classes, without layer scale, stochastic depth, dropout or normalised
-queries, which Octavo's layer does not compute. Any other keeps its own code, and `octavo.describe` says why. The residual
+Only a model that is known exactly gets them: timm's classes, without layer scale, stochastic depth, dropout or normalised
+queries, which Octavo's layer does not compute. Any other runs its original code, and `octavo.describe` says why. The residual
 stream is of autocast's dtype, if it is on. timm is not imported here.
 """
 
@@ -81,7 +81,7 @@ def is_vision_transformer(model: nn.Module) -> bool:
 
 
 def own_code_reason(model: nn.Module) -> str:
-    """The reason why a `VisionTransformer` keeps its own blocks; empty if Octavo's compute the same."""
+    """The reason why a `VisionTransformer` keeps timm's blocks; empty if Octavo's compute the same."""
     blocks = model.get_submodule("blocks")
     if type(blocks) is not nn.Sequential:
         return f"blocks is a {type(blocks).__name__}"

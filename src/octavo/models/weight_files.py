@@ -31,7 +31,7 @@ LISTED = 10
 _SHARD_BYTES = 5 << 30
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files beside the weights that give it (ModelOpt, AutoGPTQ, AutoAWQ)."""
+"""Files next to the weights that name it (ModelOpt, AutoGPTQ, AutoAWQ)."""
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -65,7 +65,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor; all of one without dimensions. What is stored in FP8: as float32."""
+        """Rows `start` to `stop` of a tensor; all of one without dimensions. Weights stored in FP8 are returned as float32."""
 
     def fp8(self, name: str) -> Fp8Source | None:
         """The bytes and scales of a tensor that its source stores in FP8; None for another."""
@@ -153,7 +153,7 @@ class WeightFiles(Weights):
                 if tensor in self.where:
                     raise InputError(
                         f"{self.folder}: {tensor} is in {self.where[tensor]} and in {file}, both named by {name}: the"
-                        " shards are of two saves. Copy the whole model folder again."
+                        " shards are of two saves. Copy the whole model folder anew."
                     )
                 self.where[tensor] = file
                 shapes[tensor] = tuple(shape)
@@ -162,7 +162,7 @@ class WeightFiles(Weights):
             if self.where.get(tensor) != file:
                 raise InputError(
                     f"{self.folder / name} says that {tensor} is in {file}, where it is not: index and shards are of two saves."
-                    " Copy the whole model folder again."
+                    " Copy the whole model folder anew."
                 )
         self.matrices, self.spare = matrices_of(scheme, shapes, dtypes, str(self.folder))
         self.cache = scheme is not None and scheme.cache
@@ -215,18 +215,18 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise InputError(f"{path} is damaged ({first_line(error)}): copy it again.") from None
+        raise InputError(f"{path} is damaged ({first_line(error)}): copy it anew.") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} is damaged (no JSON object): copy it again.")
+        raise InputError(f"{path} is damaged (no JSON object): copy it anew.")
     return values
 
 
 def _copy_again(path: Path) -> str:
-    return "it is a pointer of git LFS, run git lfs pull" if is_lfs_pointer(path) else "copy it again"
+    return "it is a pointer of git LFS, run git lfs pull" if is_lfs_pointer(path) else "copy it anew"
 
 
 def _refuse_other_formats(folder: Path) -> None:
-    """Raise an InputError for a folder with a scheme in a file of its own, an adapter, or a distributed checkpoint's shards."""
+    """Raise an InputError for a folder with a scheme in a separate file, an adapter, or a distributed checkpoint's shards."""
     for name in _QUANTIZED_FILES:
         if (folder / name).is_file():
             raise InputError(f"{folder}: {name} says that its weights are quantised{_scheme_in(folder / name)}. {DEQUANTISE}")
@@ -243,7 +243,7 @@ def _refuse_other_formats(folder: Path) -> None:
 
 
 def _scheme_in(path: Path) -> str:
-    """The scheme that a file beside the weights names, for a message."""
+    """The scheme that a file next to the weights names, for a message."""
     values = _json_object(path)
     inner, maker = values.get("quantization"), values.get("producer")
     tables = [inner if isinstance(inner, dict) else values, maker if isinstance(maker, dict) else {}]
@@ -290,7 +290,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor → shard."""
     listed = _json_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
-        raise InputError(f"{index} is damaged (no weight_map of tensors and files): copy it again.")
+        raise InputError(f"{index} is damaged (no weight_map of tensors and files): copy it anew.")
     for tensor, file in listed.items():
         if not _inside(file) or not file.endswith(".safetensors"):
             raise InputError(f"{index} says that {tensor} is in {file!r}, which is no safetensors file inside the folder.")

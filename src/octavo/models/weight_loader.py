@@ -34,10 +34,10 @@ _NO_PART = re.compile(
 
 
 def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None, *, resize: bool = False) -> Weights:
-    """The weights of a Hugging Face folder as transformers would load them, compared with a model; reads headers alone.
+    """The weights of a Hugging Face folder as transformers would load them, compared with a model; reads only headers.
 
     Args:
-        model: the destination, with its own or with Octavo's blocks; None for the causal language model of `config`.
+        model: the destination, with original code or with Octavo's blocks; None for the causal language model of `config`.
         config: the Hugging Face config; needed without a model, or for Octavo's decoder.
         resize: add rows for tokens of the config beyond the folder's vocabulary (`ResizedWeights`).
 
@@ -48,15 +48,15 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     given = isinstance(model, PreTrainedModel)
     if model is None or isinstance(model, Decoder):
         model = causal_lm_on_meta(config)
-    if conversion_of(model) is not None:  # timm's, whose names are those of the files
+    if conversion_of(model) is not None:  # timm's, with the names of the files
         return files
     described = isinstance(model, PreTrainedModel) and (files.folder / "config.json").is_file()
     others = _differences(model.config, files.folder) if described else ""
     published = PublishedWeights(files, model)
     weights = ResizedWeights(published, model, load_config(str(folder)).vocab_size) if resize else published
     check_names_and_shapes(model, weights)
-    if others and given:  # the config of a run is the folder's, with keys that were changed on purpose
-        _warn_once(f"{folder}: its config.json has {others}. The model keeps its own.")
+    if others and given:  # a run's config is the folder's, with keys that were changed on purpose
+        _warn_once(f"{folder}: its config.json has {others}. The model's config is used.")
     if files.spare:
         _warn_once(
             f"{folder}: {some(files.spare, LISTED)}: scales of activations or of attention's cache, for inference, not loaded."
@@ -88,7 +88,7 @@ def own_weights(model: nn.Module, *, received: bool) -> InMemoryWeights | None:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """Warn once in a process, on the first rank alone."""
+    """Warn once in a process, only on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         warn(message)
 
@@ -114,7 +114,7 @@ def _differences(config: Any, folder: Path) -> str:
 
 
 class WeightLoader:
-    """Reads the weights of a model under its own names: `load(name, out, start)`.
+    """Reads the weights of a model by its names: `load(name, out, start)`.
 
     Attributes:
         names: parameters and persistent buffers with a source, tied ones under each of their names.
@@ -140,7 +140,7 @@ class WeightLoader:
             _check_range(parts[0][0], values, out)
             return
         for source, at, first, last in _of_parts(parts, start, out.shape[0]):
-            # In the source they follow each other: one read for all, and one way to the device.
+            # In the source they are contiguous: one read for all, and one copy to the device.
             values = self._weights.read(source, first, last).to(out.device)
             converted = values.to(out.dtype)
             _check_range(source, values, converted)
@@ -199,7 +199,7 @@ class Fp8Rows:
 
 
 def _of_parts(parts: Sequence[tuple[str, int, int]], start: int, rows: int) -> Iterator[tuple[str, Tensor, int, int]]:
-    """(source, its places among `rows` rows from `start` on, its first row and the one behind the last) of each part."""
+    """(source, its places among `rows` rows from `start` on, its first row and the end) of each part."""
     period = sum(length for _, _, length in parts)
     numbers = torch.arange(start, start + rows)
     repetition = numbers // period
@@ -249,7 +249,7 @@ def _check_range(name: str, values: Tensor, converted: Tensor) -> None:
 
 
 def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """Name → `Conversion.parts`; a model's own code has one part, of the same name."""
+    """Name → `Conversion.parts`; a model's original code has one part, of the same name."""
     way = conversion_of(model)
     state, blocks = model.state_dict(keep_vars=True), parameters_of(model)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
