@@ -1,8 +1,9 @@
-"""Memory of a run: its estimate beside the device's memory, the settings that make it fit, and the message where it ran out.
+"""Memory of a run: the estimate compared with the device's memory, settings that fit, and the message of an out-of-memory
+error.
 
 Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed (`COSTS`), on these
 ranks, on more, and with parameters in bfloat16: micro-batches, recomputation, offloading, chunks, gathering, and degrees. On a
-CPU the estimate is that of a GPU's kernels: reference kernels hold more beside it.
+CPU the estimate is that of a GPU's kernels: reference kernels need more memory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CHUNKS = 8
 _MATRICES = ("self_attention.qkv", "self_attention.proj")
 _MLP, _EXPERTS = ("ffn.fc1", "ffn.fc2"), ("moe.experts.fc1", "moe.experts.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
-_GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's own
+_GPU_FULL = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory")  # not PyTorch's
 _CONTEXT, _SYNC = "parallel.context_parallel_degree", "parallel.sync_each_micro_batch"
 _SHARD = "parallel.hybrid_shard_degree"
 COSTS: Mapping[Any, float] = {
@@ -73,7 +74,7 @@ traffic that they add, in proportion to gathering; twice where it leaves a host.
 context ranks.
 """
 _OFFLOADS: Mapping[Any, float] = {False: 0.3, "mlp": 0.2, "selective": 0.01, True: 0.01}
-"""The same of `train.offload`, by `train.recompute`: the fewer bytes wait in host memory, the more of their way is hidden."""
+"""The same of `train.offload`, by `train.recompute`: the fewer bytes go to host memory, the more of the copy is hidden."""
 _ASKED = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ \w+)")
 
 
@@ -171,7 +172,7 @@ def _recipe(plan: RunPlan, name: str) -> str | None:
 
 
 def memory_of(plan: RunPlan) -> Memory:
-    """The estimate of a run beside its device's memory, and the settings that make it fit."""
+    """The estimate of a run compared with its device's memory, and settings that make it fit."""
     setup = setup_of(plan)
     found, room = _estimate(plan, setup), _of_rank(plan)
     fits = _fits(found, room)
@@ -182,7 +183,7 @@ def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
     """The estimate; with `train.compare_bf16` or `fp8.schedule` that of the larger of the trainings with FP8 and without."""
     found = [estimate(setup)]
     plain = dataclasses.replace(setup, blocks=(), head=False)
-    if plan.config.fp8.schedule:  # weights that may be gathered in FP8 are gathered in their own dtype otherwise
+    if plan.config.fp8.schedule:  # weights that may be gathered in FP8 are gathered in their dtype at other steps
         found.append(estimate(dataclasses.replace(plain, gather_bytes=max(setup.gather_bytes, setup.params_bytes))))
     if plan.config.train.compare_bf16:
         plain = dataclasses.replace(plain, history=0)
@@ -230,7 +231,7 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
 
 
 def _synced(setup: Setup) -> list[_Tried]:
-    """The same run with gradients that are summed in each micro-batch, where it keeps whole ones and its shards are smaller."""
+    """The same run with gradients summed in each micro-batch, if it stores whole ones and its shards are smaller."""
     if not setup.keeps_whole_gradients or setup.shard == 1:
         return []
     synced = dataclasses.replace(setup, syncs=True)
@@ -254,14 +255,14 @@ class _Tried:
     least: tuple[Setup, ...]
 
     def beside(self, changes: Mapping[str, Any], cost: float = 0.0) -> _Tried:
-        """The same with other changes before its own."""
+        """The same with other changes first."""
         return dataclasses.replace(self, changes={**changes, **self.changes}, cost=self.cost + cost)
 
 
 def _first(plan: RunPlan, tried: Iterable[_Tried], fits: Callable[[Estimate], bool]) -> list[Option]:
     """The setting with the least cost in speed that fits, of two alike the one with fewer changes."""
     possible: dict[int, bool] = {}
-    tried = list(tried)  # which keeps each `least`
+    tried = list(tried)  # it retains each `least`
     for one in sorted(tried, key=lambda one: (round(one.cost, 6), len(one.changes))):
         if id(one.least) not in possible:
             possible[id(one.least)] = any(fits(_estimate(plan, least)) for least in one.least)
@@ -275,13 +276,13 @@ def _on_gpu(plan: RunPlan) -> bool:
 
 
 def _on_these_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
-    """All settings of the same ranks, each sequence on as many of them as before."""
+    """All settings of the same ranks, with the same number of ranks per sequence."""
     samples = setup.world // (setup.context * setup.tensor)
     return [one for found in _layouts(plan, setup) for one in _settings(plan, *found, samples)]
 
 
 def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
-    """All settings of the same ranks, more of which share each sequence."""
+    """All settings of the same ranks, with more ranks per sequence."""
     spec, parallel = setup.spec, plan.config.parallel
     tried: list[_Tried] = []
     world = setup.world // setup.tensor
@@ -303,7 +304,7 @@ def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
 
 
 def _over_tensor_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
-    """All settings of the same ranks, more of which, within a host, share each matrix; none where these cannot."""
+    """All settings of the same ranks, with more ranks of a host per matrix; none if these cannot share it."""
     tried: list[_Tried] = []
     for degree in divisors(math.gcd(setup.world, RANKS_OF_A_HOST)) if setup.spec is not None else ():
         rest = setup.world // degree
@@ -349,7 +350,7 @@ def _shorter(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
 
 
 def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any], float]]:
-    """Layouts of shards and experts, as before and over more ranks: each with its changes and their cost."""
+    """Layouts of shards and experts, unchanged and over more ranks: each with its changes and their cost."""
     experts = setup.spec.experts if setup.spec is not None and setup.spec.mixtures else 1
     most = setup.world // setup.tensor
     for shard in divisors(most):
@@ -374,7 +375,7 @@ def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any
 def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: float, samples: int) -> list[_Tried]:
     """Settings of a layout of ranks, which has these changes already; samples: data-parallel ranks."""
     share, train = -(-plan.config.train.global_batch // samples), plan.config.train
-    own = setup.spec is None  # whose code takes none of these
+    own = setup.spec is None  # its code supports none of these
     experts = setup.spec is not None and setup.spec.experts > 0
     levels = levels_for(experts=experts, attention_dropout=0.0 if setup.spec is None else setup.spec.attention_dropout)
     levels = (setup.recompute,) if own or setup.recompute not in levels else levels[levels.index(setup.recompute) :]
@@ -425,7 +426,7 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
 
 
 def _micro_batches(share: int, micro: int) -> list[int]:
-    """Divisors of a rank's share: the whole share, which keeps no gradients between micro-batches, and all up to the run's.
+    """Divisors of a rank's share: the whole share, which stores no gradients between micro-batches, and all up to the run's.
 
     Those between need the activations of more sequences and save nothing. Of a share beyond any step only 1.
     """
@@ -466,7 +467,7 @@ def lines(plan: RunPlan, found: Memory) -> list[str]:
     if made.complete:
         text = [f"memory      {size(made.total)}{each}: {fits} {room}; the peak is {made.moment}", f"            {parts}"]
     else:
-        unknown = "activations unknown for this model's own code"
+        unknown = "activations unknown for this model's original code"
         text = [f"memory      {size(made.total)}{each} and activations: without these it {fits} {room}"]
         text += [f"            {parts}, {unknown}"]
     if made.host:
@@ -517,7 +518,7 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
     place = plan.hardware.name if on_gpu else machine
     largest = sorted(made.parts.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{part} {size(count)}" for part, count in largest)
-    known = f"{size(made.total)} a rank" + ("" if made.complete else " and activations, which are unknown for its own code")
+    known = f"{size(made.total)} a rank" + ("" if made.complete else " and activations (unknown for its original code)")
     message = (
         f"out of memory{wanted}: {place} has {size(total)}, {size(total - free)} in use. The run's estimate is {known}: "
         f"{parts}. {_advice(plan, found)}"

@@ -114,7 +114,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
 
 
 def _of_muon(plan: RunPlan, work: MuonWork, tokens: int) -> str:
-    """Matrices, and FLOPs beside those of the model."""
+    """Matrices, and FLOPs in addition to those of the model."""
     share = f", {work.flops / (plan.flops.total * tokens):.2%} of the model's" if plan.flops is not None else ""
     over = "" if plan.degrees.world == 1 else f", shared out over {plan.degrees.world} ranks"
     return (
@@ -180,8 +180,7 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
         )
     if overrides:
         raise InputError(
-            f"{overrides[0]} is set over the keys of {str(run)!r}, which its folder keeps. Give its run file: "
-            f"{folder.run_file}."
+            f"{overrides[0]} overrides a key of {str(run)!r}, which its folder records. Give its run file: {folder.run_file}."
         )
     if target.world_size is None and "WORLD_SIZE" not in os.environ:
         target = dataclasses.replace(target, world_size=folder.ranks)

@@ -22,10 +22,10 @@ class MatmulParameters:
     """Parameters that multiply a token's activations.
 
     Attributes:
-        layers: in the blocks' linear layers, active for a token: the products that FP8 can take.
+        layers: in the blocks' linear layers, active for a token: the products that FP8 can compute.
         router: in the blocks' routers (0 without experts); they never run in FP8.
         head: in the output head, tied or not.
-        inactive: in the experts that a token does not visit.
+        inactive: in the experts to which a token is not sent.
     """
 
     layers: int
@@ -91,7 +91,7 @@ def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
 
 
 def adapter_parameters(spec: ModelSpec, rank: int) -> int:
-    """Parameters of LoRA adapters of this rank beside all matrices of a decoder's blocks; experts have none."""
+    """Parameters of LoRA adapters of this rank on all matrices of a decoder's blocks; experts have none."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = 2 * (spec.hidden_size + q) + 2 * (spec.hidden_size + kv)
     mlp = (3 if spec.gated else 2) * (spec.hidden_size + (spec.dense_ffn_size or spec.ffn_size))
@@ -103,7 +103,7 @@ def model_flops(
 ) -> TokenFlops:
     """Operations of one token of a decoder, averaged over a full sequence of `sequence_length` tokens.
 
-    adapters: parameters of LoRA's, beside frozen matrices; None without LoRA. head_trained: the head is not frozen beside them.
+    adapters: parameters of LoRA's, on frozen matrices; None without LoRA. head_trained: the head is trained with them.
     """
     parameters = matmul_parameters(spec)
     keys = sum(mean_keys(sequence_length, window) for window in spec.windows)
@@ -120,7 +120,7 @@ def model_flops(
 
 
 def mfu(flops_per_second: Mapping[str, float], gpu: Gpu | None) -> float | None:
-    """Model FLOPs utilisation: a step's ideal time, in which every product runs at its own peak, over its measured time.
+    """Model FLOPs utilisation: a step's ideal time, in which every product runs at its peak, over its measured time.
 
     Args:
         flops_per_second: achieved FLOP/s of one GPU in "bf16" and "fp8", as `TokenFlops.by_precision` times tokens a second.

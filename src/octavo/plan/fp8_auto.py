@@ -39,7 +39,7 @@ from octavo.stored_names import stored_name
 
 _ROUNDS, _WARM_UP = 25, 3
 _HIDE_CYCLES = 2_000_000
-"""Wait of about a millisecond on the device, in which the host launches the timed kernels: host time is not compared."""
+"""A wait of about a millisecond on the device, in which the host launches the timed kernels: host time is not compared."""
 
 
 class LinearShape(NamedTuple):
@@ -61,7 +61,7 @@ class Timing(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Conditions of a timing beside shape and recipe: name of the GPU, dtypes of activations and of the weight."""
+    """Conditions of a timing besides shape and recipe: name of the GPU, dtypes of activations and of the weight."""
 
     gpu: str
     dtype: torch.dtype
@@ -131,7 +131,7 @@ def _setting(plan: RunPlan) -> Setting:
 
 
 def _with_saved_choice(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
-    note = f"FP8 as it was chosen when the run began, on {choice['device']}"
+    note = f"FP8 as chosen when the run began, on {choice['device']}"
     recipe = recipe_from_config(plan.config.fp8) if choice["fp8"] else None
     how = ": none" if recipe is None else "" if supports_fp8(plan.device) else ", emulated here"
     named = {stored_name(name): name for name in plan.layers}  # of a run that an older version began
@@ -256,6 +256,6 @@ def _read_timings(path: Path, key: dict[str, Any]) -> dict[LinearShape, Timing]:
 def _write_timings(path: Path, key: dict[str, Any], known: dict[LinearShape, Timing]) -> None:
     columns = [*LinearShape._fields, *Timing._fields]
     rows = [[*shape, *timing] for shape, timing in sorted(known.items())]
-    with contextlib.suppress(OSError):  # without a writable folder, the next start measures again
+    with contextlib.suppress(OSError):  # without a writable folder, the next start remeasures
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({"key": key, "columns": columns, "microseconds": rows}, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""`[fp8]` keys that change when a run continues: which layers begin anew, and what is refused.
+"""`[fp8]` keys that change when a run continues: which layers get new scales, and what is refused.
 
-FP8 state is scales and amax histories, which follow from the tensors: weights, optimizer states and data go on exactly under
-other keys. A layer whose recipe stays keeps its state to the bit. One with another recipe drops it, and its first scale is
+FP8 state is scales and amax histories, which follow from the tensors: weights, optimizer states and data continue exactly under
+other keys. A layer whose recipe stays has its state to the bit. A layer with another recipe drops it, and its first scale is
 measured, as at the start of a run. The section is compared with that of the checkpoint, so that a start that ended before its
 first save changes nothing.
 """
@@ -37,7 +37,7 @@ class Fp8Changes:
     Attributes:
         keys: each changed key with its old and new value.
         fresh: layers whose state in the checkpoint is dropped.
-        begin: of these the ones in FP8 from here on; kept: layers that keep their scales and histories.
+        begin: of these, the layers in FP8 from here on; kept: number of layers with unchanged scales and histories.
     """
 
     keys: Mapping[str, tuple[Any, Any]]
@@ -53,7 +53,7 @@ class Fp8Changes:
             state = "matrices that leave FP8 drop their scales and amax histories"
         else:
             state = "no scale is dropped"
-        kept = f"; {self.kept} keep theirs" if self.kept and self.fresh else ""
+        kept = f"; {self.kept} do not change" if self.kept and self.fresh else ""
         return (
             f"{keys}. Weights, optimizer states and data go on exactly; {state}{kept}. Losses from here on differ from those "
             "of an uninterrupted run by the rounding of FP8"
@@ -61,7 +61,7 @@ class Fp8Changes:
 
 
 def section_of(saved: Mapping[str, Any], before: RunConfig) -> Fp8Config:
-    """The `[fp8]` section with which a checkpoint was trained; that of the run's file for one of an older version."""
+    """The `[fp8]` section with which a checkpoint was trained; for one of an older version that of the run's file."""
     section = saved.get("fp8")
     try:
         return Fp8Config.model_validate(section) if isinstance(section, dict) else before.fp8
@@ -99,7 +99,7 @@ def _model_of(plan: RunPlan, config: RunConfig) -> nn.Module:
 
 
 def _recipes(model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
-    """Each layer's recipe without what leaves its scales as they are, and of the head its products."""
+    """Each layer's recipe without settings that do not affect its scales, and of the head its products."""
     found: dict[str, Any] = {}
     for name, state in states_of(model):
         own: Any = state.under(recipe)
@@ -121,7 +121,7 @@ def _refuse(plan: RunPlan, before: RunConfig, keys: Mapping[str, tuple[Any, Any]
     if config.lora.rank is not None and config.lora.base == "fp8" and keys.keys() - {"fp8.fast_accumulation", "fp8.schedule"}:
         raise InputError(
             f'lora.base = "fp8" stores the frozen weights by the recipe, and {", ".join(keys)} changed: they would be rounded '
-            f"anew, to other weights than the adapters were trained beside. Put it back, or {_OTHER_RUN}."
+            f"anew, to other weights than those of the adapters' training. Restore it, or {_OTHER_RUN}."
         )
     if config.train.compare_bf16:
         raise InputError(

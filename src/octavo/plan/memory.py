@@ -1,12 +1,12 @@
 """Memory of a training, by part: the allocator's peak on one rank, derived from what each layer saves for backward.
 
 A step has four moments that can be its peak: the output head (all activations, one chunk of logits), the last and the first
-block in backward (activations go, gradients come), and the end of backward; with offloading a fifth: the backward of block
-`horizon` + 1, the last beside which so many blocks are loaded ahead. Each is summed by part, and the largest counts. On
-one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 4%, with experts 9%
+block in backward (activations are freed, gradients allocated), and the end of backward; with offloading a fifth: the backward
+of block `horizon` + 1, the last during which so many blocks are loaded ahead. Each is summed by part, and the largest is the
+peak. On one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 4%, with experts 9%
 (`tests/plan/test_memory.py`). Frozen parameters have neither gradients nor states, but their layers count as if they saved for
-a gradient. Left out: memory outside the allocator and fragments (`USABLE` leaves room for them), and the larger temporaries of
-a CPU's reference kernels. Activations of a model's own code are unknown, and not guessed.
+a gradient. Not counted: memory outside the allocator and fragments (`USABLE` leaves room for them), and the larger temporaries
+of a CPU's reference kernels. Activations of a model's original code are unknown, and not guessed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PARTS = (
     *("parameters", "optimizer states", "gradients", "gathered weights", "weight copies"),
     *("activations", "temporaries", "buffers"),
 )
-"""Parts of the peak. weight copies: in FP8 or in the compute dtype, beside the parameters themselves."""
+"""Parts of the peak. weight copies: in FP8 or in the compute dtype, in addition to the parameters."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Estimate:
     """Bytes of one rank.
 
     Attributes:
-        parts: at the peak, in the order of `PARTS`; without "activations" and "temporaries" for a model's own code.
+        parts: at the peak, in the order of `PARTS`; without "activations" and "temporaries" for a model's original code.
         moment: of the peak, in words.
         exact: parameters, gradients and optimizer states, which exist together at the end of a step.
         host: activations in host memory, by offloading.
@@ -86,14 +86,14 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """The peak; of a model's own code without its activations."""
+        """The peak; of a model's original code without its activations."""
         return sum(self.parts.values())
 
 
 def exact_bytes(parameters: int, params_bytes: int, shard: int = 1, *, frozen: int = 0, hidden: int = 0) -> int:
-    """Parameters, gradients and AdamW's states of one rank; of `frozen` ones, which are not trained, themselves alone.
+    """Parameters, gradients and AdamW's states of one rank; of `frozen` ones, which are not trained, only the parameters.
 
-    hidden: those that Muon trains, with one state.
+    hidden: parameters trained by Muon, with one state.
     """
     trained = math.ceil((parameters - frozen) / shard)
     return (math.ceil(parameters / shard) + trained * (1 + STATES) - hidden // shard) * params_bytes
@@ -109,7 +109,7 @@ def estimate(setup: Setup) -> Estimate:
     if setup.spec is None:
         share, trained = _shares(setup)
         parts = {"parameters": share, "optimizer states": _states(setup), "gradients": trained}
-        return Estimate(parts, "activations are unknown for a model's own code", exact, complete=False)
+        return Estimate(parts, "activations are unknown for a model's original code", exact, complete=False)
     moments = dict(_moments(setup, setup.spec))
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {part: moments[moment].get(part, 0) for part in PARTS}
@@ -117,7 +117,7 @@ def estimate(setup: Setup) -> Estimate:
 
 
 def _shares(setup: Setup) -> tuple[int, int]:
-    """Bytes of a rank's parameters, and of those that are trained."""
+    """Bytes of a rank's parameters, and of the trained ones."""
     trained = math.ceil((setup.parameters - setup.frozen) / setup.shard) * setup.trained_bytes
     if not setup.adapter_rank:
         return math.ceil(setup.parameters / setup.shard) * setup.params_bytes, trained
@@ -128,7 +128,7 @@ def _shares(setup: Setup) -> tuple[int, int]:
 
 
 def _states(setup: Setup) -> int:
-    """Bytes of a rank's optimizer states: two moments, and of Muon's matrices the momentum alone."""
+    """Bytes of a rank's optimizer states: two moments, and for Muon's matrices only the momentum."""
     return STATES * _shares(setup)[1] - setup.hidden // setup.shard * setup.trained_bytes
 
 
@@ -175,14 +175,14 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     yield (
         "at the output head",
         {"gradients": before, "gathered weights": held, "weight copies": copies + shards}
-        # On their way to the host, for which the next block would wait: as many as a block has.
+        # Being copied to the host, for which the next block would wait: as many as a block has.
         | {"activations": activations + away[setup.recipes[-1]]}
         | {"temporaries": _head(setup, spec) + results + gathered}
         | always,
     )
     trained_of_block = block_parameters(spec) - setup.frozen_of_block
     block = math.ceil(trained_of_block / setup.shard) * setup.params_bytes
-    # Gradients on their way through a sum over ranks: of the block before, or of the head if it has a weight of its own.
+    # Gradients being summed over ranks: of the block before, or of an untied head.
     early = setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
     of_block = (trained_of_block - _not_summed(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
@@ -208,7 +208,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
             f"in the backward of {place}",
             {"gradients": before + head + done, "gathered weights": held + passing}
             | {"weight copies": copied + _sum(again, "weight copies")}
-            # The stream's gradient is where the last norm's input was. Of those in host memory the block's own are there.
+            # The stream's gradient is where the last norm's input was. Of those in host memory the block's are there.
             | {"activations": there + _sum(again, "activations") + away[recipes] + ahead}
             | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
@@ -233,7 +233,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
 
 
 def _travelling(setup: Setup) -> int:
-    """Bytes of an element of the head's gradient on its way through a sum over ranks.
+    """Bytes of an element of the head's gradient while it is summed over ranks.
 
     On one host it is as autograd wrote it (`octavo.parallel.fsdp2.direct_reduce`); else FSDP2 has a copy in the dtype of sums.
     """
@@ -289,7 +289,7 @@ def _buffers(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
-    """Gradients of micro-batches before the last, which every rank keeps whole, or the shard of their sum."""
+    """Gradients of micro-batches before the last, which every rank stores whole, or the shard of their sum."""
     if setup.accumulates and not setup.keeps_whole_gradients:
         width = max(setup.params_bytes, setup.reduce_bytes) if setup.replicated else setup.params_bytes
         return math.ceil((setup.parameters - setup.frozen) / setup.shard) * width
@@ -305,7 +305,7 @@ def _peer_memory(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _not_summed(setup: Setup, spec: ModelSpec) -> int:
-    """Trained parameters of a block whose gradients need no buffer for a sum: of experts elsewhere, and of a rank's alone."""
+    """Trained parameters of a block whose gradients need no buffer for a sum: of experts elsewhere, or on a single rank."""
     experts = parameters_of_experts(spec)
     alone = 1 < setup.expert == setup.shard * setup.tensor and not setup.replicated
     return experts if alone and setup.frozen_of_block < experts else _elsewhere(setup, spec)
@@ -329,7 +329,7 @@ def _fp8_sizes(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[int
 
 
 def _cast_shards(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes of a rank's shards in FP8, which stay from forward until backward gathers them again."""
+    """Bytes of a rank's shards in FP8, which stay from forward until backward regathers them."""
     if not (setup.sharded and setup.reshard):
         return 0
     every_expert = replace(setup, expert=1)

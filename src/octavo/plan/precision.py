@@ -12,7 +12,7 @@ from octavo.models.replace import matched_layers
 
 
 class PrecisionSchedule:
-    """The steps in which each layer of a model stays out of FP8; `begin` puts them in force.
+    """The steps in which each layer of a model runs without FP8; `begin` applies them.
 
     A layer that enters FP8 takes its first scale as in the first step of a run: there are no amaxes of the steps before. Only
     the number of a step decides, so that a run that continues computes as one that was not stopped.
@@ -50,6 +50,6 @@ class PrecisionSchedule:
         return found
 
     def begin(self, step: int) -> None:
-        """Before step `step`, the first is 1, and the evaluations behind it."""
+        """Before step `step`, counted from 1, and the evaluations after it."""
         for state, ranges in self._steps.items():
             state.pause(any(step in steps for steps in ranges))

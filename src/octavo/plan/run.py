@@ -1,7 +1,7 @@
 """Run plan: a run file checked against this machine, before data, model or GPU work.
 
 `check` writes nothing, so that a mistake costs a second and leaves no trace. Weights of the Hub are downloaded into Hugging
-Face's own cache, since their names and shapes are compared with the model's.
+Face's cache, since their names and shapes are compared with the model's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunPlan:
     micro_batch: int  # sequences in a forward of a rank
     accumulation: int  # forwards in a step
     layers: Mapping[str, Fp8Layer]  # layers that can run in FP8, by name
-    flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters beside no LoRA
+    flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters without LoRA
     weights: Layout  # parameters and persistent buffers by their stored names
     weights_folder: Path | None  # pretrained weights; None for random ones
     blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
@@ -108,12 +108,12 @@ class RunPlan:
 
     @functools.cached_property
     def spec(self) -> ModelSpec | None:
-        """Of Octavo's decoder; None for a model that keeps its own code."""
+        """Of Octavo's decoder; None for a model with its original code."""
         return decoder_spec(self.hf_config)[0] if self.blocks == "auto" else None
 
     @functools.cached_property
     def model_on_meta(self) -> torch.nn.Module:
-        """The run's model without storage: names, shapes and recipes of its layers. For reading alone."""
+        """The run's model without storage: names, shapes and recipes of its layers. Read-only."""
         return build_model(self.hf_config, self.build_options, device="meta")
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class RunPlan:
 
     @functools.cached_property
     def part_on_meta(self) -> torch.nn.Module:
-        """The part of `model_on_meta` that a tensor-parallel rank builds; itself without such ranks. For reading alone."""
+        """The part of `model_on_meta` that a tensor-parallel rank builds; itself without such ranks. Read-only."""
         whole, options = self.model_on_meta, self.build_options
         if self.degrees.tensor == 1 or not isinstance(whole, Decoder):
             return whole
@@ -145,7 +145,7 @@ class RunPlan:
 
     @functools.cached_property
     def gathering(self) -> Choice:
-        """`parallel.reshard_after_forward` as the run uses it on this device, by the run's own rule."""
+        """`parallel.reshard_after_forward` as resolved by the run on this device."""
         asked, hardware = self.config.parallel.reshard_after_forward, self.hardware
         if asked != "auto" or hardware.kind == "cpu":
             return choose(0, None) if asked == "auto" else Choice(asked)
@@ -193,7 +193,7 @@ class RunPlan:
 
     @property
     def _fp8_share(self) -> float:
-        """Share of FP8 in the FLOPs of all layers; a mixture's own code has no experts in `layers`."""
+        """Share of FP8 in the FLOPs of all layers; an MoE model's original code has no experts in `layers`."""
         assert self.flops is not None
         layers = (layer for name, layer in self.layers.items() if layer.recipe is not None and name not in self.excluded)
         return min(1.0, 6 * sum(layer.visits * math.prod(layer.shape) for layer in layers) / self.flops.layers)
@@ -203,7 +203,7 @@ class RunPlan:
 class Fp8Layer:
     """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it.
 
-    Of experts: the shape of one, and in `visits` how many a token visits.
+    Of experts: the shape of one, and in `visits` the experts per token.
     """
 
     shape: tuple[int, int]
@@ -241,8 +241,8 @@ def check(
     Args:
         config: the run.
         blocks: for `model.blocks`.
-        target: ranks and a GPU that may not be at hand.
-        prepared: the run's data, whose tokens `model.resize` adds; without it, the tokens that are known without it.
+        target: ranks and a GPU that need not exist here. prepared: the run's data, whose tokens `model.resize` adds; without
+        it, the tokens that are known from the configuration.
 
     Raises:
         InputError: the fault, the nearest value that works and the key to change.
@@ -374,7 +374,7 @@ def _with_native_defaults(config: RunConfig, spec: ModelSpec | None) -> RunConfi
 
 
 def build_options(config: RunConfig, *, blocks: Literal["auto", "own"]) -> BuildOptions:
-    """How the model of a run file is built; `blocks` may be those that a continued run began with."""
+    """The build options of a run file's model; `blocks` may be those with which a continued run began."""
     fp8 = config.fp8
     return BuildOptions(
         dtype=torch_dtype(config.model.dtype),
@@ -402,11 +402,11 @@ def _frozen(model: torch.nn.Module) -> int:
 
 
 def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
-    """The layers of a model that can run in FP8, without the head, which has a key of its own."""
+    """The layers of a model that can run in FP8, without the head, which has a separate key."""
     found = {}
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
-            # Of experts the matrix of one: together they have as many rows as a layer of its own would.
+            # Of experts the matrix of one: together they have as many rows as a separate layer would.
             shape = weight.shape[0] // (state.experts or 1), weight.shape[1]
             visits = model.spec.visited if isinstance(model, Decoder) and state.experts else 1
             found[name] = Fp8Layer(shape, state.under(recipe), visits)
@@ -427,7 +427,7 @@ def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) 
     if not states:
         return (
             f"the model ({hf_config.model_type}) has no linear layer that Octavo replaces: only nn.Linear itself, GPT-2's "
-            "Conv1D and Falcon's, not subclasses with code of their own"
+            "Conv1D and Falcon's, not subclasses with custom code"
         )
     return f"fp8.skip and fp8.layers leave out all {len(states)} matrices that could run in FP8"
 
@@ -500,7 +500,7 @@ def _check_settings(config: RunConfig) -> None:
 
 
 def _store_base(config: RunConfig, model: torch.nn.Module, recipe: Recipe, *, use: bool) -> None:
-    """Store frozen weights in FP8 as the run does; refused without products in FP8, or beside a run in bf16."""
+    """Store frozen weights in FP8 as the run does; refused without products in FP8, or with train.compare_bf16."""
     other = 'Set lora.base = "params_dtype".'
     if not use:
         raise InputError(f'lora.base = "fp8", but no product runs in FP8 here. {other}')
@@ -550,7 +550,7 @@ def _token_flops(config: RunConfig, hf_config: Any, model: torch.nn.Module) -> f
 
 
 def inactive_parameters(hf_config: Any) -> int:
-    """Parameters of a mixture's experts that a token does not visit; 0 for a model without."""
+    """Parameters of MoE layers' experts to which a token is not sent; 0 for a model without."""
     try:
         return flops.matmul_parameters(spec_of(hf_config)).inactive
     except (InputError, AttributeError):  # a family that is not counted

@@ -50,7 +50,7 @@ class Setup:
     """All that the memory of one rank depends on.
 
     Attributes:
-        spec: of Octavo's decoder; None for a model that keeps its own code.
+        spec: of Octavo's decoder; None for a model with its original code.
         parameters: of the whole model.
         micro_batch, sequence_length: sequences in a forward, tokens in a sequence.
         compute_bytes, params_bytes: of an activation, and of a parameter with its gradient and each of its states.
@@ -61,16 +61,16 @@ class Setup:
         accumulates: several micro-batches make a step. syncs: gradients are summed over the shards in each.
         documents: attention stays within documents.
         context: ranks that share each sequence.
-        tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one's part of the model.
-        expert: ranks over which experts are spread, each whole beside tensor ranks too; each rank is assumed to get an equal
-            share of the tokens' copies.
+        tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one rank's part of the
+        model. expert: ranks over which experts are split, each whole with tensor ranks too; each rank is assumed to get an
+        equal share of \t            the tokens' copies.
         frozen: parameters that are not trained; frozen_of_block: of the block with the fewest of them.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
-        adapter_rank: of adapters beside all matrices; 0 for none. head_frozen: the head is not trained.
-        stored: frozen matrices of blocks are stored in FP8 alone.
+        adapter_rank: of adapters on all matrices; 0 for none. head_frozen: the head is not trained.
+        stored: frozen matrices of blocks are stored only in FP8.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
         hidden: parameters that Muon trains, with one state in place of two; largest_hidden: of the largest whole one;
@@ -116,7 +116,7 @@ class Setup:
 
     @property
     def trained_bytes(self) -> int:
-        """Of a trained parameter and of each of its states: adapters are float32 beside weights of 16 bits."""
+        """Of a trained parameter and of each of its states: adapters are float32 with weights of 16 bits."""
         return max(4, self.params_bytes) if self.adapter_rank else self.params_bytes
 
     @property
@@ -152,7 +152,7 @@ class Setup:
 
     @property
     def sharded(self) -> bool:
-        """Parameters are gathered for their use, or have replicas: not those of tensor ranks alone."""
+        """Parameters are gathered for their use, or have replicas: not with only tensor ranks."""
         return self.world > self.tensor or min(self.world, self.expert) > 1
 
     @property
@@ -212,7 +212,7 @@ def block_parameters(spec: ModelSpec) -> int:
 
 
 def own_experts(setup: Setup, spec: ModelSpec) -> int:
-    """Experts of a mixture that one rank computes with; 1 for a model without."""
+    """Experts of an MoE layer that one rank computes with; 1 for a model without."""
     return max(1, spec.experts // setup.expert)
 
 
@@ -273,7 +273,7 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     )  # fmt: skip
     _keep_own_tokens(setup, attention, spec, recipes.qkv)
     if setup.tensor > 1 and recipes.proj is None and use_of(setup).parameter_bytes != setup.compute_bytes:
-        attention.weight_copies.pop()  # backward converts the weight again
+        attention.weight_copies.pop()  # backward reconverts the weight
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         tokens = setup.tokens_of_experts
@@ -290,9 +290,9 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
 
 
 def _replace_inputs(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attention: SavedBytes, mlp: SavedBytes) -> None:
-    """Replace the inputs of frozen products, which backward does not read, by what adapters beside all matrices save.
+    """Replace the inputs of frozen products, which backward does not read, by the tensors that adapters on all matrices save.
 
-    That is their inputs in high precision, of which attention's result is there, the results of A, and both matrices in the
+    These are their inputs in high precision (attention's result is saved already), the results of A, and both matrices in the
     dtype of products.
     """
     tokens, element, rank = setup.tokens, setup.compute_bytes, setup.adapter_rank
@@ -322,7 +322,7 @@ def _replace_inputs(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attent
 
 
 def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None, *, rowwise: bool = False) -> None:
-    """Replace what a layer saves of all tokens in front of its first product by that of a rank's, in place."""
+    """Replace the tensors that a layer saves of all tokens before its first product by those of a rank's tokens, in place."""
     first = saved_by_norm(setup.tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     of_rank = saved_by_norm(setup.own_tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     how = spec.hidden_size, recipe_of(recipe), setup.compute_bytes
@@ -415,7 +415,7 @@ def mlp_of(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> MlpUse:
 
 @functools.cache
 def recipe_of(name: str | None) -> Recipe | None:
-    """The recipe of this name, of which a plan reads granularities alone; None for no FP8."""
+    """The recipe of this name, of which a plan reads only granularities; None for no FP8."""
     return None if name is None else RECIPES[name]()
 
 

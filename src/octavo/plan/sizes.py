@@ -27,7 +27,7 @@ from octavo.plan.memory import exact_bytes
 from octavo.plan.saved import parameters
 
 MOST_LAYERS = 16_384
-"""Layers of a model: each is a module, made in about 1 ms, so that a million of them would take 20 minutes before any check."""
+"""Layers of a model: a module takes about 1 ms to create, so a million of them would take 20 minutes before any check."""
 MOST_PARAMETERS = 10**15
 """Parameters of a model that is only planned: PyTorch counts the bytes of a tensor in 63 bits."""
 MOST_RANKS = 4096
@@ -36,7 +36,7 @@ TOKEN_BYTES = 24
 """Of a token of a step in host memory: id, label and position, int64 each."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _FIELDS = {"vocab_size": "vocabulary", "num_hidden_layers": "layers", "intermediate_size": "ffn_size"}
-"""Keys of model.config → fields of `ModelSpec` that may be lowered alone."""
+"""Keys of model.config → fields of `ModelSpec` that may be lowered independently."""
 
 
 def check_layers(overrides: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ def check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
 
 
 def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
-    """Parameters of a config: exactly, with the decoder's spec; or of a model's own code those of the smallest possible."""
+    """Parameters of a config: exact with the decoder's spec; for a model's original code those of the smallest possible."""
     layers = next((value for key in _LAYERS if isinstance(value := getattr(hf_config, key, None), int)), 0)
     if layers > MOST_LAYERS:
         raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower num_hidden_layers (model.config).")
@@ -195,7 +195,7 @@ def _too_many(
 
 
 def _lowered(config: RunConfig, spec: ModelSpec | None, most: int) -> dict[str, int]:
-    """The first key of model.config whose largest value with at most `most` parameters is of use, with that value."""
+    """The first key of model.config whose largest value with at most `most` parameters is usable, with that value."""
     if spec is None:
         return {}
     for key in config.model.config:

@@ -1,4 +1,4 @@
-"""The runs whose matrices tensor-parallel ranks can share: asked before data, a model or a GPU, by the keys of a run file."""
+"""Checks that tensor-parallel ranks can share a run's matrices: from the keys of a run file, before data, a model or a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
     """Refuse a run whose matrices the ranks of a tensor group cannot share.
 
     Raises:
-        InputError: what cannot be shared, and the key to change, with the nearest degrees that fit model and ranks.
+        InputError: the part that cannot be shared, and the key to change, with the nearest degrees that fit model and ranks.
     """
     degree = degrees.tensor
     if degree == 1:
@@ -27,7 +27,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
     if not isinstance(model, Decoder):
         other = ', or model.blocks = "auto"' if config.model.blocks == "own" else ""
         raise InputError(
-            f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {type(model).__name__} keeps its own code. Set "
+            f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {type(model).__name__} runs its original code. Set "
             f"{KEY} = 1{other}: with 1 the ranks shard it."
         )
     if config.model.dtype == "float16":
