@@ -1,12 +1,12 @@
 """Attention of sequences that are split over ranks: three exchanges, each with the same result.
 
 all_gather  keys and values of all ranks are gathered while a chunk attends to itself, read as one slice in the order of the
-            sequence, dropped, and gathered again in backward (`octavo.collectives.causal`). Under a window or within documents
-            only chunks that some query sees travel, and both chunks attend to themselves meanwhile; in backward gradients are
-            summed over the ranks while the last chunk's own pairs are computed.
-p2p         a ring: keys and values visit every rank, the next ones travel during the attention to the last; their gradients
-            follow them. Needs memory for two ranks' keys and values, whatever n.
-a2a         heads for tokens: each rank gets whole sequences of H / n heads. Needs n to divide the heads.
+            sequence, freed, and regathered in backward (`octavo.collectives.causal`). Under a window or within documents only
+            chunks to which some query attends are sent, while both chunks attend to themselves; in backward gradients are
+            summed over the ranks while the pairs within the last chunk are computed.
+p2p         a ring: keys and values pass through every rank; the next ones are sent during the attention to the last; their
+            gradients follow them. Needs memory for two ranks' keys and values, for any n.
+a2a         exchanges tokens for heads: each rank gets whole sequences of H / n heads. Needs n to divide the heads.
 
 Gradients are summed in float32. Shapes: B batch, T tokens, n ranks, L = T / n tokens of this rank, C = L / 2 of a chunk,
 H query heads, G key-value heads, D head dimension.
@@ -95,7 +95,7 @@ def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> 
     if pattern.window is not None and context.strategy == "p2p":
         raise InputError(
             f'cp_comm_type = "p2p" does not compute a sliding window (of {pattern.window} keys): use "all_gather", where only '
-            'chunks inside the window travel, or "a2a".'
+            'chunks inside the window are sent, or "a2a".'
         )
     if context.strategy == "a2a":
         check_heads(heads, groups, context.size)
@@ -170,7 +170,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def gather_ahead(result: Tensor, attended: Tensor) -> None:
-    """Have the gather for the backward of `attended` begin as soon as `result`, which is made of it, has a gradient.
+    """Start the gather for the backward of `attended` as soon as `result`, which is computed from it, has a gradient.
 
     attended: of `context_attention`, or a view of it. No effect on another exchange, and without gradients.
     """
@@ -186,16 +186,16 @@ def gather_ahead(result: Tensor, attended: Tensor) -> None:
 
 
 def _begin(node: Any, context: ContextGroup) -> None:
-    if node.started is None:  # or a backward that went no further began it
-        tensors = tuple(map(Tensor.detach, node.saved_tensors))  # whose history would hold the node
+    if node.started is None:  # otherwise started by a backward that ended before this node
+        tensors = tuple(map(Tensor.detach, node.saved_tensors))  # their history would reference the node
         node.started = tensors, [start_gather(causal.joint(*tensors[1:3]), context.group)]
 
 
 def backward_bytes(keys: int, element: int, *, plain: bool) -> int:
     """Temporaries of a backward over gathered keys: whole keys and values, as they come and in order, and their gradients.
 
-    Those of gathered keys are in their dtype, and a kernel's own float32. Else they are float32: the share of one chunk, that
-    of all chunks, and what is summed over the ranks.
+    Gradients of gathered keys are in their dtype, or a kernel's float32. Others are float32: the share of one chunk, that of
+    all chunks, and sums over the ranks.
 
     keys: elements of the keys of all ranks, of so many bytes each. plain: of `_is_plain`.
     """
@@ -244,7 +244,7 @@ class _Chunks:
         return Pending([work], chunks)
 
     def give_back(self, parts: dict[int, Tensor], own: Tensor) -> Pending[Tensor]:
-        """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its own two, [2, B, L, G, D]."""
+        """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its two chunks, [2, B, L, G, D]."""
         numbers = self.split.chunks()
         shape = (2, own.shape[1], self.split.chunk, *own.shape[3:])
         mine = {number: parts.get(number, own.new_zeros(shape)) for number in numbers}
@@ -317,7 +317,7 @@ class _Ring(torch.autograd.Function):
             if passing is not None:
                 kv = passing.wait()
         assert following is not None
-        dk, dv = following.wait()  # back at the rank whose keys they are
+        dk, dv = following.wait()  # back at the rank that holds their keys
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
@@ -372,7 +372,7 @@ _FUNCTIONS = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}
 def _to_heads(context: ContextGroup, *parts: Tensor) -> Tensor:
     """[B, L, heads, D] each → [B, T, h, D], this rank's heads of each, of whole sequences.
 
-    One pass over the memory before the exchange, and one behind it. Heads fewer than ranks are repeated.
+    One pass over the memory before the exchange, and one after it. Heads fewer than ranks are repeated.
     """
     sent = torch.cat([_by_rank(part, context.size) for part in parts], 3).contiguous()
     out = torch.empty_like(sent)
@@ -390,7 +390,7 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 def _to_tokens(context: ContextGroup, x: Tensor) -> Tensor:
     """The inverse of `_to_heads`: [B, T, h, D] → a view of [B, 2, C, n, h, D], this rank's two chunks of all heads.
 
-    One pass over the memory before the exchange; the caller's copy of the view is the one behind it.
+    One pass over the memory before the exchange; the caller's copy of the view is the one after it.
     """
     split = context.split_of(x.shape[1])
     chunks = x.unflatten(1, (2 * split.size, split.chunk)).unbind(1)

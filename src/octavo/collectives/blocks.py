@@ -1,14 +1,14 @@
 """Which elements of a parameter each rank of a group holds, where no placement of DTensors says it.
 
-A joined matrix [query rows | key rows | value rows] is split by ranges of each; key and value rows may be those of several
-ranks; a vocabulary is padded. A rank's tensor is plain: its ranges of each dimension, one behind the other. FSDP2 then shards
-that tensor as any other, and a `Part` is cut where a shard is.
+A joined matrix [query rows | key rows | value rows] is split by ranges of each; key and value rows may be shared by several
+ranks; a vocabulary is padded. A rank's tensor is plain: its ranges of each dimension, concatenated. FSDP2 then shards that
+tensor like any other, and a `Part` is split at the borders of shards.
 
-`declare` gives a parameter its `Block`. A module keeps it beside the parameter, since parameters are replaced: by FSDP2, `to`,
-`to_empty`, `copy.deepcopy`, `load_state_dict(assign=True)`. `state_dict()` has a `BlockTensor` in the parameter's place, which
-PyTorch's distributed checkpoints write and read by its ranges, under the parameter's name.
+`declare` gives a parameter its `Block`. A module stores it separately from the parameter, since parameters are replaced: by
+FSDP2, `to`, `to_empty`, `copy.deepcopy`, `load_state_dict(assign=True)`. `state_dict()` has a `BlockTensor` in the parameter's
+place, which PyTorch's distributed checkpoints write and read by its ranges, under the parameter's name.
 
-Left out: what PyTorch does with a rank's tensor alone, such as the raw states of `optimizer.state_dict()` and
+Not covered: PyTorch's functions that read only a rank's tensor, such as the raw states of `optimizer.state_dict()` and
 `torch.nn.utils.clip_grad_norm_`. `octavo.save` and `octavo.clip_grad_norm_` know the ranges.
 """
 
@@ -57,8 +57,8 @@ class Indices:
     """The indices of one dimension of a whole that a part has: consecutive ranges in the order of the part.
 
     Attributes:
-        ranges: none is empty, none overlaps another.
-        padding: indices of the part behind them that are no element's.
+        ranges: none is empty, no two overlap.
+        padding: indices of the part after them that hold no element.
     """
 
     ranges: tuple[range, ...]
@@ -99,7 +99,7 @@ class Part:
     Attributes:
         shape: of the whole.
         indices: of each dimension, in order.
-        counts: elements that this rank counts and writes, where others hold some of its own; None: all.
+        counts: elements that this rank counts and writes, if others hold some of them too; None: all.
     """
 
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ class Part:
 
     @property
     def first(self) -> int:
-        """Number in the flattened whole of the first element of a part whose elements follow each other."""
+        """Index in the flattened whole of the first element of a part whose elements are contiguous."""
         first = self.indices[0].ranges[0].start if self.indices and self.indices[0].ranges else 0
         return first * math.prod(self.shape[1:])
 
@@ -158,7 +158,7 @@ class Part:
 
     @property
     def chunks(self) -> tuple[Box, ...]:
-        """All its elements, those that it counts in boxes of their own: no two begin at one place."""
+        """All its elements, those that it counts in separate boxes: no two begin at one place."""
         if self.counts is None:
             return self.boxes
         return (*self.counts, *(piece for box in self.boxes for piece in _left(box, self.counts)))
@@ -269,7 +269,7 @@ class Block:
 def share_out(
     shape: Sequence[int], held: Sequence[Sequence[Indices]], group: dist.ProcessGroup | None = None, rank: int | None = None
 ) -> Block:
-    """A block from what each rank of a group holds; every rank gives the same, so that none has to be asked.
+    """A block from the ranges that each rank of a group holds; every rank passes the same, so no rank is queried.
 
     Args:
         shape: of the whole.
@@ -283,7 +283,7 @@ def share_out(
     shape = tuple(shape)
     rank = dist.get_rank(group) if rank is None else rank
     if group is not None and dist.get_world_size(group) != len(held):
-        raise InputError(f"a block of {len(held)} ranks in a group of {dist.get_world_size(group)}: give what each one holds.")
+        raise InputError(f"a block of {len(held)} ranks in a group of {dist.get_world_size(group)}: give each rank's ranges.")
     parts: list[Part] = []
     before: list[Box] = []  # counted by the ranks before, none twice
     for number, each in enumerate(held):
@@ -336,7 +336,7 @@ def declare(module: nn.Module, name: str, block: Block) -> None:
 
 
 def declared(module: nn.Module) -> Mapping[str, Block]:
-    """The blocks of a module's own parameters, by name."""
+    """The blocks of a module's direct parameters, by name."""
     found: dict[str, Block] = vars(module).get(_BLOCKS, {})
     return found
 
@@ -423,7 +423,7 @@ def _other_shape(name: str, shape: tuple[int, ...], block: Block) -> str:
 
 
 class BlockTensor(Tensor):
-    """A tensor of the whole's shape of which this rank holds the part of a block, with no more than a checkpoint asks of it.
+    """A tensor of the whole's shape of which this rank holds a block's part, with the operations that a checkpoint needs.
 
     Copies, empty ones, zeros, other dtypes and devices are of the same block; `copy_` takes a tensor of the same block or the
     whole. Any other operation is an InputError.
@@ -450,7 +450,7 @@ class BlockTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Operations on each element alone, by the rank's tensor."""
+        """Elementwise operations, on the rank's tensor."""
         first = args[0]
         if func is torch.ops.aten.copy_.default and isinstance(first, BlockTensor):
             first._fill(args[1])
@@ -471,11 +471,11 @@ class BlockTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any = None) -> NoReturn:
         raise InputError(
-            f"a tensor of {list(self.shape)} in a file would be this rank's part alone: octavo.save(path, model) writes a "
+            f"a tensor of {list(self.shape)} in a file would be only this rank's part: octavo.save(path, model) writes a "
             "checkpoint, octavo.export(model, folder) whole weights, each called on every rank."
         )
 
-    storage = __reduce_ex__  # safetensors asks for it
+    storage = __reduce_ex__  # called by safetensors
 
     def full_tensor(self) -> NoReturn:
         """Refused: a DTensor's whole is that of a mesh, which these parts have none of."""
@@ -510,7 +510,7 @@ _OF_ELEMENTS = frozenset(
 
 
 def write_items(name: str, tensor: Tensor) -> list[WriteItem]:
-    """DCP's items of what this rank writes of a tensor with parts."""
+    """DCP's items that this rank writes of a tensor with parts."""
     properties = TensorProperties.create_from_tensor(local_of(tensor))
     items = []
     for box in part_of(tensor).counted:

@@ -1,10 +1,10 @@
 """Plain causal attention by gathered keys and values: no window, no documents, so that every rank reads nearly all chunks.
 
 Of a rank's two chunks the early one attends to itself while keys and values are gathered, then to the chunks before it. The
-late one attends to everything up to its own end: in one call where a kernel takes more keys than queries, else in two. In
-backward a rank sends each other rank two shares of gradients, as its kernels wrote them; shares are added up in float32. A
-layer may begin the gather before attention's backward (`octavo.collectives.attention.gather_ahead`); then the early chunk's
-pairs with itself hide the exchange of gradients.
+late one attends to everything up to its end: in one call if a kernel takes more keys than queries, else in two. In backward a
+rank sends each other rank two shares of gradients, as its kernels wrote them; shares are summed in float32. A layer may start
+the gather before attention's backward (`octavo.collectives.attention.gather_ahead`); then the early chunk's pairs with itself
+hide the exchange of gradients.
 
 Shapes: B batch, T tokens, n ranks, L = T / n tokens of this rank, C = L / 2 of a chunk, H query heads, G key-value heads,
 D head dimension.
@@ -51,7 +51,7 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, context: ContextGroup, split: Split, scale: float,
     started: list[Pending[Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their dtype. started: the gather of k and v, if it is under way; emptied."""
+    """Gradients of q, k and v, in their dtype. started: the pending gather of k and v, if started; emptied."""
     ahead = bool(started)
     gathering = started.pop() if ahead else start_gather(joint(k, v), context.group)
     chunk, (rank, last) = split.chunk, split.chunks()
@@ -75,7 +75,7 @@ def backward(
     def share(of: Tensor, number: int) -> Tensor:
         return of[:, :, number * chunk : (number + 1) * chunk]
 
-    # The early chunk's pairs with itself hide the gather; if that is under way, the exchange of gradients.
+    # The early chunk's pairs with itself hide the gather; if that was started earlier, the exchange of gradients.
     itself = empty(1)
     if not ahead:
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
@@ -91,7 +91,8 @@ def backward(
     del keys, values  # nothing else holds their memory
 
     others = [other for other in range(split.size) if other != rank]
-    # The chunk that every late chunk sees, and one more: the early chunks behind it see it too, or else the other's late one.
+    # The chunk to which every late chunk attends, and one more: the early chunks after it attend to it too, or else the other's
+    # late one.
     sent = k.new_empty(len(others), 2, *itself.shape)
     for place, other in enumerate(others):
         add_up(sent[place, 0], [share(of_late, other)])
@@ -101,7 +102,7 @@ def backward(
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
     received = exchange.wait()
     summed = empty(2)
-    # Ranks behind this one see its early chunk alone, by both of theirs; those before it see both, by their late ones.
+    # Both chunks of later ranks attend only to this rank's early chunk; late chunks of earlier ranks attend to both.
     behind = [received[place, 1] for place, other in enumerate(others) if other > rank]
     before = [received[place, 1] for place, other in enumerate(others) if other < rank]
     add_up(summed[:, :, halves[0]], [itself, share(of_late, rank), *received[:, 0].unbind(), *behind])
@@ -111,7 +112,7 @@ def backward(
 
 
 def joint(k: Tensor, v: Tensor) -> Tensor:
-    """k and v as one tensor [2, *k.shape]: without a copy where they lie one behind the other."""
+    """k and v as one tensor [2, *k.shape]: without a copy if they are contiguous."""
     behind = k.storage_offset() + k.numel()
     if (
         k.is_contiguous()
@@ -129,7 +130,7 @@ def in_sequence(gathered: Tensor, split: Split) -> Any:
 
 
 def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> Pending[Tensor]:
-    """Begin to send sent[place] to others[place]: what those send to this rank, in the same order."""
+    """Start to send sent[place] to others[place]; these send to this rank in the same order."""
     received = torch.empty_like(sent)
     if not others:
         return Pending([], lambda: received)

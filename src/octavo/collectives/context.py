@@ -1,4 +1,4 @@
-"""The ranks that share a sequence: how it is split over them and joined again.
+"""The ranks that share a sequence: splitting it over them and joining it.
 
 Shapes: T tokens of the whole sequence, n ranks; a rank holds T / n, two chunks of T / 2n.
 """
@@ -22,7 +22,7 @@ STRATEGIES = ("all_gather", "p2p", "a2a")
 class ContextGroup(Ranks):
     """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
 
-    Without a `group` this rank alone, which needs no process group.
+    Without a `group` only this rank, which needs no process group.
 
     Raises:
         InputError: an unknown `strategy`, or a `group` without this rank.
@@ -77,7 +77,7 @@ class ContextGroup(Ranks):
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The inverse of `split`, on every rank. Collective.
 
-        In backward each rank takes its own part of the gradient: all compute the same from the whole.
+        In backward each rank takes its part of the gradient: all compute the same from the whole.
 
         Raises:
             InputError: `x` has no dimension `dim`, or of several ranks no two equal chunks along it.
@@ -102,7 +102,7 @@ class ContextGroup(Ranks):
         return same_numbers(self._group, *tensors)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
+        """The sum of the ranks' parts, the same bits on each; the gradient is that of this rank's part. Collective."""
         return part if self._group is None else summed(part, self._group)
 
 
@@ -134,7 +134,7 @@ def cheaper_exchange(heads: int, groups: int, ranks: int) -> str:
 
 
 def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' parts, the same bits on each; the gradient is that of the own part. Collective."""
+    """The sum of the ranks' parts, the same bits on each; the gradient is that of this rank's part. Collective."""
     total: Tensor = _Sum.apply(part, group)
     return total
 
@@ -175,7 +175,7 @@ def _digest(x: Tensor) -> Tensor:
 
 
 def in_order(parts: Tensor | list[Tensor], dim: int) -> Tensor:
-    """The ranks' tensors, of two chunks each along `dim`, as one whose chunks are in the order of the sequence."""
+    """The ranks' tensors, each of two chunks along `dim`, as one tensor with the chunks in the order of the sequence."""
     return torch.cat(chunks_in_order(parts, dim), dim)
 
 

@@ -1,15 +1,15 @@
-"""Exchanges between the GPUs of one host by their copy engines, which leave the multiprocessors to products beside them.
+"""Exchanges between the GPUs of one host by copy engines, which leave the multiprocessors to concurrent products.
 
-NCCL's kernels need multiprocessors: one that is launched just behind a product waits until that has ended, and one that runs
-takes some from it. A copy into another GPU's memory needs none.
+NCCL's kernels need multiprocessors: a kernel launched just after a product waits until that has ended, and a running one takes
+some from it. A copy into another GPU's memory needs none.
 
 Each rank has memory that the others write (PyTorch's symmetric memory): two slots, with a block for each other rank. An
-exchange copies this rank's blocks into the others' slots on a stream of its own, and meets them at a barrier; behind that, the
-others' blocks are here. Exchanges take the slots in turns, in the same order on all ranks.
+exchange copies this rank's blocks into the others' slots on a separate stream, then enters a barrier; after it, the others'
+blocks have arrived. Exchanges alternate between the slots, in the same order on all ranks.
 
-No block is overwritten before it is read. The blocks of exchange k are overwritten by exchange k + 2, whose copies come behind
-the barrier of k + 1; a rank comes to that barrier when it has read those of k: an exchange that begins waits for the reads of
-the one before, and blocks that nobody has read by then are moved to memory of their own.
+No block is overwritten before it is read. The blocks of exchange k are overwritten by exchange k + 2, whose copies follow the
+barrier of k + 1; a rank enters that barrier after it has read those of k: a new exchange waits for the reads of the previous
+one, and blocks that have not been read by then are moved to separate memory.
 
 The faster of NCCL and copies is measured at the second use of an exchange, and agreed over its ranks; `choices` names it.
 """
@@ -66,11 +66,11 @@ class PeerMemory:
         block = -(-block // _ALIGNMENT) * _ALIGNMENT
         if block <= self._room:
             return
-        # Nothing of Octavo's uses multicast, whose objects some containers forbid.
+        # Octavo uses no multicast, whose objects some containers forbid.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        torch.cuda.synchronize(self._device)  # all have done so when they meet: nobody writes the present memory any more
+        torch.cuda.synchronize(self._device)  # all have done so at the barrier: no rank writes the present memory any more
         shape = 2, self.size - 1, block
         with torch.inference_mode(False):  # training writes what an evaluation has reserved
             memory = symmetric_memory.empty(math.prod(shape), dtype=torch.uint8, device=self._device)
@@ -85,7 +85,7 @@ class PeerMemory:
         return 2 * (self.size - 1) * self._room
 
     def begin(self, shape: tuple[int, ...], dtype: torch.dtype) -> Exchange:
-        """An exchange of blocks of this shape and dtype, of which each rank sends one to each other."""
+        """An exchange of blocks of this shape and dtype: each rank sends one to each other rank."""
         if self._last is not None:
             self._last.end()
             self.stream.wait_event(self._last.read)
@@ -111,7 +111,7 @@ class PeerMemory:
         return self._slots[receiver][self._turn, place, : math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def meet(self) -> None:
-        """A barrier of all ranks behind this rank's copies, on the current stream."""
+        """A barrier of all ranks after this rank's copies, on the current stream."""
         self._handle.barrier()
 
     def times_us(self, ways: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
@@ -125,10 +125,10 @@ class PeerMemory:
 
 
 class Exchange:
-    """Blocks on their way from each rank to each other: `send` to all others, then `blocks`, in this order.
+    """Blocks being sent from each rank to each other: `send` to all others, then `blocks`, in this order.
 
-    to, here: of each other rank, where this one's block goes, and where its block arrives. arrived, read: events behind the
-    arrival of all blocks, and behind what reads them.
+    to, here: for each other rank, the destination of this rank's block, and where its block arrives. arrived, read: events
+    after the arrival of all blocks, and after their reads.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class Exchange:
         self._open = False
 
     def send(self, blocks: dict[int, Tensor]) -> None:
-        """Copy blocks, contiguous and complete on the current stream, to other ranks; behind the last one the ranks meet."""
+        """Copy blocks, contiguous and complete on the current stream, to other ranks; after the last one the ranks
+        synchronise."""
         memory, stream = self._memory, self._memory.stream
         memory.ready.record(torch.cuda.current_stream(stream.device))
         memory.ready.wait(stream)
@@ -169,7 +170,7 @@ class Exchange:
         self._open, self._moved = False, {}
 
     def end(self) -> None:
-        """Move blocks that nobody has read to memory of their own."""
+        """Move blocks that have not been read to separate memory."""
         assert not self._open, "an exchange begins while another's blocks are read"
         if self._moved is None:
             self._moved = {rank: block.clone() for rank, block in self._wait().items()}
@@ -233,7 +234,8 @@ def by_copies(kind: str, block: int, memory: PeerMemory, ways: Callable[[], tupl
 
 
 def choices(ranks: int | None = None) -> dict[str, str]:
-    """The way of each measured exchange, with the microseconds that it takes alone by NCCL and by copies; of so many ranks."""
+    """The method of each measured exchange, with the microseconds that it takes alone by NCCL and by copies, for a group
+    size."""
     found = {}
     for (kind, size, bits), (by_nccl, copied) in process.exchanges.items():
         if ranks in (None, size):

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank holds some of a mixture's experts, and copies of tokens travel to the ranks of their experts.
+"""Expert parallelism: each rank holds some of an MoE layer's experts, and copies of tokens are sent to their experts' ranks.
 
-A copy travels for each expert that a token visits, and its result travels back, so that every token's results are added up by
-the rank that has the token: in the order, and to the bits, of one rank that holds all experts.
+A copy is sent for each of a token's experts, and its result is sent back, so that every token's results are summed by the
+token's rank: in the order, and to the bits, of one rank that holds all experts.
 
-Legend: T tokens of this rank, V experts that a token visits, C = T · V copies, D ranks, R copies that this rank receives.
+Legend: T tokens of this rank, V experts per token, C = T · V copies, D ranks, R copies that this rank receives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from octavo.kernels.experts.travel import narrow, widen
 class ExpertGroup(Ranks):
     """The ranks over which experts are spread, as many to each, in the order of the ranks.
 
-    experts: of a mixture, a multiple of the ranks. fp8: tokens and the gradients of results travel in FP8 under an autocast.
+    experts: of an MoE layer, a multiple of the ranks. fp8: tokens and the gradients of results are sent in FP8 under an
+    autocast.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int, *, fp8: bool = False) -> None:
@@ -41,9 +42,9 @@ class ExpertGroup(Ranks):
 
 
 class Exchange:
-    """One use of a mixture: where copies of tokens go, and where they come from.
+    """One forward of an MoE layer: the destinations and sources of the tokens' copies.
 
-    Sizes come from the device: `sizes` waits for them, once. What is queued before it runs meanwhile.
+    Sizes come from the device: `sizes` waits for them, once. Kernels queued before it run meanwhile.
 
     Attributes:
         tokens: int64 [C], the token of each copy, in the order of experts.

@@ -36,7 +36,7 @@ class Earlier(NamedTuple):
     """Spans of a chunk's queries outside of `diagonal`, whose keys count from the first token of chunk `low`."""
 
     low: int
-    high: int  # behind the last chunk that is read
+    high: int  # one after the last chunk that is read
     spans: tuple[Span, ...]
 
 

@@ -1,15 +1,15 @@
 """Tensor parallelism: ranks hold parts of the same matrices, and between products each has its part of the tokens.
 
-Tokens are split by rows: of the flattened tokens [B · T] rank r has the r-th of n equal runs, seen as [B, T / n]. So what is
-gathered from all ranks, one after the other, is [B, T] again without a copy, whatever the samples are.
+Tokens are split by rows: of the flattened tokens [B · T] rank r has the r-th of n equal runs, viewed as [B, T / n]. So the
+concatenation of all ranks' rows is [B, T] without a copy, for any samples.
 
 The gradient of a gathered tensor depends on its consumer. Consumers that are the same on all ranks have the same gradient, of
 which `whole` and `words` return this rank's part. Those with a part of a matrix have partial sums, which `gathered` adds up.
 
-Random numbers come from the default generators, whose states the ranks of a group have in common: dropout of hidden states is
-this rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside of a part, as in the attention of this
-rank's heads, each rank draws from a stream of its own that begins at the common state (`own_numbers`). So what saves and
-restores the default generators, as recomputation and checkpoints do, repeats both.
+Random numbers come from the default generators, whose states the ranks of a group share: dropout of hidden states is this
+rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside a part, as in the attention of this rank's
+heads, each rank draws from a separate stream that begins at the common state (`own_numbers`). So saving and restoring the
+default generators, as recomputation and checkpoints do, repeats both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TensorGroup(Ranks):
         return self.start_gather(rows).wait()
 
     def start_scatter(self, parts: Tensor) -> Pending[Tensor]:
-        """Begin to add up parts [n · m, C], of which this rank receives its rows [m, C]; the sum is in their dtype."""
+        """Start to sum parts [n · m, C], of which this rank receives its rows [m, C]; the sum is in their dtype."""
         parts = parts.contiguous()
         own = parts.chunk(self.size)[self.rank]
         memory = self._memory("sum", own.shape, own.dtype, own.device)
@@ -99,10 +99,10 @@ class TensorGroup(Ranks):
     def summed(
         self, product: Callable[[slice], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, parts: bool
     ) -> Tensor:
-        """As `scatter`, of what is still to be computed; shape: [m, C] of the sum.
+        """As `scatter`, for parts that are still to be computed; shape: [m, C] of the sum.
 
-        product: computes some of the rows [n · m, C]. parts: those of a rank are worth a product of their own, so that the
-        other ranks' are on their way while this rank's are computed.
+        product: computes some of the rows [n · m, C]. parts: a rank's rows justify a separate product, so that the other ranks'
+        rows are sent while this rank's are computed.
         """
         rows = [slice(rank * shape[0], (rank + 1) * shape[0]) for rank in range(self.size)]
         memory = self._memory("sum", shape, dtype, device) if parts else None
@@ -207,7 +207,7 @@ class TensorGroup(Ranks):
         return self._dropped(x, rate, shape, lambda mask: mask.chunk(self.size, -1)[self.rank])
 
     def _dropped(self, x: Tensor, rate: float, shape: Sequence[int], own: Callable[[Tensor], Tensor]) -> Tensor:
-        """Dropout of x by its own part of a mask of this shape."""
+        """Dropout of x by this rank's part of a mask of this shape."""
         if not rate or x.numel() == 0:
             return x
         with torch.no_grad():
@@ -221,7 +221,7 @@ class TensorGroup(Ranks):
 
     @contextlib.contextmanager
     def own_numbers(self, device: torch.device) -> Iterator[None]:
-        """A context whose random numbers of a device differ from rank to rank; behind it the ranks' states are alike again."""
+        """A context whose random numbers of a device differ from rank to rank; after it the ranks' states are equal."""
         if device.type == "cuda":  # counters on the host: another seed is another stream, and nothing waits for the GPU
             generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
             seed, offset = generator.initial_seed(), generator.get_offset()
@@ -241,7 +241,7 @@ class TensorGroup(Ranks):
             torch.default_generator.set_state(state)
 
     def replicated(self, parameter: Tensor | None) -> Tensor | None:
-        """A parameter that every rank holds and reads for its own tokens or heads: its gradient is the sum of all ranks'."""
+        """A parameter that every rank holds and reads for its tokens or heads: its gradient is the sum of all ranks'."""
         if parameter is None or not torch.is_grad_enabled():
             return parameter
         together = self._together.get(id(parameter))
@@ -264,7 +264,7 @@ class TensorGroup(Ranks):
 
 
 class Gathering:
-    """Rows [m, C] of all ranks under way; `wait` or `parts`, once, give them."""
+    """Rows [m, C] of all ranks, being gathered; `wait` or `parts`, once, return them."""
 
     def __init__(self, tensor: TensorGroup, rows: Tensor, under_way: Pending[Tensor] | Exchange) -> None:
         self._tensor, self._rows, self._under_way = tensor, rows, under_way

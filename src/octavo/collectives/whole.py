@@ -1,4 +1,4 @@
-"""The whole of a tensor of which each rank has a part."""
+"""The whole of a tensor that is split over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives under way: one handle for all of them, and the names that PyTorch has for those into one tensor."""
+"""Pending collectives: one handle for all of them, and PyTorch's names for collectives into one tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup:
         """Their process group."""
-        assert self._group is not None  # without one nobody calls a collective
+        assert self._group is not None  # without one no collective is called
         return self._group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -40,9 +40,9 @@ class Ranks:
 
 
 class Pending(Generic[T]):
-    """Collectives under way; `wait`, once, gives their result.
+    """Pending collectives; `wait`, once, returns their result.
 
-    finish: makes the result when all works are over. held: what is sent, alive until then.
+    finish: computes the result when all works are complete. held: the sent tensors, referenced until then.
     """
 
     def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], T], held: Sequence[Tensor] = ()) -> None:
