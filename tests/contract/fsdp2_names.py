@@ -1,8 +1,8 @@
-"""FSDP2's private names in `parallel/fsdp2/adapter.py`, each with its reason and the public means beside it.
+"""FSDP2's private names in `parallel/fsdp2/adapter.py`, each with its purpose and the nearest public API.
 
-    python tests/contract/fsdp2_names.py docs/parallelism.md     write the table
+    python tests/contract/fsdp2_names.py docs/private-parts.md     write the table
 
-Public means were read in the sources of torch 2.11.0, 2.13.0 and 2.14.1.
+Public APIs were read in the sources of torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Private(NamedTuple):
 
     Attributes:
         name: as the adapter has it.
-        why: what Octavo does by it.
-        public: the nearest public means, and why it does not serve.
+        why: its purpose in Octavo.
+        public: the nearest public API, and why it does not suffice.
     """
 
     name: str
@@ -27,105 +27,112 @@ class Private(NamedTuple):
 
 
 PRIVATE = (
-    Private("_fsdp_param_group", "the parameters that are gathered together", "none: `FSDPModule` hands out no group"),
-    Private("_state_ctx", "whether a forward or backward is open, and to end one that an exception left",
-            "`reset_iter_state`, after 2.11: it drops the gradients of earlier micro-batches after a failed forward too, and "
-            "says not whether anything was open"),
-    Private("_modules_to_run_forward", "to end a forward of several modules in the middle", "`reset_iter_state`, as above"),
-    Private("_training_state", "whether a gathering is for a forward or a backward",
-            "none: `fsdp_pre_all_gather` is told the module, not the pass"),
-    Private("_module_fqn", "the name of a group in messages and profiles, as FSDP2's own events have it", "none"),
-    Private("_all_gather_result", "whether a gathering is under way, and one in place",
-            "`unshard(async_op=True)` gives a handle of the caller's own gatherings alone"),
-    Private("_all_gather_comm", "whether the user has set another exchange",
-            "`set_custom_all_gather` sets it, and nothing reads it"),
-    Private("_to_unsharded", "modules get the parameters that were gathered in place",
-            "`set_custom_all_gather` (2.11): FSDP2 still copies out of one buffer, the pass that is saved here"),
-    Private("_wait_all_gather_streams_on_event", "the buffer of the part before is freed when FSDP2 would", "none"),
-    Private("_reshard_after_forward_event", "whether FSDP2 has ordered a gathering behind a freeing", "none"),
-    Private("_reduce_scatter_comm", "whether the user has set another reduction",
-            "`set_custom_reduce_scatter` sets it, and is used for that; nothing reads it"),
+    Private("_fsdp_param_group", "the parameters that are gathered together", "none: `FSDPModule` does not expose its groups"),
+    Private("_state_ctx", "whether a forward or backward is unfinished, and to reset one after an exception",
+            "`reset_iter_state`, after 2.11: it also drops the gradients of earlier micro-batches after a failed forward, and "
+            "does not tell whether anything was unfinished"),
+    Private("_modules_to_run_forward", "resets a forward of several modules after an exception",
+            "`reset_iter_state`, as above"),
+    Private("_training_state", "whether an all-gather is for forward or backward",
+            "none: `fsdp_pre_all_gather` gets the module, not the pass"),
+    Private("_module_fqn", "the name of a group in messages and profiles, as in FSDP2's events", "none"),
+    Private("_all_gather_result", "whether an all-gather is pending; in-place all-gathers",
+            "`unshard(async_op=True)` returns a handle only of the caller's all-gathers"),
+    Private("_all_gather_comm", "whether the user has set a custom all-gather",
+            "`set_custom_all_gather` sets it; no getter"),
+    Private("_to_unsharded", "sets the parameters of modules after an in-place all-gather",
+            "`set_custom_all_gather` (2.11): FSDP2 still copies out of one buffer, the copy that is avoided here"),
+    Private("_wait_all_gather_streams_on_event", "frees the previous all-gather's buffer when FSDP2 would", "none"),
+    Private("_reshard_after_forward_event", "whether FSDP2 has ordered an all-gather after a free", "none"),
+    Private("_reduce_scatter_comm", "whether the user has set a custom reduce-scatter",
+            "`set_custom_reduce_scatter` sets it and is used for that; no getter"),
     Private("_reduce_scatter_process_group", "the ranks that sum gradients",
-            "`set_separate_reduce_scatter_group`, after 2.11, sets it, and nothing reads it"),
-    Private("_partial_reduce_output", "gradients that replicas have not summed: found, and dropped after an exception",
-            "`reset_iter_state`, after 2.11, drops those of earlier micro-batches too"),
-    Private("_all_reduce_hook", "whether the user's hook needs what FSDP2 reduces",
-            "`set_all_reduce_hook` sets it, and nothing reads it"),
+            "`set_separate_reduce_scatter_group`, after 2.11, sets it; no getter"),
+    Private("_partial_reduce_output", "gradients that replicas have not summed: detected, and dropped after an exception",
+            "`reset_iter_state`, after 2.11, also drops those of earlier micro-batches"),
+    Private("_all_reduce_hook", "whether the user has set a hook that needs FSDP2's reduced gradients",
+            "`set_all_reduce_hook` sets it; no getter"),
     Private("_reduce_dtype", "the dtype in which gradients are reduced, chosen in each backward",
             "`MixedPrecisionPolicy(reduce_dtype=…)` is read once, before the first forward"),
     Private("_module_info", "the module and name of a parameter", "none for the sharded one: two modules may have it"),
-    Private("_orig_size", "the size of what is gathered",
-            "`DTensor.shape`: of experts over ranks that is the size of all experts"),
+    Private("_orig_size", "the size of the gathered parameter",
+            "`DTensor.shape`: for expert parallelism that is the size of all experts"),
     Private("_sharded_param_data", "this rank's rows with room for padding, which are cast and gathered",
             "`DTensor.to_local()` is the rows without padding"),
     Private("_sharded_local_tensor", "the tensor that gets the extension",
             "a tensor subclass with `fsdp_pre_all_gather` before `fully_shard` (2.11): every optimizer and state dict would "
             "see the subclass"),
-    Private("_init_extensions", "FSDP2 sees an extension that came after `fully_shard`", "the same subclass"),
-    Private("_unsharded_param", "the parameter that autograd accumulates into, of each form of a gathered weight", "none"),
-    Private("_unsharded_inner_tensors", "what an extension has put in place of the gathered bytes, of each form", "none"),
+    Private("_init_extensions", "FSDP2 sees an extension added after `fully_shard`", "the same subclass"),
+    Private("_unsharded_param", "the parameter into which autograd accumulates, one per form of a gathered weight", "none"),
+    Private("_unsharded_inner_tensors", "the tensors by which an extension replaced the gathered bytes, one set per form",
+            "none"),
 )  # fmt: skip
 
 INNER = {
     "fsdp_params": "the parameters of a group, in FSDP2's order",
     "mesh_info": "this rank's place, the number of shards, their ranks, and whether there are replicas",
-    "post_forward_mesh_info": "whether a group is freed behind its forward, by the present setting, which nothing public reads",
+    "post_forward_mesh_info": "whether a group is freed after its forward; no public getter",
     "device": "where a group is gathered; a shard on the meta device, or offloaded, is elsewhere",
-    "comm_ctx": "the streams of gatherings and reductions, and the buffer of the part before",
-    "reduce_grads": "whether this backward sums: `set_requires_gradient_sync` sets it, and nothing reads it",
-    "gradient_divide_factor": "the user's divisor, which reductions of Octavo's own respect; nothing public reads it",
+    "comm_ctx": "the streams of all-gathers and reductions, and the buffer of the previous ones",
+    "reduce_grads": "whether this backward reduces gradients: `set_requires_gradient_sync` sets it; no getter",
+    "gradient_divide_factor": "the user's divisor, which Octavo's reductions respect; no public getter",
     "force_sum_reduction_for_comms": "the same of the user's choice of sums",
     "unshard_in_backward": "the same of the user's choice not to gather for a backward",
     "is_unsharded": "whether the modules have their whole parameters",
-    "unshard": "replaced: gatherings in place",
-    "wait_for_unshard": "replaced: gatherings in place; called to end one that an exception left",
-    "reshard": "called to free what an exception left",
-    "pre_backward": "replaced: FP8 weights of a backward are checked around its gathering",
+    "unshard": "replaced: in-place all-gathers",
+    "wait_for_unshard": "replaced: in-place all-gathers; called to finish one after an exception",
+    "reshard": "called to free parameters after an exception",
+    "pre_backward": "replaced: FP8 weights of a backward are checked around its all-gather",
     "post_backward": "replaced: the actions of `BEFORE_REDUCTION`; hooks of parameters run too early",
-    "finalize_backward": "replaced: the end of a backward, behind all reductions",
+    "finalize_backward": "replaced: the end of a backward, after all reductions",
     "sharded_state": "whether the whole is more than the shards, cast",
     "sharded_param": "the parameter that gets the gradient",
     "param_dtype": "the dtype in which a parameter outside FP8 is gathered",
     "all_gather_outputs": "the memory of the whole, of each form",
-    "unsharded_accumulated_grad": "gradients of earlier micro-batches: reduced, dropped and kept between forms",
-    "init_all_gather_outputs": "replaced: outside of inference mode; called for gatherings in place",
-    "alloc_all_gather_outputs": "called for gatherings in place",
+    "unsharded_accumulated_grad": "gradients of earlier micro-batches: reduced, dropped, and moved between forms",
+    "init_all_gather_outputs": "replaced: runs outside inference mode; called for in-place all-gathers",
+    "alloc_all_gather_outputs": "called for in-place all-gathers",
     "init_unsharded_param": "the same",
-    "free_unsharded_param": "called for what a gathering in place has left",
+    "free_unsharded_param": "called to free an in-place all-gather",
     "reset_sharded_param": "the shard gets room for padding before its tensor is extended",
     "accumulate_unsharded_grad_if_needed": "the gradient of all micro-batches, to reduce it from where it is",
     "to_sharded_dtensor": "the gradient as a part of a DTensor",
 }
-"""Name without an underscore of FSDP2's inner classes, as private → what Octavo does by it. None has a public means."""
+"""Name without an underscore of FSDP2's inner classes, just as private → its purpose in Octavo. None has a public API."""
 
 PUBLIC = {
     "set_requires_gradient_sync": ("2.11", "micro-batches; used"),
     "set_reshard_after_forward": ("2.11", "the user's; respected"),
-    "set_modules_to_forward_prefetch": ("2.11", "order of gatherings; used"),
-    "set_modules_to_backward_prefetch": ("2.11", "order of gatherings; used"),
+    "set_modules_to_forward_prefetch": ("2.11", "order of all-gathers; used"),
+    "set_modules_to_backward_prefetch": ("2.11", "order of all-gathers; used"),
     "set_custom_reduce_scatter": ("2.11", "bf16 gradients summed in float32; used"),
-    "set_custom_all_gather": ("2.11", "changes the exchange, not the copies around it: does not serve"),
-    "set_all_reduce_hook": ("2.11", "the user's: does not serve"),
+    "set_custom_all_gather": ("2.11", "changes the collective, not the copies around it: does not suffice"),
+    "set_all_reduce_hook": ("2.11", "the user's: does not suffice"),
     "set_unshard_in_backward": ("2.11", "the user's; respected"),
     "set_gradient_divide_factor": ("2.11", "the user's; respected"),
     "set_force_sum_reduction_for_comms": ("2.11", "the user's; respected"),
-    "set_allocate_memory_from_process_group_for_comm": ("2.11", "refuses custom exchanges beside it: does not serve"),
-    "reset_iter_state": ("2.13", "drops earlier micro-batches after a failed forward: does not serve"),
-    "set_symm_mem_for_comm": ("2.13", "refuses custom exchanges beside it: does not serve"),
-    "set_separate_reduce_scatter_group": ("2.13", "a communicator more, for NCCL: the user's, respected"),
+    "set_allocate_memory_from_process_group_for_comm": ("2.11", "excludes custom collectives: does not suffice"),
+    "reset_iter_state": ("2.13", "drops earlier micro-batches after a failed forward: does not suffice"),
+    "set_symm_mem_for_comm": ("2.13", "excludes custom collectives: does not suffice"),
+    "set_separate_reduce_scatter_group": ("2.13", "an additional NCCL communicator: the user's, respected"),
     "set_reduce_scatter_unused_params": ("2.13", "the user's"),
     "set_reduce_scatter_max_input_buffers": ("2.13", "the user's"),
 }
-"""Method of `FSDPModule` → the first version of 2.11, 2.13 and 2.14 that has it, and what it is to Octavo."""
+"""Method of `FSDPModule` → the first version of 2.11, 2.13 and 2.14 that has it, and its use in Octavo."""
 
-BEGIN, END = "<!-- FSDP2's names: python tests/contract/fsdp2_names.py docs/parallelism.md -->", "<!-- end of FSDP2's names -->"
+BEGIN, END = (
+    "<!-- FSDP2's names: python tests/contract/fsdp2_names.py docs/private-parts.md -->",
+    "<!-- end of FSDP2's names -->",
+)
 
 
 def table() -> str:
-    """The tables of docs/parallelism.md."""
-    lines = [BEGIN, "", "| private name | what it is for | public means |", "|---|---|---|"]
+    """FSDP2's tables of docs/private-parts.md."""
+    lines = [BEGIN, "", "| private name | purpose | nearest public API |", "|---|---|---|"]
     lines += [f"| `{row.name}` | {row.why} | {row.public} |" for row in PRIVATE]
-    lines += ["", "| public means of `FSDPModule` | since torch | in Octavo |", "|---|---|---|"]
+    lines += ["", "| name of an inner class | purpose |", "|---|---|"]
+    lines += [f"| `{name}` | {why} |" for name, why in INNER.items()]
+    lines += ["", "| public method of `FSDPModule` | since torch | in Octavo |", "|---|---|---|"]
     lines += [f"| `{name}` | {since} | {use} |" for name, (since, use) in PUBLIC.items()]
     return "\n".join([*lines, "", END])
 

@@ -9,7 +9,7 @@ import torch
 from private_names import Name, check
 from torch.nn.attention import SDPBackend
 
-_PARTS = "its log-sum-exp joins the parts of a split sequence; `scaled_dot_product_attention` returns none"
+_PARTS = "returns the log-sum-exp that joins parts of a split sequence; `scaled_dot_product_attention` does not"
 NAMES = (
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention", ("kernels/attention/library.py",), _PARTS),
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", ("kernels/attention/library.py",), _PARTS),
@@ -18,9 +18,9 @@ NAMES = (
     Name(
         "torch._fused_sdp_choice",
         ("nn/attend.py", "doctor.py", "benchmarks/chosen.py"),
-        "the kernel that PyTorch takes, by name: nothing public tells it",
+        "the name of the kernel that PyTorch chooses; no public API",
     ),
-    Name("torch._C._cudnn", ("kernels/attention/library.py",), "the loaded version where it is older than that of the build"),
+    Name("torch._C._cudnn", ("kernels/attention/library.py",), "the loaded cuDNN version, which may be older than the build's"),
 )
 
 

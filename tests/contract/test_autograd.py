@@ -22,20 +22,19 @@ NAMES = (
         Name(
             f"torch._C.{name}",
             ("fp8/threads.py",),
-            "an object of a thread that autograd hands on to the threads of its backwards; no public `contextvars` reach them "
-            "before torch 2.14",
+            "a thread's object that autograd passes on to its backward threads; public `contextvars` do so from torch 2.14 on",
         )
         for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_get_obj_in_tls", "_remove_obj_from_tls")
     ),
     Name(
         "torch._C._autograd._get_current_graph_task_keep_graph",
         ("nn/head.py",),
-        "whether this backward keeps its graph: the gradient of the logits overwrites them only where it does not",
+        "whether this backward retains its graph: otherwise the gradient of the logits may overwrite them",
     ),
     Name(
         "torch._C._autograd._top_saved_tensors_default_hooks",
         ("fp8/checkpoints.py",),
-        "the saved-tensor hook of the innermost checkpoint, which holds what forward and recomputation share",
+        "the saved-tensor hook of the innermost checkpoint, which identifies forward and recomputation",
     ),
     Name(
         "torch.utils.checkpoint._checkpoint_impl",
@@ -47,12 +46,12 @@ NAMES = (
     Name(
         "torch.autograd.Variable._execution_engine",
         ("fp8/buffers.py",),
-        "`queue_callback`: scales are updated once a backward ends; FSDP2 and DDP end theirs by it",
+        "`queue_callback`: updates scales at the end of a backward, as FSDP2 and DDP end theirs",
     ),
     Name(
         "torch.autograd.grad_mode._unsafe_preserve_version_counter",
         ("parallel/fsdp2/adapter.py", "parallel/fsdp2/fp8_gather.py"),
-        "a saved weight is freed and gathered again with the same values; FSDP2 uses it for that too",
+        "a saved weight is freed and regathered with the same values; FSDP2 does the same",
         ("tensors",),
     ),
     Name(
@@ -63,12 +62,12 @@ NAMES = (
     Name(
         "torch._C._storage_Use_Count",
         ("parallel/storages.py",),
-        "whether autograd handed over a view of what the rest of a backward writes",
+        "whether a gradient is a view of memory that the rest of the backward writes",
     ),
     Name(
         "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
         ("kernels/algorithms.py",),
-        "no measurement of products under a mode that sees every operation",
+        "no timing of products under a mode that intercepts every operation",
         (),
     ),
 )

@@ -25,19 +25,19 @@ NAMES = (
     Name(
         "flash_attn.cute.interface._flash_attn_bwd",
         ("kernels/attention/flash.py",),
-        "gradients by an output and a log-sum-exp of more keys",
+        "gradients from an output and a log-sum-exp over more keys",
         ("q", "k", "v", "out", "dout", "lse"),
     ),
     Name(
         "flash_attn.cute.interface._tile_size_bwd_sm90",
         ("kernels/attention/flash.py",),
-        "replaced: 2 to 3% by one stage for heads of 64",
+        "replaced: one stage for heads of 64 is 2 to 3% faster",
         ("head_dim",),
     ),
     Name(
         "flash_attn.cute.interface._bwd_postprocess_convert",
         ("kernels/attention/flash.py",),
-        "replaced: float32 sums go to their reader unrounded",
+        "replaced: float32 sums are passed on unrounded",
     ),
 )
 

@@ -54,19 +54,19 @@ def test_every_name_of_the_adapter_is_one_of_these():
 
 
 def test_every_private_name_has_its_reason_beside_the_public_means():
-    """The table of docs/parallelism.md is the one of `fsdp2_names.py`, and that has the adapter's names."""
+    """The table of docs/private-parts.md is the one of `fsdp2_names.py`, and that has the adapter's names."""
     private = {name for name in names() if name.startswith("_")} - IMPORTED
     assert {row.name for row in fsdp2_names.PRIVATE} == private
     assert len(fsdp2_names.PRIVATE) == len(private)
-    page = SOURCE.parents[1].joinpath("docs", "parallelism.md").read_text(encoding="utf-8")
-    assert fsdp2_names.written(page) == page, "python tests/contract/fsdp2_names.py docs/parallelism.md"
-    assert f"| {len(private)} private names in one file" in page
+    page = SOURCE.parents[1].joinpath("docs", "private-parts.md").read_text(encoding="utf-8")
+    assert fsdp2_names.written(page) == page, "python tests/contract/fsdp2_names.py docs/private-parts.md"
+    assert f"{len(private)} private names" in page
 
 
 def test_every_other_name_of_an_inner_class_has_its_reason():
     assert {name for name in names() if not name.startswith("_")} == fsdp2_names.INNER.keys()
-    page = SOURCE.parents[1].joinpath("docs", "parallelism.md").read_text(encoding="utf-8")
-    assert f"stand {len(fsdp2_names.INNER)} names without an underscore" in page
+    page = SOURCE.parents[1].joinpath("docs", "private-parts.md").read_text(encoding="utf-8")
+    assert f"{len(fsdp2_names.INNER)} names without an underscore" in page
 
 
 @pytest.mark.parametrize("name", fsdp2_names.PUBLIC)

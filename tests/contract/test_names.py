@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import names_page
 import pytest
 import torch
 from private_names import SOURCE, defined, foreign, used_in
@@ -54,6 +55,11 @@ def test_every_private_name_has_a_contract():
 def test_no_contract_is_about_a_name_that_nothing_uses():
     private = {name for name in contracts() if name.startswith("_")}
     assert private - foreign().keys() - defined() == set()
+
+
+def test_the_page_of_private_names_is_made_of_the_contracts():
+    page = SOURCE.parents[1].joinpath("docs", "private-parts.md").read_text(encoding="utf-8")
+    assert names_page.written(page) == page, "python tests/contract/names_page.py docs/private-parts.md"
 
 
 def test_fsdp2_s_private_parts_are_in_its_adapter_alone():

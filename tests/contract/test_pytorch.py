@@ -16,12 +16,10 @@ from torch.distributed.checkpoint.metadata import (
 )  # fmt: skip
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-_FOREACH = "one launch for many tensors; the public optimizers and `clip_grad_norm_` use it, and it has no public name"
-_HOOKS = "a layer whose hooks must run is called, and not computed by its block; `nn.Module` lists them nowhere else"
-_LOADING = "a model with code of its own at loading or saving is not rebuilt as a decoder"
-_PRODUCT = (
-    "FP8 products and grouped ones with chosen scales and accumulation; `F.scaled_mm` came with torch 2.10 without them all"
-)
+_FOREACH = "one launch for many tensors; used by the public optimizers and `clip_grad_norm_`, without a public name"
+_HOOKS = "detects hooks: a layer with hooks is called instead of being computed by its block; `nn.Module` has no public list"
+_LOADING = "detects custom loading or saving: such a model is not rebuilt as a decoder"
+_PRODUCT = "FP8 and grouped products with explicit scales and accumulation; `F.scaled_mm` (torch 2.10) lacks some of them"
 NAMES = (
     Name(
         "torch._scaled_mm",
@@ -37,11 +35,11 @@ NAMES = (
     Name(
         "torch.ops.aten._unsafe_view",
         ("nn/norm.py", "nn/mlp.py", "collectives/tensor.py"),
-        "a result that is no view of what autograd saved",
+        "a result that is no view of a saved tensor",
     ),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", ("kernels/gemm.py",), "whether this CPU has products in bf16"),
     Name("torch.Tensor._make_subclass", ("parallel/deferred_init.py",), "a parameter of a subclass, with its class"),
-    Name("torch.Tensor._version", ("fp8/buffers.py",), "whether somebody wrote a tensor since"),
+    Name("torch.Tensor._version", ("fp8/buffers.py",), "whether a tensor was written since"),
     Name("torch.nn.modules.module._has_any_global_hook", ("kernels/autograd.py",), _HOOKS, ()),
     Name("torch.nn.modules.module._IncompatibleKeys", ("compat/smp/state_dicts.py",), "what `load_state_dict` returns"),
     Name(
@@ -74,7 +72,7 @@ NAMES = (
     Name(
         "torch.optim.AdamW._init_group",
         ("train/adamw.py",),
-        "PyTorch's own states, for `state_dict`s that both read",
+        "AdamW's states, so that both read the same `state_dict`",
         ("self", "group"),
     ),
     Name(
@@ -85,13 +83,13 @@ NAMES = (
     Name(
         "torch.distributed.distributed_c10d._get_default_store",
         ("parallel/calls.py", "watchdog/watchdog.py"),
-        "the store of the ranks' rendezvous, for heartbeats beside collectives",
+        "the store of the ranks' rendezvous, for heartbeats concurrent with collectives",
         (),
     ),
     Name(
         "torch.distributed.tensor.debug._clear_sharding_prop_cache",
         ("parallel/world.py",),
-        "DTensor's operations remember the mesh of earlier process groups for an equal one",
+        "clears DTensor's cache, which would reuse the mesh of earlier process groups",
         (),
     ),
     Name(
@@ -102,9 +100,9 @@ NAMES = (
     Name(
         "torch.Tensor._make_wrapper_subclass",
         ("collectives/blocks.py",),
-        "a tensor of the whole's shape that holds this rank's part, as DTensors are made",
+        "a tensor of the whole's shape that holds this rank's part, as DTensors are",
     ),
-    Name("torch.ops.aten._to_copy", ("collectives/blocks.py",), "what `to` of a tensor calls under `__torch_dispatch__`"),
+    Name("torch.ops.aten._to_copy", ("collectives/blocks.py",), "`Tensor.to` calls it under `__torch_dispatch__`"),
     Name(
         "torch.distributed.tensor.DTensor._local_tensor",
         ("parallel/deferred_init.py",),
@@ -128,7 +126,7 @@ NAMES = (
     Name(
         "torch.distributed.checkpoint.state_dict_saver._save_state_dict",
         ("compat/smp/patches.py",),
-        "SMP's scripts call the public functions around it, whose states have rows of a process group",
+        "SMP's scripts call the public functions around it with states of a process group",
         ("state_dict", "storage_writer", "process_group"),
     ),
     Name(
@@ -145,7 +143,7 @@ NAMES = (
     Name(
         "torch.distributed.fsdp._shard_utils._create_chunk_sharded_tensor",
         ("compat/smp/plain.py",),
-        "shards over a group as FSDP1 makes them: PyTorch's function for optimizer states makes those of all ranks",
+        "shards over a group, as in FSDP1; PyTorch's function for optimizer states creates those of all ranks",
         ("tensor", "rank", "world_size", "num_devices_per_node", "pg"),
     ),
     Name(
@@ -168,7 +166,7 @@ NAMES = (
     Name(
         "torch.utils._python_dispatch._get_current_dispatch_mode",
         ("compat/te/state.py",),
-        "whether deferred initialisation looks at what a method writes",
+        "whether deferred initialisation records a method's writes",
         (),
     ),
     Name(
@@ -185,19 +183,19 @@ ATTRIBUTES = {
 }  # fmt: skip
 """Of an `nn.Module`."""
 OTHERS = {
-    "_cdata": "the number of a storage: two tensors that share memory",
+    "_cdata": "the address of a storage: do two tensors share memory",
     "_cuda_getCurrentRawStream": "the current stream without an object around it, for cuBLASLt by ctypes; in builds with CUDA",
     "_schema": "of an operator: which arguments are outputs, under `TorchDispatchMode`",
-    "_post_accumulate_grad_hooks": "the public `register_post_accumulate_grad_hook` keeps a parameter's hooks here",
-    "_flat_param": "the parameter in which PyTorch's FSDP1 joins those of a module, by its name in a state dict",
-    "_use_orig_params": "whether PyTorch's FSDP1 shows a module's own parameters beside it",
+    "_post_accumulate_grad_hooks": "the hooks of the public `register_post_accumulate_grad_hook`",
+    "_flat_param": "FSDP1's flat parameter of a module, by its name in a state dict",
+    "_use_orig_params": "whether FSDP1 exposes a module's parameters besides the flat one",
     "_process_group": "the ranks of a `ShardedTensor`",
     "_fsdp_flattened": "PyTorch's FSDP marks parameters by it",
     "_fsdp_use_orig_params": "PyTorch's FSDP sets it on a module, which a sharded one refuses with the reason",
     "_ddp_params_and_buffers_to_ignore": "DDP looks for it on a module, which a sharded one refuses with the reason",
     "_checkpoint_wrapped_module": "the module in PyTorch's checkpoint wrapper",
-    "_module_classes_to_ignore": "of PyTorch's `MixedPrecision`: refused where it asks for something",
-    "_reset_parameters": "what `nn.MultiheadAttention` has for `reset_parameters`",
+    "_module_classes_to_ignore": "of PyTorch's `MixedPrecision`: refused unless it is empty",
+    "_reset_parameters": "`nn.MultiheadAttention`'s equivalent of `reset_parameters`",
     "_torchdynamo_orig_callable": "the function in a wrapper of torch.compile",
 }
 """Attributes of other objects."""

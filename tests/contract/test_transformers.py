@@ -10,12 +10,12 @@ import transformers
 from private_names import Name, check, resolve
 from transformers import LlamaConfig, LlamaForCausalLM
 
-_LOADING = "`from_pretrained` does it inside; Octavo reads files shard by shard, on each rank its own rows"
+_LOADING = "part of `from_pretrained`; Octavo reads files shard by shard, on each rank only its rows"
 NAMES = (
     Name(
         "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys",
         ("models/published.py",),
-        f"which absent and further tensors are no fault: {_LOADING}",
+        f"which missing and additional tensors are no error: {_LOADING}",
         ("self", "loading_info"),
     ),
     Name(
@@ -33,13 +33,13 @@ NAMES = (
     Name(
         "transformers.PreTrainedModel._check_and_adjust_attn_implementation",
         ("compat/smp/substitutes.py",),
-        "replaced: published scripts ask for flash_attention_2, which a transformed model does not need",
+        "replaced: published scripts request flash_attention_2, which a transformed model does not need",
         ("self", "attn_implementation"),
     ),
     Name(
         "transformers.PreTrainedModel._keys_to_ignore_on_save",
         ("models/convert.py",),
-        "parameters that are not in a saved folder",
+        "parameters that a saved folder leaves out",
     ),
     Name("transformers.PreTrainedModel._no_split_modules", ("compat/smp/transform.py",), "names of a model's whole layers"),
     Name("transformers.PreTrainedModel._hf_peft_config_loaded", ("run/export.py",), "adapters that an export would lose"),
@@ -52,9 +52,9 @@ NAMES = (
     ),
 )
 ATTRIBUTES = {
-    "_name_or_path": "of a config: where it is from; it differs in nothing that is computed",
-    "_loss_function": "of a model: its own loss, which a decoder would not compute",
-    "_is_hf_initialized": "of a parameter that was read from a file, which initialisation leaves as it is",
+    "_name_or_path": "of a config: its origin, ignored when configs are compared",
+    "_loss_function": "of a model: a custom loss, which a decoder would not compute",
+    "_is_hf_initialized": "of a parameter loaded from a file, which initialisation skips",
     "_weight_conversions": "of a loaded model: the conversions that `from_pretrained` used, which saving reverts",
 }
 """Attributes of instances."""
