@@ -78,10 +78,14 @@ def rows_of(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
+REPLACED = ("rms-norm-backward-fp8", "cross-entropy", "cross-entropy-fp8")
+"""Kernels of that file that have been replaced."""
+
+
 def test_figures_of_the_kernels_are_in_benchmarks():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     for row in rows_of("kernels"):
-        if row["workload"] != "copy":
+        if row["workload"] not in ("copy", *REPLACED):
             shape = " \u00d7 ".join(f"{n:,}" for n in row["shape"])
             share = 100 * row["share_of_copy"]
             found = re.search(rf"^\| {row['workload']} \| {shape} \| {row['us']:.0f} \| {share:.0f}% \| (.+) \|$", text, re.M)
@@ -114,8 +118,6 @@ def signed(percent):
 
 def test_figures_of_the_page_on_performance_are_in_benchmarks():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("**", "")
-    for row in rows_of("one-gpu-llama-1b"):
-        assert figures_of(row) in text, row["entry"]
     for row in rows_of("recompute-llama-1b"):
         assert f"{row['tokens_per_second']:,} tokens a second and {row['peak_gib']:.1f} GiB" in text, row["entry"]
     tflops = {}
@@ -156,9 +158,6 @@ def test_figures_of_the_page_on_performance_are_in_benchmarks():
     outputs, rest = longer[::3], longer[1::3] + longer[2::3]
     assert f"outputs take up to {max(outputs):.0f}% longer" in text
     assert f"accumulate precisely, {min(rest):.0f} to {max(rest):.0f}% longer" in text
-    gaps = {row["run"]: row["gap_percent"] for row in rows_of("loss-llama-1b")}
-    assert f"{gaps['fp8-delayed']:.2f}% above bf16" in text
-    assert f"summation {gaps['bf16-again']:.2f}%" in text
 
 
 @pytest.mark.parametrize(
