@@ -13,7 +13,7 @@ torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 base = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64))
 lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-model = octavo.transform(get_peft_model(base, lora))  # adapters first: the model keeps its own code, with FP8 linear layers
+model = octavo.transform(get_peft_model(base, lora))  # adapters first: the model runs its original code, with FP8 linear layers
 samples = (torch.arange(32) + torch.randint(64, (96, 1))) % 64  # they count
 
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)

@@ -281,7 +281,7 @@ def test_folders_that_would_compute_something_else_are_refused(tiny_run, runs, t
         "plain": (["fp8.enabled=false"], ("no product", "ran in FP8")),
         "blocks": (["fp8.recipe=block", "fp8.amax_history_len=1024"], ("multiples of 128", "rowwise")),
         "experts": ([f"model.source={tmp_path / 'mixtral'}"], ("has experts", "without --fp8")),
-        "own": (["model.blocks=own"], ("keeps its own code",)),
+        "own": (["model.blocks=own"], ("original code",)),
         "scheduled": (["fp8.schedule={ 'last 1' = '*' }"], ("every layer is out of FP8", "fp8.schedule")),
         "skipped": (["fp8.skip=['layers.*']"], ("every layer is out of FP8",)),
     }

@@ -201,7 +201,7 @@ def test_faults_of_a_loop_are_refused(tmp_path):
         optimizer.step(lambda: torch.zeros(()))
     for call in (octavo.save, octavo.load):
         octavo.save(tmp_path / "saved", model)
-        with pytest.raises(InputError, match=r"states of Muon are those of octavo\.matrices"):
+        with pytest.raises(InputError, match=r"states of Muon belong to octavo\.matrices"):
             call(tmp_path / "saved", model, optimizer)
 
 

@@ -107,7 +107,7 @@ class BuildOptions:
 
     Attributes:
         dtype: of activations and of products outside FP8.
-        params_dtype: of parameters; None for a model that keeps its own code, whose parameters keep their dtypes.
+        params_dtype: of parameters; None for a model that runs its original code, whose parameters keep their dtypes.
         buffer_dtype: of buffers.
         seed: of initial weights.
         blocks: "own" keeps a model's code, "auto" replaces it where Octavo has blocks for it.
@@ -118,7 +118,7 @@ class BuildOptions:
         offload: saved activations are kept in host memory. horizon: blocks that are loaded ahead in backward.
         moe: losses, noise and balancing of routers.
         frozen: patterns of parameters that are not trained.
-        averaged: average the gradients of a model that keeps its own code over ranks, for mean losses; False sums them.
+        averaged: average the gradients of a model that runs its original code over ranks, for mean losses; False sums them.
         resize: the config may have more tokens than the weights of `load_from`.
         lora: adapters, which with the modules that they name are all that is trained.
         base_recipe: of the products, for frozen weights that are stored in FP8; None for no products in FP8.
@@ -425,7 +425,7 @@ def _adapt(model: nn.Module, options: LoRA | None) -> None:
         return
     if not isinstance(model, Decoder):
         raise InputError(
-            f"lora: {type(model).__name__} keeps its own code, and Octavo's adapters are those of its decoder. Add PEFT's "
+            f"lora: {type(model).__name__} runs its original code, and Octavo's adapters are those of its decoder. Add PEFT's "
             "before: octavo.transform(peft.get_peft_model(model, config))."
         )
     adapt(model, options)

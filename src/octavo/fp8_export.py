@@ -169,7 +169,7 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     """(The run's model without values, with the layers that are in FP8 at the checkpoint; the recipe of its products).
 
     Raises:
-        InputError: nothing ran in FP8, or the model keeps its own code or has experts.
+        InputError: nothing ran in FP8, or the model runs its original code or has experts.
     """
     recipe = recipe_of(found.checkpoint)
     if recipe is None or config.fp8.enabled is False:
@@ -184,8 +184,8 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     model = build_model(found.config, options, device="meta")
     if not isinstance(model, Decoder) or config.model.blocks == "own":
         raise InputError(
-            f"--fp8: {type(model).__name__} keeps its own code (octavo.describe(model) says why), and FP8 folders are written"
-            " of Octavo's decoder. Export without --fp8."
+            f"--fp8: {type(model).__name__} runs its original code (octavo.describe(model) says why), and FP8 folders are "
+            "written of Octavo's decoder. Export without --fp8."
         )
     if model.spec.mixtures:
         raise InputError(

@@ -338,7 +338,7 @@ TEMPLATES = {
     "the end is text": (_changed("<|im_end|>", "[end]"), 1, r"ends message 2 with .*\[end\]\", which is no token"),
     "earlier turns": (
         _content("m['content'] if loop.last or m['role'] == 'user' else 'X'"), 2,
-        r"writes the messages to message 2 otherwise once others follow: .*Set data\.train_on = \"last\"",
+        r"renders the messages to message 2 differently once others follow: .*Set data\.train_on = \"last\"",
     ),
     "a user is left out": (
         _content("'' if m['role'] == 'user' else m['content']"), 1, r"leaves out message 1 \(user\), or changes it"
@@ -437,12 +437,12 @@ MIXED = {
     "both kinds": ({"text": "a", "messages": ASKED}, r"columns of several kinds: conversations \('messages'\); text"),
     "three": ({"input_ids": [1], "messages": ASKED, "prompt": "a", "completion": "b"}, r"Set data\.format = \"chat\" or"),
     "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"preference pairs .*for a loss that compares two answers"),
-    "pairs beside": ({"messages": ASKED, "chosen": "b", "rejected": "c"}, r"beside preference pairs.*data\.format = \"chat\""),
+    "pairs beside": ({"messages": ASKED, "chosen": "b", "rejected": "c"}, r"preference pairs.*data\.format = \"chat\""),
     "two lists": ({"messages": ASKED, "conversations": ASKED}, r"has both 'messages' and 'conversations'"),
     "instructions": ({"instruction": "a", "output": "b"}, r"name the columns 'prompt' and 'completion'"),
-    "weights": ({"messages": ASKED, "weight": 0.5}, r"'weight' beside an example cannot be used"),
-    "mask": ({"prompt": "a", "completion": "b", "loss_mask": [1]}, r"'loss_mask' beside an example cannot be used"),
-    "images": ({"messages": ASKED, "images": ["a.png"]}, r"'images' beside an example cannot be used"),
+    "weights": ({"messages": ASKED, "weight": 0.5}, r"'weight' cannot be used with an example"),
+    "mask": ({"prompt": "a", "completion": "b", "loss_mask": [1]}, r"'loss_mask' cannot be used with an example"),
+    "images": ({"messages": ASKED, "images": ["a.png"]}, r"'images' cannot be used with an example"),
 }  # fmt: skip
 
 
@@ -825,5 +825,5 @@ def test_a_mark_that_goes_on_behind_its_turn_is_refused(tmp_path, chats):
     )
     folder = str(save_tokenizer(tmp_path / "own", "chatml", template))
     assert documents(chats([{"messages": ASKED}], folder))
-    with pytest.raises(InputError, match=r"the generation mark of message 2 goes on behind its turn, with"):
+    with pytest.raises(InputError, match=r"the generation mark of message 2 extends beyond its turn, with"):
         chats([{"messages": [*ASKED, ASKED[0]]}], folder, name="on.jsonl")

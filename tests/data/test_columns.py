@@ -136,19 +136,23 @@ REFUSED = {
     "hole": ({"attention_mask": [1, 0, 1, 1]}, r"'attention_mask' has a 0 between ones, at 1"),
     "documents": ({"attention_mask": [1, 1, 2, 2]}, r"'attention_mask' must be a list of 0 and 1"),
     "target at padding": ({"attention_mask": [1, 1, 1, 0], "labels": [1, 2, 3, 0]}, r"'attention_mask' is 0 at a target"),
-    "positions": ({"position_ids": [0, 1, 0, 1]}, r"'position_ids' beside .* as a row of its own .* \"documents\""),
-    "types": ({"token_type_ids": [0, 0, 1, 1]}, r"'token_type_ids' beside"),
-    "segments": ({"segment_ids": [[0], [1, 1]]}, r"'segment_ids' beside"),
-    "weight": ({"weight": 0.5}, r"'weight' beside .* loss_mask leaves tokens out, and data\.weights weighs sources"),
-    "weights": ({"loss_weights": [1, 1, 2, 1]}, r"'loss_weights' beside"),
-    "null weight": ({"weight": None}, r"'weight' beside"),
-    "mask of another name": ({"completion_mask": [0, 0, 1, 1]}, r"'completion_mask' beside .* name it loss_mask"),
-    "shifted": ({"shift_labels": [2, 3, 4, -100]}, r"'shift_labels' beside .* labels\[i\] is the token at i"),
-    "lengths": ({"cu_seqlens": [0, 2, 4]}, r"'cu_seqlens' beside"),
-    "prompt": ({"prompt_length": 2}, r"'prompt_length' beside .* give a loss_mask that is 0 in the prompt"),
-    "pixels": ({"pixel_values": [[0.5]]}, r"'pixel_values' beside .* token ids alone"),
-    "case of a weight": ({"Sample-Weight": 0.5}, r"'Sample-Weight' beside .* weighs all targets alike"),
-    "case of labels": ({"Labels": [1, 2, 3, 4]}, r"'Labels' beside 'input_ids' cannot be used: name it labels"),
+    "positions": ({"position_ids": [0, 1, 0, 1]}, r"'position_ids' .* as a separate row .* \"documents\""),
+    "types": ({"token_type_ids": [0, 0, 1, 1]}, r"'token_type_ids' cannot be used with"),
+    "segments": ({"segment_ids": [[0], [1, 1]]}, r"'segment_ids' cannot be used with"),
+    "weight": (
+        {"weight": 0.5},
+        r"'weight' cannot be used with .* loss_mask leaves tokens out, and data\.weights weighs "
+        "sources",
+    ),
+    "weights": ({"loss_weights": [1, 1, 2, 1]}, r"'loss_weights' cannot be used with"),
+    "null weight": ({"weight": None}, r"'weight' cannot be used with"),
+    "mask of another name": ({"completion_mask": [0, 0, 1, 1]}, r"'completion_mask' cannot be used with .* name it loss_mask"),
+    "shifted": ({"shift_labels": [2, 3, 4, -100]}, r"'shift_labels' cannot be used with .* labels\[i\] is the token at i"),
+    "lengths": ({"cu_seqlens": [0, 2, 4]}, r"'cu_seqlens' cannot be used with"),
+    "prompt": ({"prompt_length": 2}, r"'prompt_length' cannot be used with .* give a loss_mask that is 0 in the prompt"),
+    "pixels": ({"pixel_values": [[0.5]]}, r"'pixel_values' cannot be used with .* token ids alone"),
+    "case of a weight": ({"Sample-Weight": 0.5}, r"'Sample-Weight' cannot be used with .* weighs all targets alike"),
+    "case of labels": ({"Labels": [1, 2, 3, 4]}, r"'Labels' cannot be used with 'input_ids': name it labels"),
     "unknown": ({"advantage": [0.5, 1, 2, 1]}, r"'advantage' has a number for each token"),
 }
 
@@ -168,9 +172,9 @@ def test_a_column_that_cannot_be_used_is_refused_by_name_and_row(tmp_path, confi
 
 
 def test_labels_that_are_shifted_already_are_recognised():
-    with pytest.raises(InputError, match=r"row 1: 'labels' are the tokens that follow.*labels\[i\] is the token at i"):
+    with pytest.raises(InputError, match=r"row 1: 'labels' are the next tokens.*labels\[i\] is the token at i"):
         tokens_of({"input_ids": LONG, "labels": [*LONG[1:], IGNORED]}, "row 1")
-    with pytest.raises(InputError, match="'labels' are the tokens that follow"):
+    with pytest.raises(InputError, match="'labels' are the next tokens"):
         tokens_of({"input_ids": LONG, "labels": [IGNORED] * 5 + [*LONG[6:], IGNORED]}, "row 1")
     for labels in (LONG, [IGNORED, *LONG[1:]], [IGNORED] * 20, LONG[::-1]):
         tokens_of({"input_ids": LONG, "labels": labels}, "row 1")
@@ -188,9 +192,7 @@ def test_labels_that_are_shifted_already_are_recognised_over_short_rows(tmp_path
             after = [*ids[shift:], *[IGNORED] * shift]
             yield {"input_ids": ids, "labels": [IGNORED] * (5 - targets) + after[5 - targets : 5] + [IGNORED]}
 
-    with pytest.raises(
-        InputError, match=r"row, and of rows before it, are the tokens that follow.*labels\[i\] is the token at i"
-    ):
+    with pytest.raises(InputError, match=r"row, and of rows before it, are the next tokens.*labels\[i\] is the token at i"):
         prepare(config(_write(tmp_path / f"a{kind}", list(rows(1)))))
     assert prepare(config(_write(tmp_path / f"b{kind}", list(rows(0))))).labels("train") is not None
     other = [{"input_ids": row["input_ids"], "labels": [i % 300] * 6} for i, row in enumerate(rows(0))]
@@ -210,14 +212,14 @@ def test_weights_and_masks_beside_text_are_refused(tmp_path, config, kind):
         return [document.text for document in Corpus(config(path))]
 
     assert read(weight=[1, 1], id=[3, 4], score=[0.5, 0.1]) == ["a b", "a b"]
-    with pytest.raises(InputError, match=r"(line 3|line 2|row 2): 'weight' beside text cannot be used: .*data\.weights"):
+    with pytest.raises(InputError, match=r"(line 3|line 2|row 2): 'weight' cannot be used with text: .*data\.weights"):
         read(weight=[1.0, 2.5])
-    with pytest.raises(InputError, match=r"(line 2|line 1|row 1): 'loss_mask' beside text cannot be used"):
+    with pytest.raises(InputError, match=r"(line 2|line 1|row 1): 'loss_mask' cannot be used with text"):
         read(loss_mask=[1, 1])
     assert read(labels=[3, 4]) == ["a b", "a b"]
     if kind != ".csv":
         assert read(labels=[[0, 1], [2]]) == read(labels=["a", "b"]) == ["a b", "a b"]
-        with pytest.raises(InputError, match=r"2: 'labels' beside text cannot be used: -100 in it marks tokens"):
+        with pytest.raises(InputError, match=r"2: 'labels' cannot be used with text: -100 in it marks tokens"):
             read(labels=[[0, 1], [IGNORED, 2]])
 
 
@@ -235,12 +237,12 @@ def test_text_beside_token_ids_is_a_choice_of_the_user(tmp_path, config, kind):
 def test_a_data_set_without_a_target_is_refused(tmp_path, config, packing):
     rows = [{"input_ids": [i, i + 1, i + 2], "loss_mask": [0, 0, 0]} for i in range(20)]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    with pytest.raises(InputError, match=r"48 tokens for train, of which none is a target: 'labels' are -100"):
+    with pytest.raises(InputError, match=r"48 tokens for train, of which no target: 'labels' are -100"):
         prepare(config(path, packing=packing))
     assert not (tmp_path / "prepared").exists()
     write_lines(path, [{**row, "loss_mask": [1, 0, 0]} for row in rows])  # the first tokens of documents
     if packing == "documents":
-        with pytest.raises(InputError, match="none is a target"):
+        with pytest.raises(InputError, match="no target"):
             prepare(config(path, packing=packing))
     else:
         data = prepare(config(path, packing=packing))
@@ -256,7 +258,7 @@ def test_a_data_set_without_a_target_is_refused(tmp_path, config, packing):
 def test_each_source_with_a_weight_needs_a_target(tmp_path, config):
     good = write_lines(tmp_path / "a.jsonl", [{"input_ids": [i, i + 1, i + 2]} for i in range(20)])
     bad = write_lines(tmp_path / "b.jsonl", [{"input_ids": [50 + i, 51], "labels": [IGNORED] * 2} for i in range(20)])
-    with pytest.raises(InputError, match=r"data\.source '.*b\.jsonl' gives 32 tokens for train, of which none is a target"):
+    with pytest.raises(InputError, match=r"data\.source '.*b\.jsonl' gives 32 tokens for train, of which no target"):
         prepare(config([str(good), str(bad)], weights=[1, 1]))
     joined = prepare(config([str(good), str(bad)]))
     of_source = sequences_of(joined, "train", sequence_length=8, packing="documents").of_source

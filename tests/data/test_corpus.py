@@ -330,7 +330,7 @@ def test_another_number_of_rows_than_a_card_says_is_said(tmp_path, config):
         (folder / "README.md").write_text(card.format(rows, "a.jsonl", ""))
         notices = _notices(config(folder))
         assert len(notices) == said
-    assert "by its card (dataset_info) the split 'train' has 99 rows, and its files have 3." in notices[0]
+    assert "its card (dataset_info) gives the split 'train' 99 rows, and its files have 3." in notices[0]
     (folder / "a.csv").write_text("text\nx\n")
     (folder / "README.md").write_text(card.format(99, "a.csv", "  na_values: [q]\n"))
     with pytest.raises(InputError, match="its files have another number of rows or bytes than the card says"):
@@ -355,7 +355,7 @@ def test_files_of_one_name_in_two_forms_are_said(tmp_path, config):
     (folder / "a.JSONL.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
     (folder / "c.csv").write_text("text\ny\n")
     (notice,) = _notices(config(folder))
-    assert "trained twice: a.JSONL.gz and a.jsonl, c.csv and c.txt. Name those that are meant" in notice
+    assert "trained twice: a.JSONL.gz and a.jsonl, c.csv and c.txt. Name the files to read" in notice
 
 
 def test_a_data_set_saved_to_disk(tmp_path, config):
@@ -406,7 +406,7 @@ def test_damaged_files_of_a_data_set_are_named(tmp_path, config):
     for name, file in (("a", "data-00000-of-00001.arrow"), ("b", "state.json"), ("c", "dataset_info.json")):
         datasets.Dataset.from_dict({"text": ["some words"] * 99}).save_to_disk(str(tmp_path / name))
         (tmp_path / name / file).write_bytes((tmp_path / name / file).read_bytes()[:200].replace(b"}", b""))
-        with pytest.raises(InputError, match=rf"{name}': the data set cannot be loaded, '{file}' is damaged: .*Save it again"):
+        with pytest.raises(InputError, match=rf"{name}': the data set cannot be loaded, '{file}' is damaged: .*Save it anew"):
             prepare(config(tmp_path / name))
     for name, content, message in (
         ("README.md", b"---\nconfigs: [\n---\n", r"ParserError: .* in README\.md, line 2\. Check data\.subset"),

@@ -559,7 +559,7 @@ def test_a_folder_with_python_code_is_refused_and_its_code_never_runs(tmp_path, 
     done = subprocess.run(command, input="y\n" * 3, capture_output=True, text=True, check=True, env=environment)
     assert not mark.exists()
     assert done.stdout.startswith("refused: data.tokenizer = ")
-    assert "Python code of its own" in done.stdout
+    assert "custom Python code" in done.stdout
 
 
 @pytest.mark.parametrize("make", [_byte_level, _sentencepiece_bpe, _unigram, _word_level])

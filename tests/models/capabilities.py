@@ -74,9 +74,9 @@ REFUSALS = {
         "Octavo splits the sequences of its decoder alone. In your own loop a model may"
         " [split them itself](context-parallelism.md#your-own-model)."
     ),
-    "are recomputed in part": "the model keeps its own code, and only Octavo's blocks are recomputed in part.",
-    "are recomputed with their block": "experts are recomputed with their block alone.",
-    "are offloaded": "the model keeps its own code, and only Octavo's blocks are offloaded.",
+    "are recomputed in part": "the model runs its original code, and only Octavo's blocks are recomputed in part.",
+    "are recomputed only with": "experts are recomputed only with their whole block.",
+    "are offloaded": "the model runs its original code, and only Octavo's blocks are offloaded.",
 }
 """Part of a message → its footnote."""
 OUTSIDE = "the router runs in float32, all other matrices of the blocks in FP8."

@@ -204,7 +204,7 @@ def test_every_public_name_of_a_model_of_transformers_is_offered_or_refused_with
             continue
         absent += 1
         message = refused(f"Octavo's decoder has no {name}: ", getattr, model, name)
-        assert re.search(r"octavo\.|model\.|labels|it keeps no|Hugging Face's model", message), message
+        assert re.search(r"octavo\.|model\.|labels|it has no|Hugging Face's model", message), message
     assert absent > 40
     for name in ("to", "half", "float", "train", "eval"):
         assert getattr(type(model), name) is getattr(torch.nn.Module, name)
@@ -253,15 +253,15 @@ def test_results_as_a_tuple_and_logits_of_some_positions():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"use_cache": True}, "use_cache = True: it keeps no keys and values: model.generate"),
-        ({"past_key_values": ()}, "past_key_values: it keeps no keys and values"),
-        ({"cache": ()}, "cache: it keeps no keys and values"),
-        ({"cache_position": torch.arange(9)}, "cache_position: it keeps no keys and values"),
+        ({"use_cache": True}, "use_cache = True: it has no cache of keys and values: model.generate"),
+        ({"past_key_values": ()}, "past_key_values: it has no cache of keys and values"),
+        ({"cache": ()}, "cache: it has no cache of keys and values"),
+        ({"cache_position": torch.arange(9)}, "cache_position: it has no cache of keys and values"),
         ({"is_causal": False}, 'is_causal = False: its attention is causal; octavo.transform(model, blocks="own")'),
         ({"ignore_index": 0}, "ignore_index = 0: a label of -100 is not predicted"),
         ({"shift_labels": tokens(2, 9)}, "shift_labels: it shifts labels itself"),
         ({"num_logits_to_keep": 1}, "num_logits_to_keep = 1: its name is logits_to_keep"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q: position_ids alone tell where documents begin"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q: only position_ids tell where documents begin"),
         ({"max_length_k": 9}, "max_length_k = 9: position_ids alone"),
         ({"something": 0}, "something = 0"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask is dict, not a tensor"),
@@ -269,7 +269,7 @@ def test_results_as_a_tuple_and_logits_of_some_positions():
         ({"inputs_embeds": torch.zeros(1, 9, 48)}, 'blocks="own"'),
         ({"output_attentions": True}, "output_attentions"),
         ({"label": torch.ones(2, 9)}, "did you mean labels?"),
-        ({"labels": tokens(2, 9), "logits_to_keep": 1}, "with labels it returns the loss alone"),
+        ({"labels": tokens(2, 9), "logits_to_keep": 1}, "leave labels or logits_to_keep out"),
         ({"something": 3}, "something = 3"),
     ],
 )

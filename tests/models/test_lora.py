@@ -247,7 +247,7 @@ def test_a_checkpoint_holds_what_is_trained_alone_and_refuses_another_base(tmp_p
     more = octavo.LoRA(4, alpha=4.0, targets=["q_proj", "down_proj"], save_whole=["lm_head"])
     refused("scale was 2.0 and is 1.0", octavo.load, tmp_path / "saved", *start(lora=more))
     whole = octavo.transform(copy.deepcopy(base), dtype=torch.float32)
-    refused("adapters alone", octavo.load, tmp_path / "saved", whole)
+    refused("adapters only", octavo.load, tmp_path / "saved", whole)
 
 
 def test_the_fingerprint_is_of_names_shapes_places_and_values():

@@ -193,11 +193,13 @@ def test_offloading_changes_no_bit_and_keeps_nothing_of_a_block_but_on_the_host(
 
 def test_a_model_that_keeps_its_own_code_is_not_offloaded_and_keeps_its_mlps_whole():
     neo = GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=50)
-    with pytest.raises(InputError, match=r"gpt_neo keeps its own code.*Use train\.recompute = true"):
+    with pytest.raises(InputError, match=r"gpt_neo runs its original code.*Use train\.recompute = true"):
         built_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, offload=True)
     with pytest.raises(InputError, match=r"recompute = 'mpl' is not supported: use False, True, \"selective\", or \"mlp\""):
         built_model(llama_config(), dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mpl")
-    with pytest.raises(InputError, match=r'train.recompute = "mlp": gpt_neo keeps its own code.*Use train\.recompute = true'):
+    with pytest.raises(
+        InputError, match=r'train.recompute = "mlp": gpt_neo runs its original code.*Use train\.recompute = true'
+    ):
         built_model(neo, dtype=torch.float32, params_dtype=torch.float32, device="cpu", seed=0, recompute="mlp")
 
 
@@ -214,13 +216,13 @@ def test_transform_recomputes_and_offloads_as_a_run_does(options):
 
 
 def test_transform_refuses_of_own_code_what_a_run_refuses():
-    with pytest.raises(InputError, match=r"Sequential keeps its own code and has no gradient_checkpointing_enable\(\)"):
+    with pytest.raises(InputError, match=r"Sequential runs its original code and has no gradient_checkpointing_enable\(\)"):
         transform(nn.Sequential(nn.Linear(3, 3)), recompute=True)
-    with pytest.raises(InputError, match=r"train.offload = true .*: Sequential keeps its own code"):
+    with pytest.raises(InputError, match=r"train.offload = true .*: Sequential runs its original code"):
         transform(nn.Sequential(nn.Linear(3, 3)), offload=True)
     octavo.init({"sm_activation_offloading": True})
     try:
-        with pytest.raises(InputError, match=r"train.offload = true .*: Sequential keeps its own code"):
+        with pytest.raises(InputError, match=r"train.offload = true .*: Sequential runs its original code"):
             transform(nn.Sequential(nn.Linear(3, 3)))
     finally:
         octavo.shutdown()
@@ -340,7 +342,7 @@ def test_chunks_that_cannot_be():
     for chunks in (0, 1.5, True):
         with pytest.raises(InputError, match=rf"mlp_chunks = {chunks} is not supported: use a whole number from 1"):
             transform(llama(), mlp_chunks=chunks)
-    with pytest.raises(InputError, match=r"train.mlp_chunks = 2: Sequential keeps its own code.*Use train.mlp_chunks = 1"):
+    with pytest.raises(InputError, match=r"train.mlp_chunks = 2: Sequential runs its original code.*Use train.mlp_chunks = 1"):
         transform(nn.Sequential(nn.Linear(3, 3)), mlp_chunks=2)
 
 

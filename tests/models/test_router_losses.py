@@ -149,7 +149,7 @@ def test_a_balancing_that_is_asked_for_or_left_out_after_the_transformation_is_r
     with pytest.raises(InputError, match=r"does not take output_router_logits = True|'moe_load_balancing': 'none'"):
         model(input_ids=ids, labels=ids, output_router_logits=not balances)
     model.config.output_router_logits = not balances
-    with pytest.raises(InputError, match=f"was {balances} when Octavo's decoder was made and is now {not balances}"):
+    with pytest.raises(InputError, match=f"was {balances} .* is now {not balances}"):
         model(input_ids=ids, labels=ids)
 
 
@@ -190,7 +190,7 @@ def test_settings_that_mean_nothing_are_refused(shape, moe, words):
 
 
 def test_settings_of_a_model_with_its_own_code_are_refused():
-    with pytest.raises(InputError, match=r"the model \(mixtral\) keeps its own code"):
+    with pytest.raises(InputError, match=r"the model \(mixtral\) runs its original code"):
         octavo.transform(llama(**SHAPES["mixtral"]), blocks="own", moe=BOTH)
 
 

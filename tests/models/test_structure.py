@@ -202,7 +202,7 @@ def test_a_subclass_is_saved_for_its_own_class(tmp_path):
     reference = llama()
     reference.__class__ = Own
     model = transform(reference)
-    refused(("Own is a class of your own", "model.save_pretrained(folder)"), octavo.export, model, tmp_path / "out")
+    refused(("Own is a custom class", "model.save_pretrained(folder)"), octavo.export, model, tmp_path / "out")
     model.save_pretrained(tmp_path / "out")
     same_bits(Own.from_pretrained(tmp_path / "out").state_dict(), llama().state_dict())
 

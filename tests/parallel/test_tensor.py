@@ -426,13 +426,13 @@ def test_what_cannot_be_split_is_refused():
         "expert size": r"an intermediate size \(intermediate_size\) of 45 is not divided.*to 1,",
         "float16": "float16 with tensor_parallel_degree = 2: give dtype",
         "samples": r"the 2 ranks that share each sequence \(tensor_parallel_degree\) were given different ones",
-        "embedding": r"this rank's tokens alone.*hidden_states\[0\]",
-        "head": r"this rank's words alone.*model\(input_ids\)\.logits",
-        "embedding behind an error": "this rank's tokens alone",
+        "embedding": r"this rank's tokens.*hidden_states\[0\]",
+        "head": r"this rank's words.*model\(input_ids\)\.logits",
+        "embedding behind an error": "this rank's tokens",
         "clip": r"octavo\.clip_grad_norm_\(model, max_norm\)",
         "id": "97",
         "label": "100",
-        "own code": "Sequential keeps its own code",
+        "own code": "Sequential runs its original code",
         "adapter": "layers.0.ffn.lora was added",
     }
     for said, described in ranks.run(2, tensor_ranks.refusals, 2, shapes):

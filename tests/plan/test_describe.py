@@ -71,7 +71,7 @@ def test_the_folder_of_a_run(described, tiny_run, tmp_path, capsys):
     assert found | {"run": ""} == by_file | {"run": ""}
     assert main(["describe", str(run.output), "fp8.enabled=false"]) == 2
     message = capsys.readouterr().err
-    assert "fp8.enabled=false is set over the keys" in message
+    assert "fp8.enabled=false overrides a key" in message
     assert str(run.output / "run.toml") in message
     (tmp_path / "empty").mkdir()
     assert main(["describe", str(tmp_path / "empty")]) == 2
@@ -113,4 +113,4 @@ def test_the_choice_of_auto_is_the_folder_s(described, tiny_run):
     found = described(run=run.output)
     out = {matrix["name"]: matrix["reason"] for matrix in found["matrices"] if not matrix["fp8"]}
     assert out["layers.0.ffn.fc2"] == kept_out["layers.0.ffn.fc2"]
-    assert "as it was chosen when the run began, on H200" in found["fp8"]
+    assert "as chosen when the run began, on H200" in found["fp8"]

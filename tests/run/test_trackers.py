@@ -70,7 +70,7 @@ def test_a_tracker_that_does_not_open_is_a_mistake_of_the_input_before_a_model_i
     monkeypatch.setattr(loop, "build", None)
     assert main(run.command) == 2
     err = capsys.readouterr().err
-    assert "log.trackers asks for 'wandb', which does not start: RuntimeError: no key is set. Log in" in err
+    assert "log.trackers names 'wandb', which does not start: RuntimeError: no key is set. Log in" in err
     assert "WANDB_MODE=offline" in err
     assert Quiet.events == ["open", "close"]
     assert not run.output.exists()

@@ -444,7 +444,7 @@ def test_ranks_that_nobody_started_are_refused(tiny_run, monkeypatch):
     ("overrides", "words"),
     [
         (["model.config.attention_dropout=0.1"], r"model\.config\.attention_dropout = 0\.1 .*Set .* = 0\.0"),
-        (["model.blocks=own"], "LlamaForCausalLM keeps its own code"),
+        (["model.blocks=own"], "LlamaForCausalLM runs its original code"),
         (["model.config.hidden_size=48", "model.config.num_attention_heads=3", "model.config.num_key_value_heads=1",
           "parallel.cp_comm_type=a2a"], "3 query heads with 1 key-value heads do not divide: .*degree of 1, or cp_comm_type"),
         (["parallel.hybrid_shard_degree=1"], "context 2 does not divide hybrid_shard 1"),
@@ -567,7 +567,7 @@ def test_a_run_whose_checkpoint_is_of_the_models_own_code_continues_with_it(tiny
             file = run.output / "run.toml"
             file.write_text(file.read_text().replace('blocks = "own"\n', 'blocks = "auto"\n' if recorded else ""))
             assert main(["train", str(run.file)]) == 0
-            assert "keeps its own code" in capsys.readouterr().out
+            assert "original code" in capsys.readouterr().out
             names = StoredWeights(run.output / "checkpoints" / "step-4").keys()
             assert "model.layers.0.self_attn.q_proj.weight" in names
             assert 'blocks = "auto"' in (run.output / "run.toml").read_text()

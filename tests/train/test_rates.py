@@ -71,7 +71,7 @@ def test_adapters_have_rates_by_their_names():
     model = octavo.transform(llama(), lora=octavo.LoRA(rank=2, targets=("q_proj", "down_proj")))
     found = rates_of(model, octavo.parameter_groups(model, 0.0, lr=1e-3, rates={"*.lora_B": 16.0}))
     assert {name.rpartition(".")[2]: rate for name, rate in found.items()} == {"lora_A": 1e-3, "lora_B": 16e-3}
-    with pytest.raises(InputError, match=r"'.embedding' matches frozen parameters alone"):
+    with pytest.raises(InputError, match=r"'.embedding' matches only frozen parameters"):
         octavo.parameter_groups(model, 0.0, lr=1e-3, rates={"*embedding": 2.0})
 
 

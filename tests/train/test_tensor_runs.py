@@ -313,7 +313,7 @@ def test_a_live_sample_is_that_of_one_rank(tiny_run):
 
 
 REFUSED = {
-    "own code": (["model.blocks=own"], [r'LlamaForCausalLM keeps its own code.*degree = 1, or model\.blocks = "auto"']),
+    "own code": (["model.blocks=own"], [r'LlamaForCausalLM runs its original code.*degree = 1, or model\.blocks = "auto"']),
     "assignment": (
         [*EXPERTS, "moe.moe_load_balancing=balanced"],
         [r'moe\.moe_load_balancing = "balanced" with parallel.* Set moe\.moe_load_balancing = "aux_loss"'],

@@ -205,7 +205,7 @@ def test_degrees_of_the_file_are_lowered_and_those_that_are_given_are_not():
 
 
 def test_a_model_that_keeps_its_own_code_is_refused():
-    with pytest.raises(InputError, match='llama keeps its own code: blocks = "own"'):
+    with pytest.raises(InputError, match='llama runs its original code: blocks = "own"'):
         certificate.verify(run_of("llama-1b", model={"source": "llama-1b", "blocks": "own"}), 2)
 
 

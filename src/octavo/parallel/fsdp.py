@@ -246,7 +246,7 @@ def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sh
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model that keeps its own code: the elements of its outermost module lists."""
+    """The repeated parts of a model that runs its original code: the elements of its outermost module lists."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList) and len(child) > 1:

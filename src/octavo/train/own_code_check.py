@@ -1,4 +1,4 @@
-"""Check of a model that keeps its own code, before its first step: causal, documents apart, loss over the step's targets.
+"""Check of a model that runs its original code, before its first step: causal, documents apart, loss over the step's targets.
 
 Octavo's decoder has these properties by its tests. Other code may read later tokens, ignore `position_ids` or divide its loss
 in its own way: training would run and learn the wrong thing. Dependence is measured by gradients, which are exactly zero where

@@ -198,7 +198,7 @@ class _Run:
             if has_own_code(self.folder.checkpoints, plan.weights, writing_ranks()):
                 own = check(config, blocks="own", prepared=prepared)
                 plan = dataclasses.replace(own, config=own.config.model_copy(update={"train": plan.config.train}))
-                say(self.console, "The run keeps its own code, not Octavo's blocks: its checkpoints are of it.")
+                say(self.console, "The run keeps its original code, not Octavo's blocks: its checkpoints are of it.")
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
         prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
         data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before

@@ -165,7 +165,7 @@ def check_small(spec: ModelSpec | None, name: str, reason: str) -> ModelSpec:
     """Raise an InputError for a model that is not Octavo's decoder."""
     if spec is None:
         why = f": {reason}" if reason else ""
-        raise InputError(f"octavo verify shrinks Octavo's decoders, and {name} keeps its own code{why}. It cannot be verified.")
+        raise InputError(f"octavo verify shrinks Octavo's decoders, and {name} runs its original code{why}: not verifiable.")
     return spec
 
 
