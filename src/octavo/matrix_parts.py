@@ -356,7 +356,7 @@ def refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 raise InputError(
                     f"{kind} treats a parameter as one, and {name} is {len(names)}, with interleaved rows: "
                     f"{some(names)}. {_remedy(kind)}Give {kind} octavo.matrices(model, …).values() and attach it "
-                    '(docs/models.md), or keep the model\'s code by octavo.transform(model, blocks="own").'
+                    '(docs/optimizers.md), or keep the model\'s code by octavo.transform(model, blocks="own").'
                 )
 
 
@@ -376,7 +376,7 @@ def _refuse_parts(model: nn.Module, kind: str, held: set[int], *, has_remedy: bo
             continue
         ways = ["set tensor_parallel_degree = 1"]
         if has_remedy and len(block.shape) > 1:
-            ways.insert(0, f"give {kind} octavo.matrices(model, …).values() and attach it (docs/models.md)")
+            ways.insert(0, f"give {kind} octavo.matrices(model, …).values() and attach it (docs/optimizers.md)")
         elif has_remedy:
             ways.insert(0, "leave it to another optimizer, such as AdamW")
         remedy = ", or ".join(ways)
