@@ -541,8 +541,8 @@ def activation(
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
     name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
-    columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], receives the result in its
-    dtype; `quantizer` then converts that rounded result. product: added to x in place before, in float32 and rounded once.
+    columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], receives the result in
+    its dtype; `quantizer` then converts that rounded result. product: first added to x in place, in float32 and rounded once.
     """
     if product is not None and not adds(x, product.a.shape[1]):
         gemm.add_mm_(x, product.a, product.b.t())
@@ -570,9 +570,9 @@ def activation_backward(
     """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
 
     dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum
-    of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, receives the gradient in its dtype;
-    `quantizer` then converts that rounded result. product: dy plus this, rounded to its dtype, is the gradient that comes in; dy
-    itself is as before.
+    of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, receives the gradient in its
+    dtype; `quantizer` then converts that rounded result. product: dy plus this, rounded to its dtype, is the incoming gradient;
+    dy itself does not change.
     """
     if product is not None and not adds(dy, product.a.shape[1]):
         dy, product = gemm.add_mm_(dy.clone(), *product), None
