@@ -11,6 +11,7 @@ import numpy as np
 import tensor_ranks
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 import octavo
 from octavo.checkpoint.writer import collect
@@ -44,7 +45,8 @@ class Case(NamedTuple):
         """In the layout of `octavo.init`: the model and its optimizer."""
         model = tensor_ranks.llama(seed=seed, **self.shape)
         model = octavo.transform(model, self.recipe if self.fp8 else None, dtype=self.dtype, params_dtype=self.dtype)
-        return model, torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3)
+        # Fused: one call for all parameters, where each has a dozen of DTensor's.
+        return model, torch.optim.AdamW(octavo.parameter_groups(model, 0.1), lr=1e-2, eps=1e-3, fused=True)
 
     def step(self, model, optimizer, first_sample):
         """Loss of all samples and norm of all gradients."""
@@ -76,7 +78,10 @@ def tensors_of(model, optimizer):
 
 def state_of(model, optimizer):
     """The same, whole."""
-    return {name: whole_tensor(tensor).detach().clone() for name, tensor in tensors_of(model, optimizer).items()}
+    return {
+        name: whole_tensor(tensor).detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors_of(model, optimizer).items()
+    }
 
 
 def error(found, wanted):
@@ -101,7 +106,7 @@ def saved(degrees, path, case):
     octavo.save(path, model, optimizer, samples=SAMPLES)
     whole = state_of(model, optimizer)
     if world.state.rank == 0:
-        torch.save(whole, path.with_suffix(".pt"))
+        save_file(whole, path.with_suffix(".state"))
     octavo.shutdown()
 
 
@@ -122,16 +127,17 @@ def _continued(path, model, optimizer, case):
         for parameter in model.parameters():
             local_of(parameter.data).fill_(torch.nan)
     extra = octavo.load(path, model, optimizer)
-    wanted, found = torch.load(path.with_suffix(".pt")), tensors_of(model, optimizer)
+    wanted, found = load_file(path.with_suffix(".state")), tensors_of(model, optimizer)
     wrong = sorted(found.keys() ^ wanted.keys())
     if wrong := wrong + [name for name in wanted if name in found and error(found[name], wanted[name]) != 0.0]:
         return {"loaded": wrong}
     numbers = case.step(model, optimizer, extra["samples"])
-    of_one_rank = path.with_suffix(".one.pt")
+    of_one_rank = path.with_suffix(".one")
     if world.state.world_size == 1:
-        torch.save((numbers, state_of(model, optimizer)), of_one_rank)
+        save_file(state_of(model, optimizer) | {"numbers": torch.tensor(numbers, dtype=torch.float64)}, of_one_rank)
         return {}
-    wanted_numbers, wanted = torch.load(of_one_rank)
+    wanted = load_file(of_one_rank)
+    wanted_numbers = wanted.pop("numbers").tolist()
     errors = {name: error(tensor, wanted[name]) for name, tensor in tensors_of(model, optimizer).items()}
     errors |= {name: abs(a / b - 1) for name, a, b in zip(("loss", "norm"), numbers, wanted_numbers, strict=True)}
     # Key-value rows of several ranks: each casts its own part of their gradient, so what comes behind that is alike.

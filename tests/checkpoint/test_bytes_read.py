@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 import octavo
@@ -66,7 +67,7 @@ def loaded(degrees, path, case):
     model, optimizer = case.built(3)
     with Counted() as read:
         octavo.load(path, model, optimizer)
-    wanted, held = torch.load(path.with_suffix(".pt")), layouts.tensors_of(model, optimizer)
+    wanted, held = load_file(path.with_suffix(".state")), layouts.tensors_of(model, optimizer)
     assert all(layouts.error(tensor, wanted[name]) == 0.0 for name, tensor in held.items())
     boxes = [(box.sizes, tensor.element_size()) for tensor in held.values() for box in local_shard(tensor).part.boxes]
     size = sum(math.prod(sizes) * element for sizes, element in boxes)
