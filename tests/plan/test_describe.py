@@ -8,7 +8,9 @@ from transformers import GPT2Config
 
 import octavo
 from octavo.cli import main
+from octavo.config.degrees import DEGREES, fit_degrees, least_world
 from octavo.config.run import RunConfig
+from octavo.errors import InputError
 from octavo.models.description import kernels_on
 from octavo.plan.run import check
 
@@ -41,6 +43,24 @@ def test_a_run_file(described, tiny_run, capsys):
     assert "on each of 2 ranks: fits H200 with 139.0 GiB" in text
     assert "head        gradients in FP8, logits in high precision" in text
     assert not run.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "world"),
+    [((), 1), ((1, 2, 1, 1), 2), ((0, 2, 2, 1), 4), ((4, 1, 2, 1), 4), ((0, 2, 1, 2), 2), ((0, 2, 3, 4), 12)],
+)
+def test_degrees_of_a_run_file_are_described_on_the_fewest_ranks(given, world):
+    asked = dict(zip(DEGREES, given, strict=False)) if given else {}
+    assert least_world(*(given or (0, 1, 1, 1))) == world
+    assert fit_degrees(**asked, world_size=world).world == world
+    for less in range(1, world):
+        with pytest.raises(InputError):
+            fit_degrees(**asked, world_size=less)
+
+
+def test_a_run_file_with_degrees_needs_no_number_of_ranks(described, tiny_run, capsys):
+    assert main(["describe", str(tiny_run("own").file), "parallel.tensor_parallel_degree=2"]) == 0
+    assert "on each of 2 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("mask", "said"), [("no_mask", "Octavo's kernel up to 512 tokens; cuDNN"), ("causal", "cuDNN")])

@@ -88,6 +88,14 @@ def fit_degrees(
     )
 
 
+def least_world(
+    hybrid_shard_degree: int, tensor_parallel_degree: int, context_parallel_degree: int, expert_parallel_degree: int
+) -> int:
+    """The fewest ranks that degrees may fit, which `fit_degrees` checks."""
+    tensor, expert = max(1, tensor_parallel_degree), max(1, expert_parallel_degree)
+    return tensor * (hybrid_shard_degree or math.lcm(max(1, context_parallel_degree), expert // math.gcd(expert, tensor)))
+
+
 def check_composed(tensor: int, expert: int) -> None:
     """Raise an InputError for degrees that this version does not compose, whatever the ranks are.
 

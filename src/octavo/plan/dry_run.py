@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.build import describe
 from octavo.checkpoint.reader import has_own_code
+from octavo.config.degrees import DEGREES, least_world
 from octavo.config.run import RunConfig
 from octavo.data.corpus import Corpus
 from octavo.data.loader import passes, unused_sources
@@ -169,9 +170,16 @@ def _grown(plan: RunPlan) -> str:
 
 
 def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
-    """The checked run, without its pretrained weights; that of a folder on the ranks of its last start."""
+    """The checked run, without its pretrained weights.
+
+    On the ranks of a folder's last start, or the fewest that the degrees of a file fit.
+    """
+    free = target.world_size is None and "WORLD_SIZE" not in os.environ
     if not run.is_dir():
-        return check(_without_weights(RunConfig.from_file(run, overrides)), target=target)
+        config = RunConfig.from_file(run, overrides)
+        if free:
+            target = dataclasses.replace(target, world_size=least_world(*(getattr(config.parallel, key) for key in DEGREES)))
+        return check(_without_weights(config), target=target)
     folder = RunFolder(run)
     config = folder.config()
     if config is None:
@@ -182,7 +190,7 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
         raise InputError(
             f"{overrides[0]} overrides a key of {str(run)!r}, which its folder records. Give its run file: {folder.run_file}."
         )
-    if target.world_size is None and "WORLD_SIZE" not in os.environ:
+    if free:
         target = dataclasses.replace(target, world_size=folder.ranks)
     plan = check(_without_weights(config), target=target)
     if folder.has_checkpoints and has_own_code(folder.checkpoints, plan.weights, writing_ranks()):

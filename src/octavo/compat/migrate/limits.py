@@ -6,7 +6,6 @@ or functions; sizes that do not fit each other.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -19,7 +18,7 @@ from octavo.compat.sagemaker.inputs import TrainingInput
 from octavo.compat.smp.configs import MoEConfig, SmpConfig
 from octavo.compat.te import limits as te
 from octavo.compat.te import recipes
-from octavo.config.degrees import DEGREES, check_composed, fit_degrees
+from octavo.config.degrees import DEGREES, check_composed, fit_degrees, least_world
 from octavo.errors import InputError
 
 _TE = "transformer_engine.pytorch."
@@ -424,9 +423,7 @@ def _refused_keys(config: Any) -> Iterator[tuple[str, Any, str]]:
         if (fault := _fault(lambda: check_composed(tensor, expert))) is not None:
             yield "config.expert_parallel_degree", expert, fault
             return
-        of_experts = max(1, expert) // math.gcd(max(1, expert), max(1, tensor))
-        world = max(1, tensor) * (hybrid or math.lcm(max(1, context), of_experts))
-        if _fault(lambda: fit_degrees(**degrees, world_size=world)) is not None and tensor * context * expert:
+        if _fault(lambda: fit_degrees(**degrees, world_size=least_world(**degrees))) is not None and tensor * context * expert:
             yield "config.hybrid_shard_degree", hybrid, _DIVIDE if tensor == 1 else _DIVIDE_BESIDE_TENSOR
 
 
