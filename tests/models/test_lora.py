@@ -17,7 +17,11 @@ from octavo.models.convert import conversion
 from octavo.models.lora import adapted, from_folder, peft_tensors
 
 peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
+    # PEFT looks for the patterns that it has made of gate and up among modules, and applies them to parameters.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 
 
 def peft_model(base, folder=None, std=0.1, **options):
@@ -62,7 +66,21 @@ KINDS = {
         {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 48},
         {"target_modules": ["q_proj", "o_proj"]},
     ),
-}
+    "mixtral": ({"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 48}, {"use_rslora": True}),
+    "qwen3-moe-and-dense": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "mlp_only_layers": [1]},
+        {},
+    ),
+    "experts-alone": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "router-of-one-layer": (
+        {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 48},
+        {"target_modules": r".*layers\.0\.self_attn\.q_proj", "target_parameters": ["model.layers.1.mlp.gate.weight"]},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +200,17 @@ def test_options_that_no_model_takes_are_refused_with_the_nearest_that_works(opt
 def test_models_and_options_without_adapters_are_refused_by_name():
     lora = octavo.LoRA(4)
     refused("octavo.transform(peft.get_peft_model", octavo.transform, torch.nn.Linear(16, 16), lora=lora)
-    refused("experts take no adapters", octavo.transform, llama(**KINDS["mixtral-attention"][0]), lora=lora)
+    experts = llama(**KINDS["mixtral"][0])
+
+    def refuse_targets(words, targets, **options):
+        refused(words, octavo.transform, experts, lora=octavo.LoRA(4, targets=targets, **options))
+
+    refuse_targets(("lora.dropout = 0.1", "PEFT has no dropout", "lora.dropout = 0"), "all-linear", dropout=0.1)
+    refuse_targets(("down_proj", "Add 'gate_up_proj'"), ["experts.down_proj"])
+    refuse_targets("add 'up_proj' or 'w3'", ["w1", "w2"])
+    refuse_targets("has twice the rank", ["layers.0.*.gate_up_proj", "layers.1.*.w[13]", "down_proj"])
+    dense = llama(**KINDS["qwen3-moe-and-dense"][0])
+    refused("PEFT would read", octavo.transform, dense, lora=octavo.LoRA(4, targets=["layers.1.mlp.down_proj"]))
     refused(
         "tie_word_embeddings", octavo.transform, llama(tie_word_embeddings=True), lora=octavo.LoRA(4, save_whole=["lm_head"])
     )
@@ -203,7 +231,12 @@ def test_adapters_of_another_base_or_another_kind_are_refused_with_the_shapes(tm
     refused(("of other matrices", "lora.targets"), octavo.transform, llama(), lora=fewer)
     refused("lora.rank = 3", octavo.transform, llama(), lora=octavo.LoRA(4, load=str(folder)))
     config = json.loads((folder / "adapter_config.json").read_text())
-    for key, value in {"use_dora": True, "bias": "all", "rank_pattern": {"q_proj": 2}, "init_lora_weights": "pissa"}.items():
+    other_keys = {
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {r".*\.gate_up_proj": 10},
+        "target_parameters": ["norm.weight"],
+    }
+    for key, value in {"use_dora": True, "bias": "all", "init_lora_weights": "pissa", **other_keys}.items():
         (folder / "adapter_config.json").write_text(json.dumps(config | {key: value}))
         refused(key, from_folder, folder)
     refused("no folder of PEFT's", from_folder, tmp_path)

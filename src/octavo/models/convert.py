@@ -79,7 +79,7 @@ class Conversion:
                 return self.heads // self.kv_heads * head_dim, head_dim, head_dim
             case Join.GATE_UP:
                 return (gate_up_block(rows // 2),) * 2
-            case None | Join.EXPERTS:
+            case None | Join.EXPERTS | Join.EXPERT_B:
                 return (rows,)
 
     def parts(self, name: str, rows: int) -> list[tuple[str, int, int]]:
@@ -97,6 +97,8 @@ class Conversion:
                 return parts[0]
             case Join.EXPERTS:
                 return parts[0].flatten(0, 1)
+            case Join.EXPERT_B:
+                return parts[0].unflatten(1, (-1, self.experts)).permute(2, 0, 1).flatten(0, 1)
         lengths = self.repetition(name, sum(part.shape[0] for part in parts))
         if len(parts) == 1:
             repeated = parts[0].shape[0] // sum(lengths)
@@ -114,6 +116,8 @@ class Conversion:
                 return {names[0]: tensor}
             case Join.EXPERTS:
                 return {names[0]: tensor.unflatten(0, (self.experts, -1))}
+            case Join.EXPERT_B:
+                return {names[0]: tensor.unflatten(0, (self.experts, -1)).permute(1, 2, 0).flatten(1)}
         lengths = self.repetition(name, tensor.shape[0])
         parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (-1, sum(lengths))).split(lengths, 1)]
         return dict(zip(names, parts if len(names) > 1 else [torch.cat(parts)], strict=True))

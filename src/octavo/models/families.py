@@ -35,6 +35,9 @@ class Join(Enum):
     QKV = auto()  # the queries that share a key-value head, its key, its value; then the next key-value head
     GATE_UP = auto()  # a block of rows of the gate, as many of the up projection; then the next block
     EXPERTS = auto()  # the rows of one expert's matrix, then the next expert's: the source's [E, N, K] as [E · N, K]
+    EXPERT_B = (
+        auto()
+    )  # Bs of experts, one below the other: PEFT's [N, r · E], where those of a column of B follow, as [E · N, r]
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Joined:
 
 PEFT_PREFIX = "base_model.model."
 """Of the names of parameters in a model of PEFT's."""
-_ADAPTER = re.compile(r"(?P<layer>.+)\.lora(?P<product>|_fc1|_fc2)\.(?P<part>\w+)\.(?P<kind>lora_[AB])")
+_ADAPTER = re.compile(r"(?P<layer>.+)\.lora(?P<product>|_fc1|_fc2|_router)\.(?P<part>\w+)\.(?P<kind>lora_[AB])")
 
 
 def matrix_of(name: str) -> str:
@@ -56,7 +59,21 @@ def matrix_of(name: str) -> str:
     assert found is not None, name
     layer = stored_name(found["layer"])
     product = found["product"].removeprefix("_")
-    return f"{layer}.{product}_weight" if layer.endswith("layernorm_mlp") else f"{layer}.weight"
+    return f"{layer}.{product}_weight" if product else f"{layer}.weight"
+
+
+def leaf_of(matrix: str) -> str:
+    """The last part of the name of a source's matrix, which its adapters have."""
+    return matrix.removesuffix(".weight").rpartition(".")[2]
+
+
+def adapter_module(matrix: str) -> str:
+    """PEFT's module of the adapters of a source's matrix.
+
+    It wraps the module of stacked parameters once for each in its order: the second is outside of the first.
+    """
+    module, _, leaf = matrix.rpartition(".")
+    return f"{module}.base_layer" if leaf == "gate_up_proj" else module
 
 
 @dataclass(frozen=True)
@@ -77,15 +94,16 @@ class NameTable:
     def names(self, name: str) -> tuple[str, ...]:
         """The source's names of a parameter; of an adapter's PEFT's."""
         if (found := _ADAPTER.fullmatch(name)) is not None:
-            matrix = next(one for one in self.names(matrix_of(name)) if one.split(".")[-2] == found["part"])
-            return (f"{PEFT_PREFIX}{matrix.removesuffix('.weight')}.{found['kind']}.weight",)
+            matrix = next(one for one in self.names(matrix_of(name)) if leaf_of(one) == found["part"])
+            return (f"{PEFT_PREFIX}{adapter_module(matrix)}.{found['kind']}.weight",)
         prefix, entry = self._entry(name)
         return tuple(prefix + part for part in ((entry,) if isinstance(entry, str) else entry.names))
 
     def join(self, name: str) -> Join | None:
         """The order of rows in a joined parameter; None for one matrix of the source."""
-        if _ADAPTER.fullmatch(name) is not None:
-            return None
+        if (found := _ADAPTER.fullmatch(name)) is not None:
+            stacked = found["kind"] == "lora_B" and self.join(matrix_of(name)) is Join.EXPERTS
+            return Join.EXPERT_B if stacked else None
         _, entry = self._entry(name)
         return None if isinstance(entry, str) else entry.join
 

@@ -7,6 +7,7 @@ and name the frozen weights by a fingerprint of their values.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import hashlib
@@ -29,16 +30,23 @@ from octavo.config.lora import ALL_LINEAR, LoRA
 from octavo.errors import InputError, nearest, some
 from octavo.models.convert import Conversion, conversion
 from octavo.models.decoder import Decoder
-from octavo.models.families import PEFT_PREFIX
+from octavo.models.families import PEFT_PREFIX, Join, adapter_module, leaf_of
 from octavo.models.tensor_parallel import part_of_rank
+from octavo.nn.expert_lora import RouterAdapters, StackedAdapters
+from octavo.nn.experts import StackedExperts
 from octavo.nn.linear import LayerNormLinear, Linear, NormedLayer
 from octavo.nn.lora import Adapter, Adapters, is_adapter
 from octavo.nn.mlp import LayerNormMLP
+from octavo.nn.moe import LayerNormMoE
 from octavo.nn.plain_names import stored_names
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of PEFT's folder."""
 _ATTACHED, _NOTED = "octavo_lora", "octavo_lora_base"
+_FUSED = r".*\.gate_up_proj"
+"""PEFT's pattern of the matrices that stand for two, whose rank and alpha are doubled."""
+_GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
+"""Names of each expert's matrices, as PEFT takes them: those of gate and up are one of twice the rank."""
 _CHUNK = 1 << 22
 _MIX, _GOLDEN = -0x40A7B892E31B1A47, -0x61C8864680B583EB  # odd, as signed 64-bit integers
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -48,10 +56,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "fan_in_fan_out": (False,),
     "use_qalora": (False,),
     "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
     "layer_replication": (None,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
     "layers_pattern": (None,),
     "exclude_modules": (None, []),
@@ -72,12 +77,18 @@ class Adapted:
         targets: Hugging Face's names of the modules with adapters.
         whole: those of the modules that are trained whole.
         base: fingerprint of the frozen weights; empty for a model without values.
+        fused: gate and up of experts have one adapter of twice the rank and alpha.
     """
 
     options: LoRA
     targets: tuple[str, ...]
     whole: tuple[str, ...]
     base: str = ""
+    fused: bool = False
+
+    def of(self, matrix: str) -> LoRA:
+        """The options with the rank and alpha of one of Hugging Face's matrices."""
+        return _doubled(self.options) if self.fused and matrix.endswith(".experts.gate_up_proj") else self.options
 
     @property
     def record(self) -> dict[str, Any]:
@@ -89,7 +100,12 @@ class Adapted:
             "stored": self.options.base,
             "targets": list(self.targets),
             "save_whole": list(self.whole),
+            **({"experts": "twice the rank of gate and up"} if self.fused else {}),
         }
+
+
+def _doubled(options: LoRA) -> LoRA:
+    return dataclasses.replace(options, rank=2 * options.rank, alpha=2 * options.scale_factor)
 
 
 def adapted(model: nn.Module) -> Adapted | None:
@@ -106,13 +122,15 @@ def adapt(model: Decoder, options: LoRA) -> None:
     way = conversion(model.spec)
     held = way if model.tensor is None else conversion(part_of_rank(model.spec, model.tensor.size))  # by this rank
     places = _places(model, way)
-    chosen = _chosen(model, way, places, options)
+    stacked = _places_of_experts(model)
+    chosen, fused = _chosen(model, way, places, stacked, options)
     whole = _whole(model, way, options.save_whole)
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         if _module(way.names(name)[0]) in whole:
             parameter.requires_grad_(True)
-    _check_rank(model, way, places, chosen, options.rank)
+    found = Adapted(options, tuple(chosen), tuple(whole), fused=fused)
+    _check_rank(model, way, [*places, *stacked], found)
     for name, (layer, attribute) in places.items():
         sources = [_module(source) for source in way.names(name)]
         if not any(source in chosen for source in sources):
@@ -139,7 +157,41 @@ def adapt(model: Decoder, options: LoRA) -> None:
             _share_out(
                 adapters, model.tensor, parameters_of(model)[parameter], name, (way, held), getattr(layer, "shared_rows", 0)
             )
-    vars(model)[_ATTACHED] = Adapted(options, tuple(chosen), tuple(whole))
+    for name, (owner, attribute) in stacked.items():
+        (source,) = way.names(name)
+        if _module(source) in chosen:
+            _adapt_experts(model, name, owner, attribute, source, found)
+    vars(model)[_ATTACHED] = found
+
+
+def _adapt_experts(
+    model: Decoder, name: str, owner: StackedExperts | LayerNormMoE, attribute: str, source: str, found: Adapted
+) -> None:
+    """Put adapters beside a stacked parameter of experts, or beside a router's. source: Hugging Face's name of it."""
+    parameter, options = model.get_parameter(name), found.of(_module(source))
+    how: dict[str, Any] = {"dtype": torch.promote_types(parameter.dtype, torch.float32), "device": parameter.device}
+    sizes = parameter.shape[1], parameter.shape[0], options.rank, options.scale
+    adapters: StackedAdapters | RouterAdapters
+    if isinstance(owner, StackedExperts):
+        adapters = StackedAdapters(leaf_of(source), owner.count, *sizes, **how)
+    else:
+        adapters = RouterAdapters(leaf_of(source), *sizes, **how)
+    owner.add_module(attribute, adapters)
+    block = parameters_of(model)[parameter]
+    if model.tensor is None or block is None:
+        return
+    adapters.tensor = model.tensor
+    sliced = isinstance(adapters, StackedAdapters)  # experts that are whole have no block
+    if isinstance(adapters, StackedAdapters):
+        adapters.by_columns = not block.own.has_whole_rows
+    rank = indices((0, options.rank))
+    of_a = indices((0, adapters.adapter.lora_A.shape[0]))
+    whole_rows, whole_columns = (indices((0, size)) for size in block.shape)
+    for matrix, shape, parts in (
+        ("lora_A", (len(of_a), block.shape[1]), [(of_a, part.indices[1] if sliced else whole_columns) for part in block.parts]),
+        ("lora_B", (block.shape[0], options.rank), [(part.indices[0] if sliced else whole_rows, rank) for part in block.parts]),
+    ):
+        declare(adapters.adapter, matrix, share_out(shape, parts, model.tensor._group, model.tensor.rank))
 
 
 def _share_out(
@@ -188,15 +240,19 @@ def _rows_of_sources(way: Conversion, held: Conversion, name: str, height: int, 
     return found
 
 
-def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], chosen: Mapping[str, None], rank: int) -> None:
-    """Raise an InputError for a rank above the smaller dimension of a matrix, by the smallest of all."""
+def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], found: Adapted) -> None:
+    """Raise an InputError for a rank above the smaller dimension of a matrix, by the smallest of all.
+
+    A router, with few rows, has the rank of all others, as PEFT's.
+    """
     least: tuple[int, str, list[int]] | None = None
-    blocks = parameters_of(model)
+    blocks, rank, chosen = parameters_of(model), found.options.rank, set(found.targets)
     for name in places:
         rows, columns = shape_of(model.get_parameter(name), blocks)
         for source, size in zip(map(_module, way.names(name)), _sizes(way, name, rows), strict=True):
-            if source in chosen and (least is None or min(size, columns) < least[0]):
-                least = min(size, columns), source, [size, columns]
+            most = min(size, columns) * rank // found.of(source).rank  # of which gate and up have twice as much
+            if source in chosen and not _is_router(source) and (least is None or most < least[0]):
+                least = most, source, [size, columns]
     if least is not None and rank > least[0]:
         raise InputError(
             f"lora.rank = {rank}, but {least[1]} is {least[2]}, where a rank above {least[0]} adds nothing: set lora.rank = "
@@ -209,21 +265,34 @@ def _places(model: Decoder, way: Conversion) -> dict[str, tuple[nn.Module, str]]
     owners: dict[Tensor, tuple[nn.Module, str]] = {}
     for module in model.modules():
         if isinstance(module, LayerNormMLP):
+            if model.spec.experts:  # PEFT takes the names of a dense layer's matrices for those of experts
+                continue
             owners |= {module.fc1_weight: (module, "lora_fc1"), module.fc2_weight: (module, "lora_fc2")}
         elif isinstance(module, LayerNormLinear) or type(module) is Linear:
             owners[module.weight] = (module, "lora")
     return {name: owners[parameter] for name, parameter in model.named_parameters() if parameter in owners}
 
 
+def _places_of_experts(model: Decoder) -> dict[str, tuple[StackedExperts | LayerNormMoE, str]]:
+    """As `_places`, of stacked parameters and routers, which PEFT adapts as parameters."""
+    owners: dict[Tensor, tuple[StackedExperts | LayerNormMoE, str]] = {}
+    for module in model.modules():
+        if isinstance(module, LayerNormMoE):
+            owners[module.router_weight] = (module, "lora_router")
+        elif isinstance(module, StackedExperts):
+            owners |= {module.fc1_weight: (module, "lora_fc1"), module.fc2_weight: (module, "lora_fc2")}
+    return {name: owners[parameter] for name, parameter in model.named_parameters() if parameter in owners}
+
+
 def _sizes(way: Conversion, name: str, rows: int) -> list[int]:
     """Rows of each of the source's matrices of a parameter."""
     shape = torch.empty(rows, 1, device="meta")
-    return [part.shape[0] for part in way.split(name, shape).values()]
+    return [part.shape[-2] for part in way.split(name, shape).values()]
 
 
 def _module(weight: str) -> str:
-    """The module of a parameter, by Hugging Face's names."""
-    return weight.rpartition(".")[0]
+    """The module of a parameter, by Hugging Face's names; of a stacked one, which has none to itself, the parameter."""
+    return weight.removesuffix(".weight").removesuffix(".bias")
 
 
 def _matches(module: str, pattern: str) -> bool:
@@ -231,32 +300,111 @@ def _matches(module: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
 
 
-def _chosen(model: Decoder, way: Conversion, places: Mapping[str, tuple[nn.Module, str]], options: LoRA) -> dict[str, None]:
-    """The modules with adapters, in the model's order, by Hugging Face's names."""
-    possible = dict.fromkeys(_module(source) for name in places for source in way.names(name))
-    others = dict.fromkeys(_module(source) for name, _ in model.named_parameters() for source in way.names(name))
-    if model.spec.experts and options.targets == ALL_LINEAR:
-        raise InputError(
-            f'lora.targets = "{ALL_LINEAR}": experts take no adapters. Name the matrices of the attention: lora.targets = '
-            f"{json.dumps(list(dict.fromkeys(one.rpartition('.')[2] for one in possible)))}."
-        )
+def _chosen(
+    model: Decoder, way: Conversion, places: Iterable[str], stacked: Iterable[str], options: LoRA
+) -> tuple[dict[str, None], bool]:
+    """The modules with adapters, in the model's order, by Hugging Face's names; and whether gate and up have twice the rank.
+
+    "all-linear" is in a model with experts what PEFT makes of it: attention, router, and experts by the names of each.
+    """
+    named = {name: list(map(_module, way.names(name))) for name in [*places, *stacked]}
+    possible = [module for name, _ in model.named_parameters() for module in named.get(name, ())]
+    matrices = {module for name in stacked for module in named[name] if _of_experts(module)}
     if options.targets == ALL_LINEAR:
-        return possible
-    found: dict[str, None] = {}
+        _check_dropout(options, matrices)
+        return dict.fromkeys(possible), bool(matrices)
+    others = dict.fromkeys(_module(source) for name, _ in model.named_parameters() for source in way.names(name))
+    found: set[str] = set()
+    halves: dict[str, set[bool]] = {}
+    whole: set[str] = set()
     for pattern in options.targets:
         hits = [module for module in possible if _matches(module, pattern)]
+        whole |= matrices.intersection(hits)
+        for module in matrices:
+            if (half := _half_of(module, pattern)) is not None:
+                hits.append(module)
+                halves.setdefault(module, set()).update(half)
         if not hits:
-            leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in possible))
-            if other := [module for module in others if _matches(module, pattern)]:
-                raise InputError(
-                    f"lora.targets: {pattern!r} matches {other[0]}, which takes no adapter: {some(leaves, 8)} do. A module "
-                    "outside of the blocks can be trained whole: lora.save_whole."
-                )
-            guess = nearest(pattern.replace("*", ""), [*leaves, *possible])
-            hint = f" The nearest is {guess!r}." if guess else ""
-            raise InputError(f"lora.targets: {pattern!r} matches no matrix.{hint} Matrices are {some(leaves, 8)}.")
-        found |= dict.fromkeys(hits)
-    return {module: None for module in possible if module in found}
+            raise _matches_nothing(pattern, possible, others)
+        found |= set(hits)
+    fused = {module for module, named_halves in halves.items() if module not in whole and named_halves}
+    _check_experts(found, fused, halves, matrices)
+    _check_dropout(options, [module for module in found if module in matrices or _is_router(module)])
+    return {module: None for module in possible if module in found}, bool(fused)
+
+
+def _matches_nothing(pattern: str, possible: Sequence[str], others: Iterable[str]) -> InputError:
+    leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in possible))
+    if other := [module for module in others if _matches(module, pattern)]:
+        dense = "mlp." in other[0]
+        return InputError(
+            f"lora.targets: {pattern!r} matches {other[0]}, which takes no adapter: {some(leaves, 8)} do. "
+            + (
+                "In a model with experts PEFT would read the adapter of a dense layer as one of experts."
+                if dense
+                else "A module outside of the blocks can be trained whole: lora.save_whole."
+            )
+        )
+    guess = nearest(pattern.replace("*", ""), [*leaves, *possible])
+    hint = f" The nearest is {guess!r}." if guess else ""
+    return InputError(f"lora.targets: {pattern!r} matches no matrix.{hint} Matrices are {some(leaves, 8)}.")
+
+
+def _of_experts(module: str) -> bool:
+    return ".experts." in module
+
+
+def _is_router(module: str) -> bool:
+    return module.endswith(".mlp.gate")
+
+
+def _half_of(module: str, pattern: str) -> set[bool] | None:
+    """What a pattern of the name of each expert's matrices matches of a stack of them; None for nothing.
+
+    Of gate and up {False} for the gate, {True} for the other or both; empty for down, which stands for itself.
+    """
+    container, _, leaf = module.rpartition(".")
+
+    def matched(names: Sequence[str]) -> bool:
+        return any(_matches(f"{container}.{name}", pattern) for name in names)
+
+    if leaf == "gate_up_proj":
+        halves = {number == 1 for number, names in enumerate((_GATES, _UPS)) if matched(names)}
+        return halves or None
+    return set() if matched(_DOWNS) else None
+
+
+def _check_experts(found: set[str], fused: set[str], halves: Mapping[str, set[bool]], matrices: set[str]) -> None:
+    """Refuse adapters of experts that PEFT has not: of a gate alone, of one matrix of two, of several ranks."""
+    for module in sorted(fused):
+        if len(halves[module]) == 1:
+            missing = _GATES if True in halves[module] else _UPS
+            raise InputError(
+                f"lora.targets: gate and up of experts are one matrix ({module}), and the targets name one of both: add "
+                f"{' or '.join(map(repr, missing))}."
+            )
+    for module in sorted(matrices & found):
+        container, _, leaf = module.rpartition(".")
+        other = f"{container}.{'down_proj' if leaf == 'gate_up_proj' else 'gate_up_proj'}"
+        if other not in found:
+            raise InputError(
+                f"lora.targets: both matrices of experts have adapters, or none: {module} is named, and {other} is not. Add "
+                f"{other.rpartition('.')[2]!r}."
+            )
+    if fused and (plain := sorted(one for one in matrices & found if one.endswith("gate_up_proj") and one not in fused)):
+        raise InputError(
+            f"lora.targets: {min(fused)} has twice the rank, by the names of gate and up, and {plain[0]} has not. Give "
+            "'gate_up_proj' or 'gate_proj' and 'up_proj' for all layers."
+        )
+
+
+def _check_dropout(options: LoRA, adapted: Iterable[str]) -> None:
+    """Refuse dropout beside parameters, of which PEFT has none."""
+    if options.dropout and (one := next(iter(sorted(adapted)), None)) is not None:
+        raise InputError(
+            f"lora.dropout = {options.dropout}: PEFT has no dropout with adapters of experts and routers, such as {one}. Set "
+            'lora.dropout = 0, or lora.targets to matrices of the attention, such as ["q_proj", "k_proj", "v_proj", "o_proj"].'
+        )
 
 
 def _whole(model: Decoder, way: Conversion, patterns: Sequence[str]) -> dict[str, None]:
@@ -355,7 +503,7 @@ def settle(model: nn.Module) -> None:
     """Note the fingerprint of the frozen weights, which have their values now. Collective."""
     found = adapted(model)
     assert found is not None
-    vars(model)[_ATTACHED] = Adapted(found.options, found.targets, found.whole, fingerprint(model))
+    vars(model)[_ATTACHED] = dataclasses.replace(found, base=fingerprint(model))
 
 
 # PEFT's folder --------------------------------------------------------------------------------------------------------------
@@ -365,6 +513,7 @@ def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str
     """`adapter_config.json`; names: of all the model's parameters, by Octavo. source: where the base is from."""
     modules = {_module(theirs) for name in names if not is_adapter(name) for theirs in way.names(name)}
     options = found.options
+    stacked = [one for one in found.targets if _of_experts(one) or _is_router(one)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -377,9 +526,23 @@ def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str
         "lora_alpha": options.scale_factor,
         "lora_dropout": options.dropout,
         "use_rslora": options.rslora,
-        "target_modules": _shortened(found.targets, modules),
+        "target_modules": _shortened([one for one in found.targets if one not in stacked], modules),
+        **(_of_parameters(found, stacked, modules) if stacked else {}),
         "modules_to_save": list(found.whole) or None,
     }
+
+
+def _of_parameters(found: Adapted, stacked: Sequence[str], modules: Iterable[str]) -> dict[str, Any]:
+    """The keys of `adapter_config.json` of adapted parameters, which PEFT names by the end of their names too."""
+    others = set(modules) - set(stacked)
+    short: dict[str, None] = {}
+    for one in stacked:
+        end = one[one.index(".mlp.") + 1 :]
+        name = one if any(other.endswith(f".{end}") for other in others) else end
+        short[name if _of_experts(one) else f"{name}.weight"] = None
+    doubled = _doubled(found.options)
+    patterns = {"rank_pattern": {_FUSED: doubled.rank}, "alpha_pattern": {_FUSED: doubled.scale_factor}} if found.fused else {}
+    return {"target_parameters": list(short), **patterns}
 
 
 def _shortened(targets: Sequence[str], modules: Iterable[str]) -> list[str]:
@@ -426,6 +589,10 @@ def from_folder(folder: str | Path) -> LoRA:
     if isinstance(targets, str) and targets != ALL_LINEAR:
         with _opened(path) as file:
             targets = sorted({_module_of_peft(key) for key in file.keys() if _is_lora(key)})  # noqa: SIM118
+        if config.get("target_parameters"):
+            targets = [one for one in targets if not (_of_experts(f"{one}.") or _is_router(one))]
+    if parameters := _parameters_of(path, config):
+        targets = [*(targets or ()), *parameters]
     return LoRA(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
@@ -435,6 +602,36 @@ def from_folder(folder: str | Path) -> LoRA:
         save_whole=tuple(config.get("modules_to_save") or ()),
         load=str(path),
     )
+
+
+def _parameters_of(path: Path, config: Mapping[str, Any]) -> list[str]:
+    """The targets of a folder's adapted parameters, and its patterns of ranks, as Octavo names them.
+
+    Raises:
+        InputError: other parameters than those of experts and routers, or other ranks and alphas than PEFT's of gate and up.
+    """
+    parameters = list(config.get("target_parameters") or ())
+    ranks, alphas = (config.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+    fused = bool(ranks or alphas)
+    if fused and (ranks, alphas) != ({_FUSED: 2 * config["r"]}, {_FUSED: 2 * config["lora_alpha"]}):
+        key = "rank_pattern" if ranks else "alpha_pattern"
+        raise InputError(
+            f"{path / CONFIG}: {key} = {config[key]!r} is not supported: adapters have one rank, and those of gate and "
+            "up of experts twice as much where PEFT has. Keep the model's own code: "
+            "octavo.transform(PeftModel.from_pretrained(model, folder))."
+        )
+    found: list[str] = []
+    for one in sorted(parameters):
+        container, _, leaf = one.removesuffix(".weight").rpartition(".")
+        if leaf not in ("gate_up_proj", "down_proj", "gate"):
+            raise InputError(
+                f"{path / CONFIG}: target_parameters = {parameters!r}: {one!r} is no matrix of experts or router. Keep the "
+                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
+        container = container or ("mlp" if leaf == "gate" else "experts")
+        halves = (_GATES[0], _UPS[0]) if fused and leaf == "gate_up_proj" else (leaf,)
+        found += [f"{container}.{half}" for half in halves]
+    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -536,10 +733,14 @@ def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, in
     """Trained parameter → a function that fills rows of it, from a first one on, with those of a folder of PEFT's."""
     path, way = Path(folder), conversion(model.spec)
 
-    def reading(key: str) -> Callable[[Tensor, int], None]:
+    def reading(name: str, key: str) -> Callable[[Tensor, int], None]:
         def read(out: Tensor, start: int) -> None:
             with _opened(path) as file:
-                out.copy_(file.get_slice(key)[start : start + out.shape[0]])
+                if way.table.join(name) is Join.EXPERT_B:  # whose rows are columns there
+                    whole = way.join(name, (file.get_tensor(key),))
+                    out.copy_(whole[start : start + out.shape[0]])
+                else:
+                    out.copy_(file.get_slice(key)[start : start + out.shape[0]])
 
         return read
 
@@ -547,11 +748,11 @@ def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, in
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (theirs,) = way.names(name)
-            names[name] = reading(theirs if is_adapter(name) else PEFT_PREFIX + theirs)
+            names[name] = reading(name, theirs if is_adapter(name) else PEFT_PREFIX + theirs)
     return names
 
 
-def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, scale: float) -> Tensor:
+def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, found: Adapted) -> Tensor:
     """A frozen parameter with its adapters: W + scale · B · A in float32, rounded once to the dtype of W.
 
     name: of the parameter, by its stored name. tensors: the adapters' by PEFT's names.
@@ -559,6 +760,12 @@ def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conver
     parts = way.split(name, weight)
     changed = {}
     for theirs, part in parts.items():
-        a, b = (tensors.get(f"{PEFT_PREFIX}{_module(theirs)}.lora_{kind}.weight") for kind in "AB")
-        changed[theirs] = part if a is None or b is None else (part.float() + scale * (b.float() @ a.float())).to(part.dtype)
+        a, b = (tensors.get(f"{PEFT_PREFIX}{adapter_module(theirs)}.lora_{kind}.weight") for kind in "AB")
+        if a is None or b is None:
+            changed[theirs] = part
+            continue
+        a, b = a.float(), b.float()
+        if part.dim() == 3:  # of experts
+            a, b = a.unflatten(0, (part.shape[0], -1)), b.unflatten(1, (-1, part.shape[0])).permute(2, 0, 1)
+        changed[theirs] = (part.float() + found.of(_module(theirs)).scale * (b @ a)).to(part.dtype)
     return way.join(name, tuple(changed.values())) if parts else weight

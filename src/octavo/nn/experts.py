@@ -6,6 +6,7 @@ expert parallelism a rank has E and R of its own, and copies of tokens in place 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from octavo.fp8.scaling import ModuleState
 from octavo.kernels.activation import is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative
 from octavo.kernels.experts.activation import expert_activation, expert_activation_backward
-from octavo.kernels.experts.permute import add_copies
+from octavo.kernels.experts.permute import add_copies, permute
 from octavo.kernels.experts.routes import Routes, make_routes
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.kernels.reference import wide
+from octavo.nn.expert_lora import Pairs, StackedAdapters
 from octavo.nn.linear import init_linear_
 from octavo.nn.mlp import MlpUse
 from octavo.nn.te_arguments import Draws, Init
@@ -36,10 +38,14 @@ class StackedExperts(nn.Module):
     Parameters: fc1_weight [E · F or E · 2F, H] and fc2_weight [E · H, F], the matrices of all experts one after the other; with
     a gated activation all gates of an expert, then all its ups. FSDP2 shards rows: any number of ranks can hold parts of any
     number of experts. FP8 scales are an expert's own. The weight of a token multiplies the input of the second product.
+
+    Children `lora_fc1` and `lora_fc2`, both or none, are adapters beside frozen matrices.
     """
 
     unread = False
     """As that of `octavo.nn.LayerNormMLP`."""
+    lora_fc1: StackedAdapters
+    lora_fc2: StackedAdapters
 
     def __init__(
         self,
@@ -73,9 +79,16 @@ class StackedExperts(nn.Module):
                     init_linear_(matrix, None, method)
 
     @property
+    def adapters(self) -> tuple[StackedAdapters, ...]:
+        """Those of the first and of the second product, or none."""
+        return (self.lora_fc1, self.lora_fc2) if "lora_fc1" in self._modules else ()
+
+    @property
     def spread(self) -> tuple[nn.Parameter, ...]:
         """The parameters of this rank's experts, if these are some of all."""
-        return () if self.group is None else (self.fc1_weight, self.fc2_weight)
+        if self.group is None:
+            return ()
+        return (self.fc1_weight, self.fc2_weight, *(each for one in self.adapters for each in one.trained))
 
     # A compiler expects no experts without rows, nor kernels whose grids follow from sizes on the device.
     @torch.compiler.disable
@@ -83,7 +96,8 @@ class StackedExperts(nn.Module):
         """x [T, H], of each token the weights float32 [T, V] and the experts int64 [T, V] → [T, H] of x's dtype."""
         trip = None
         if self.group is not None:
-            fp8 = self.group.fp8 and active_recipe(self.fc1_fp8_state, x.device) is not None
+            # Adapters read the copies before their cast.
+            fp8 = self.group.fp8 and not self.adapters and active_recipe(self.fc1_fp8_state, x.device) is not None
             trip = _Trip(self.group.exchange(chosen), x, scores, fp8=fp8)
             routes = make_routes(trip.exchange.experts[:, None], self.group.local)
         elif x.shape[0]:
@@ -97,8 +111,9 @@ class StackedExperts(nn.Module):
                 for state, weight in zip((self.fc1_fp8_state, self.fc2_fp8_state), weights, strict=True)
             )
             y: Tensor = _ExpertsFunction.apply(
-                x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip, self.unread
-            )
+                x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip, self.unread, self.adapters,
+                *(matrix for one in self.adapters for matrix in one.operands()),
+            )  # fmt: skip
         return y
 
     def extra_repr(self) -> str:
@@ -134,10 +149,11 @@ class _ExpertsFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, scores: Tensor, weight_1: Tensor, weight_2: Tensor,
         tokens: Tensor, rows: Tensor, experts: Tensor, ends: Tensor,
         routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None, unread: bool,
+        adapters: tuple[StackedAdapters, ...], *trained: Tensor,
     ) -> Tensor:  # fmt: skip
         # Under no_grad a parameter still needs its gradient by needs_input_grad, but no operand has the layout for it.
         want_x, want_scores, want_w1, want_w2 = (fc1.grads and wanted for wanted in ctx.needs_input_grad[:4])
-        want_hidden = want_x or want_scores or want_w1
+        want_hidden = want_x or want_scores or want_w1 or (fc1.grads and bool(adapters))
         fc1.want(want_x, want_w1, recasts=True)
         fc2.want(want_hidden, want_w2, recasts=True)
         weight_1, weight_2 = (weight.unflatten(0, (len(ends), -1)) for weight in (weight_1, weight_2))
@@ -149,31 +165,46 @@ class _ExpertsFunction(torch.autograd.Function):
         weights = scores.new_zeros(len(tokens)).scatter_(0, rows.flatten().long(), scores.flatten())
         x_q = fc1.input(PermutedRows(x, routes))
         hidden = fc1.output(x_q, w1)
-        activated = fc2.input(
-            lambda quantizer: expert_activation(curve, hidden, weights, routes, quantizer), rowwise=not unread
-        )
+        pairs = _pairs(adapters, trained, fc1.out_dtype, routes)
+        reduced: list[Tensor] = []
+        if adapters:
+            reduced.append(pairs[0].reduced(_rows(x, routes, fc1.out_dtype), routes))
+            pairs[0].add_(hidden, reduced[0], routes)
+
+        def activate(quantizer: Quantizer) -> QuantizedTensor:
+            return expert_activation(curve, hidden, weights, routes, quantizer)
+
+        activated = fc2.input(activate, rowwise=not unread)
         w2 = fc2.weight(weight_2, rowwise=not unread)
+        if adapters:
+            reduced.append(pairs[1].reduced(activate(Quantizer(fc2.out_dtype)).high_precision, routes))
         if unread:
             y = x.new_empty(tokens_here, weight_2.shape[1], dtype=fc2.out_dtype)
         else:
-            y = add_copies(fc2.output(activated, w2), routes.rows, routes.tile)
+            result = fc2.output(activated, w2)
+            if adapters:
+                pairs[1].add_(result, reduced[1], routes)
+            y = add_copies(result, routes.rows, routes.tile)
             if exchange is not None:
                 y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
-        ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange, trip is not None and trip.fp8
+        ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange, trip is not None and trip.fp8, adapters
         fc1.routes = fc2.routes = None  # a backward takes those that were saved
         ctx.save_for_backward(
-            tokens, rows, experts, ends, weights, x if fc1.recasts else None,
+            tokens, rows, experts, ends, weights, x if fc1.recasts or adapters else None,
             hidden if want_hidden or fc2.recasts else None,
             *fc1.saved(x_q, w1, weight_1), *fc2.saved(activated, w2, weight_2),
+            *reduced, *(matrix for pair in pairs for matrix in pair),
         )  # fmt: skip
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: tuple[int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str, Exchange | None, bool] = ctx.call
-        tile, splits, fc1, fc2, curve, exchange, fp8 = call
+        call: tuple[
+            int, tuple[int, ...] | None, ExpertsGemms, ExpertsGemms, str, Exchange | None, bool, tuple[StackedAdapters, ...]
+        ] = ctx.call
+        tile, splits, fc1, fc2, curve, exchange, fp8, adapters = call
         tokens, rows, experts, ends, weights, x, hidden, *saved = ctx.saved_tensors
-        (x_q, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:])
+        (x_q, w1), (activated, w2) = operands(saved[:8]), operands(saved[8:16])
         routes = Routes(tokens, rows, experts, ends, tile, splits)
         refuse_second_derivative("these layers")
         fc1.routes = fc2.routes = routes
@@ -181,12 +212,18 @@ class _ExpertsFunction(torch.autograd.Function):
         second = fc2.restored_weight(w2) if fc2.wants_x else NOTHING
         dy = dy if flight is None else flight.wait()
         dy_q = fc2.grad_output(PermutedRows(dy, routes))
+        beside = _Beside(adapters, saved[16:], routes) if adapters else None
         recompute = fc2.recomputed_input() if fc2.recasts else None
         dx = d_scores = d_w1 = d_w2 = None
         if fc2.wants_x:
             d_activated = fc2.grad_input(dy_q, second)
             del second
             d_weights: Tensor | None = None
+            if beside is not None:
+                beside.second(
+                    _rows(dy, routes, fc2.out_dtype), d_activated,
+                    expert_activation(curve, hidden, weights, routes, Quantizer(fc2.out_dtype)).high_precision,
+                )  # fmt: skip
 
             def produce(quantizer: Quantizer) -> QuantizedTensor:
                 nonlocal recompute, activated, d_weights
@@ -199,12 +236,17 @@ class _ExpertsFunction(torch.autograd.Function):
                 return d_hidden
 
             d_hidden = fc1.grad_output(produce)
-            if d_weights is None:  # nothing but the router is trained
+            if beside is not None:
+                beside.first(produce(Quantizer(fc1.out_dtype)).high_precision, _rows(x, routes, fc1.out_dtype))
+            elif d_weights is None:  # nothing but the router is trained
                 produce(Quantizer(fc1.out_dtype))
             d_scores = d_weights[routes.rows.long()] if d_weights is not None and ctx.needs_input_grad[1] else None
             del d_activated
         if fc1.wants_x:
-            dx = add_copies(fc1.grad_input(d_hidden, w1), routes.rows, tile)
+            dx = fc1.grad_input(d_hidden, w1)
+            if beside is not None:
+                beside.add_of_input_(dx)
+            dx = add_copies(dx, routes.rows, tile)
         if exchange is not None:
             back = [None if x is None else exchange.collect(x) for x in (dx, d_scores)]
         if recompute is not None:
@@ -220,7 +262,52 @@ class _ExpertsFunction(torch.autograd.Function):
             dx = None if dx is None else add_copies(dx, exchange.rows, tile)
             d_scores = None if d_scores is None else d_scores[exchange.rows, 0]
         d_w1, d_w2 = (None if dw is None else dw.flatten(0, 1) for dw in (d_w1, d_w2))
-        return dx, d_scores, d_w1, d_w2, *(None,) * 10
+        return dx, d_scores, d_w1, d_w2, *(None,) * 11, *(() if beside is None else beside.gradients)
+
+
+def _rows(x: Tensor, routes: Routes, dtype: torch.dtype) -> Tensor:
+    """Rows of x [T, K] in the order of their experts, in `dtype`."""
+    return permute(x, routes, Quantizer(dtype)).high_precision
+
+
+def _pairs(adapters: Sequence[StackedAdapters], trained: Sequence[Tensor], dtype: torch.dtype, routes: Routes) -> list[Pairs]:
+    matrices = zip(adapters, trained[::2], trained[1::2], strict=True)
+    return [one.pairs(a, b, dtype, routes) for one, a, b in matrices]
+
+
+class _Beside:
+    """The backward of the adapters of both products.
+
+    saved: the reduced rows of both, then their pairs.
+    """
+
+    def __init__(self, adapters: Sequence[StackedAdapters], saved: Sequence[Tensor], routes: Routes) -> None:
+        self._adapters, self._routes = adapters, routes
+        self._reduced, self._pairs = saved[:2], (Pairs(*saved[2:4]), Pairs(*saved[4:6]))
+        self._d_reduced: Tensor
+        self._found: list[Tensor] = []
+
+    def second(self, dy: Tensor, d_activated: Tensor, activated: Tensor) -> None:
+        """Compute the gradients of the second product's, and add that of its input to d_activated; all are rows."""
+        pair = self._pairs[1]
+        d_reduced, d_b = pair.of_result(dy, self._reduced[1], self._routes)
+        pair.add_of_input_(d_activated, d_reduced, self._routes)
+        self._found = [pair.of_a(d_reduced, activated, self._routes), d_b]
+
+    def first(self, d_hidden: Tensor, x: Tensor) -> None:
+        """Compute the gradients of the first product's."""
+        self._d_reduced, d_b = self._pairs[0].of_result(d_hidden, self._reduced[0], self._routes)
+        self._found = [self._pairs[0].of_a(self._d_reduced, x, self._routes), d_b, *self._found]
+
+    def add_of_input_(self, dx: Tensor) -> None:
+        """Add the gradient of the first product's input to dx."""
+        self._pairs[0].add_of_input_(dx, self._d_reduced, self._routes)
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those of A and B of both."""
+        pairs = zip(self._adapters, self._found[::2], self._found[1::2], strict=True)
+        return [matrix for one, d_a, d_b in pairs for matrix in one.gradients(d_a, d_b)]
 
 
 def saved_by_experts(rows: int, of: MlpUse) -> SavedBytes:

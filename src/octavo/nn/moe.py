@@ -21,6 +21,7 @@ from octavo.fp8.quantizer import repeats_input
 from octavo.kernels.autograd import SavedBytes, refuse_transforms
 from octavo.kernels.experts import assignment, router
 from octavo.kernels.experts.routes import most_rows
+from octavo.nn.expert_lora import RouterAdapters
 from octavo.nn.experts import StackedExperts, saved_by_experts
 from octavo.nn.linear import compute_dtype, init_linear_
 from octavo.nn.mlp import MlpUse
@@ -134,7 +135,11 @@ class LayerNormMoE(ResidualLayer):
         parameters = self.layer_norm_weight, self.layer_norm_bias, self.router_weight
         if self.tensor is not None:
             parameters = map(self.tensor.replicated, parameters)  # type: ignore[assignment]
-        weight, bias, router_weight = parameters
+        weight, bias, of_router = parameters
+        router_weight: Tensor = of_router
+        if (adapters := self._modules.get("lora_router")) is not None:
+            assert isinstance(adapters, RouterAdapters)
+            router_weight = adapters.added(router_weight)
         h, normed = residual_norm(input, delta, self.norm.of(weight, bias), dtype)
         x = flat(normed)
         if self.training and self.mixture.jitter:

@@ -27,8 +27,15 @@ def spread_experts(experts: StackedExperts, mesh: DeviceMesh, *, fp8: bool) -> N
     group = experts.group = ExpertGroup(ranks.get_group(), experts.count, fp8=fp8)
     for state in (experts.fc1_fp8_state, experts.fc2_fp8_state):
         state.own_experts, state.buffers.expert_group = group.own, group.group
-        name, whole = state.weight_name, getattr(experts, state.weight_name)
-        setattr(experts, name, nn.Parameter(spread_rows(whole.detach(), ranks), whole.requires_grad))
+        _spread(experts, state.weight_name, ranks)
+    for adapters in experts.adapters:
+        for name in ("lora_A", "lora_B"):
+            _spread(adapters.adapter, name, ranks)
+
+
+def _spread(module: nn.Module, name: str, ranks: DeviceMesh) -> None:
+    whole: nn.Parameter = getattr(module, name)
+    setattr(module, name, nn.Parameter(spread_rows(whole.detach(), ranks), whole.requires_grad))
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

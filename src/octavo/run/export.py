@@ -337,7 +337,7 @@ def _merged(
             return stored[name]
         # A base in FP8 is exported as its bytes, not converted through the parameters' dtype.
         weight = base(name, torch.float32 if config.lora.base == "fp8" else None)
-        whole = merged(name, weight.float(), adapters, way, found.options.scale)
+        whole = merged(name, weight.float(), adapters, way, found)
         return whole if exact else whole.to(shapes[name].dtype)
 
     return shapes, read
