@@ -113,7 +113,9 @@ def generated(part: str, lines: Sequence[Line], folder: Path) -> str:
     """The text of a part; links are relative to the page's folder."""
     if part == "figure":
         return fill(_figure(lines[0]), WIDTH)
-    return "\n".join([*(_best(lines, folder) if part == "table" else _entries(lines, folder)), "", fill(_below(lines), WIDTH)])
+    return "\n".join(
+        [*(_best(lines, folder) if part == "table" else _entries(lines, folder)), "", fill(_below(part, lines), WIDTH)]
+    )
 
 
 def rewrite(text: str, page: Path, paths: Sequence[Path], root: Path) -> str:
@@ -271,17 +273,22 @@ def _gpu(line: Line) -> str:
 
 
 def _best(lines: Sequence[Line], folder: Path) -> list[str]:
-    """A line for each workload: Octavo and the best peer."""
+    """A line for each workload: Octavo by its defaults and the best peer."""
     times = "\N{MULTIPLICATION SIGN}"
-    titles = ("tokens or images a second of a GPU", "Octavo", times, "Octavo, FP8 head", times, "best peer", "its setting")
+    titles = ("tokens or images/s of a GPU", "Octavo", "best peer", times, "GiB, Octavo and peer", "the peer's setting")
     text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for line in lines:
-        best = speed(line.peer)
-        cells = [f"{_what(line.own)} ({_link(line, folder)})"]
-        for row, bold in ((line.own, "**"), (line.head, "")):
-            cells += ["\N{EN DASH}"] * 2 if row is None else [f"{bold}{speed(row):,.0f}{bold}", f"{speed(row) / best:.3f}"]
-        text.append(f"| {' | '.join([*cells, f'{best:,.0f}', setting(line.peer, line.machine)])} |")
+        own, peer = line.own, line.peer
+        memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}" for row in (own, peer)]
+        cells = [f"{_what(own)}{_mark(line)} ({_link(line, folder)})", f"**{speed(own):,.0f}**", f"{speed(peer):,.0f}"]
+        cells += [f"{speed(own) / speed(peer):.3f}", f"{memory[0]} and {memory[1]}", setting(peer, line.machine)]
+        text.append(f"| {' | '.join(cells)} |")
     return text
+
+
+def _mark(line: Line) -> str:
+    """A dagger for entries that were timed one after the other."""
+    return "\N{DAGGER}" if line.own.get("interleaved") is False else ""
 
 
 def _entries(lines: Sequence[Line], folder: Path) -> list[str]:
@@ -297,7 +304,7 @@ def _entries(lines: Sequence[Line], folder: Path) -> list[str]:
     )
     text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for line in lines:
-        what = f"{_what(line.own)} ({_link(line, folder)})"
+        what = f"{_what(line.own)}{_mark(line)} ({_link(line, folder)})"
         for row in sorted(line.rows, key=speed, reverse=True):
             bold = "**" if row is line.own else ""
             if "error" in row:
@@ -316,22 +323,31 @@ def _link(line: Line, folder: Path) -> str:
     return f"[JSON]({Path(os.path.relpath(line.path, folder)).as_posix()})"
 
 
-def _below(lines: Sequence[Line]) -> str:
+def _below(part: str, lines: Sequence[Line]) -> str:
     """Date, machine and conditions of all lines."""
     day, torch = _read(lines[0].path)["date"][:10], _versions(line.machine.get("torch") for line in lines)
     flash = _versions(line.machine.get("flash-attn-4") for line in lines)
-    times = "\u201c\N{MULTIPLICATION SIGN}\u201d"
-    parts = [
+    times = "\N{MULTIPLICATION SIGN}"
+    whose = "Octavo's speed, with its defaults," if part == "table" else "an entry's speed"
+    parts = [f"{times}: {whose} over that of the fastest entry of any peer in the same file. GiB: peak memory."]
+    heads = [speed(line.head) / speed(line.peer) for line in lines if line.head is not None]
+    if heads and part == "table":
+        shown = " to ".join(sorted({f"{ratio:.2f}" for ratio in (min(heads), max(heads))}))
+        parts.append(
+            "Octavo's defaults compute the head's gradients in FP8; with all three products of the head in FP8 and fast "
+            f"accumulation it is {shown} times as fast as these peers."
+        )
+    parts.append(
         f"Measured on {day} on {_gpu(lines[0])}s with torch {torch}"
-        f"{f' and, for Octavo, flash-attn-4 {flash}' if flash else ''}. {times} is Octavo's speed over that of the best peer: "
-        "the fastest of all peers' entries in the same file, by whatever head and attention. Octavo's defaults compute the "
-        "head's gradients in FP8, \u201cFP8 head\u201d is all three of its products and fast accumulation in backward."
-    ]
-    alone = [line.own for line in lines if line.own.get("interleaved") is False]
-    if alone and [row for row in alone if row["gpus"] > 1] == alone == [line.own for line in lines if line.own["gpus"] > 1]:
-        parts.append("Entries took turns on one GPU; on several one ran after the other.")
+        f"{f' and, for Octavo, flash-attn-4 {flash}' if flash else ''}."
+    )
+    alone = [line for line in lines if _mark(line)]
+    if len(alone) == len(lines):
+        parts.append("Entries ran one after the other.")
     elif alone:
-        parts.append(f"Entries took turns, but for {'; '.join(map(_what, alone))}: there one ran after the other.")
+        parts.append("Entries were timed in two alternating rounds; in rows with \N{DAGGER} one after the other.")
+    else:
+        parts.append("Entries were timed in two alternating rounds.")
     if without := [line for line in lines if _lacks_flash(line)]:
         every = "these runs" if len(without) == len(lines) else "; ".join(_what(line.own) for line in without)
         parts.append(f"Not measured in {every}: Transformer Engine with flash-attn-4.")
