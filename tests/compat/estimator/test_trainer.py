@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from octavo.compat.sagemaker import configs, distribution
 from octavo.compat.sdk import MODULES
 from octavo.errors import InputError
 from octavo.launch import (
@@ -29,8 +30,6 @@ from octavo.launch import (
     StoppingCondition,
     Torchrun,
     TrainingJob,
-    configs,
-    distribution,
 )
 from octavo.supervision import start_time
 

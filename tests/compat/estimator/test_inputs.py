@@ -3,9 +3,10 @@
 import fsspec
 import pytest
 
-from octavo.compat.sagemaker.inputs import addresses, check_address, lay, local_path, send
+from octavo.compat.sagemaker.inputs import addresses, lay
 from octavo.errors import InputError
 from octavo.launch import TrainingInput
+from octavo.launch.addresses import check_address, local_path, send
 
 
 @pytest.fixture

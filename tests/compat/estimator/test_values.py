@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.compat.sagemaker import configs, distribution
 from octavo.compat.sagemaker.environment import check_variables, joined
 from octavo.compat.sagemaker.values import is_a
 from octavo.errors import InputError
@@ -17,8 +18,6 @@ from octavo.launch import (
     PyTorch,
     SourceCode,
     Torchrun,
-    configs,
-    distribution,
 )
 
 
