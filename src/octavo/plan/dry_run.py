@@ -181,8 +181,8 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
             target = dataclasses.replace(target, world_size=least_world(*(getattr(config.parallel, key) for key in DEGREES)))
         return check(_without_weights(config), target=target)
     folder = RunFolder(run)
-    config = folder.config()
-    if config is None:
+    recorded = folder.config()
+    if recorded is None:
         raise InputError(
             f"{str(run)!r} is not the folder of a run: it has no {folder.run_file.name}. Give a run's folder or run file."
         )
@@ -192,9 +192,9 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
         )
     if free:
         target = dataclasses.replace(target, world_size=folder.ranks)
-    plan = check(_without_weights(config), target=target)
+    plan = check(_without_weights(recorded), target=target)
     if folder.has_checkpoints and has_own_code(folder.checkpoints, plan.weights, writing_ranks()):
-        plan = check(_without_weights(config), blocks="own", target=target)
+        plan = check(_without_weights(recorded), blocks="own", target=target)
     return fp8_auto.choose_layers(plan, folder, resumed=True) if folder.choices.is_file() else plan
 
 
