@@ -1,11 +1,10 @@
-"""Figures of the README and of the results page, from named results, all of one day and one kind of GPU.
+"""Figures of the README, from named results, all of one day and one kind of GPU.
 
     python -m benchmarks.readme README.md benchmarks/results/one-gpu-llama-1b.json benchmarks/results/one-gpu-vit-huge.json …
-    python -m benchmarks.readme docs/results.md benchmarks/results/one-gpu-llama-1b.json …
 
-rewrites the parts of a page between their markers, which keep the command: the README's first figure and its table of best
-peers, the result page's table of all entries. Octavo's entry of a workload is its defaults; a ratio is to the fastest peer that
-the same run measured, at that peer's fastest setting. A workload that a file measured without a peer is left out.
+rewrites the parts of a page between their markers, which keep the command: the first figure, and the table of best peers.
+Octavo's entry of a workload is its defaults; a ratio is to the fastest peer that the same run measured, at that peer's fastest
+setting. A workload that a file measured without a peer is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.files import exit_code_of, read_json
 from octavo.errors import InputError
 from octavo.storage import write_atomic
 
-PARTS = ("figure", "table", "entries")
+PARTS = ("figure", "table")
 WIDTH = 128
 SUITES = ("one-gpu", "sharded", "context", "vision")
 GIVE = f"JSON files of python -m benchmarks {', '.join(SUITES)}"
@@ -45,6 +44,8 @@ TITLES = {
     "neox-20b-layers": "twelve layers of GPT-NeoX-20B",
     "neox-20b-10layers": "ten layers of GPT-NeoX-20B",
     "llama-8b": "Llama-3.1-8B",
+    "llama-70b": "Llama-3.1-70B",
+    "llama-70b-12layers": "twelve layers of Llama-3.1-70B",
     "vit-huge-patch16": "timm's ViT-Huge, patches of 16",
     "vit-huge": "timm's ViT-Huge",
 }
@@ -113,9 +114,7 @@ def generated(part: str, lines: Sequence[Line], folder: Path) -> str:
     """The text of a part; links are relative to the page's folder."""
     if part == "figure":
         return fill(_figure(lines[0]), WIDTH)
-    return "\n".join(
-        [*(_best(lines, folder) if part == "table" else _entries(lines, folder)), "", fill(_below(part, lines), WIDTH)]
-    )
+    return "\n".join([*_best(lines, folder), "", fill(_below(lines), WIDTH)])
 
 
 def rewrite(text: str, page: Path, paths: Sequence[Path], root: Path) -> str:
@@ -185,17 +184,17 @@ def setting(row: Row, machine: Mapping[str, Any]) -> str:
     version = machine.get("torch") if package is None else machine.get("peers", {}).get(package)
     words = [part for part in ("delayed", "current", "tensorwise", "rowwise") if part in row["entry"].split("-")]
     precision = f"FP8 {words[0]}" if words else "bf16"
-    attention = _kernel(row)
+    attention = kernel_of(row)
     parts = [f"{name} {version}" if version else name, precision]
     parts += ["FP8 head"] * (row.get("head") == "fp8") + [f"attention of {attention}"] * bool(attention)
     parts += [exchange for exchange in ("a2a", "p2p") if row["entry"].endswith(f"-{exchange}")]
     return ", ".join(parts)
 
 
-def _kernel(row: Row) -> str:
+def kernel_of(row: Row) -> str:
     """The attention of a row in a word or two; empty for an older row without."""
     named = str(row.get("attention") or "")
-    if row["entry"].startswith("octavo-"):
+    if row["entry"].startswith("octavo-") and not named.startswith("cuDNN"):
         return named.partition(";")[0].partition(",")[0]
     for part, kernel in _KERNELS.items():
         if part in named.lower():
@@ -242,7 +241,7 @@ def _own(suite: str, rows: Sequence[Row]) -> Row | None:
     return next((row for name in names for row in rows if row["entry"] == name), None)
 
 
-def _what(row: Row) -> str:
+def title_of(row: Row) -> str:
     """The workload in words."""
     workload, batch = row["workload"], row["batch"]
     prefix = max((name for name in TITLES if workload.startswith(name)), key=len, default=None)
@@ -265,7 +264,7 @@ def _figure(line: Line) -> str:
     where = f"one {_gpu(line)}" if own["gpus"] == 1 else f"{own['gpus']} {_gpu(line)}s"
     memory = f", in {own['peak_gib']:.1f} GiB where that takes {peer['peak_gib']:.1f}" if own.get("peak_gib") else ""
     fastest = f"{speed(own) / speed(peer):.2f} times the fastest peer at its fastest setting ({setting(peer, line.machine)})"
-    return f"On {where} it trains {_what(own)}, at **{speed(own):,.0f} {unit}/s**: {fastest}{memory}."
+    return f"On {where} it trains {title_of(own)}, at **{speed(own):,.0f} {unit}/s**: {fastest}{memory}."
 
 
 def _gpu(line: Line) -> str:
@@ -280,7 +279,7 @@ def _best(lines: Sequence[Line], folder: Path) -> list[str]:
     for line in lines:
         own, peer = line.own, line.peer
         memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}" for row in (own, peer)]
-        cells = [f"{_what(own)}{_mark(line)} ({_link(line, folder)})", f"**{speed(own):,.0f}**", f"{speed(peer):,.0f}"]
+        cells = [f"{title_of(own)}{_mark(line)} ({_link(line, folder)})", f"**{speed(own):,.0f}**", f"{speed(peer):,.0f}"]
         cells += [f"{speed(own) / speed(peer):.3f}", f"{memory[0]} and {memory[1]}", setting(peer, line.machine)]
         text.append(f"| {' | '.join(cells)} |")
     return text
@@ -291,47 +290,21 @@ def _mark(line: Line) -> str:
     return "\N{DAGGER}" if line.own.get("interleaved") is False else ""
 
 
-def _entries(lines: Sequence[Line], folder: Path) -> list[str]:
-    """A line for each entry of each workload, the fastest first, with its attention."""
-    titles = (
-        "workload",
-        "entry",
-        "tokens or images/s",
-        "ms a step",
-        "peak GiB",
-        "attention",
-        "\N{MULTIPLICATION SIGN} best peer",
-    )
-    text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for line in lines:
-        what = f"{_what(line.own)}{_mark(line)} ({_link(line, folder)})"
-        for row in sorted(line.rows, key=speed, reverse=True):
-            bold = "**" if row is line.own else ""
-            if "error" in row:
-                cells = ["\N{EN DASH}"] * 3 + ["attention is wrong" if _WRONG in row["error"] else "failed", "\N{EN DASH}"]
-            else:
-                peak = f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}"
-                cells = [f"{bold}{speed(row):,.0f}{bold}", f"{row['step_ms']:,.0f}", peak]
-                cells += [_kernel(row) or "\N{EN DASH}", f"{speed(row) / speed(line.peer):.3f}"]
-            name = f"`{row['entry']}`"
-            text.append(f"| {' | '.join([what, name, *cells])} |")
-            what = ""
-    return text
-
-
 def _link(line: Line, folder: Path) -> str:
     return f"[JSON]({Path(os.path.relpath(line.path, folder)).as_posix()})"
 
 
-def _below(part: str, lines: Sequence[Line]) -> str:
+def _below(lines: Sequence[Line]) -> str:
     """Date, machine and conditions of all lines."""
     day, torch = _read(lines[0].path)["date"][:10], _versions(line.machine.get("torch") for line in lines)
     flash = _versions(line.machine.get("flash-attn-4") for line in lines)
     times = "\N{MULTIPLICATION SIGN}"
-    whose = "Octavo's speed, with its defaults," if part == "table" else "an entry's speed"
-    parts = [f"{times}: {whose} over that of the fastest entry of any peer in the same file. GiB: peak memory."]
+    parts = [
+        f"{times}: Octavo's speed, with its defaults, over that of the fastest entry of any peer in the same file. GiB: peak "
+        "memory."
+    ]
     heads = [speed(line.head) / speed(line.peer) for line in lines if line.head is not None]
-    if heads and part == "table":
+    if heads:
         shown = " to ".join(sorted({f"{ratio:.2f}" for ratio in (min(heads), max(heads))}))
         parts.append(
             "Octavo's defaults compute the head's gradients in FP8; with all three products of the head in FP8 and fast "
@@ -349,10 +322,12 @@ def _below(part: str, lines: Sequence[Line]) -> str:
     else:
         parts.append("Entries were timed in two alternating rounds.")
     if without := [line for line in lines if _lacks_flash(line)]:
-        every = "these runs" if len(without) == len(lines) else "; ".join(_what(line.own) for line in without)
+        every = "these runs" if len(without) == len(lines) else "; ".join(title_of(line.own) for line in without)
         parts.append(f"Not measured in {every}: Transformer Engine with flash-attn-4.")
     refused = [(row, line) for line in lines for row in line.rows if _WRONG in row.get("error", "")]
-    parts += [f"`{row['entry']}` has no figure for {_what(line.own)}, since its attention was wrong." for row, line in refused]
+    parts += [
+        f"`{row['entry']}` has no figure for {title_of(line.own)}, since its attention was wrong." for row, line in refused
+    ]
     return " ".join(parts)
 
 

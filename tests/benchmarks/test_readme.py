@@ -152,28 +152,6 @@ def test_what_is_no_one_table_is_refused(folder, capsys, change, message):
     assert capsys.readouterr().err.startswith("octavo: ")
 
 
-def test_a_page_in_a_folder_lists_every_entry_with_its_attention(folder):
-    (folder / "docs").mkdir()
-    page = folder / "docs" / "results.md"
-    page.write_text("# Results\n\n<!-- The entries: nothing -->\n<!-- End of the entries -->\n")
-    assert main([str(page), str(folder / "benchmarks" / "one.json"), str(folder / "benchmarks" / "vit.json")]) == 0
-    text = page.read_text()
-    assert "<!-- The entries: python -m benchmarks.readme docs/results.md benchmarks/one.json benchmarks/vit.json -->" in text
-    first, *rest = [line for line in text.splitlines() if line.startswith("|")][2:]
-    assert first.endswith(
-        "([JSON](../benchmarks/one.json)) | `octavo-delayed-fast-fp8-head` | 99,000 | 160 | 24.8 | \N{EN DASH} | 1.238 |"
-    )
-    assert "|  | `octavo-default` | **96,000** | 160 | 24.0 | FlashAttention-4 4.0.0b36 | 1.200 |" in rest
-    assert "|  | `te-delayed-flash-attention-fp8-head` | 80,000 | 160 | 20.0 | flash-attn-4 | 1.000 |" in rest
-    assert "|  | `te-delayed` | 76,000 | 160 | 19.0 | cuDNN | 0.950 |" in rest
-    dash = "\N{EN DASH}"
-    assert f"|  | `te-current` | {dash} | {dash} | {dash} | failed | {dash} |" in rest
-    assert f"|  | `te-delayed-flash-attention` | {dash} | {dash} | {dash} | attention is wrong | {dash} |" in rest
-    assert len(rest) == len(ROWS) + len(VIT) - 1
-    assert main([str(page)]) == 0
-    assert page.read_text() == text
-
-
 @pytest.mark.parametrize("page", ["", PAGE + PAGE, PAGE.replace("<!-- End of the table -->", "")])
 def test_a_page_without_its_markers_is_refused(folder, page):
     (folder / "README.md").write_text(page)
