@@ -59,7 +59,8 @@ def test_a_block_has_every_entry_and_the_conditions(results, tmp_path):
     assert rest[1] == f"|  | `octavo-bf16` | 70,000 | 160 | {dash} | 17.5 | cuDNN | 0.875 |"
     for line, fault in zip(rest[2:], ("out of memory", "attention is wrong", "failed"), strict=True):
         assert line.split(" | ")[2:] == [fault, *[dash] * 4, f"{dash} |"]
-    said = "Measured: 2026-11-27, one H100, torch 2.11.0, flash-attn-4 4.0.0b36, Transformer Engine 2.20.2; entries in two alternating rounds."
+    said = "Measured: 2026-11-27, one H100, torch 2.11.0, flash-attn-4 4.0.0b36, Transformer Engine 2.20.2; entries in two "
+    said += "alternating rounds."
     assert said in " ".join(text.split())
     assert pages.rewrite(text, folder, tmp_path / "docs") == text
     assert pages.named(text) == ["one"]
@@ -69,7 +70,8 @@ def test_conditions_that_files_share_are_said_once(results, tmp_path):
     alone = [row(name, 1e4, workload="llama-8b-8layers", interleaved=False) for name in ("octavo-bf16", "te-bf16")]
     folder = results(one=document(ROWS[:2]), two=document(alone), three=document([row("te-bf16", 1e4, gpus=2)], count=2))
     text = " ".join(pages.block(["one", "two", "three"], folder, tmp_path).split())
-    shared = "2026-11-27, one H100, torch 2.11.0, flash-attn-4 4.0.0b36; entries in two alternating rounds, of eight layers of Llama-3.1-8B, "
+    shared = "2026-11-27, one H100, torch 2.11.0, flash-attn-4 4.0.0b36; entries in two alternating rounds, of eight layers of "
+    shared += "Llama-3.1-8B, "
     assert f"Measured: {shared}4 \N{MULTIPLICATION SIGN} 4,096 tokens one after the other. 2026-11-27, 2 H100s, " in text
     assert "| GPUs | tokens/s of a GPU |" in text
 

@@ -315,7 +315,7 @@ def test_what_columnwise_weights_take_is_on_the_page():
         )
         kept, cast_twice = (one.total / GIB for one in found)
         more.append(f"{kept - cast_twice:.1f}")
-    said = "columnwise layouts take {} GiB more now (1B), {} (eight layers of 8B) and {} (eight layers of Llama-2-7B)"
+    said = "columnwise layouts take {} GiB more (1B), {} (eight layers of 8B) and {} (eight layers of Llama-2-7B)"
     assert said.format(*more) in " ".join(page.split())
 
 
