@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from test_te_arguments import CALLS, CONSTRUCTORS
+from test_arguments import CALLS, CONSTRUCTORS
 
 import octavo.nn
 from octavo.compat.te import state

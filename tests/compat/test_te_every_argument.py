@@ -5,7 +5,7 @@ What works is compared with float64 in `test_te_options.py` and elsewhere; the r
 
 import pytest
 import torch
-from test_te_arguments import CONSTRUCTORS
+from test_arguments import CONSTRUCTORS
 
 from octavo.errors import InputError
 

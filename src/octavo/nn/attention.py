@@ -24,6 +24,17 @@ from octavo.kernels.attention import short
 from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import SavedBytes, attention_begins, has_hooks, refuse_second_derivative
+from octavo.nn.arguments import (
+    Draws,
+    Init,
+    Tracker,
+    check,
+    check_dropout,
+    check_format,
+    check_mask,
+    cos_and_sin,
+    window_of,
+)
 from octavo.nn.attend import attend, saved_by_attention
 from octavo.nn.linear import LayerNormLinear, Linear, compute_dtype, saved_by_linear, saved_by_norm_linear
 from octavo.nn.norm import (
@@ -36,17 +47,6 @@ from octavo.nn.norm import (
     saved_by_norm,
 )
 from octavo.nn.rotary import Angles, Handover, Rotation, rotate
-from octavo.nn.te_arguments import (
-    Draws,
-    Init,
-    Tracker,
-    check,
-    check_dropout,
-    check_format,
-    check_mask,
-    cos_and_sin,
-    window_of,
-)
 
 
 def merge_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
@@ -144,10 +144,10 @@ class DotProductAttention(ContextParallel):
         *,
         softmax_scale: float | None = None,
         get_rng_state_tracker: Tracker | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
-        check("DotProductAttention", te_arguments, DotProductAttention.__init__)
+        check("DotProductAttention", others, DotProductAttention.__init__)
         check_dropout("attention_dropout", attention_dropout)
         self.causal = check_mask("attn_mask_type", attn_mask_type)
         self.window = window_of(window_size, causal=self.causal)
@@ -175,15 +175,15 @@ class DotProductAttention(ContextParallel):
         *,
         attn_mask_type: str | None = None,
         handover: Handover | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> Tensor:
         """query [B, T, H, D], key and value [B, T, G, D] → [B, T, H·D].
 
         With "sbhd" T stands before B. attention_mask: bool [B, 1, T, T], True where a query attends to a key, and then without
         the window; or a `Pattern` of whole sequences. attn_mask_type: for this call. handover: as `attend` takes it.
         """
-        if te_arguments:
-            check("DotProductAttention.forward", te_arguments, DotProductAttention.forward)
+        if others:
+            check("DotProductAttention.forward", others, DotProductAttention.forward)
         check_input(self, query_layer, key_layer, value_layer, dtypes=FLOATS_OF_PYTORCH)
         taken = isinstance(attention_mask, Attending)  # samples first
         _check_shapes(query_layer, key_layer, value_layer, first=self.sequence_first and not taken)
@@ -299,10 +299,10 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
-        check("MultiheadAttention", te_arguments, MultiheadAttention.__init__)
+        check("MultiheadAttention", others, MultiheadAttention.__init__)
         self.sequence_first, self.layer_number = check_format("qkv_format", qkv_format), layer_number
         draw: dict[str, Any] = {"get_rng_state_tracker": get_rng_state_tracker}
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device} | draw
@@ -350,7 +350,7 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
         attn_mask_type: str | None = None,
         delta: Tensor | None = None,
         return_residual: bool = False,
-        **te_arguments: Any,
+        **others: Any,
     ) -> Any:
         """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, Dr] → like the input.
 
@@ -358,8 +358,8 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
         a `Pattern`. Of each head the first Dr columns rotate. rotary_pos_emb may also be Transformer Engine's angles, [T, 1, 1,
         Dr]. attn_mask_type: for this call. delta and return_residual are for `forward_residual`.
         """
-        if te_arguments:
-            check("MultiheadAttention.forward", te_arguments, MultiheadAttention.forward)
+        if others:
+            check("MultiheadAttention.forward", others, MultiheadAttention.forward)
         x = hidden_states
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)

@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from octavo.errors import InputError
 from octavo.kernels.attention.pattern import Pattern
+from octavo.nn.arguments import Creation, Init, Tracker, check, check_dropout, check_format
 from octavo.nn.attention import Attending, ContextParallel, MultiheadAttention
 from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import Experts, LayerNormMoE
 from octavo.nn.norm import NORM_LAYERS, ResidualLayer, forward_residual
 from octavo.nn.rotary import Angles
-from octavo.nn.te_arguments import Creation, Init, Tracker, check, check_dropout, check_format
 
 RunBlock = Callable[..., tuple[Any, ...]]
 """Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta) and of experts their `routing`, as
@@ -76,10 +76,10 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
-        check("TransformerLayer", te_arguments, TransformerLayer.__init__)
+        check("TransformerLayer", others, TransformerLayer.__init__)
         check_dropout("hidden_dropout", hidden_dropout)
         check_dropout("drop_path_rate", drop_path_rate)
         check_format("attn_input_format", attn_input_format)
@@ -150,7 +150,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         return_residual: bool = False,
         counted: Tensor | None = None,
         inter: Attending | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> Any:
         """hidden_states [B, T, hidden] → the same shape; the other arguments as in `MultiheadAttention`.
 
@@ -158,8 +158,8 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         `forward_residual`, whose delta is None with `parallel_attention_mlp`. With `experts` the last result is their
         `routing`, of the tokens that `counted` names.
         """
-        if te_arguments:
-            check("TransformerLayer.forward", te_arguments, TransformerLayer.forward)
+        if others:
+            check("TransformerLayer.forward", others, TransformerLayer.forward)
         h, attended = forward_residual(
             self.self_attention,
             hidden_states,

@@ -26,10 +26,10 @@ from octavo.kernels.experts.permute import add_copies, permute
 from octavo.kernels.experts.routes import Routes, make_routes
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer
 from octavo.kernels.reference import wide
+from octavo.nn.arguments import Draws, Init
 from octavo.nn.expert_lora import Pairs, StackedAdapters
 from octavo.nn.linear import init_linear_
 from octavo.nn.mlp import MlpUse
-from octavo.nn.te_arguments import Draws, Init
 
 
 class StackedExperts(nn.Module):

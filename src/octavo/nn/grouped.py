@@ -23,16 +23,16 @@ from octavo.fp8.recipe import Granularity
 from octavo.fp8.scaling import ModuleState
 from octavo.kernels.autograd import refuse_second_derivative
 from octavo.kernels.experts.gemm import takes_groups
+from octavo.nn.arguments import Draws, Init, Tracker, check
 from octavo.nn.linear import compute_dtype, init_linear_, product
 from octavo.nn.norm import check_input
-from octavo.nn.te_arguments import Draws, Init, Tracker, check
 
 
 class GroupedLinear(nn.Module):
     """yᵢ = xᵢ · weightᵢᵀ + biasᵢ for each expert i.
 
     Parameters: weight0 … weight{n-1} [out_features, in_features]; bias0 … [out_features]. Names and arguments are Transformer
-    Engine's; those without a meaning here are in `octavo.nn.te_arguments`. With `return_bias` no bias is added, and the layer
+    Engine's; those without a meaning here are in `octavo.nn.arguments`. With `return_bias` no bias is added, and the layer
     returns (output, [bias0, …]).
     """
 
@@ -49,10 +49,10 @@ class GroupedLinear(nn.Module):
         rng_tracker_name: str | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
-        check("GroupedLinear", te_arguments, GroupedLinear.__init__)
+        check("GroupedLinear", others, GroupedLinear.__init__)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.return_bias, self.init_method = return_bias, init_method
         self.draws = Draws(get_rng_state_tracker, rng_tracker_name)
@@ -80,7 +80,7 @@ class GroupedLinear(nn.Module):
         return [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
 
     def forward(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None, **te_arguments: Any
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
         """inp [M, in_features], the rows of expert 0 first → [M, out_features]; leading dimensions are joined to rows.
 
@@ -90,8 +90,8 @@ class GroupedLinear(nn.Module):
         Raises:
             InputError: the splits are not `num_gemms` numbers that add up to the rows.
         """
-        if te_arguments:
-            check("GroupedLinear.forward", te_arguments, GroupedLinear.forward)
+        if others:
+            check("GroupedLinear.forward", others, GroupedLinear.forward)
         check_input(self, inp, size=self.in_features)
         x = inp.reshape(-1, self.in_features)
         splits = self._splits(m_splits, x.shape[0])

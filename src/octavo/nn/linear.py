@@ -26,6 +26,7 @@ from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+from octavo.nn.arguments import Draws, Init, Tracker, check, results
 from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
     FLOATS,
@@ -46,7 +47,6 @@ from octavo.nn.norm import (
     unflat,
 )
 from octavo.nn.rotary import Rotation
-from octavo.nn.te_arguments import Draws, Init, Tracker, check, results
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -347,7 +347,7 @@ class Linear(nn.Linear):
     """y = x · weightᵀ + bias. weight: [out_features, in_features]; bias: [out_features].
 
     A subclass of `nn.Linear`, so that code which looks for one finds it. With `return_bias` no bias is added, and the layer
-    returns (y, bias). Arguments that only Transformer Engine has are in `octavo.nn.te_arguments`.
+    returns (y, bias). Arguments that only Transformer Engine has are in `octavo.nn.arguments`.
     """
 
     unread = False
@@ -370,9 +370,9 @@ class Linear(nn.Linear):
         rng_tracker_name: str | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
-        check("Linear", te_arguments, Linear.__init__)
+        check("Linear", others, Linear.__init__)
         self.return_bias, self.init_method = return_bias, init_method
         self.draws = Draws(get_rng_state_tracker, rng_tracker_name)
         super().__init__(in_features, out_features, bias, device=device, dtype=params_dtype)
@@ -545,9 +545,9 @@ class LayerNormLinear(NormedLayer):
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
-        check("LayerNormLinear", te_arguments, LayerNormLinear.__init__)
+        check("LayerNormLinear", others, LayerNormLinear.__init__)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}
         super().__init__(in_features, eps, normalization, zero_centered_gamma, make)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output

@@ -33,6 +33,7 @@ from octavo.kernels import gemm, reference
 from octavo.kernels.activation import Product, activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
+from octavo.nn.arguments import Draws, Init, Tracker, activation_of, check, results
 from octavo.nn.linear import NormedLayer, joined, norm_linear, product
 from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
@@ -46,7 +47,6 @@ from octavo.nn.norm import (
     saved_by_norm,
     unflat,
 )
-from octavo.nn.te_arguments import Draws, Init, Tracker, activation_of, check, results
 
 GATE_UP_BLOCK = 32
 """Rows: as FP8 columns of the product they fill a sector of memory, 32 bytes, and any degree that divides F by 32 cuts none."""
@@ -390,7 +390,7 @@ class LayerNormMLP(NormedLayer):
     """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias.
 
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), fc1_weight [F or 2F, hidden_size] (gated activations have
-    both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.te_arguments.ACTIVATIONS`,
+    both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.arguments.ACTIVATIONS`,
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
     `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
     for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved. The
@@ -426,9 +426,9 @@ class LayerNormMLP(NormedLayer):
         get_rng_state_tracker: Tracker | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
-        check("LayerNormMLP", te_arguments, LayerNormMLP.__init__)
+        check("LayerNormMLP", others, LayerNormMLP.__init__)
         if checkpoint and return_layernorm_output:
             raise InputError(
                 "LayerNormMLP(checkpoint=True, return_layernorm_output=True): the parts of the layer run one by one then. "

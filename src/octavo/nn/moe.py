@@ -21,12 +21,12 @@ from octavo.fp8.quantizer import repeats_input
 from octavo.kernels.autograd import SavedBytes, refuse_transforms
 from octavo.kernels.experts import assignment, router
 from octavo.kernels.experts.routes import most_rows
+from octavo.nn.arguments import Creation, Draws, activation_of
 from octavo.nn.expert_lora import RouterAdapters
 from octavo.nn.experts import StackedExperts, saved_by_experts
 from octavo.nn.linear import compute_dtype, init_linear_
 from octavo.nn.mlp import MlpUse
 from octavo.nn.norm import NormForm, ResidualLayer, check_input, flat, reset_norm_, residual_norm, saved_by_norm, unflat
-from octavo.nn.te_arguments import Creation, Draws, activation_of
 
 Assignment = Literal["largest", "sinkhorn", "balanced"]
 

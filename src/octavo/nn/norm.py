@@ -18,7 +18,7 @@ from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.norm import norm, norm_backward
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
-from octavo.nn.te_arguments import check
+from octavo.nn.arguments import check
 
 NORMS = ("LayerNorm", "RMSNorm")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -258,10 +258,10 @@ class _Norm(nn.Module):
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> None:
         nn.Module.__init__(self)
-        check(self.normalization, te_arguments, _Norm.__init__)
+        check(self.normalization, others, _Norm.__init__)
         shape = normalized_shape if hidden_size is None else hidden_size
         size = [shape] if isinstance(shape, int) else list(shape or ())
         if len(size) != 1:

@@ -1,6 +1,6 @@
 """Values of arguments that the compatibility layer refuses, as far as a script has them as constants.
 
-Of the layers the tables are those of `octavo.nn.te_arguments`, read from its source. Omitted: values that are tensors, modules
+Of the layers the tables are those of `octavo.nn.arguments`, read from its source. Omitted: values that are tensors, modules
 or functions; sizes that do not fit each other.
 """
 
@@ -45,7 +45,7 @@ _TAKEN = {
     "MultiheadAttention.forward": _OF_CALLS,
     "TransformerLayer.forward": _OF_CALLS,
 }
-"""Arguments of `octavo.nn.te_arguments` that the compatibility layer takes itself."""
+"""Arguments of `octavo.nn.arguments` that the compatibility layer takes itself."""
 _ATTENTIONS = ("DotProductAttention", "MultiheadAttention", "TransformerLayer")
 _RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 
@@ -303,7 +303,7 @@ def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
     plain = layer in ("LayerNormMLP", "TransformerLayer") and is_known(activation) and activation != "clamped_swiglu"
     if plain and params and is_known(params):
         yield "activation_params", params, f"{activation!r} has none: clamped_swiglu has."
-    taken = tables("octavo.nn.te_arguments", ("_CLAMP",)).get("_CLAMP", {})
+    taken = tables("octavo.nn.arguments", ("_CLAMP",)).get("_CLAMP", {})
     if activation == "clamped_swiglu" and isinstance(params, dict) and is_known(params) and set(params) - set(taken):
         yield "activation_params", params, f"its keys are {', '.join(taken)}."
     sizes = [given.get(name) for name in ("normalized_shape", "hidden_size")]
@@ -484,7 +484,7 @@ def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str 
     if dotted in (*_ACCELERATES, _MOE) or made_by(dotted) or dotted.startswith("sagemaker."):
         return None  # checked as in the run
     layer = dotted.removeprefix(_TE).removesuffix(".forward")
-    free = tables("octavo.nn.te_arguments", ("ARGUMENTS",), reference=_NO_REFERENCE).get("ARGUMENTS", {})
+    free = tables("octavo.nn.arguments", ("ARGUMENTS",), reference=_NO_REFERENCE).get("ARGUMENTS", {})
     if dotted.startswith(_TE) and name in free.get(dotted.removeprefix(_TE), {}):
         only = free[dotted.removeprefix(_TE)][name]
         if not only.values or value in only.values:
@@ -537,7 +537,7 @@ def _limits(dotted: str, given: Mapping[str, Any]) -> dict[str, Limit]:
 def _of_layers() -> dict[str, dict[str, Limit]]:
     """Layer, or layer.forward → argument → its values; those of any value are not in it."""
     names = tables("octavo.kernels.reference", ("ACTIVATIONS",))
-    found = tables("octavo.nn.te_arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
+    found = tables("octavo.nn.arguments", ("ARGUMENTS", "ACTIVATIONS", "FORMATS"), reference=SimpleNamespace(**names))
     masks = one_of(*tables("octavo.compat.te.masks", ("TYPES",)).get("TYPES", ()))
     formats = one_of(*te.FORMATS)
     more = {

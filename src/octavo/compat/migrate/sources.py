@@ -120,7 +120,7 @@ def signature_of(module: str, name: str) -> Signature | None:
 def made_by(layer: str) -> Signature | None:
     """The signature of the constructor of one of Transformer Engine's layers, with what Octavo's layer takes beside it."""
     found = _te_signatures().get(_ALIASES.get(layer, layer))
-    more = list(tables("octavo.nn.te_arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
+    more = list(tables("octavo.nn.arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
     base: str | None = layer
     kinds = dict(found.kinds) if found is not None else {}
     while found is not None and base is not None:
@@ -159,8 +159,8 @@ def forward_of(layer: str) -> Signature | None:
                 positional, required = found.positional, found.required
             if methods[0].args.kwarg is None:
                 break
-            if methods[0].args.kwarg.arg == "te_arguments" and not module.startswith("octavo.compat"):
-                arguments = tables("octavo.nn.te_arguments", ("ARGUMENTS",)).get("ARGUMENTS", {})
+            if methods[0].args.kwarg.arg == "others" and not module.startswith("octavo.compat"):
+                arguments = tables("octavo.nn.arguments", ("ARGUMENTS",)).get("ARGUMENTS", {})
                 names += [each for each in arguments.get(f"{layer}.forward", {}) if each not in names]
                 break
         module = None if module.startswith("octavo.nn") else _NN.get(layer)

@@ -23,8 +23,8 @@ from octavo.compat.te.state import OneRank, Stateful, Stateless
 from octavo.errors import InputError, check_flags
 from octavo.nn import attention as _attention
 from octavo.nn import block as _block
+from octavo.nn.arguments import check
 from octavo.nn.linear import compute_dtype
-from octavo.nn.te_arguments import check
 
 
 def _format(argument: str, name: Any) -> str:
@@ -142,7 +142,7 @@ class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, me
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
-        **te_arguments: Any,
+        **others: Any,
     ) -> Any:
         """query [T, B, H, D], key and value [T, B, G, D], with "bshd" B first, with "thd" without B → [T, B, H·D] likewise.
 
@@ -159,7 +159,7 @@ class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, me
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, softcap=softcap,
             checkpoint_core_attention=checkpoint_core_attention, core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, **te_arguments,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, **others,
         )  # fmt: skip
         order = ("thd" if self.packed else "sbhd" if self.sequence_first else "bshd") if qkv_format is None else qkv_format
         packed = _format("qkv_format", order) == "thd"
@@ -255,13 +255,13 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
         checkpoint_core_attention: bool = False,
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> Any:
         """hidden_states [T, B, hidden], with "bshd" [B, T, hidden], with "thd" [T, hidden] → the same shape.
 
         encoder_output: of cross-attention, of the same order. Masks, lengths and biases are those of `DotProductAttention`.
         """
-        arguments = {"checkpoint_core_attention": checkpoint_core_attention, **te_arguments}
+        arguments = {"checkpoint_core_attention": checkpoint_core_attention, **others}
         first = self.sequence_first
         encoded = _batched(encoder_output, first, self.packed) if self.attention_type == "cross" else None
         call, rest = Call.of(
@@ -353,7 +353,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
         checkpoint_core_attention: bool = False,
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
-        **te_arguments: Any,
+        **others: Any,
     ) -> Any:
         """hidden_states [T, B, hidden], with "bshd" [B, T, hidden], with "thd" [T, hidden] → the same shape.
 
@@ -364,7 +364,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
         attention: Any = self.self_attention
         first, decodes = attention.sequence_first, self.inter_attention is not None
         hidden_states = hidden_states.to(compute_dtype(hidden_states))  # the residual stream of an autocast has its dtype
-        arguments = {"checkpoint_core_attention": checkpoint_core_attention, **te_arguments}
+        arguments = {"checkpoint_core_attention": checkpoint_core_attention, **others}
         own, inter = dict(arguments), None
         if decodes:
             encoded = _batched(encoder_output, first, self.packed)

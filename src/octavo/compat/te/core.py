@@ -25,10 +25,10 @@ from octavo.compat.te.sequences import shown
 from octavo.errors import InputError, unknown
 from octavo.kernels.attention.pattern import Span
 from octavo.nn import attention as _attention
+from octavo.nn.arguments import cos_and_sin
 from octavo.nn.rotary import Rotation
 from octavo.nn.scores import Scores, alibi_slopes
 from octavo.nn.segments import LIBRARY, Sight, attend_segments
-from octavo.nn.te_arguments import cos_and_sin
 
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from octavo.compat.missing import MissingName, way_of
 from octavo.fp8.scaling import ModuleState
 from octavo.nn import linear as _linear
+from octavo.nn.arguments import Init
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.linear import init_linear_
 from octavo.nn.norm import reset_norm_
-from octavo.nn.te_arguments import Init
 
 PARTS = ("query", "key", "value")
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import octavo
 from octavo.errors import InputError
-from octavo.nn.te_arguments import ACTIVATIONS, ARGUMENTS
+from octavo.nn.arguments import ACTIVATIONS, ARGUMENTS
 
 # Every optional argument of Transformer Engine 2.20.2 with its default.
 CONSTRUCTORS = {

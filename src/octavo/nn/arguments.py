@@ -1,7 +1,7 @@
-"""Unimplemented arguments of Transformer Engine: the no-op value is accepted, any other is an error that names a substitute.
+"""Arguments of layers: activations, masks, windows, rotary angles, initial draws; and those that a layer takes with one value.
 
-Layers implement the other arguments under Transformer Engine's names and pass the rest to `check`, so that calls written for
-Transformer Engine run and nothing is ignored. Names are those of version 2.20.
+Calls that were written for layers with these names run, and nothing is ignored: the value without an effect is accepted, any
+other is an error that names a substitute. Names are those of Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> N
     for name, value in given.items():
         only = arguments.get(name)
         if only is None:
-            taken = set(inspect.signature(method).parameters) - {"self", "te_arguments"}
+            taken = set(inspect.signature(method).parameters) - {"self", "others"}
             raise unknown(f"argument of {layer}", name, taken | set(arguments))
         plain = tuple(value) if isinstance(value, list) else value
         no_op = not isinstance(value, Tensor) and any(plain is one or bool(plain == one) for one in only.values)
