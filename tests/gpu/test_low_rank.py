@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels import low_rank
+from octavo.kernels import gemm, low_rank
 from octavo.nn.lora import Adapters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -31,3 +31,16 @@ def test_packing(rank, dtype, monkeypatch):
         assert torch.equal(found.a, want.a)
         torch.testing.assert_close(found.b, want.b, rtol=2**-7, atol=1e-3)
         assert all(map(torch.equal, split, wanted))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "between"), [(4096, 14336, 16), (4100, 28676, 32), (2048, 20000, 100)])
+def test_the_large_sum_is_rounded_once(rows, columns, between, turned):
+    y, a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, columns), (rows, between), (columns, between)))
+    b = b.t() if turned else b.t().contiguous()
+    assert low_rank.takes(y, a)
+    found = gemm.add_mm_(y.clone(), a, b)
+    for part in (slice(0, 128), slice(rows - 128, rows)):
+        wide, narrow = (x.double() for x in (y[part], a[part]))
+        exact, terms = wide + narrow @ b.double(), wide.abs() + narrow.abs() @ b.double().abs()
+        assert ((found[part].double() - exact).abs() <= exact.abs() * 2**-9 + terms * 1e-5).all()

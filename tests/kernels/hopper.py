@@ -135,6 +135,7 @@ def dense():
     adapters = [matrix(16, 4096, dtype=FP32), matrix(14336, 16, dtype=FP32)] * 2
     runs = [low_rank.Run(0, 0, 0, 32), low_rank.Run(1, 0, 32, 32)]
     low_rank.launch_pack(adapters, runs, 28672, 64, 2.0, BF16)
+    low_rank.launch_add(matrix(4096, 14336), matrix(4096, 16), matrix(16, 14336))
     low_rank.launch_unpack(matrix(28672, 32, dtype=FP32), 2, runs, 64, 2.0)
     recompute = quantizer(amax=False, **TRANSPOSED)
     activation.launch_backward("swiglu", matrix(16384, 14336), up, 128, HIGH)

@@ -39,3 +39,29 @@ def test_packing_is_that_of_pytorch_to_the_bit(case, rank, monkeypatch):
     assert all(map(torch.equal, found, want))
     assert [part.shape for part in split] == [part.shape for part in own.trained]
     assert all(map(torch.equal, split, wanted))
+
+
+@pytest.mark.parametrize(("rows", "columns", "between"), [(1, 3, 1), (64, 128, 16), (70, 140, 48), (130, 129, 33)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_sum_is_rounded_once(rows, columns, between, turned):
+    y = torch.randn(rows, columns + 5)[:, :columns].half()
+    a = torch.randn(rows, between).half()
+    b = torch.randn(columns, between).half().t() if turned else torch.randn(between, columns).half()
+    exact, terms = (
+        x + c @ d for x, c, d in ((y.double(), a.double(), b.double()), map(torch.abs, (y.double(), a.double(), b.double())))
+    )
+    found = low_rank.launch_add(y.clone(), a, b)
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-11 + terms * 1e-6 + 2**-25).all()
+
+
+def test_small_sums_narrow_ones_and_those_of_many_columns_stay_cublas_s(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+    def takes(rows, columns, between, dtype=torch.bfloat16):
+        return low_rank.takes(*(torch.empty(rows, size, dtype=dtype, device="meta") for size in (columns, between)))
+
+    assert takes(4096, 8192, 16)
+    assert not takes(4095, 8192, 16)
+    assert not takes(8192, 6144, 16)
+    assert not takes(4096, 8192, 129)
+    assert not takes(4096, 8192, 16, torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.hardware import FP8_CAPABILITY
-from octavo.kernels import algorithms, reference
+from octavo.kernels import algorithms, low_rank, reference
 
 ALIGNMENT = 16
 """Multiple of the summed dimension and the columns of the result that cuBLAS takes: 16 bytes."""
@@ -173,6 +173,8 @@ def add_mm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out [M, N] += a [M, C] · b [C, N] of one float dtype, in place: sums in float32, rounded once."""
     if widens(a):
         return out.copy_(torch.addmm(out.float(), a.float(), b.float()))
+    if low_rank.takes(out, a):
+        return low_rank.launch_add(out, a, b)
     return out.addmm_(a, b)
 
 

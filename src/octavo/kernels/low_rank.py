@@ -16,11 +16,69 @@ from torch import Tensor
 
 from octavo.kernels.tiles import cdiv
 
+LEAST_COLUMNS, LEAST_ELEMENTS = 8192, 1 << 25
+"""Of a sum by the kernel: cuBLAS adds to narrower matrices at the memory's speed."""
+MOST_BETWEEN = 128
+"""Columns of the narrow operand up to which adding is bound by memory."""
 MOST_PARTS = 4
 """Adapters, or runs of rows, in one launch of packing."""
 
 
+class Tiles(NamedTuple):
+    """Rows and columns of a program of the sum, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+ADD = Tiles(64, 128, 4)
 _ELEMENTS, _WARPS = 2048, 4
+
+
+@triton.jit
+def _add_product(
+    y_ptr, a_ptr, b_ptr, rows, columns, between, y_stride, a_stride, b_stride_k, b_stride_n,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BETWEEN: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, COLUMNS)
+    m = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    n = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (m < rows)[:, None] & (n < columns)[None, :]
+    at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
+    y = tl.load(at, mask=inside, other=0.0)
+    total = y.to(tl.float32)
+    for first in range(0, between, BETWEEN):
+        k = first + tl.arange(0, BETWEEN)
+        a_at = a_ptr + m[:, None].to(tl.int64) * a_stride + k[None, :]
+        a = tl.load(a_at, mask=(m < rows)[:, None] & (k < between)[None, :], other=0.0)
+        b_at = b_ptr + k[:, None].to(tl.int64) * b_stride_k + n[None, :].to(tl.int64) * b_stride_n
+        b = tl.load(b_at, mask=(k < between)[:, None] & (n < columns)[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+    tl.store(at, total.to(y.dtype), mask=inside)
+
+
+def takes(out: Tensor, a: Tensor) -> bool:
+    """True if the kernel adds a product of few columns, a [M, C], to out [M, N] faster than cuBLAS does."""
+    return (
+        out.shape[1] >= LEAST_COLUMNS
+        and out.numel() >= LEAST_ELEMENTS
+        and a.shape[1] <= MOST_BETWEEN
+        and out.dtype in (torch.bfloat16, torch.float16)
+        and out.is_cuda
+        and out.stride(1) == a.stride(1) == 1
+    )
+
+
+def launch_add(out: Tensor, a: Tensor, b: Tensor, tiles: Tiles = ADD) -> Tensor:
+    """out [M, N] += a [M, C] · b [C, N] in place: sums in float32, rounded once. Rows of out and a are contiguous."""
+    rows, columns = out.shape
+    between = a.shape[1]
+    _add_product[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
+        out, a, b, rows, columns, between, out.stride(0), a.stride(0), b.stride(0), b.stride(1),
+        ROWS=tiles.rows, COLUMNS=tiles.columns, BETWEEN=16 if between <= 16 else 32, num_warps=tiles.warps,
+    )  # fmt: skip
+    return out
 
 
 class Run(NamedTuple):

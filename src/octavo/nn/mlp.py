@@ -247,19 +247,18 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         of_second: list[Tensor] = []
         through: tuple[Tensor | None, ...] = (None,) * 4
         d_activated = fc2.gradients(DenseOperand(dy), saved[16:])[0]
-        through_second: Product | None = None
         if second is not None:
             joint = Joint(*pair_2)
             d_reduced, d_a, d_b = joint.gradients(dy, matrix_2, reduced_2)
             of_second = second.split(d_a, d_b)
-            through_second = Product(d_reduced, joint.a)
+            if d_activated is not None:
+                gemm.add_mm_(d_activated, d_reduced, joint.a)
         if d_activated is None:
             return *through, *(None,) * 12, *of_second
         of_first: list[Tensor] = []
 
         def produce(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
-            made = activation_backward(curve, d_activated, hidden, block, quantizer, beside=beside, product=through_second)
-            return made[0]
+            return activation_backward(curve, d_activated, hidden, block, quantizer, beside=beside)[0]
 
         if first is None:
             d_normed = fc1.gradients(produce, saved[8:16])[0]
