@@ -196,31 +196,3 @@ def test_packed_rows_equal_single_ones(name, rows, columns, block):
     assert torch.equal(forward.rowwise_data.t().view(torch.uint8), y.columnwise_data.view(torch.uint8))
     torch.testing.assert_close(quantizer.amax, want_quantizer.amax)
     torch.testing.assert_close(bias, want_bias, rtol=1e-3, atol=1e-2)
-
-
-@pytest.mark.parametrize("between", [1, 16, 48, 128])
-@pytest.mark.parametrize(("rows", "columns", "block"), [(4096, 14336, 32), (1000, 5120, 16), (65, 20, 4)])
-@pytest.mark.parametrize("name", ["swiglu", "gelu"])
-def test_a_product_is_added_before_and_rounded_once(name, rows, columns, block, between):
-    dy, x = case(name, rows, columns, torch.bfloat16)
-    a, b = (torch.randn(count, between, device="cuda").bfloat16() for count in (rows, x.shape[1]))
-    made = x.clone()
-    y = act.launch(name, made, block, F32, product=act.Product(a, b)).high_precision
-    assert_rounded_once(made, x, a, b.t())
-    torch.testing.assert_close(y, act.launch(name, made, block, F32).high_precision, rtol=1e-5, atol=1e-5)
-    a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, between), (between, columns)))
-    kept, beside = dy.clone(), torch.empty_like(x)
-    act.launch_backward(name, kept, made, block, F32, beside=beside, product=act.Product(a, b))
-    assert torch.equal(kept, dy)
-    whole = (dy.double() + a.double() @ b.double()).bfloat16()  # cuBLAS rounds otherwise
-    wanted = torch.empty_like(x)
-    act.launch_backward(name, whole, made, block, F32, beside=wanted)
-    torch.testing.assert_close(beside, wanted, rtol=2**-6, atol=2**-6 * wanted.abs().max().item())
-    assert (beside == wanted).float().mean() > 0.97  # all but sums near a tie
-
-
-def assert_rounded_once(found, x, a, b):
-    """found is x + a · b of bfloat16, within a rounding and the error of sums in float32."""
-    x, a, b = (part[:256].double() if part is not b else part.double() for part in (x, a, b))
-    exact, terms = x + a @ b, x.abs() + a.abs() @ b.abs()
-    assert ((found[:256].double() - exact).abs() <= exact.abs() * 2**-8 + terms * 1e-5).all()

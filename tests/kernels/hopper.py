@@ -126,12 +126,6 @@ def dense():
         activation.launch("swiglu", up, 128, made)
         activation.launch("gelu", matrix(16384, 14336), 0, made)
         activation.launch("swiglu", up, 128, made, beside=matrix(16384, 14336))
-    for between in (8, *further(16), 32, *further(128)):
-        narrow = activation.Product(matrix(16384, between), matrix(28672, between))
-        activation.launch("swiglu", up, 32, quantizer(**ROWS), beside=matrix(16384, 14336), product=narrow)
-        narrow = activation.Product(matrix(16384, between), matrix(between, 14336))
-        made = quantizer(E5M2, **ROWS)
-        activation.launch_backward("swiglu", matrix(16384, 14336), up, 32, made, beside=up, product=narrow)
     adapters = [matrix(16, 4096, dtype=FP32), matrix(14336, 16, dtype=FP32)] * 2
     runs = [low_rank.Run(0, 0, 0, 32), low_rank.Run(1, 0, 32, 32)]
     low_rank.launch_pack(adapters, runs, 28672, 64, 2.0, BF16)

@@ -366,32 +366,3 @@ def test_a_gradient_that_is_stored_beside_is_what_is_cast(exact_casts, run, rows
     assert torch.equal(quantizer.amax, torch.maximum(torch.tensor(0.125), reference.amax(beside.float())))
     cast = reference.cast(beside.float(), quantizer.scale, quantizer.dtype, quantizer.fp8_max)
     assert torch.equal(made.rowwise_data.float(), cast.float())
-
-
-@interpreted
-@pytest.mark.parametrize("between", [1, 16, 40])
-@pytest.mark.parametrize(("rows", "columns", "block"), [(70, 48, 16), (65, 20, 4), (3, 8, 8)])
-@pytest.mark.parametrize("name", ["swiglu", "gelu"])
-def test_a_product_is_added_before_and_rounded_once(name, rows, columns, block, between):
-    dy, x = case(name, rows, columns, torch.float16)
-    width = x.shape[1]
-    forward = act.Product(torch.randn(rows, between).half(), torch.randn(width, between).half())
-    backward = act.Product(torch.randn(rows, between).half(), torch.randn(between, columns).half())
-    want_x = (x.double() + forward.a.double() @ forward.b.double().t()).half()
-    want_dy = (dy.double() + backward.a.double() @ backward.b.double()).half()
-    made, kept = x.clone(), dy.clone()
-    y = act.launch(name, made, block, F32, product=forward).high_precision
-    assert (made == want_x).float().mean() > 0.98  # sums of float32 near a tie round to either side
-    torch.testing.assert_close(made, want_x, rtol=2**-10, atol=2**-10)
-    assert torch.equal(y, act.launch(name, made, block, F32).high_precision)
-    dx = act.launch_backward(name, kept, made, block, F32, product=backward)[0].high_precision
-    assert torch.equal(kept, dy)
-    wanted = act.launch_backward(name, want_dy, made, block, F32)[0].high_precision
-    torch.testing.assert_close(dx, wanted, rtol=2**-9, atol=0.05)
-    assert (dx == wanted).float().mean() > 0.97
-    plain = x.clone()  # the definition
-    act.activation(name, plain, block, F32, product=forward)
-    torch.testing.assert_close(plain, want_x, rtol=2**-10, atol=2**-10)
-    dx = act.activation_backward(name, kept, made, block, F32, product=backward)[0].high_precision
-    assert torch.equal(kept, dy)
-    torch.testing.assert_close(dx, wanted, rtol=2**-9, atol=0.05)

@@ -29,7 +29,7 @@ from octavo.kernels.quantize.cast import (
 )
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, next_power_of_2, tile_of
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
 
 _BELL = tl.constexpr(-0.5 * LOG2_E.value)
 _NORMAL = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
@@ -46,7 +46,6 @@ class Tiles(NamedTuple):
 
 # Gated activations hold twice as many inputs and results a column in registers.
 FORWARD, FORWARD_GATED, FORWARD_ROWS = Tiles(64, 128, 4), Tiles(64, 64, 4), Tiles(8, 512, 4)
-ADDED = Tiles(64, 64, 8)  # with a product of few columns, which takes 16 rows or more
 BACKWARD, BACKWARD_GATED, PACKED = Tiles(64, 64, 4), Tiles(64, 64, 8), Tiles(128, 32, 4)
 _REGISTERS_AGAIN = 96
 """At most, of the packed kernel without a gate that recomputes: five programs fit on a multiprocessor, with 128 four."""
@@ -169,23 +168,6 @@ def _expert_of(tile, columns, experts_ptr, TILE_R: tl.constexpr, TILE_C: tl.cons
 
 
 @triton.jit
-def _plus_product(
-    x, a_ptr, b_ptr, r, c, rows, columns, between, stride_k, stride_c, BETWEEN: tl.constexpr,
-):  # fmt: skip
-    """A float32 tile [r, c] plus a [rows, between] · b, of which the columns are those of c; b by its strides."""
-    k = tl.arange(0, BETWEEN)
-    a = tl.load(
-        a_ptr + r[:, None].to(tl.int64) * between + k[None, :], mask=(r < rows)[:, None] & (k < between)[None, :], other=0.0
-    )
-    b = tl.load(
-        b_ptr + k[:, None].to(tl.int64) * stride_k + c[None, :].to(tl.int64) * stride_c,
-        mask=(k < between)[:, None] & (c < columns)[None, :],
-        other=0.0,
-    )
-    return x + tl.dot(a, b)
-
-
-@triton.jit
 def _load_gated(x_ptr, r, c, stride, columns, inside, BLOCK: tl.constexpr):
     """Gate and up of activation columns c, float32."""
     gates = x_ptr + r[:, None].to(tl.int64) * stride + _gate_columns(c, BLOCK)[None, :]
@@ -217,12 +199,8 @@ def activation_tiles(
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
     LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
-    a_ptr=None, b_ptr=None, between=0, BETWEEN: tl.constexpr = 16,
 ):  # fmt: skip
-    """An activation of a tile; `weights_ptr` and `experts_ptr` are those of `octavo.kernels.experts`.
-
-    a_ptr [rows, between], b_ptr [width of x, between]: x becomes x + a · bᵀ before.
-    """
+    """An activation of a tile; `weights_ptr` and `experts_ptr` are those of `octavo.kernels.experts`."""
     tile = tl.program_id(0)
     first = tile == 0
     if experts_ptr is not None:
@@ -237,21 +215,10 @@ def activation_tiles(
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     if GATED:
         gate, up = _load_gated(x_ptr, r, c, stride, columns, inside, BLOCK)
-        if a_ptr is not None:
-            gates, to_up = _gate_columns(c, BLOCK), _to_up(columns, BLOCK)
-            at, width = r[:, None].to(tl.int64) * stride + gates[None, :], 2 * columns
-            gate = _plus_product(gate, a_ptr, b_ptr, r, gates, rows, width, between, 1, between, BETWEEN)
-            gate = store_rounded(gate, x_ptr, at, inside)
-            up = _plus_product(up, a_ptr, b_ptr, r, gates + to_up, rows, width, between, 1, between, BETWEEN)
-            up = store_rounded(up, x_ptr, at + to_up, inside)
         y, _ = _value_and_slope(gate, CURVE, LIMIT, ALPHA)
         y = y * _factor(up, LIMIT, OFFSET)
     else:
-        x = load_tile(x_ptr, r, c, stride, inside)
-        if a_ptr is not None:
-            x = _plus_product(x, a_ptr, b_ptr, r, c, rows, columns, between, 1, between, BETWEEN)
-            x = store_rounded(x, x_ptr, r[:, None].to(tl.int64) * stride + c[None, :], inside)
-        y, _ = _value_and_slope(x, CURVE, LIMIT, ALPHA)
+        y, _ = _value_and_slope(load_tile(x_ptr, r, c, stride, inside), CURVE, LIMIT, ALPHA)
     if weights_ptr is not None:
         y = y * tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
     if beside_ptr is not None:
@@ -283,12 +250,8 @@ def activation_backward_tiles(
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
     LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
-    a_ptr=None, b_ptr=None, between=0, BETWEEN: tl.constexpr = 16,
 ):  # fmt: skip
-    """The gradient of a tile, and the recomputed result; see `activation_tiles`.
-
-    a_ptr [rows, between], b_ptr [between, columns]: dy becomes dy + a · b before, rounded as dy is.
-    """
+    """The gradient of a tile, and the recomputed result; see `activation_tiles`."""
     tile = tl.program_id(0)
     row_tile = tile // tl.cdiv(columns, TILE_C)
     first = tile == 0
@@ -307,9 +270,6 @@ def activation_backward_tiles(
             y_amax_ptr += expert
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     dy = load_tile(dy_ptr, r, c, dy_stride, inside)
-    if a_ptr is not None:
-        dy = _plus_product(dy, a_ptr, b_ptr, r, c, rows, columns, between, columns, 1, BETWEEN)
-        dy = dy.to(dy_ptr.dtype.element_ty).to(tl.float32)
     if GATED:
         gate, up = _load_gated(x_ptr, r, c, x_stride, columns, inside, BLOCK)
         value, slope = _value_and_slope(gate, CURVE, LIMIT, ALPHA)
@@ -433,43 +393,8 @@ def packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
     return quantizer.scale is not None and quantizer.rowwise and quantizer.columnwise
 
 
-MOST_BETWEEN = 128
-"""Columns between the matrices of an added product at most: one step of a program's sum."""
-
-
-class Product(NamedTuple):
-    """A product of few columns that is added to an input: a [R, C] and b, contiguous and of the input's dtype.
-
-    b: to the activation's input [R, N] of shape [N, C], whose transpose is multiplied; to its gradient [R, F] of shape [C, F].
-    """
-
-    a: Tensor
-    b: Tensor
-
-
-def adds(x: Tensor, between: int) -> bool:
-    """True if the kernels add a product of so many columns between its matrices to x [R, N]; otherwise it is added before."""
-    fits = x.dtype in (torch.bfloat16, torch.float16) and between <= MOST_BETWEEN
-    return fits and x.stride(-1) == 1 and x.numel() > 0 and gemm.is_native(x.device)
-
-
-def _added(product: Product | None) -> dict[str, Any]:
-    """Arguments of the kernels for a product."""
-    if product is None:
-        return {}
-    between = product.a.shape[1]
-    return {"a_ptr": product.a, "b_ptr": product.b, "between": between, "BETWEEN": max(16, next_power_of_2(between))}
-
-
 def launch(
-    name: str,
-    x: Tensor,
-    block: int,
-    quantizer: Quantizer,
-    *,
-    beside: Tensor | None = None,
-    product: Product | None = None,
-    tiles: Tiles | None = None,
+    name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None, tiles: Tiles | None = None
 ) -> QuantizedTensor:
     """Run the kernel; see `activation`."""
     gated = is_gated(name)
@@ -479,13 +404,11 @@ def launch(
     block = 0 if block == columns else block
     if x.numel() == 0:
         return without_elements(quantizer, out)
-    if product is not None:
-        tiles = tiles or ADDED
     tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
     activation_tiles[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
         rows, columns, x.stride(0), 1.0, beside_ptr=beside,
-        BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **constants(name), **_added(product),
+        BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **constants(name),
     )  # fmt: skip
     return out
 
@@ -500,7 +423,6 @@ def launch_backward(
     recompute: Quantizer | None = None,
     bias: bool = False,
     beside: Tensor | None = None,
-    product: Product | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: of the kernel without packing."""
@@ -511,7 +433,7 @@ def launch_backward(
     y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
     dx = allocate(quantizer, rows, width, x.device)
     y = allocate(y_quantizer, rows, columns, x.device)
-    packed = tiles is None and beside is None and product is None and rows % 4 == 0 and packs(quantizer, recompute)
+    packed = tiles is None and beside is None and rows % 4 == 0 and packs(quantizer, recompute)
     tiles = PACKED if packed else tiles or (BACKWARD_GATED if gated else BACKWARD)
     row_tiles = cdiv(rows, tiles.rows)
     partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
@@ -520,9 +442,7 @@ def launch_backward(
         without_elements(y_quantizer, y)
     else:
         run, own = (
-            (activation_backward_packed, {})
-            if packed
-            else (activation_backward_tiles, {"one": 1.0, "beside_ptr": beside, **_added(product)})
+            (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0, "beside_ptr": beside})
         )
         registers = _REGISTERS_AGAIN if packed and not gated and recompute is not None else None
         run[(row_tiles * cdiv(columns, tiles.columns),)](
@@ -535,20 +455,15 @@ def launch_backward(
     return dx, None if recompute is None else y, None if partial is None else add_up(partial)
 
 
-def activation(
-    name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None, product: Product | None = None
-) -> QuantizedTensor:
+def activation(name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None) -> QuantizedTensor:
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
     name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
     columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], receives the result in
-    its dtype; `quantizer` then converts that rounded result. product: first added to x in place, in float32 and rounded once.
+    its dtype; `quantizer` then converts that rounded result.
     """
-    if product is not None and not adds(x, product.a.shape[1]):
-        gemm.add_mm_(x, product.a, product.b.t())
-        product = None
     if gemm.is_native(x.device):
-        return launch(name, x, block, quantizer, beside=beside, product=product)
+        return launch(name, x, block, quantizer, beside=beside)
     y = reference.activation(name, x, block)
     if beside is not None:
         y = beside.copy_(y).float()
@@ -565,19 +480,15 @@ def activation_backward(
     recompute: Quantizer | None = None,
     bias: bool = False,
     beside: Tensor | None = None,
-    product: Product | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
 
     dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum
     of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, receives the gradient in its
-    dtype; `quantizer` then converts that rounded result. product: dy plus this, rounded to its dtype, is the incoming gradient;
-    dy itself does not change.
+    dtype; `quantizer` then converts that rounded result.
     """
-    if product is not None and not adds(dy, product.a.shape[1]):
-        dy, product = gemm.add_mm_(dy.clone(), *product), None
     if gemm.is_native(x.device):
-        return launch_backward(name, dy, x, block, quantizer, recompute=recompute, bias=bias, beside=beside, product=product)
+        return launch_backward(name, dy, x, block, quantizer, recompute=recompute, bias=bias, beside=beside)
     dx = reference.activation_backward(name, dy, x, block)
     total = dx.sum(0) if bias else None
     if beside is not None:

@@ -30,7 +30,7 @@ from octavo.fp8.recipe import Recipe
 from octavo.fp8.scaling import ModuleState
 from octavo.fp8.tensor_parallel import ColumnParallelGemms, RowParallelGemms
 from octavo.kernels import gemm, reference
-from octavo.kernels.activation import Product, activation, activation_backward, is_gated
+from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.arguments import Draws, Init, Tracker, activation_of, check, results
@@ -200,23 +200,18 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         x, w1 = fc1.input(normed or producer), fc1.weight(weight_1)
         hidden = fc1.output(x, w1, bias_1)
         saved_1: tuple[Tensor | None, ...] = (None,) * 4
-        outstanding: Product | None = None  # of the adapters of `hidden`, which the activation's kernel adds
         if first is not None and normed is not None:
             matrix, joint = cast(Tensor, normed.matrix), first.joint(trained[:count], fc1.out_dtype)
             reduced = joint.reduced(matrix)
-            outstanding = Product(reduced, joint.b)
+            joint.add_(hidden, reduced)
             saved_1 = matrix, reduced, *joint
 
         def activate(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
-            nonlocal outstanding
-            product, outstanding = outstanding, None
-            return activation(curve, hidden, block, quantizer, beside=beside, product=product)
+            return activation(curve, hidden, block, quantizer, beside=beside)
 
         shape = producer.sum.shape[0], weight_2.shape[1]
         beside = None if second is None else Beside(activate, shape, fc2.out_dtype, residual.device)
         activated = fc2.input(beside or activate, rowwise=beside is not None or not unread)
-        if outstanding is not None:  # nothing has read the activation, and backward reads its input
-            gemm.add_mm_(hidden, outstanding.a, outstanding.b.t())
         w2 = fc2.weight(weight_2, rowwise=not unread)
         y = producer.sum.new_empty(shape[0], weight_2.shape[0], dtype=fc2.out_dtype) if unread else None
         y = fc2.output(activated, w2, bias_2) if y is None else y
