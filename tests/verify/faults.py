@@ -17,6 +17,7 @@ from octavo.collectives import attention, causal, context, experts
 from octavo.collectives.blocks import local_of
 from octavo.collectives.work import Pending
 from octavo.fp8 import buffers
+from octavo.fp8 import stored as fp8_stored
 from octavo.kernels.attention.pattern import Pattern
 from octavo.models import decoder
 from octavo.nn import embedding, lora
@@ -257,6 +258,15 @@ def _changed_behind_each_step(name, rank=None):
     return fault
 
 
+def _by_own_rows(true):
+    """The scale of a stored matrix is that of a shard's rows."""
+
+    def fill(self, *arguments, join=None, **options):
+        return true(self, *arguments, join=None if join is None else lambda largest, shared: None, **options)
+
+    return fill
+
+
 def _doubled(true):
     return lambda self, *arguments: tuple(2 * gradient for gradient in true(self, *arguments))
 
@@ -359,6 +369,10 @@ OTHER = {
     ),
     "gradients of adapters are doubled": Fault(
         ((lora.Joint, "gradients", _doubled),), ("gradient layers.1.ffn.lora_fc2",), {}, sections={"lora": {"rank": 4}}
+    ),
+    "a stored base has a scale a shard": Fault(
+        ((fp8_stored.Stored, "fill", _by_own_rows),), ("scale layers.0", "states behind 1 blocks"), {}, kind="fp8",
+        where="beside 2 data-parallel ranks", sections={"lora": {"rank": 4, "base": "fp8"}},
     ),
     "a tied head gives no gradient": Fault(
         ((embedding.SharedWeight, "of", _without_embedding),), ("gradient embedding.weight",), {}, sections=TIED

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.verify.certificate import EQUAL
+from octavo.verify.certificate import ALIKE, EQUAL, _by_parameter
 from octavo.verify.compare import LOADED, differences, loaded, with_ranks
 
 PARTS = {"w": torch.tensor([[0, 0, 0, 4, 3], [1, 4, 0, 4, 3], [2, 0, 0, 4, 3], [3, 4, 0, 4, 3]])}
@@ -61,3 +61,19 @@ def test_rounding_in_place_of_a_gradient_of_zero_is_no_difference():
 def test_what_a_result_lacks_differs():
     one = {"loss of step 1, seed 0": torch.ones(())}
     assert first_of({}, one).error == first_of(one, {}).error == float("inf")
+
+
+@pytest.mark.parametrize(("name", "within"), [("layers.0.moe.router.weight", True), ("layers.0.ffn.fc1.weight", False)])
+def test_a_router_whose_tokens_choose_others_has_a_bound_of_its_own(name, within):
+    wanted = {f"exp_avg {name}, seed 0": torch.randn(50, dtype=torch.float64)}
+    found = {key: 1.7 * tensor for key, tensor in wanted.items()}
+    assert [each.within for each in differences(found, wanted, ALIKE)] == [within]
+    assert not any(each.within for each in differences({key: 2 * tensor for key, tensor in wanted.items()}, wanted, ALIKE))
+    assert not any(each.within for each in differences(found, wanted, EQUAL))
+
+
+def test_the_largest_error_of_a_parameter_is_of_its_values_gradients_and_moments_in_all_seeds():
+    wanted = {f"{kind} w, seed {seed}": torch.ones(4).double() for kind in ("parameter", "gradient") for seed in (0, 1)}
+    wanted |= {"history layers.0.qkv.input behind step 1, seed 0": torch.ones(3), "loss of step 1, seed 0": torch.ones(())}
+    found = wanted | {"gradient w, seed 1": torch.full((4,), 1.25).double(), "loss of step 1, seed 0": torch.zeros(())}
+    assert _by_parameter(differences(found, wanted, EQUAL)) == {"w": 0.25, "layers.0.qkv.input": 0.0}

@@ -55,8 +55,9 @@ def test_the_command_repeats_a_case(tmp_path):
 def test_a_report_goes_on_where_it_ended(tmp_path):
     output, texts = tmp_path / "cases.json", [drawn(seed, tmp_path, 4).text for seed in (7, 8)]
     cases = [{"seed": seed, "case": text, "fault": None, "seconds": 2.0} for seed, text in zip((7, 8), texts, strict=True)]
-    output.write_text(json.dumps({"version": __version__, "cases": cases}))
+    output.write_text(json.dumps({"machine": "two cores", "version": __version__, "equal": 1, "cases": cases}))
     figures, text = fuzz(2, 7, 4, output=output, resume=True)  # starts no rank
+    assert figures["machine"] == "two cores"
     assert (figures["cases"], figures["equal"], figures["verified"]) == (cases, 2, True)
     assert text == ["2 of 2 cases from seed 7 are equal"]
     assert json.loads(output.read_text()) == figures

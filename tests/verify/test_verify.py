@@ -111,6 +111,8 @@ ADAPTERS = [
     ("llama-1b", 2, {}, {"rank": 16, "rslora": True}, "fp8"),
     ("llama-8b", 4, {"context_parallel_degree": 2}, {"rank": 2, "targets": ["q_proj"], "save_whole": ["lm_head"]}, "fp8"),
     ("mixtral-8x7b", 2, {"expert_parallel_degree": 2}, {"rank": 4, "targets": ["q_proj", "o_proj"], "dropout": 0.1}, "plain"),
+    ("llama-1b", 2, {}, {"rank": 4, "base": "fp8"}, "fp8"),
+    ("llama-8b", 4, TENSOR, {"rank": 4, "base": "fp8"}, "fp8"),
 ]
 
 
@@ -128,6 +130,8 @@ def test_adapters_are_compared_and_continue_beside_a_frozen_base(source, world, 
         for kind in ("exp_avg", "exp_avg_sq"):
             assert {name.split()[1] for name in names if name.startswith(f"{kind} ")} == trained
         assert {name.split()[1] for name in names if name.startswith("parameter ")} > trained  # and the base
+        if lora.get("base") == "fp8":
+            assert each.exact  # of the bytes that are stored
 
 
 def test_a_frozen_weight_that_changes_is_an_error(tmp_path):
@@ -252,4 +256,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     errors = found["comparisons"][3]["errors"]
     assert len(errors) > 100
     assert next(iter(errors)).startswith("states behind 0 blocks, before step 1")
+    parameters = found["comparisons"][3]["parameters"]
+    assert {"embedding.weight", "layers.1.ffn.fc2.weight", "layers.0.self_attention.qkv.input"} <= parameters.keys()
+    assert max(parameters.values()) == max(
+        errors[name] for name in errors if not name.startswith(("states", "logits", "loss", "norm"))
+    )
     assert "GPU" in found["not_covered"]

@@ -46,8 +46,12 @@ from octavo.verify.pool import Pool
 from octavo.verify.small import MICRO_BATCH, check_patterns, check_small, small_config
 from octavo.verify.worker import Results, Task
 
-EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6)
-"""In float64, and where casts are others by rule; seen there: losses 0.003, norms 0.03, the gradient of a router 0.41."""
+EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.01, 0.1, 0.6, router=0.9)
+"""In float64, and where casts are others by rule; seen there: losses 0.003, norms 0.03, gradients 0.55, a router's moment 0.66.
+
+A token that another rounding sends to another expert changes all of its part of the router's gradient: by the root of 2p if p
+of the tokens do, and a small model has few.
+"""
 NARROW = Bounds(0.003, 0.03, 0.1)
 """In 16 bits without FP8. A rounding to bf16 has an error of 0.17%, and a gradient of two blocks has about 40 behind it in each
 of two layouts: 0.17% by the root of 80 is 1.5%. Seen: losses 0.0004, norms 0.003, gradients 0.035.
@@ -61,7 +65,6 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
 NOT_IN_16 = ", roundings to float16"
-NOT_STORED = ', the base as it is stored in FP8 (lora.base = "fp8")'
 NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
@@ -145,8 +148,7 @@ def verify(
         ),
         "not_covered": NOT_COVERED
         + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else "")
-        + (NOT_IN_16 if config.model.dtype == "float16" else "")
-        + (NOT_STORED if config.lora.options is not None and config.lora.base == "fp8" else ""),
+        + (NOT_IN_16 if config.model.dtype == "float16" else ""),
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
     return figures, [
@@ -154,7 +156,7 @@ def verify(
         *lowered,
         *[_line(each, ranks) for each in comparisons],
         *said,
-        f"not covered: {NOT_COVERED}",
+        f"not covered: {figures['not_covered']}",
     ]
 
 
@@ -225,7 +227,8 @@ def tasks(
     def add(name: str, of: Degrees, *, fp8: bool, **options: Any) -> None:
         run = config.model_dump(mode="json")
         run["parallel"] |= layout(of, fp8)
-        run["lora"]["base"] = "params_dtype"  # casts of each forward have the bits of weights that are stored in FP8
+        if not fp8:
+            run["lora"]["base"] = "params_dtype"  # a base in FP8 needs products in FP8
         found[name] = of.world, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
@@ -322,6 +325,7 @@ def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunCo
     return with_values(config, lower), said
 
 
+_OF_PARAMETERS = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "step", "scale", "history")
 _SHOWN = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -356,8 +360,20 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
         "first": None if first is None else first.name,
         "ranks": None if first is None else list(first.ranks),
         "largest": comparison.largest.error,
+        "parameters": _by_parameter(comparison.differences),
         "errors": {each.name: each.error for each in comparison.differences},
     }
+
+
+def _by_parameter(every: Sequence[Difference]) -> dict[str, float]:
+    """The largest error of each parameter and record: of its values, gradient and moments, or scales, in all seeds."""
+    found: dict[str, float] = {}
+    for each in every:
+        kind, _, name = each.name.partition(" ")
+        if kind in _OF_PARAMETERS:
+            name = name.partition(",")[0].split()[0]
+            found[name] = max(found.get(name, 0.0), each.error)
+    return found
 
 
 def _named(degrees: Degrees) -> str:

@@ -26,16 +26,21 @@ class Difference(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The largest relative errors of losses, which are float32, of norms, and of tensors; those of logits are theirs."""
+    """The largest relative errors of losses, which are float32, of norms, and of tensors; those of logits are theirs.
+
+    router: of a router's gradient and moments; None: as of tensors.
+    """
 
     loss: float
     norm: float
     tensor: float
+    router: float | None = None
 
     def of(self, name: str) -> float:
         """That of a result; scales and histories are equal to the bit or are not."""
         kind = name.split()[0]
-        return 0.0 if is_record(name) else {"loss": self.loss, "norm": self.norm}.get(kind, self.tensor)
+        tensor = self.router if self.router is not None and ".router." in name else self.tensor
+        return 0.0 if is_record(name) else {"loss": self.loss, "norm": self.norm}.get(kind, tensor)
 
 
 def is_record(name: str) -> bool:

@@ -100,7 +100,8 @@ def fuzz(
         count, seed: which cases.
         ranks: of each; None: 2 or 4, as drawn.
         output: a file that has the report of what has ended, from the first case on.
-        resume: cases that `output` has as equal are taken from there; those that differed are verified.
+        resume: cases that `output` has as equal are taken from there; those that differed are verified. Other keys of the
+            report stay in it.
         say: shows progress.
 
     Raises:
@@ -109,7 +110,9 @@ def fuzz(
     """
     if ranks is not None and ranks < 2:
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
-    before = _equal_cases(output) if resume and output is not None and output.exists() else {}
+    before, notes = {}, {}
+    if resume and output is not None and output.exists():
+        before, notes = _equal_cases(output), _notes(output)
     cases: list[dict[str, Any]] = []
     pool: Pool | None = None
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
@@ -123,8 +126,8 @@ def fuzz(
             cases.append(known)
             if output is not None:
                 later = [case for (other, _), case in before.items() if number < other < seed + count]  # not reached yet
-                write_atomic(output, json.dumps(_report([*cases, *later]), indent=1) + "\n")
-    figures = _report(cases)
+                write_atomic(output, json.dumps(notes | _report([*cases, *later]), indent=1) + "\n")
+    figures = notes | _report(cases)
     faults = [case for case in cases if case["fault"] is not None]
     head = f"{count - len(faults)} of {count} cases from seed {seed} are equal"
     of_ranks = "" if ranks is None else f" --ranks {ranks}"
@@ -152,6 +155,9 @@ def _verified(case: Case, number: int, pool: Pool) -> dict[str, Any]:
     return {"seed": number, "case": case.text, "fault": fault, "seconds": round(time.monotonic() - started, 1)}
 
 
+_WRITTEN = ("version", "torch", "verified", "equal", "median_seconds", "cases")
+
+
 def _report(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     seconds = sorted(case["seconds"] for case in cases)
     return {
@@ -162,6 +168,11 @@ def _report(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "median_seconds": seconds[len(seconds) // 2],
         "cases": list(cases),
     }
+
+
+def _notes(path: Path) -> dict[str, Any]:
+    """What others have written into a report, beside what `fuzz` writes."""
+    return {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key not in _WRITTEN}
 
 
 def _equal_cases(path: Path) -> dict[tuple[int, str], dict[str, Any]]:

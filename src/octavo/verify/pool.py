@@ -12,6 +12,7 @@ Left out: GPUs, whose state no fork survives.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -195,6 +196,7 @@ def _done(job: Mapping[str, Any], do: Callable[[Path, Sequence[str]], None]) -> 
 def _be_rank(rank: int, ranks: int, folder: Path, names: Sequence[str], do: Callable[[Path, Sequence[str]], None]) -> None:
     """Do the tasks and end this process, without what an interpreter does at its end: gloo's threads may abort it there."""
     code = EXIT_FAILED
+    faulthandler.enable()  # one that dies by a fault of a library says where
     try:
         do(folder, names)
         code = 0

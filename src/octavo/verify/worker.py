@@ -152,6 +152,8 @@ class _Training:
         options = plan.build_options
         if task.wide:
             options = dataclasses.replace(options, dtype=torch.float64, params_dtype=torch.float64)
+        if options.lora is not None and options.lora.base == "fp8":
+            options = dataclasses.replace(options, base_recipe=recipe)
         sharding = sharding_of(state, recipe, dtype=options.dtype, params_dtype=options.params_dtype)
         drawn = seed if weights is None else weights
         source = _random_model(hf_config, seed if options.lora is not None else drawn)
