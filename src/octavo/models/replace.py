@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,10 @@ _ABSENT = object()
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Turn each module of `LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is."""
+    """Turn each module of `LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is.
+
+    Matrices of PEFT's adapters stay out of FP8, unless a pattern gives them a recipe.
+    """
     find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, and of PEFT's around them
     head = find_head() if callable(find_head) else None
     heads = set() if head is None else set(head.modules())  # an adapter on the head has the matrix inside
@@ -37,6 +41,19 @@ def replace_linears(model: nn.Module) -> None:
             Linear.from_linear(module)
         elif type(module) is PlainConv1D:
             Conv1D.from_conv1d(module)
+    for adapter in _adapters(model):
+        for _, state in states_of(adapter):
+            state.skipped = "a PEFT adapter, whose B grows each step by its size: scales of the step before clip it"
+
+
+def _adapters(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of PEFT's adapters, without the layers beside them."""
+    if (peft := sys.modules.get("peft")) is None:
+        return
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            frozen = set(layer.get_base_layer().modules())
+            yield from (module for module in layer.modules() if module is not layer and module not in frozen)
 
 
 def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
