@@ -186,12 +186,7 @@ def test_checkpoints_and_folders_of_tensor_ranks_continue_at_other_degrees(tmp_p
         assert all(torch.equal(each[name], found[0][name]) for name in each)
 
 
-ATTENTION = ("q_proj", "o_proj")
-OF_EXPERTS = {
-    "stored": {"lora": octavo.LoRA(4, targets=ATTENTION, base="fp8")},
-    "cast": {"lora": octavo.LoRA(4, targets=ATTENTION)},
-    "recomputed": {"lora": octavo.LoRA(4, targets=ATTENTION, base="fp8"), "recompute": True},
-}
+OF_EXPERTS = BOTH | {"recomputed": {"lora": FP8, "recompute": True}}
 EXPERTS = {
     "1": (1, None),
     "shard": (2, {}),
@@ -218,3 +213,19 @@ def test_experts_in_fp8_compute_as_ones_that_are_cast(layout, recipe):
     assert_same(found["recomputed"], found["stored"])
     assert found["stored"]["stored"] == 8
     assert found["stored"]["bytes"] < 1.2 * found["stored"]["elements"] < found["cast"]["bytes"]
+
+
+ADAPTED_EXPERTS = {
+    "all": {"lora": octavo.LoRA(4), "offload": True},
+    "experts": {"lora": octavo.LoRA(3, targets=["experts.gate_up_proj", "experts.down_proj"]), "recompute": True},
+}
+
+
+@pytest.mark.long(lambda layout: layout != "tensor, spread")
+@pytest.mark.parametrize("layout", [name for name in EXPERTS if name != "1"] + ["context"])
+def test_adapters_of_experts_and_routers_are_those_of_one_rank(layout):
+    world, degrees = {**EXPERTS, "context": SHARDED["context"]}[layout]
+    found = run(world, degrees, ADAPTED_EXPERTS, SHAPES["mixtral"])
+    wanted = run(1, None, ADAPTED_EXPERTS, SHAPES["mixtral"])
+    for name in ADAPTED_EXPERTS:
+        assert_near(found[name], wanted[name])
