@@ -267,6 +267,22 @@ def test_saved_tensors_beside_adapters(recipe, stored, recompute, documents):
     assert kept == pytest.approx(blocks + ends, abs=64)
 
 
+@pytest.mark.long(lambda recipe, targets: (recipe, targets) != ("delayed", "all-linear"))
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "k_proj", "v_proj", "o_proj")])
+@pytest.mark.parametrize("recipe", [None, "delayed", "block"])
+def test_saved_tensors_beside_adapters_of_experts(recipe, targets):
+    config, experts = MIXTURES["mixtral"], targets == "all-linear"
+    how = {"params_bytes": 2, "adapter_rank": 3, "head_frozen": True, "stored": recipe is not None, "row_tile": 1}
+    setup = setup_of(spec_of(config), 2, 48, recipe, expert_ranks=(6, 3) if experts else (0, 0), **how)
+    base = {} if recipe is None else {"base_recipe": RECIPES[recipe]()}
+    lora = LoRA(3, targets=targets, base="params_dtype" if recipe is None else "fp8")
+    model = built_model(config, dtype=torch.bfloat16, params_dtype=torch.bfloat16, device="cpu", seed=0, lora=lora, **base)
+    kept, _ = saved_bytes(model, recipe, False, None)
+    blocks = sum(one.bytes for recipes in setup.recipes for one in saved.saved_in_forward(setup, setup.spec, recipes))
+    ends = saved.saved_by_ends(setup, setup.spec) + setup.spec.hidden_size * setup.tokens * setup.compute_bytes
+    assert kept == pytest.approx(blocks + ends - setup.tokens * 8, rel=0.02)  # small ones of the router differ
+
+
 @pytest.mark.parametrize("name", ["8b", "70b"])
 def test_measured_peaks_of_lora_over_a_base_in_fp8(name):
     case = LORA_CASES[f"llama-{name}-lora"]

@@ -124,7 +124,8 @@ def _adapters(model: nn.Module) -> str:
     found = [module for module in model.modules() if isinstance(module, Adapter)]
     if not found:
         return ""
-    return f"of rank {found[0].lora_A.shape[0]} beside {len(found)} of the source's matrices, in the dtype of activations"
+    ranks = " and ".join(map(str, sorted({module.lora_B.shape[1] for module in found})))
+    return f"of rank {ranks} beside {len(found)} of the source's matrices, in the dtype of activations"
 
 
 def kernels_on(

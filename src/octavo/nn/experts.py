@@ -7,7 +7,7 @@ expert parallelism a rank has E and R of its own, and copies of tokens in place 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -321,14 +321,20 @@ def saved_by_experts(rows: int, of: MlpUse) -> SavedBytes:
     return SavedBytes(activations, of.saved_weights())
 
 
-def backward_bytes_of_experts(rows: int, tokens: int, copies: int, of: MlpUse) -> int:
+def backward_bytes_of_experts(
+    rows: int, tokens: int, copies: int, of: MlpUse, *, trained: Literal["weights", "adapters"] | None = "weights"
+) -> int:
     """Temporaries of the backward of `StackedExperts` at their peak, gradients of both stacks of matrices among them.
 
-    tokens: of this rank. copies: of tokens, exchanged with other ranks.
+    tokens: of this rank. copies: of tokens, exchanged with other ranks. trained: what has gradients.
     """
     width, element = of.hidden_size, of.use.compute_bytes
     dy = tokens * width * element + rows * width * (element if of.second is None else 2)
     dy += 2 * copies * width * element  # as they leave and as they arrive: of the gradient, or of the input's
     x, dx = rows * width * (element if of.first is None else 1), rows * width * element
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use)
-    return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))
+    if trained == "weights":
+        return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))
+    # In high precision too: the gradients of both results, the second product's input, and the first's.
+    beside = rows * (2 * width + of.ffn + of.fc1_rows) * element if trained == "adapters" else 0
+    return dy + beside + of.backward_bytes(rows, w1 + dx)

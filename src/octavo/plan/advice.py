@@ -127,6 +127,7 @@ def setup_of(plan: RunPlan) -> Setup:
         frozen=plan.frozen,
         frozen_of_block=plan.frozen_of_block,
         adapter_rank=config.lora.rank or 0,
+        expert_ranks=plan.expert_ranks,
         head_frozen=plan.head_frozen,
         stored=config.lora.rank is not None and config.lora.base == "fp8",
         micro_batch=plan.micro_batch,

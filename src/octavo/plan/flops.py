@@ -91,7 +91,7 @@ def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
 
 
 def adapter_parameters(spec: ModelSpec, rank: int) -> int:
-    """Parameters of LoRA adapters of this rank on all matrices of a decoder's blocks; experts have none."""
+    """Parameters of LoRA adapters of this rank on all matrices of a decoder's blocks but experts and routers."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = 2 * (spec.hidden_size + q) + 2 * (spec.hidden_size + kv)
     mlp = (3 if spec.gated else 2) * (spec.hidden_size + (spec.dense_ffn_size or spec.ffn_size))

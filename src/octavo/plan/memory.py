@@ -253,7 +253,8 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     if spec.experts:
         tokens = setup.tokens_of_experts
         dispatched = tokens * spec.visited if setup.expert > 1 else 0
-        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of)
+        trained = "weights" if not setup.adapter_rank else "adapters" if any(setup.expert_ranks) else None
+        return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of, trained=trained)
     if setup.adapter_rank:
         return backward_bytes_beside_adapters(setup.tokens, of)
     return backward_bytes_of_mlp(

@@ -44,6 +44,7 @@ from octavo.models.resized import grown
 from octavo.models.sources import check_positions, load_config, weights_folder
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_loader import folder_weights
+from octavo.nn.experts import StackedExperts
 from octavo.nn.lora import is_adapter
 from octavo.nn.plain_names import stored_names
 from octavo.parallel.context import check_context, own_code_message
@@ -84,6 +85,7 @@ class RunPlan:
     frozen: int = 0  # parameters that are not trained
     frozen_of_block: int = 0  # those of the block with the fewest
     head_frozen: bool = False
+    expert_ranks: tuple[int, int] = (0, 0)
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
@@ -320,6 +322,7 @@ def check(
         tokens_added=hf_config.vocab_size - tokens,
         frozen=_frozen(model),
         head_frozen=isinstance(model, Decoder) and not model.head.weight.requires_grad,
+        expert_ranks=_expert_ranks(model),
         frozen_of_block=min(map(_frozen, model.layers)) if isinstance(model, Decoder) else 0,
         fp8_head=_fp8_head(model, recipe) if use else False,
     )
@@ -535,11 +538,22 @@ def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -
         )
 
 
+def _expert_ranks(model: torch.nn.Module) -> tuple[int, int]:
+    """The ranks of the adapters of both products of experts; 0 for none."""
+    found = [one.adapters for one in model.modules() if isinstance(one, StackedExperts) and one.adapters]
+    return (found[0][0].rank, found[0][1].rank) if found else (0, 0)
+
+
 def _token_flops(config: RunConfig, hf_config: Any, model: torch.nn.Module) -> flops.TokenFlops | None:
     length = config.data.sequence_length
     how: dict[str, Any] = {}
     if config.lora.rank is not None and isinstance(model, Decoder):
-        adapters = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+        spec = model.spec
+        adapters = sum(
+            parameter.numel() * spec.visited // spec.experts if ".experts." in name else parameter.numel()
+            for name, parameter in model.named_parameters()
+            if is_adapter(name)
+        )
         how = {"adapters": adapters, "head_trained": model.head.weight.requires_grad}
     elif _frozen(model):
         return None

@@ -20,6 +20,7 @@ from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.hardware import is_affordable
 from octavo.kernels.autograd import SavedBytes
 from octavo.kernels.experts.routes import most_rows
+from octavo.kernels.gemm import ALIGNMENT
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import part_of_rank, rows_of_words
 from octavo.nn.attend import result_bytes
@@ -69,7 +70,8 @@ class Setup:
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
-        adapter_rank: of adapters on all matrices; 0 for none. head_frozen: the head is not trained.
+        adapter_rank: of adapters on all matrices of attention and MLPs; 0 for none. head_frozen: the head is not trained.
+        expert_ranks: of adapters on both matrices of experts; 0 for none.
         stored: frozen matrices of blocks are stored only in FP8.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
@@ -111,6 +113,7 @@ class Setup:
     largest_hidden: int = 0
     largest_matrix: int = 0
     adapter_rank: int = 0
+    expert_ranks: tuple[int, int] = (0, 0)
     head_frozen: bool = False
     stored: bool = False
 
@@ -313,12 +316,34 @@ def _replace_inputs(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attent
     if joined or recipes.proj is not None:
         replace_input(attention, attended, recipes.proj)
     add(attention, d, attended, 1, there=not joined)
-    if not spec.experts:
+    if spec.experts:
+        _replace_inputs_of_experts(setup, spec, recipes, mlp)
+    else:
         replace_input(mlp, d, recipes.fc1)
         add(mlp, fc1, d, 2 if spec.gated else 1)
         if not repeats_input(recipe_of(recipes.fc2)):
             replace_input(mlp, ffn, recipes.fc2)
         add(mlp, d, ffn, 1)
+
+
+def _replace_inputs_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, mlp: SavedBytes) -> None:
+    """As `_replace_inputs`, of frozen experts with adapters or without."""
+    of, element, rows = mlp_of(setup, spec, recipes), setup.compute_bytes, rows_of_experts(setup, spec)
+    for columns, recipe in ((of.hidden_size, of.first), (of.ffn, of.second)):
+        if not repeats_input(recipe):
+            for size in saved_input_bytes(rows, columns, recipe, element):
+                mlp.activations.remove(size)
+    tokens, spread = setup.tokens_of_experts, of.experts < spec.experts
+    own_input = tokens * (spec.visited if spread else 1) * of.hidden_size * element
+    exchanged = spread or setup.own_tokens < tokens  # the experts' input is another tensor than the router's
+    if exchanged and repeats_input(of.first):
+        mlp.activations.remove(own_input)
+    if not any(setup.expert_ranks):
+        return
+    mlp.activations.extend([own_input] if exchanged else [])
+    first, second = (rank if setup.row_tile == 1 else math.ceil(rank / ALIGNMENT) * ALIGNMENT for rank in setup.expert_ranks)
+    matrices = first * (of.hidden_size + of.fc1_rows) + second * (of.hidden_size + of.ffn)
+    mlp.activations.extend([rows * (first + second) * element, of.experts * matrices * element])
 
 
 def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None, *, rowwise: bool = False) -> None:
