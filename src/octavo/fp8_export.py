@@ -4,10 +4,15 @@ A matrix that ran in FP8 is written as E4M3 bytes and scales as the run's recipe
 (query/key/value, gate/up) has one scale a tensor in all of its parts: vLLM joins the parts too, and would cast those of other
 scales a second time. All else is in the dtype in which the run computes: head, embedding, routers, norms, and layers that
 stayed out of FP8. One file is in memory at a time.
+
+Matrices of experts are written one by one under their published names, as vLLM and transformers read them: gate and up of an
+expert share a scale. The input of experts is cast by its own amax: vLLM has one static scale for all experts of a layer, where
+the run has one each.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,11 +54,13 @@ class _Matrix:
         recipe: of its layer.
         weight_scale: the run's delayed scale; None where each tensor has its own.
         input_scale: that of the layer's input, as scale of a cast.
+        experts: matrices in a stack, of which each has a scale; None for one matrix.
     """
 
     recipe: Recipe
     weight_scale: Tensor | None
     input_scale: Tensor | None
+    experts: int | None = None
 
     @property
     def scheme(self) -> dict[str, Any]:
@@ -67,7 +74,8 @@ class _Matrix:
             case _:
                 weights = {"strategy": "tensor"}
                 fixed = self.input_scale is not None
-                inputs = {"strategy": "tensor" if fixed else "token", "dynamic": not fixed}
+                # Of experts vLLM takes one scale a tensor with one a tensor alone.
+                inputs = {"strategy": "tensor" if fixed or self.experts else "token", "dynamic": not fixed}
         return {"weights": {**_FLOAT8, "dynamic": False, **weights}, "input_activations": {**_FLOAT8, **inputs}}
 
 
@@ -89,9 +97,10 @@ class _Encoder:
         if not bool(weight.isfinite().all()):
             raise InputError(f"{name} has values that are not finite: export an earlier checkpoint (--checkpoint step-N).")
         how = matrix.recipe.casts[Operand.WEIGHT]
-        one = self._scale(name, weight, matrix) if how.granularity is Granularity.TENSOR else None
+        scales = self._scales(name, weight, matrix) if how.granularity is Granularity.TENSOR else None
         found: dict[str, Tensor] = {}
         for theirs, part in parts.items():
+            one = None if scales is None else scales[_expert(theirs) if matrix.experts else 0]
             if one is not None:
                 data, scale = reference.cast(part, one, _E4M3, how.format.max), one.reshape(1)
             elif how.granularity is Granularity.ROW:
@@ -104,15 +113,19 @@ class _Encoder:
                 found[f"{theirs.removesuffix('weight')}input_scale"] = inverse.reshape(1).clone()
         return found
 
-    def _scale(self, name: str, weight: Tensor, matrix: _Matrix) -> Tensor:
-        """The run's scale; of a weight that has grown beyond it since, that of its amax."""
-        how = matrix.recipe.casts[Operand.WEIGHT]
-        largest = reference.amax(weight)
-        if matrix.weight_scale is not None:
-            if bool(largest * matrix.weight_scale <= how.format.max + _HALF_STEP):
-                return matrix.weight_scale
-            self.beyond.append(name)
-        return reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
+    def _scales(self, name: str, weight: Tensor, matrix: _Matrix) -> list[Tensor]:
+        """The run's scale of each matrix; of one that has grown beyond it since, that of its amax."""
+        how, recorded = matrix.recipe.casts[Operand.WEIGHT], matrix.weight_scale
+        stack = weight.unflatten(0, (matrix.experts or 1, -1))
+        of_each = [None] * len(stack) if recorded is None else list(recorded.reshape(-1))
+        found = []
+        for one, scale in zip(stack, of_each, strict=True):
+            largest = reference.amax(one)
+            if scale is None or bool(largest * scale > how.format.max + _HALF_STEP):
+                self.beyond += [] if scale is None else [name]
+                scale = reference.scale_from_amax(largest, how.format.max, power_of_two=how.power_of_two)
+            found.append(scale.reshape(()))
+        return found
 
     def _shapes(self, matrix: _Matrix, theirs: str, part: Tensor) -> dict[str, Tensor]:
         rows, columns = part.shape
@@ -129,6 +142,13 @@ class _Encoder:
         return found
 
 
+def _expert(theirs: str) -> int:
+    """The number of the expert of a published matrix."""
+    found = re.search(r"\.experts\.(\d+)\.", theirs)
+    assert found is not None, theirs
+    return int(found[1])
+
+
 def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: bool = False) -> Path:
     """Write a checkpoint of `run` (`step-N`, or the newest whole one) in FP8 to the folder `to`; returns the checkpoint.
 
@@ -138,7 +158,7 @@ def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
 
     Raises:
         InputError: as `export_run`; a run without products in FP8, with adapters and without `merge`, whose model keeps its
-            own code or has experts; or matrices whose blocks vLLM could not read.
+            own code; experts of which one matrix of two is in FP8; or matrices whose blocks vLLM could not read.
         OctavoError: no checkpoint is whole.
     """
     config = run_config(run)
@@ -169,7 +189,7 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     """(The run's model without values, with the layers that are in FP8 at the checkpoint; the recipe of its products).
 
     Raises:
-        InputError: nothing ran in FP8, or the model runs its original code or has experts.
+        InputError: nothing ran in FP8, or the model runs its original code.
     """
     recipe = recipe_of(found.checkpoint)
     if recipe is None or config.fp8.enabled is False:
@@ -186,11 +206,6 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
         raise InputError(
             f"--fp8: {type(model).__name__} runs its original code (octavo.describe(model) says why), and FP8 folders are "
             "written of Octavo's decoder. Export without --fp8."
-        )
-    if model.spec.mixtures:
-        raise InputError(
-            f"--fp8: {model.spec.family} has experts, whose layout in FP8 differs between readers (a matrix of each, or"
-            " one of all): not written. Export without --fp8."
         )
     if config.fp8.schedule:
         if config.train.steps is None:
@@ -218,31 +233,55 @@ def _matrices(model: Decoder, recipe: Recipe, checkpoint: Path, *, merged: bool)
         name, key = names[id(state.weight)], stored.get(module, module)
         weight, inputs = (scales.get(f"{key}.{operand.value}") for operand in (Operand.WEIGHT, Operand.INPUT))
         delayed = own.history is not None
-        if delayed and inputs is None:
+        if delayed and inputs is None and state.experts is None:
             raise InputError(f"--fp8: {module} has no delayed scale in {checkpoint}: it never ran. Give a later --checkpoint.")
-        found[name] = _Matrix(own, weight if delayed and not merged else None, inputs if delayed else None)
+        inputs = inputs if delayed and state.experts is None else None
+        found[name] = _Matrix(own, weight if delayed and not merged else None, inputs, state.experts)
         if own.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
             for theirs, part in way.split(name, torch.empty(state.weight.shape, device="meta")).items():
-                if any(size % BLOCK for size in part.shape):
+                rows, columns = part.shape[-2:]
+                gate_and_up = state.experts is not None and model.spec.gated and name.endswith("fc1_weight")
+                if rows % (BLOCK * (1 + gate_and_up)) or columns % BLOCK:
                     raise InputError(
                         f"--fp8: {theirs} is {list(part.shape)}, and readers of block scales take multiples of {BLOCK} alone. "
                         'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for single layers).'
                     )
+    for name in found:
+        if found[name].experts is not None:
+            _check_experts(name, found)
     if not found:
         raise InputError("--fp8: every layer is out of FP8 (fp8.skip, fp8.layers, fp8.schedule). Export without --fp8.")
     return found
+
+
+def _check_experts(name: str, found: Mapping[str, _Matrix]) -> None:
+    """Raise an InputError for experts whose two matrices are not of one scheme: readers have one for both."""
+    layer, _, own = name.rpartition(".")
+    other = f"{layer}.{'fc2_weight' if own == 'fc1_weight' else 'fc1_weight'}"
+    if other not in found or found[other].scheme != found[name].scheme:
+        raise InputError(
+            f"--fp8: {name} runs in FP8, and {other} {'by another recipe' if other in found else 'does not'}: readers have one "
+            "scheme for both matrices of experts. Export without --fp8, or train both alike (fp8.skip, fp8.layers)."
+        )
 
 
 def _quantization(model: Decoder, matrices: Mapping[str, _Matrix]) -> dict[str, Any]:
     """compressed-tensors' quantization_config."""
     plain, way = causal_lm_on_meta(model.config), conversion(model.spec)
     linear = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear)]
+    stacked = {name for name in matrices if matrices[name].experts is not None}
     in_fp8 = {theirs.removesuffix(".weight"): matrices[name] for name in matrices for theirs in way.names(name)}
+    of_experts = {theirs for name in stacked for theirs in way.names(name)}
     left_out: dict[str, None] = {}
-    for name in linear:
+    routers = [name.removesuffix(".weight") for name, _ in plain.named_parameters() if name.endswith(".mlp.gate.weight")]
+    for name in (*linear, *routers):
         if name not in in_fp8:  # under both of its names
             weight = {f"{name}.weight": torch.empty(1, device="meta")}
             left_out |= dict.fromkeys((name, *(theirs.removesuffix(".weight") for theirs in published(plain, weight))))
+    for name, _ in plain.named_parameters():
+        if name.endswith(".experts.down_proj") and name not in of_experts:
+            layer = re.escape(name[: name.index(".mlp.")])
+            left_out |= dict.fromkeys((name.rpartition(".")[0], f"re:{layer}\\..*experts.*"))
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, matrix in in_fp8.items():
         scheme = matrix.scheme
@@ -253,6 +292,9 @@ def _quantization(model: Decoder, matrices: Mapping[str, _Matrix]) -> dict[str, 
         else:
             groups.append((scheme, [name]))
     only = len(groups) == 1
+    for _, targets in groups:
+        if stacked and not of_experts.isdisjoint(targets):  # by the class of each expert's matrices, and by their names
+            targets[:] = ["Linear", r"re:.*\.experts\..*", *(one for one in targets if one not in of_experts)]
     return {
         "config_groups": {
             f"group_{number}": {

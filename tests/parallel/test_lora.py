@@ -221,7 +221,7 @@ ADAPTED_EXPERTS = {
 }
 
 
-@pytest.mark.long(lambda layout: layout != "tensor, spread")
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [name for name in EXPERTS if name != "1"] + ["context"])
 def test_adapters_of_experts_and_routers_are_those_of_one_rank(layout):
     world, degrees = {**EXPERTS, "context": SHARDED["context"]}[layout]

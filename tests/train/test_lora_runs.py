@@ -255,6 +255,7 @@ def test_adapters_beside_spread_experts_train_as_on_one_rank(tiny_run, tmp_path)
         assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 def test_adapters_of_experts_continue_to_the_bit_and_merge_as_float32_rounded_once(tiny_run, tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
