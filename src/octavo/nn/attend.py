@@ -3,15 +3,15 @@
 ranks that share the sequence   `octavo.collectives.attention`
 padding between tokens, without window and dropout
                                 `octavo.nn.holes`: pieces by the kernels below, without a mask
-a mask of the caller's          PyTorch's `scaled_dot_product_attention`
+a caller's mask                 PyTorch's `scaled_dot_product_attention`
 other padding between tokens, or a window with dropout
-                                the same with a mask of 2²⁴ pairs at a time, made again in backward
-without dropout, where FlashAttention-4 is there or bits are to repeat on a GPU
+                                the same with a mask of 2²⁴ pairs at a time, rebuilt in backward
+without dropout, if FlashAttention-4 is installed or bits are to repeat on a GPU
                                 FlashAttention-4, or the reference
 a window, or without dropout a result that a recomputation reads
                                 kernels that give a log-sum-exp, span by span: cuDNN's, or the reference
 documents                       `scaled_dot_product_attention`, document by document
-all else                        `scaled_dot_product_attention`, which takes cuDNN's kernel on Hopper
+otherwise                       `scaled_dot_product_attention`, which uses cuDNN's kernel on Hopper
 
 FlashAttention-4 computes windows and documents in one call, and its backward repeats. Bits are to repeat under
 `torch.use_deterministic_algorithms` (`train.deterministic`): cuDNN's and PyTorch's flash backward do not.
@@ -42,7 +42,7 @@ from octavo.nn.holes import around_holes
 from octavo.nn.rotary import Handover
 
 MASKED_PAIRS = 1 << 24
-"""Pairs of a query and a key of a sample whose mask is there at a time; all of 4,096 tokens."""
+"""Pairs of a query and a key of a sample whose mask exists at a time; all of 4,096 tokens."""
 
 
 def attend(
@@ -58,7 +58,7 @@ def attend(
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
-        handover: to the rotation that made q, k and v, if it alone reads their gradients.
+        handover: to the rotation that produced q, k and v, if nothing else reads their gradients.
 
     Raises:
         InputError: the pattern is of another number of tokens, these ranks cannot compute it, or causal attention has other
@@ -81,7 +81,7 @@ def attend(
     samples_of = pattern.documents if pattern.holes is None else pattern.holes
     for what, made, there in (("tokens", pattern.tokens, k.shape[1]), ("samples", len(samples_of) or len(q), len(q))):
         if made != there:
-            raise InputError(f"the attention pattern is made for {made} {what}, and there are {there}: make another.")
+            raise InputError(f"the attention pattern is for {made} {what}, and there are {there}: create another.")
     if q.shape[1] != k.shape[1]:
         if pattern.causal or pattern.documents or pattern.holes is not None:
             raise InputError(
@@ -169,7 +169,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
 
 
 def _prefers_pieces(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
-    """True if a kernel with a log-sum-exp is faster than `scaled_dot_product_attention`, or repeats its bits alone."""
+    """True if a kernel with a log-sum-exp is faster than `scaled_dot_product_attention`, or the only one that repeats bits."""
     if q.is_cuda and torch.are_deterministic_algorithms_enabled():
         return True
     return flash.takes(q, k, causal=pattern.causal)

@@ -91,7 +91,7 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
 
 
 class Attending(abc.ABC):
-    """How a call attends where no mask and no pattern says it; stands in the place of `attention_mask`."""
+    """How a call attends if no mask and no pattern is given; passed in place of `attention_mask`."""
 
     @abc.abstractmethod
     def core(self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -128,8 +128,8 @@ class DotProductAttention(ContextParallel):
     """softmax(q · kᵀ · scale) · v; `octavo.nn.attend` says which kernel computes it.
 
     `attn_mask_type`, for calls without a mask: "causal" or "no_mask". `attention_dropout` is applied in training only.
-    qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D]. window_size (w, 0) under causal attention: a query sees w
-    keys before its own.
+    qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D]. window_size (w, 0) under causal attention: a query attends
+    to w keys before its position.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DotProductAttention(ContextParallel):
         self.context: ContextGroup | None = None
         """The ranks that share each sequence."""
         self.tensor: TensorGroup | None = None
-        """The ranks that have other heads, whose dropout is drawn apart."""
+        """The ranks with other heads, whose dropout is drawn separately."""
 
     def _share_sequences(self, group: dist.ProcessGroup | None, strategy: str) -> None:
         self.context = None if group is None else ContextGroup(group, strategy)
@@ -179,8 +179,8 @@ class DotProductAttention(ContextParallel):
     ) -> Tensor:
         """query [B, T, H, D], key and value [B, T, G, D] → [B, T, H·D].
 
-        With "sbhd" T stands before B. attention_mask: bool [B, 1, T, T], True where a query attends to a key, and then without
-        the window; or a `Pattern` of whole sequences. attn_mask_type: for this call. handover: as `attend` takes it.
+        With "sbhd" T is the first dimension. attention_mask: bool [B, 1, T, T], True where a query attends to a key, and then
+        without the window; or a `Pattern` of whole sequences. attn_mask_type: for this call. handover: as in `attend`.
         """
         if others:
             check("DotProductAttention.forward", others, DotProductAttention.forward)
@@ -259,10 +259,10 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
     """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
 
     Without `input_layernorm` there is no norm, and the first product is `qkv`. With `return_layernorm_output` the norm's output
-    is the last result, and `forward_residual` hands it on as the stream.
+    is the last result, and `forward_residual` returns it as the stream.
 
-    `bias` is that of both products where `qkv_bias` and `proj_bias` say nothing else. With `return_bias` that of the output
-    product is not added but returned behind the result. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
+    `bias` is the default of `qkv_bias` and `proj_bias`. With `return_bias` the output product's bias is returned after the
+    result instead of being added. qkv_format: "bshd", or "sbhd" for hidden states [T, B, hidden].
     `qk_norm_type` "RMSNorm", "LayerNorm" or "L2Normalization" normalises queries and keys head by head (`q_norm`, `k_norm`),
     after the rotation or with `qk_norm_before_rope` before it.
     """

@@ -1,4 +1,4 @@
-"""A transformer layer: attention and feed-forward, each with its norm in front and its residual behind."""
+"""A transformer layer: attention and feed-forward, each with a norm before and a residual after."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         if experts is not None:
             if parallel_attention_mlp or mlp_bias:
                 asked = "parallel_attention_mlp" if parallel_attention_mlp else "mlp_bias"
-                raise InputError(f"TransformerLayer({asked}=True) with experts: they have no such form. Set {asked}=False.")
+                raise InputError(f"TransformerLayer({asked}=True) with experts is not supported. Set {asked}=False.")
             self.layernorm_moe = LayerNormMoE(*sizes, experts, **form, **create)
         else:
             mlp_bias = bias if mlp_bias is None else mlp_bias
@@ -195,7 +195,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         return (h, out) if self.layernorm is None else (self.layernorm(h, out), None)
 
     def set_unread(self, unread: bool) -> None:
-        """In a recomputation of this layer: the products run no more whose results are only added to the stream."""
+        """In a recomputation of this layer: skips products whose results are only added to the stream."""
         last = self.layernorm_mlp if self.experts is None else self.layernorm_moe.experts
         last.unread = unread and self.layernorm is None
         if self.parallel:

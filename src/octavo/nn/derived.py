@@ -1,4 +1,4 @@
-"""Classes that a module gets for one more method, and the class whose code it runs."""
+"""Gives a module's class one more method, and finds the class whose code a module runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _MARK = "octavo_derived_from"
 
 
 def derive(module: nn.Module, members: dict[str, Any], beside: tuple[type, ...] = ()) -> None:
-    """Give a module a class of its own, that of before with these members; under the same name, which libraries read.
+    """Give a module a separate class: its class with these members, under the same name, which libraries read.
 
-    beside: further bases, behind that of before.
+    beside: further bases, after the module's class.
     """
     base = type(module)
     module.__class__ = type(base.__name__, (base, *beside), {**members, _MARK: base, "__module__": base.__module__})
 
 
 def written_class(module: nn.Module) -> type[nn.Module]:
-    """The class that somebody has written, without those of `derive` and of FSDP2."""
+    """The class that a user or library wrote, without those of `derive` and of FSDP2."""
     cls = type(module)
     while _MARK in vars(cls) or FSDPModule in cls.__bases__:
         cls = vars(cls).get(_MARK) or cls.__bases__[-1]

@@ -1,4 +1,4 @@
-"""The embedding of token ids, whose gradient is added to that of a head with the same weight.
+"""The embedding of token ids, whose gradient is added to that of a tied head.
 
 Autograd would write a second gradient of the size of the vocabulary, read both and write their sum. One node of its graph gives
 out the rows and the weight that the head reads, so it has both gradients at once: rows are added to the head's in place.
@@ -25,7 +25,7 @@ ELSEWHERE, UNKNOWN = -1, -2
 
 @dataclass(frozen=True)
 class Words(Slice):
-    """The words of a vocabulary of which this rank of a tensor group holds the rows; further rows are padding.
+    """The part of a vocabulary whose rows this rank of a tensor group holds; further rows are padding.
 
     Attributes:
         tensor: the ranks.
@@ -44,7 +44,7 @@ class Words(Slice):
 class SharedWeight:
     """The weight of an embedding and a head in one forward: the parameter, and its values out of the embedding's node.
 
-    Whoever computes with `of(weight)` gives back a gradient that nobody else holds, since it is written in place.
+    A user of `of(weight)` must return a gradient with no other references, since it is written in place.
     """
 
     parameter: Tensor | None = None
@@ -56,10 +56,10 @@ class SharedWeight:
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding` whose result has a dtype of its own; gradients are summed in float32, in a fixed order.
+    """`torch.nn.Embedding` with a separate result dtype; gradients are summed in float32, in a fixed order.
 
-    Of its options it has `padding_idx`, whose row is not trained; here it keeps its value from the start, and a negative one
-    counts from the end. With another option set, such as `max_norm`, gradients are PyTorch's.
+    Of its options `padding_idx` is supported: that row is not trained and keeps its initial value; a negative index counts from
+    the end. With another option set, such as `max_norm`, gradients are PyTorch's.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Embedding(nn.Embedding):
         self.dtype = dtype
         """Of the result."""
         self.words: Words | None = None
-        """The rows that this rank holds of a vocabulary that a tensor group shares: the result is then of its own tokens."""
+        """The rows that this rank holds of a vocabulary that a tensor group shares: the result is then of this rank's
+        tokens."""
         self.in_decoder = False
-        """The decoder runs a forward, and takes its own tokens."""
+        """The decoder runs a forward, and reads its rank's tokens."""
 
     def forward(self, input: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """The rows of the ids `input` [...]: [..., K]. shared: is filled, for a head with the same weight.

@@ -1,8 +1,8 @@
-"""`GroupedLinear`: one linear layer an expert, each applied to its own rows of one input.
+"""`GroupedLinear`: one linear layer per expert, each applied to its rows of one input.
 
-Each operand of each expert has its own scales: the results are those of as many `Linear` layers, bit for bit where products run
+Each operand of each expert has separate scales: the results are those of as many `Linear` layers, bit for bit if products run
 one by one. On Hopper the products of all experts are one launch in bfloat16, and under the rowwise recipe for output and input
-gradient. The splits are read on the host, since shapes follow from them: a tensor on a GPU is waited for.
+gradient. The splits are read on the host, since shapes follow from them: the host waits for a tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.nn.norm import check_input
 
 
 class GroupedLinear(nn.Module):
-    """yᵢ = xᵢ · weightᵢᵀ + biasᵢ for each expert i.
+    """yᵢ = xᵢ · weightᵢᵀ + biasᵢ for each expert i. x: [rows, in_features], split by rows into xᵢ; y: [rows, out_features].
 
     Parameters: weight0 … weight{n-1} [out_features, in_features]; bias0 … [out_features]. Names and arguments are Transformer
     Engine's; those without a meaning here are in `octavo.nn.arguments`. With `return_bias` no bias is added, and the layer
@@ -111,7 +111,7 @@ class GroupedLinear(nn.Module):
         recipe = recipes[0]
         if recipe is None:
             grouped = takes_groups(x.device, dtype, weights)
-        else:  # the one granularity whose groups go in one launch
+        else:  # the only granularity whose groups run in one launch
             grouped = all(how.granularity is Granularity.ROW for how in recipe.casts.values())
         if grouped and all(other == recipe for other in recipes):
             experts = [LinearGemms(*pair, recipe, dtype, first) for pair in zip(states, weights, strict=True)]

@@ -32,7 +32,7 @@ from octavo.nn.word_slices import cross_entropy_of_slices_
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
 KEPT_BYTES = 4 << 30
-"""FP8 gradients of logits kept for one pair of products."""
+"""FP8 gradients of logits that are buffered for one pair of products."""
 TRANSPOSED_BYTES = 1 << 25
 """Bytes of these gradients that are transposed at a time."""
 _ALIGNED = 128
@@ -40,7 +40,7 @@ _ALIGNED = 128
 
 
 class OutputHead(nn.Linear):
-    """The matrix of the logits, [V, K]. What reads it runs within its forward, where a sharded weight is whole."""
+    """The matrix of the logits, [V, K]. Code that reads it runs within its forward, where a sharded weight is gathered."""
 
     def forward(self, input: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """`run(input)`, such as a loss; without it the logits."""
@@ -61,11 +61,11 @@ def linear_cross_entropy(
     """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
     hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
-    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them. words: those of which `weight` is
-    this rank's rows; the gradient of `hidden`, the same on all ranks of the group, is then this rank's part of a sum.
+    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them. words: the words whose rows `weight`
+    has on this rank; the gradient of `hidden`, the same on all ranks of the group, is then this rank's part of a sum.
     """
     hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):  # it would round sums that are kept in float32
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 sums
         how = objective or Objective(), fp8, fp8_logits, grads, words
         return _LinearCrossEntropy.apply(hidden, weight, target, num_items, *how)
 
@@ -108,7 +108,7 @@ class _Fp8Head(_Head):
     A few words at a time are transposed for the weight's gradient. The last products run when the logits are gone.
     """
 
-    chunk_share = 0.5  # gradients are kept beside a chunk, and no sum in float32 is written for each
+    chunk_share = 0.5  # gradients exist at the same time as a chunk, and no float32 sum is written for each
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, gemms: LinearGemms, fp8_logits: bool
@@ -118,7 +118,7 @@ class _Fp8Head(_Head):
         gemms.want(want_hidden, want_weight)
         self.high_precision = None if fp8_logits else _Head(hidden, weight.to(hidden.dtype), False, False)
         self.kept: Tensor | None = None
-        self.part = slice(0, 0)  # the tokens whose gradients are kept
+        self.part = slice(0, 0)  # the tokens whose gradients are buffered
         self.scale_inv: Tensor | None = None
         self.x: QuantizedTensor | None = None
         self.w: QuantizedTensor | None = None
@@ -160,7 +160,7 @@ class _Fp8Head(_Head):
         return self.d_hidden, self.d_weight
 
     def _multiply(self) -> None:
-        """Compute gradients from the kept ones of the logits, and drop these."""
+        """Compute gradients from the buffered gradients of the logits, and free these."""
         kept, scale_inv, part = self.kept, self.scale_inv, self.part
         assert kept is not None
         assert scale_inv is not None
@@ -278,7 +278,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad is not None:
                 head.add(grad, part)
-            # Logits or kept gradients: gigabytes that must not be alive with the next chunk, or with d_weight's two dtypes.
+            # Logits or buffered gradients: gigabytes that must not be alive with the next chunk, or with d_weight's two dtypes.
             del grad, room
         d_hidden, d_weight = head.gradients()
         del head
@@ -305,7 +305,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows: int, row_bytes: int, chunk_bytes: int) -> list[slice]:
-    """Equal parts of `rows`, none of which has more than `chunk_bytes`."""
+    """Equal parts of `rows`, each with at most `chunk_bytes`."""
     most = max(1, chunk_bytes // row_bytes)
     size = math.ceil(rows / math.ceil(rows / most)) if rows else 1
     if size >= _ALIGNED:

@@ -1,7 +1,7 @@
 """Causal attention of sequences with padding between their tokens, without a mask of T × T.
 
 Real tokens are moved to the front, in their order: plain causal attention. A padded query attends to the real tokens before it
-and to itself: a rectangle, joined with its own key. Consecutive padding shares a rectangle.
+and to itself: a rectangle, joined with its key. Consecutive padding shares a rectangle.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 """
@@ -73,7 +73,8 @@ def _put_back(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _own_logits(q: Tensor, k: Tensor, padded: Tensor, scale: float) -> Tensor:
-    """Logits of each query with its own key, [B, H, T], float32 or wider; −∞ for real tokens, whose spans have them."""
+    """Logits of each query with the key at its position, [B, H, T], float32 or wider; −∞ for real tokens, whose spans have
+    them."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(wide) * _for_queries(k, q)).sum(-1).transpose(1, 2) * scale
     return logits.masked_fill(~padded[:, None], -torch.inf)

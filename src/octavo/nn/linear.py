@@ -1,8 +1,7 @@
 """Linear layers that multiply in FP8 under `octavo.fp8_autocast`, and as PyTorch's do outside of it.
 
-Parameters may be kept in float32 as master weights: a product runs in the dtype of its input (under `torch.autocast`, in that
-of the autocast), and the FP8 cast reads the master weight itself. Backward saves FP8 operands, and of a norm the residual
-stream.
+Parameters may be float32 master weights: a product runs in the dtype of its input (under `torch.autocast`, in that of the
+autocast), and the FP8 cast reads the master weight. Backward saves FP8 operands, and of a norm the residual stream.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from octavo.nn.rotary import Rotation
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a product of `x` runs in and returns: autocast's where that is on, else the input's own."""
+    """The dtype in which a product of `x` runs and that it returns: autocast's if that is on, else the input's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -104,7 +103,7 @@ def product(
     how = state, weight, recipe, out_dtype, first
     gemms = LinearGemms(*how) if tensor is None else RowParallelGemms(tensor, *how)
     gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
-    # The casts stand outside of the autograd function: a compiler allows no writes to a layer's FP8 state inside of it.
+    # The casts are outside the autograd function: a compiler allows no writes to a layer's FP8 state inside it.
     with torch.no_grad(), autocast.scales_of_forward():
         x_q = gemms.input(DenseOperand(flat(x)), rowwise=not unread)
         w_q = gemms.weight(weight, rowwise=not unread)
@@ -344,16 +343,17 @@ def init_linear_(weight: Tensor, bias: Tensor | None, init_method: Init | None) 
 
 
 class Linear(nn.Linear):
-    """y = x · weightᵀ + bias. weight: [out_features, in_features]; bias: [out_features].
+    """y = x · weightᵀ + bias. x: [..., in_features]; y: [..., out_features]; weight: [out_features, in_features]; bias:
+    [out_features].
 
     A subclass of `nn.Linear`, so that code which looks for one finds it. With `return_bias` no bias is added, and the layer
     returns (y, bias). Arguments that only Transformer Engine has are in `octavo.nn.arguments`.
     """
 
     unread = False
-    """Set in a recomputation that leaves the result unread: its product in FP8 does not run, and it has no values."""
+    """Set in a recomputation that does not use the result: its product in FP8 does not run, and the result has no values."""
     tensor: TensorGroup | None = None
-    """The ranks that hold other columns of the weight: inputs are all tokens' columns of this rank, outputs its own tokens."""
+    """The ranks with other columns of the weight: inputs are this rank's columns of all tokens, outputs this rank's tokens."""
     return_bias = False  # defaults of the class serve `from_linear`
     init_method: Init | None = None
     draws = Draws()
@@ -388,7 +388,7 @@ class Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Linear:
-        """Turn an `nn.Linear` into this class where it stands: parameters, ties, hooks and references to it stay valid."""
+        """Turn an `nn.Linear` into this class in place: parameters, ties, hooks and references to it stay valid."""
         linear.__class__ = cls
         new = cast(Linear, linear)
         new.fp8_state = ModuleState(new)
@@ -418,7 +418,7 @@ class Linear(nn.Linear):
 
 
 def joined(layer: nn.Module, weight: Tensor, bias: Tensor | None, name: str = "lora") -> Adapters | None:
-    """The layer's adapters of this name, if they are computed as one pair beside a frozen weight and bias."""
+    """The layer's adapters of this name, if they are computed as one pair on a frozen weight and bias."""
     adapters = layer._modules.get(name)
     trains = weight.requires_grad or (bias is not None and bias.requires_grad)
     if not isinstance(adapters, Adapters) or trains or not adapters.joins():
@@ -427,7 +427,7 @@ def joined(layer: nn.Module, weight: Tensor, bias: Tensor | None, name: str = "l
 
 
 def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
-    """Raise an InputError where a caller asks for the input of a product of which ranks hold parts."""
+    """Raise an InputError if a caller requests the input of a product that is split over ranks."""
     if tensor is not None and asked:
         raise InputError(
             f"return_input, return_inputs with tensor_parallel_degree = {tensor.size}: inputs of products are parts on each "
@@ -441,7 +441,7 @@ class NormedLayer(ResidualLayer):
     _matrices: Callable[[], list[tuple[Tensor, Tensor | None, Init | None]]]
     """Weight, bias and `init_method` of each product."""
     _products: Callable[..., tuple[Tensor, ...]]
-    """The products of a norm's result, each differentiable by itself: all that a compiler reads."""
+    """The products of a norm's result, each with separate gradients: all that a compiler needs."""
     _fused: Callable[..., tuple[Tensor, ...]]
     """Norm and products as one autograd function; also gives the residual stream, in front."""
     _beside_adapters: Callable[..., tuple[Tensor, ...]]
@@ -456,7 +456,7 @@ class NormedLayer(ResidualLayer):
     tensor: TensorGroup | None = None
     """The ranks that hold other rows of the first weight: inputs are this rank's tokens."""
     streams_norm = False
-    """The residual stream that `forward_residual` hands on is the norm's output, in the compute dtype, instead of its input."""
+    """`forward_residual` returns the norm's output, in the compute dtype, as the residual stream, instead of its input."""
 
     def __init__(self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, make: dict[str, Any]) -> None:
         super().__init__()
@@ -487,8 +487,8 @@ class NormedLayer(ResidualLayer):
         """`forward`; bias: of the last product, which is not added with `return_bias`. return_input: the norm's output too."""
         if return_input and return_residual:
             raise InputError(
-                f"{type(self).__name__} does not return inputs of products (return_input, return_inputs) beside the residual "
-                "stream (return_residual): leave one out. In place of the stream, add the delta to the input by hand."
+                f"{type(self).__name__} does not return inputs of products (return_input, return_inputs) together with the "
+                "residual stream (return_residual): leave one out. In place of the stream, add the delta to the input yourself."
             )
         weight: Any = self.layer_norm_weight
         shift: Any = self.layer_norm_bias
@@ -520,11 +520,13 @@ class NormedLayer(ResidualLayer):
 
 
 class LayerNormLinear(NormedLayer):
-    """y = norm(x) · weightᵀ + bias, where the FP8 cast reads the norm's float32 result.
+    """y = norm(x) · weightᵀ + bias, where the FP8 cast reads the norm's float32 result. x: [..., in_features]; y: [...,
+    out_features].
 
-    Parameters: layer_norm_weight [in_features], layer_norm_bias [in_features] (LayerNorm only), weight, bias. With
-    `return_bias` no bias is added but returned behind y, and with `return_layernorm_output` so is norm(x), which is then
-    rounded to the compute dtype and cast from there, in the kernel that computes it.
+    Parameters: layer_norm_weight [in_features], layer_norm_bias [in_features] (LayerNorm only), weight [out_features,
+    in_features], bias. With `return_bias` the bias is returned after y instead of being added, and with
+    `return_layernorm_output` so is norm(x), which is then rounded to the compute dtype and cast from there, in the kernel that
+    computes it.
     """
 
     shared_rows = 0

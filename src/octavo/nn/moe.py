@@ -1,9 +1,9 @@
-"""The feed-forward half of a block as a mixture of experts: norm, router, experts.
+"""The feed-forward half of a block as mixture of experts (MoE): norm, router, experts.
 
-No token is dropped. The router runs in float32. In training another assignment than that of the largest probabilities can
-choose the experts, from this call's tokens on this rank alone; evaluation has no other.
+No token is dropped. The router runs in float32. In training, experts may be chosen otherwise than by the largest probabilities,
+from only this call's tokens on this rank; in evaluation they are not.
 
-Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn_hidden_size.
+Legend: T tokens, V experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ Assignment = Literal["largest", "sinkhorn", "balanced"]
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture and the rule of its router.
+    """The experts of an MoE layer and the rule of its router.
 
     Attributes:
-        count: experts.
-        visited: experts of a token, those of the largest probabilities.
-        normalized: the weights of a token are its probabilities divided by their sum.
-        jitter: in training the layer's input is multiplied by uniform numbers from 1 − jitter to 1 + jitter.
-        assignment: "largest": tokens visit the experts of their largest probabilities. "sinkhorn": in training those of
-            Sinkhorn's iteration; in evaluation too, weights are the probabilities as they are, and with one visited expert
-            the sigmoid of its logit. "balanced": in training round robin.
+        count: number of experts. visited: experts per token (top-k), those of the largest probabilities. normalized: the
+        weights of a token are its probabilities divided by their sum. jitter: in training the layer's input is multiplied by
+        uniform numbers from 1 − jitter to 1 + jitter. assignment: "largest": tokens are sent to the experts of their largest
+        probabilities. "sinkhorn": in training to those of \t            Sinkhorn's iteration; in evaluation too, weights are
+        the unnormalised probabilities, and with one expert per token \t            the sigmoid of its logit. "balanced": in
+        training round robin.
     """
 
     count: int
@@ -58,12 +57,12 @@ class LayerNormMoE(ResidualLayer):
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), router_weight [E, H], and those of `experts`, a
     `StackedExperts`. The router is never FP8.
 
-    Ranks of a tensor group (`tensor`) norm and route their own tokens. Where each holds a slice of every expert, the tokens of
-    all are gathered, and the parts of their results added up. Gathers are of the compute dtype: each expert has a scale of its
-    own. Where experts are spread over ranks, each whole, a rank's tokens go to those of their experts, as without the group.
+    Ranks of a tensor group (`tensor`) norm and route their tokens. If each holds a slice of every expert, the tokens of all are
+    gathered, and the parts of their results summed. Gathers are in the compute dtype: each expert has a separate scale. If
+    ranks hold whole experts, a rank's tokens are sent to the ranks of their experts, as without the group.
 
     Raises:
-        InputError: a count that is not possible, such as more visited experts than there are.
+        InputError: an impossible count, such as more experts per token than experts.
     """
 
     tensor: TensorGroup | None = None
@@ -125,9 +124,9 @@ class LayerNormMoE(ResidualLayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """input, delta [..., H] → (input + delta, the experts' result, the routing of this call).
 
-        counted: bool [...], the tokens of the routing, and of Sinkhorn's iteration; all if absent. The routing is float32
-        [2E + 2], sums over tokens: of each expert's probability, of the tokens that visit it, of log-sum-exp² of the router's
-        logits, and of its entropy. The gradient goes through the first and the third.
+        counted: bool [...], the tokens of the routing, and of Sinkhorn's iteration; all if absent. The routing is float32 [2E +
+        2], sums over tokens: of each expert's probability, of the tokens sent to it, of log-sum-exp² of the router's logits,
+        and of its entropy. The gradient flows through the first and the third.
         """
         check_input(self, input, delta, size=self.hidden_size)
         refuse_transforms("layers that begin with a norm")
@@ -165,7 +164,7 @@ class LayerNormMoE(ResidualLayer):
         return scores / scores.sum(-1, keepdim=True) if self.mixture.normalized else scores, chosen
 
     def _assign(self, logits: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `_route`, by the other assignments; the gradient goes through the weights alone."""
+        """As `_route`, by the other assignments; the gradient flows only through the weights."""
         mixture = self.mixture
         if mixture.assignment == "balanced":
             chosen = assignment.round_robin(logits, mixture.visited)
@@ -188,7 +187,7 @@ class LayerNormMoE(ResidualLayer):
         return columns.sum(0) if counted is None else (columns * counted[:, None]).sum(0)
 
     def extra_repr(self) -> str:
-        """Width and experts of a token, for `print(model)`."""
+        """Width and experts per token, for `print(model)`."""
         other = "" if self.mixture.assignment == "largest" else f", assignment={self.mixture.assignment}"
         return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
 

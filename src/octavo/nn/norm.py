@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, alone and in front of a linear layer.
+"""RMSNorm and LayerNorm, alone and before a linear layer.
 
 The kernel adds the last layer's delta to the residual stream while it reads both, and stores the norm in float32, bf16 or FP8.
 """
@@ -160,7 +160,7 @@ def backward_through_norm(
     _, want_delta, want_weight, want_bias = ctx.needs_input_grad[:4]
     refuse_second_derivative("norms")
     d_residual = None if d_residual is None else flat(d_residual)
-    # Autograd would round the gradient of the weight by a kernel of its own. That of a bias may have another dtype.
+    # Autograd would round the gradient of the weight in a separate kernel. That of a bias may have another dtype.
     dtype = torch.promote_types(weight.dtype, torch.float32) if want_bias else weight.dtype
     dx, d_weight, d_bias = norm_backward(
         form.kind, d_normed, flat(h), weight, stats, d_residual,
@@ -236,12 +236,12 @@ class ResidualLayer(nn.Module):
 def forward_residual(
     layer: nn.Module, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any
 ) -> tuple[Tensor, Any]:
-    """`ResidualLayer.forward_residual` of a layer, or of a wrapper around one: FSDP1 has its weights in its own call alone."""
+    """`ResidualLayer.forward_residual` of a layer, or of a wrapper around one: FSDP1 gathers its weights only in its call."""
     return layer(residual, *args, delta=delta, return_residual=True, **options)
 
 
 class _Norm(nn.Module):
-    """One of `NORMS`; LayerNorm alone has a bias. The size may also be given as `hidden_size`, the dtype as `dtype`."""
+    """One of `NORMS`; only LayerNorm has a bias. The size may also be given as `hidden_size`, the dtype as `dtype`."""
 
     normalization: ClassVar[str]
     bias: nn.Parameter | None
@@ -293,7 +293,7 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """x / √(mean(x²) + eps) · weight; weight: [hidden_size]. The result has x's dtype.
+    """x / √(mean(x²) + eps) · weight. x, result: [..., hidden_size], in x's dtype; weight: [hidden_size].
 
     zero_centered_gamma: 1 + weight in place of weight, added in float32.
     """
@@ -302,7 +302,7 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]
-    """(x − mean) / √(variance + eps) · weight + bias; weight, bias: [hidden_size]. The result has x's dtype.
+    """(x − mean) / √(variance + eps) · weight + bias. x, result: [..., hidden_size], in x's dtype; weight, bias: [hidden_size].
 
     A subclass of `nn.LayerNorm`, so that code which leaves its parameters out of weight decay finds them.
 

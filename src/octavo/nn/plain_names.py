@@ -1,14 +1,14 @@
 """Parameters of a transformer layer under the names that they have without fusion: `ffn.fc1.weight`, `ffn.layernorm.weight`.
 
-Transformer Engine's layers hold a norm and a product in one module, as `layernorm_mlp.fc1_weight`. Everyone decides by names
-and classes which parameters decay: none with "norm" or "bias" in the name, none that is called "bias", none of an
-`nn.LayerNorm`. By the fused names such a rule leaves out every matrix behind a norm. `use_plain_names` moves the parameters of
-a layer, in their order, into modules that are named as Hugging Face's; the layer computes as before, and its fused names stay
-attributes, to read and to set.
+Transformer Engine's layers hold a norm and a product in one module, as `layernorm_mlp.fc1_weight`. Common rules decide by names
+and classes which parameters decay: none with "norm" or "bias" in the name, none called "bias", none of an `nn.LayerNorm`. With
+the fused names such a rule excludes every matrix after a norm. `use_plain_names` moves the parameters of a layer, in their
+order, into modules named as Hugging Face's; the layer computes the same, and its fused names remain attributes, to read and to
+set.
 
-The fused names are the stored ones too (`stored_names`): checkpoints, state dicts by SMP's names and the counters of initial
-weights use them, so that files load in both directions and a seed gives the same weights. `octavo.nn` by itself, and the layers
-of a script for Transformer Engine, have the fused names alone.
+The fused names are the stored ones too (`stored_names`): checkpoints, state dicts with SMP's names and the counters of initial
+weights use them, so that files load in both directions and a seed gives the same weights. `octavo.nn` alone, and the layers of
+a script for Transformer Engine, have only the fused names.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _NORMS: Mapping[str, Any] = {"RMSNorm": PlainRMSNorm, "LayerNorm": PlainLayerNor
 
 
 class Product(Uncalled):
-    """Weight and bias of a product that the module around it computes; not called by itself.
+    """Weight and bias of a product that the enclosing module computes; never called.
 
     Attributes:
         kind: name of the class of the module around.
@@ -79,8 +79,8 @@ class Product(Uncalled):
         self.register_parameter("bias", bias)
 
     def forward(self, *_: Any) -> Tensor:
-        """Raises a TypeError: the module around computes the product, with what stands before and behind it."""
-        raise TypeError(f"a product of {self.kind} is not called by itself: call the {self.kind}.")
+        """Raises a TypeError: the enclosing module computes the product, fused with the kernels before and after it."""
+        raise TypeError(f"a product of {self.kind} cannot be called: call the {self.kind}.")
 
     def extra_repr(self) -> str:
         """The shape, for `print(model)`."""

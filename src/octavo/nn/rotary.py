@@ -23,7 +23,7 @@ Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 
 
 class Handover:
-    """Gradients from attention to the `Rotation` in front of it, past autograd, which knows no sums in a kernel's own order.
+    """Gradients from attention to its `Rotation`, bypassing autograd, which does not support sums in a kernel's order.
 
     Autograd gets NaN in their place: whoever reads between the two sees that there is nothing.
     """
@@ -99,7 +99,7 @@ class Rotation(NamedTuple):
 
 
 class _RotateFunction(torch.autograd.Function):
-    """Keeps the angles alone for backward, and nothing of x."""
+    """Saves only the angles for backward, and nothing of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

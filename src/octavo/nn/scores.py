@@ -1,6 +1,6 @@
-"""Attention in plain PyTorch, in float32: biases, ALiBi, caps and dropout beside a sink, which no kernel here computes.
+"""Attention in plain PyTorch, in float32: biases, ALiBi, caps, and dropout with a sink, which no kernel here supports.
 
-A band of queries is computed at a time, and again in backward, so that no matrix of T × T is saved.
+A band of queries is computed at a time, and recomputed in backward, so that no matrix of T × T is saved.
 
 Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
 """
@@ -25,7 +25,7 @@ class Scores(NamedTuple):
 
     Attributes:
         bias: [B or 1, H or 1, Tq or 1, Tk], added to the scaled scores, or with `before_scale` to the scores.
-        slopes: ALiBi's, [H] or [B, H]: a score falls by the slope for each place between a key and the query's own.
+        slopes: ALiBi's, [H] or [B, H]: a score falls by the slope per position between a key and the query.
         cap: scores are cap · tanh(score / cap); 0 for none.
         sink: [H], a further logit of each head, whose value is 0.
     """
@@ -68,7 +68,7 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
 Seen = Callable[[slice], Tensor | None]
 """Rows of the queries → bool [B or 1, H or 1, rows, Tk], True where a query attends to a key; None: to all."""
 Distance = Callable[[slice], Tensor]
-"""Rows of the queries → [rows, Tk], the place of the key minus the query's own."""
+"""Rows of the queries → [rows, Tk], the position of the key minus the query's."""
 
 
 def plain_attention(

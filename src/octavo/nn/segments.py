@@ -1,4 +1,4 @@
-"""Attention of sequences that lie one behind the other or are padded, with any numbers of queries and keys.
+"""Attention of sequences that are concatenated or padded, with any numbers of queries and keys.
 
 A segment is a rectangle of queries and keys; all else is padding, whose result and gradients are 0. It is computed by
 
@@ -34,7 +34,7 @@ LIBRARY, PLAIN = "PyTorch's scaled_dot_product_attention", "plain PyTorch, in fl
 
 
 class Sight(NamedTuple):
-    """The keys that a query of a segment sees: from `left` before its own place to `right` behind it; None for all.
+    """The keys to which a query of a segment attends: from `left` before its position to `right` after it; None for all.
 
     Query i has its place at key i, or with `bottom_right` at key i + keys − queries.
     """
@@ -44,7 +44,7 @@ class Sight(NamedTuple):
     bottom_right: bool = False
 
     def distance(self, rows: slice, queries: int, keys: int, device: torch.device) -> Tensor:
-        """[rows, keys], the place of the key minus the query's own."""
+        """[rows, keys], the position of the key minus the query's."""
         ahead = keys - queries if self.bottom_right else 0
         return torch.arange(keys, device=device) - torch.arange(rows.start + ahead, rows.stop + ahead, device=device)[:, None]
 
@@ -62,7 +62,7 @@ class Sight(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """The keys that a query sees at most, its own included, of `spans`."""
+        """The most keys to which a query attends, its position included, of `spans`."""
         return None if self.left is None else self.left + 1
 
     def spans(self, segment: Span) -> list[Span] | None:

@@ -1,4 +1,4 @@
-"""The cross entropy of logits whose columns the ranks of a tensor group hold: one collective for a chunk of tokens."""
+"""The cross entropy of logits whose columns are split over a tensor group: one collective for a chunk of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def cross_entropy_of_slices_(
     fp8: Tensor | None,
     words: Words,
 ) -> tuple[Tensor, Gradient | None]:
-    """As `octavo.kernels.cross_entropy.cross_entropy_`, of logits [N, V / n]: the loss of all words, the gradient of own ones.
+    """As `octavo.kernels.cross_entropy.cross_entropy_`, of logits [N, V / n]: the loss of all words, the gradient of this
+    rank's.
 
     Columns behind `words.number` are padding, whose gradient is 0. Collective.
     """
