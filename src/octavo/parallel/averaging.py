@@ -1,11 +1,11 @@
 """Means of gradients over replicas of a model, summed while the backward runs: what DistributedDataParallel does, for a graph.
 
-Large gradients are reduced where they lie, a group of them by one kernel, as soon as autograd has added them up; small ones go
-into flat buckets behind the backward. NCCL's collectives run on a stream of their own, are part of a CUDA graph that is being
-recorded, and divide on the way. Other backends cannot be recorded: behind a replay they reduce all gradients at once.
+Large gradients are reduced in place, a group of them by one kernel, as soon as autograd has accumulated them; small ones go
+into flat buckets after the backward. NCCL's collectives run on a separate stream, are captured by a CUDA graph, and include the
+division. Other backends cannot be captured: after a replay they reduce all gradients at once.
 
-From the second backward on groups end where Octavo's attentions began in the first one, so that NCCL's kernels run beside
-attention: products would wait for the multiprocessors that these hold.
+From the second backward on, groups end where Octavo's attentions began in the first one, so that NCCL's kernels overlap
+attention: products would wait for the multiprocessors that they hold.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Average:
         self._ends = self._group_ends([])  # of groups among the large gradients
         self._has_schedule = False
         self._ready: set[Tensor] = set()
-        self._next = 0  # the first large gradient that is not complete, or behind one that is not
-        self._group: list[Tensor] = []  # shares of the group that is not complete
+        self._next = 0  # the first large gradient that is not complete, or after one that is not
+        self._group: list[Tensor] = []  # shares of the incomplete group
         self._works: list[dist.Work] = []
         for parameter in parameters:
             value = parameter.detach().contiguous()
@@ -113,9 +113,9 @@ class Average:
 
     @contextlib.contextmanager
     def of_backward(self, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Around a backward that sets every `grad`: behind it they are means, for which the current stream has waited.
+        """Around a backward that sets every `grad`: afterwards they are means, for which the current stream has waited.
 
-        meanwhile: is called behind the backward, while the last gradients are being reduced.
+        meanwhile: called after the backward, while the last gradients are being reduced.
         """
         self._restart()
         # Several devices have a thread each, which would begin reductions at the same time.
@@ -164,7 +164,7 @@ class Average:
         """Add the next large gradient to its group, which is reduced with its last one."""
         parameter = self._large[self._next]
         assert parameter.grad is not None
-        # Autograd can hand over a view of what the rest of the backward reads.
+        # Autograd can pass a view of memory that the rest of the backward reads.
         shared = uses_of(parameter.grad) > ALONE
         if shared or not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
@@ -191,7 +191,7 @@ class Average:
         self._works += [self.group.allreduce_coalesced(own, options) for own in by_dtype.values()]
 
     def _finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Reduce what is not on its way, and wait."""
+        """Reduce the remaining gradients, and wait."""
         if missing := [tuple(parameter.shape) for parameter in self._parameters if parameter.grad is None]:
             raise InputError(
                 f"{len(missing)} of {len(self._parameters)} parameters got no gradient, the first of shape {missing[0]}, and "

@@ -1,12 +1,12 @@
-"""Collective calls of a user's script: a rank that is alone in one is told, instead of waiting for the others until a timeout.
+"""Collective calls of a user's script: a rank that makes one alone gets an error, instead of waiting until a timeout.
 
 `if rank == 0: octavo.save(…)` is the usual way to hang a job. So the rare calls that every rank makes (save, load, export,
-transform) begin with a meeting at the job's key-value store. It costs a few of its round trips, and no collective. A rank that
-waits there learns that another one makes another call, has left, or is blocked in a collective that in turn waits for it. All
-ranks then raise the same error. A rank that only computes for long is waited for, and named after a minute.
+transform) begin with a rendezvous at the job's key-value store. It costs a few round trips, and no collective. A waiting rank
+learns there that another one makes another call, has left, or is blocked in a collective that in turn waits for it. All ranks
+then raise the same error. A rank that only computes for long is waited for, and named after a minute.
 
-For the answer each rank has a thread that looks twice in five seconds whether a rank has asked, and says where the main thread
-is. `octavo.clip_grad_norm_`, which a step calls, has no meeting: its name is noted, and the thread warns if it lasts.
+Each rank has a thread that checks twice in five seconds whether a rank has asked, and answers where the main thread is.
+`octavo.clip_grad_norm_`, which a step calls, has no rendezvous: its name is noted, and the thread warns if it takes long.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Meetings:
             raise InputError(f"{call}: {verdict}")
 
     def _verdict(self, number: int, call: str) -> str:
-        """What all ranks do about a call: go on, or raise this text."""
+        """The joint decision about a call: continue, or raise this text."""
         began, pause, looked, warned = time.monotonic(), _POLL_SECONDS[0], 0.0, False
         while not self.store.check([f"{number}/verdict"]):
             time.sleep(pause)
@@ -105,7 +105,7 @@ class _Meetings:
         return self.store.get(f"{number}/verdict").decode()
 
     def _why_not(self, missing: list[int], *, ask: bool) -> dict[int, dict[str, Any]]:
-        """What is known of each missing rank: it has ended, or where it is and for how long it has been blocked there."""
+        """The state of each missing rank: it has ended, or where it is and for how long it has been blocked there."""
         found: dict[int, dict[str, Any]] = {}
         for rank in missing:
             if self.store.check([f"ended/{rank}"]):
@@ -117,7 +117,7 @@ class _Meetings:
         return found
 
     def _first(self, key: str, value: str) -> str:
-        """The value that the first rank has given a key, which is this one's if it is the first."""
+        """The value that the first rank has set for a key, which is this rank's if it is the first."""
         return self.store.compare_set(key, "", value).decode()
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ class _Meetings:
             ) from None
 
     def _answer(self) -> None:
-        """The thread: says where the main thread is, each time that a rank asks; and warns of a long call."""
+        """The thread: answers where the main thread is, each time that a rank asks; and warns of a long call."""
         main, answered, last, since, told = threading.main_thread().ident, 0, None, 0.0, None
         with contextlib.suppress(RuntimeError):  # the store is gone
             while not self._ended.wait(_ANSWER_SECONDS):
@@ -152,7 +152,7 @@ class _Meetings:
                 self.store.set(f"place/{self.rank}", json.dumps(place))
 
     def _tell_of_long_call(self, inside: tuple[str, float], told: object) -> object:
-        """Warn once of a call without a meeting that lasts, with where the others are; asks them first."""
+        """Warn once of a long call without a rendezvous, with the places of the others, which are queried first."""
         if told is inside:
             return told
         found = self._why_not([rank for rank in range(self.size) if rank != self.rank], ask=True)
@@ -204,7 +204,7 @@ def _meetings() -> _Meetings | None:
 
 @contextlib.contextmanager
 def together(call: str) -> Iterator[None]:
-    """A call that every rank makes: the block begins once all have come. A call inside another has no meeting of its own.
+    """A call that every rank makes: the block begins once all have arrived. A nested call has no rendezvous.
 
     Raises:
         InputError: some rank will not come: it makes another call, has ended, or is blocked until this one comes elsewhere.
@@ -257,7 +257,7 @@ def _remedy(call: str) -> str:
 
 
 def _places(found: dict[int, dict[str, Any]]) -> str:
-    """What is known of ranks, in brackets: "(rank 1: its process has ended; rank 2 is at train.py:31, …)"."""
+    """The states of ranks, in brackets: "(rank 1: its process has ended; rank 2 is at train.py:31, …)"."""
     texts = []
     for rank, each in itertools.islice(found.items(), 4):
         if "ended" in each:

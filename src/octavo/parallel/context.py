@@ -1,4 +1,4 @@
-"""The models whose sequences ranks can share: asked before a GPU is touched, and again when a model is built."""
+"""The models whose sequences ranks can share: checked before a GPU is touched, and when a model is built."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Coordination of ranks: a function runs once on rank 0, and any rank's exception reaches all.
 
-Every phase of a save or a load ends in a collective, after which all ranks continue or all raise: the failed rank its own
-exception, the others an `OctavoError` with its rank and text. No rank waits for one that has given up.
+Every phase of a save or a load ends in a collective, after which all ranks continue or all raise: the failed rank its
+exception, the others an `OctavoError` with its rank and text. No rank waits for a rank that has given up.
 
-Two gloo groups of all ranks carry this, one for the training thread and one for the thread that reads or writes files:
-collectives of two threads on one group would be mistaken for each other. Objects travel pickled, as in PyTorch's own.
+Two gloo groups of all ranks are used, one by the training thread and one by the thread that reads or writes files: collectives
+of two threads on one group would be confused. Objects are sent pickled, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Ranks:
         """Return if no rank has an error; otherwise raise on every rank, after rank 0 has called `undo`.
 
         Raises:
-            BaseException: `error` itself, on its own rank.
+            BaseException: `error` itself, on its rank.
             OctavoError: on the others, naming the rank and its error; an `InputError` stays one.
         """
         reports: list[tuple[bool, str] | None] = []
@@ -100,7 +100,7 @@ class Ranks:
                 reports = self.all_gather(None if error is None else _report(error))
                 if undo is not None:
                     self.on_rank_0(undo)
-        except OctavoError:  # a lost connection says less than this rank's own error
+        except OctavoError:  # a lost connection says less than this rank's error
             if error is None:
                 raise
         if error is not None:
@@ -112,7 +112,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def sharing_errors(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """A block that every rank runs by itself, then `share_error`. Nothing inside may wait for another rank."""
+        """A block that every rank runs independently, then `share_error`. Nothing inside may wait for another rank."""
         error: BaseException | None = None
         try:
             yield
@@ -121,7 +121,7 @@ class Ranks:
         self.share_error(error, undo)
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0 alone: every rank gets its result or its exception."""
+        """Call `function` only on rank 0: every rank gets its result or its exception."""
         result: list[Any] = [None]
         with self.sharing_errors():
             if self.rank == 0:
@@ -148,7 +148,7 @@ def _ranks(purpose: str, timeout: datetime.timedelta) -> Ranks:
     made_for, group = process.rank_groups.get(purpose, (None, world))
     if made_for is not world:  # the first call, or the first after a shutdown
         shared = purpose == "training" and "gloo" in dist.get_backend_config()
-        new: Any = dist.new_group  # whose annotated result differs from version to version
+        new: Any = dist.new_group  # its annotated result differs from version to version
         group = world if shared else new(backend="gloo", timeout=timeout)
         process.rank_groups[purpose] = (world, group)
     return Ranks(dist.get_rank(), dist.get_world_size(), group)

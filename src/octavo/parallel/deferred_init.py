@@ -1,11 +1,11 @@
-"""Delayed initialisation: a model is built without memory, sharded, and only then given values, each rank its own part.
+"""Delayed initialisation: a model is built without memory, sharded, and only then filled, by each rank its part.
 
     with delayed_init(): model = …        parameters on the meta device, buffers with their values
     shard the model                       each rank knows its rows
     materialise(model, device, values)    storage for those rows, and their values
 
-Values come from a counter (`CounterInit`), the modules' own initialisation (`octavo.parallel.module_init`), files (`Loaded`) or
-rank 0 (`FromRank0`), and are the same on any number of ranks. No rank holds more than its own part and one whole parameter.
+Values come from a counter (`CounterInit`), the modules' initialisation (`octavo.parallel.module_init`), files (`Loaded`) or
+rank 0 (`FromRank0`), and are the same on any number of ranks. No rank holds more than its part and one whole parameter.
 Buffers (rotary tables, causal masks) are small and computed in constructors, so they are never delayed.
 """
 
@@ -86,7 +86,7 @@ def _with_data(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """A parameter over `data` of the same class and attributes."""
     plain = isinstance(parameter, DTensor) or type(parameter) is nn.Parameter
     cls = nn.Parameter if plain else type(parameter)
-    # Not the constructor of a subclass, which may want arguments of its own.
+    # Not the constructor of a subclass, which may take other arguments.
     new = nn.Parameter(data, parameter.requires_grad) if plain else Tensor._make_subclass(cls, data, parameter.requires_grad)
     for name, value in vars(parameter).items():
         vars(new).setdefault(name, value)
@@ -114,7 +114,7 @@ def materialise(model: nn.Module, device: torch.device | str, values: Values) ->
         values: their source. `Loaded` and `FromRank0` also replace values that are there.
 
     Raises:
-        InputError: a parameter or buffer that `values` cannot fill, by name; the model is as before.
+        InputError: a parameter or buffer that `values` cannot fill, by name; the model is unchanged.
     """
     names = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     values.check(model, names)
@@ -154,7 +154,7 @@ def refuse_buffers(model: nn.Module, names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class CounterInit:
-    """Octavo's own initialisation: matrices normal by counter, norms 1, biases 0, as Hugging Face's Llama has them.
+    """Octavo's initialisation: matrices normal by counter, norms 1, biases 0, as Hugging Face's Llama has them.
 
     The counter of a parameter is that of its stored name.
     """
@@ -222,7 +222,7 @@ class Load(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """Weights read from files or memory, by each rank its own rows."""
+    """Weights read from files or memory, by each rank its rows."""
 
     load: Load
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of a mixture are spread over ranks before FSDP2 shards what each rank has of them."""
+"""Expert parallelism: the experts of an MoE layer are distributed over ranks before FSDP2 shards each rank's experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.parallel.shards import spread_rows
 
 
 def experts_in(module: nn.Module) -> list[StackedExperts]:
-    """The experts of a block, which are gathered apart from the rest of it."""
+    """The experts of a block, which are gathered separately from the rest of it."""
     return [part for part in module.modules() if isinstance(part, StackedExperts)]
 
 

@@ -1,9 +1,9 @@
 """Sharded data parallelism: FSDP2 around each block and its experts, around embedding, norm and head, and around the rest.
 
-Each rank of a shard group keeps a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
-shard] mesh gradients are then summed over the replicas as well. Octavo's own: weights of FP8 products travel as FP8 and bf16
-gradients as bf16 (`octavo.parallel.fsdp2`), and gradients are summed, not averaged, for a loss divided by the targets of the
-global batch.
+Each rank of a shard group stores a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
+shard] mesh gradients are then summed over the replicas as well. Added to FSDP2: weights of FP8 products are gathered in FP8 and
+bf16 gradients sent as bf16 (`octavo.parallel.fsdp2`), and gradients are summed, not averaged, for a loss divided by the targets
+of the global batch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _EACH = "octavo_syncs_each_micro_batch"
 Unit = list[nn.Module]
 """The FSDP modules of a block: parts of it that are gathered and reduced by themselves, and the block."""
 _LAYERS, _MLPS = (TransformerLayer, PlainTransformerLayer), (LayerNormMLP, PlainLayerNormMLP)
-"""Classes with Octavo's own forward."""
+"""Classes with Octavo's forward."""
 _ACCUMULATED = "octavo_accumulated"
 """Attribute of the root: before its last forward there were gradients of micro-batches that the ranks had not summed."""
 
 
 def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Refuse a model whose values differ between ranks, before each keeps its own shard of them. Collective.
+    """Refuse a model whose values differ between ranks, before each stores its shard of them. Collective.
 
     Raises:
         InputError: the first tensor that differs, and the two ways to one set of weights.
@@ -70,9 +70,9 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
                 other = holder if gathered[holder][name][place] != digest else other
             if other != rank:
                 raise InputError(
-                    f"ranks {other} and {rank} hold different weights ({name}), and shards of them would be a mixture: "
-                    "octavo.init seeds each rank by itself. Build the model under octavo.delayed_init(), or take those of rank "
-                    "0: octavo.transform(model, load_state_dict_from_rank0=True)."
+                    f"ranks {other} and {rank} hold different weights ({name}), and shards of them would be mixed: "
+                    "octavo.init gives each rank another seed. Build the model under octavo.delayed_init(), or use those of "
+                    "rank 0: octavo.transform(model, load_state_dict_from_rank0=True)."
                 )
 
 
@@ -106,18 +106,18 @@ def shard(
     """Shard a model in place, on a real device or on meta.
 
     Args:
-        model: the root; parameters outside of blocks and ends are gathered before its forward and reduced behind its backward.
-        blocks: are gathered one by one, each while the part before runs. Experts go with their block, but apart: their ranks
-            are fewer where experts are spread. So does the first block's MLP.
+        model: the root; parameters outside blocks and ends are gathered before its forward and reduced after its backward.
+        blocks: gathered one by one, each while the previous part runs. Experts go with their block, but separately, since fewer
+        ranks \t            share them under expert parallelism. So does the first block's MLP.
         how: ranks and dtypes, with `reshard_after_forward` decided.
         summed: sum gradients over the ranks; False averages them, for mean losses.
-        ends: modules that run in front of the blocks and behind them, in their order. They are gathered as blocks are, those
-            behind together, but once for forward and backward; their gradients are reduced as soon as they are there.
+        ends: modules that run before and after the blocks, in order. They are gathered as blocks are, those after the blocks
+        together, but once for forward and backward; their gradients are reduced as soon as they exist.
     """
     mesh = how.mesh
     _refuse_shared(model, blocks)
-    # FSDP2 wants gradients of one dtype in a group. Those of FP8 products are of the parameters' own, as on one rank, so norms
-    # and biases in their block, which are small, are gathered in their own dtype too.
+    # FSDP2 wants gradients of one dtype in a group. Those of FP8 products have the parameters' dtype, as on one rank, so norms
+    # and biases in their block, which are small, are gathered in their dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
     own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     inner = mesh if how.expert_mesh is None else sharding_mesh(how.expert_mesh)
@@ -178,17 +178,17 @@ def _refuse_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def _units(blocks: Sequence[nn.Module]) -> list[Unit]:
-    """The units of blocks, with experts apart, and in the first block the MLP."""
+    """The units of blocks, with experts separate, and in the first block the MLP."""
     apart = [[*experts_in(block), *(() if number else _mlp_apart(block))] for number, block in enumerate(blocks)]
     return [[*parts, block] for parts, block in zip(apart, blocks, strict=True)]
 
 
 def _mlp_apart(first: nn.Module) -> list[nn.Module]:
-    """The MLP of a first block that calls it behind its attention, or nothing.
+    """The MLP of a first block that calls it after its attention, or nothing.
 
-    Nothing is left to compute behind the backward of the first block that would hide the reduction of its gradients. Those of
-    the MLP are most of them, and complete first: apart, they are reduced beside the backward of attention. Code of a caller's
-    own, which may read the MLP's weights, has the block in one.
+    No computation after the backward of the first block would hide the reduction of its gradients. Those of the MLP are most of
+    them, and complete first: separate, they are reduced during the backward of attention. A user's code, which may read the
+    MLP's weights, has the block as one unit.
     """
     if not isinstance(first, TransformerLayer) or type(first) not in _LAYERS or first.parallel or first.experts is not None:
         return []
@@ -202,7 +202,7 @@ def _mlp_apart(first: nn.Module) -> list[nn.Module]:
 
 
 def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The modules behind the blocks as one group, of which FSDP2 wants one dtype; else each by itself.
+    """The modules after the blocks as one group, for which FSDP2 wants one dtype; else each separately.
 
     As one, norm and head are gathered a whole block ahead, and the backward of the norm, which is over at once, need not wait
     until the head's gradients are reduced.
@@ -212,7 +212,7 @@ def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, whole: bool) -> None:
-    """Reduce gradients without what FSDP2 copies for nothing; whole: a rank shares its experts with no other."""
+    """Reduce gradients without FSDP2's needless copies; whole: a rank shares its experts with no other."""
     experts = [_fsdp(part) for part in itertools.chain(*units) if isinstance(part, StackedExperts)] if whole else []
     single_rank.use(experts)
     rest = [module for module in sharded_modules(model) if module not in experts]
@@ -238,7 +238,7 @@ def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Un
 
 
 def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sharding) -> None:
-    """The last step of sharding, once every parameter has storage: FP8 weights travel as FP8, where `how` allows it."""
+    """The last step of sharding, once every parameter has storage: FP8 weights are gathered in FP8, if `how` allows it."""
     units: list[Any] = [part for block in blocks for part in sharded_modules(block)] or [model]
     parts = [part for part in units if has_fp8_weights(part, how.recipe)]
     if parts:
@@ -257,7 +257,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module with a shard group of its own."""
+    """Every module with a separate shard group."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -271,7 +271,7 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Outside of a forward and a backward, free what an abandoned one left: the next forward reads present shards.
+    """Outside a forward and a backward, free the state of an abandoned one: the next forward reads present shards.
 
     A forward without a backward leaves embedding, norm and head gathered, and one that an exception ended any part. FSDP2 would
     compute with these weights after the optimizer has changed their shards, and `parameters()` would be the gathered ones,
@@ -280,7 +280,7 @@ def settle(model: nn.Module) -> None:
     A backward that an exception ended leaves gradients of gathered weights, where `optimizer.zero_grad()` does not reach: FSDP2
     would add them to those of the next backward. What was summed over the ranks before the exception is with the shards.
     """
-    if not isinstance(model, FSDPModule) or checkpoints.graph_task() != -1:  # a backward computes its forward again
+    if not isinstance(model, FSDPModule) or checkpoints.graph_task() != -1:  # a backward recomputes its forward
         return
     modules = list(sharded_modules(model))
     _drop_abandoned_gradients(model, modules)
@@ -288,7 +288,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _drop_abandoned_gradients(model: nn.Module, modules: Sequence[FSDPModule]) -> None:
-    """After a backward that has not ended drop what no rank has summed; says so if micro-batches before it are lost with it."""
+    """After an unfinished backward drop gradients that are not reduced; warns if earlier micro-batches are lost with it."""
     groups = groups_of(modules)
     if backward_is_open(modules):
         for group in groups:
@@ -296,18 +296,18 @@ def _drop_abandoned_gradients(model: nn.Module, modules: Sequence[FSDPModule]) -
         if vars(model).get(_EACH) and any(parameter.grad is not None for parameter in model.parameters()):
             warn(
                 "a backward ended in an exception. The gradients of this step, which are summed over the ranks in each "
-                "micro-batch, may contain a part of its own: call optimizer.zero_grad(), and begin the step anew."
+                "micro-batch, may contain a part of its gradients: call optimizer.zero_grad(), and restart the step."
             )
         elif vars(model).get(_ACCUMULATED):
             warn(
                 "a backward ended in an exception. The gradients of the micro-batches before it, which were not summed over "
-                "the ranks yet, contain a part of its own, and are dropped: begin the step anew with its first micro-batch."
+                "the ranks yet, contain a part of its gradients, and are dropped: restart the step with its first micro-batch."
             )
     vars(model)[_ACCUMULATED] = any(group.holds_gradients for group in groups)
 
 
 def _settle_after_exception(root: nn.Module, *_: Any) -> None:
-    """Have `parameters()` be the shards at once, as for an optimizer that is made before the next forward."""
+    """Make `parameters()` the shards at once, for an optimizer that is created before the next forward."""
     if forward_is_open(_fsdp(root)):
         settle(root)
 
@@ -318,7 +318,7 @@ def refuse_wrappers(model: nn.Module) -> None:
     def refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
         raise InputError(
             f"copy.deepcopy of a {type(self).__name__} whose parameters are parts of tensor-parallel ranks: "
-            "octavo.to_huggingface(model) has whole weights, and octavo.transform makes another model of them."
+            "octavo.to_huggingface(model) has whole weights, and octavo.transform creates another model from them."
         )
 
     def refuse_sharded_blocks(module: Any, _: Any) -> None:
@@ -351,7 +351,7 @@ def _refuse_ddp(self: nn.Module) -> None:
 
 
 def _use_own_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
-    """Give the model a class of its own, whose `zero_grad` drops all gradients.
+    """Give the model a separate class, whose `zero_grad` drops all gradients.
 
     each_micro_batch_too: `set_requires_gradient_sync(False)`, which loops and libraries call to accumulate, leaves the sums
     over the shards in.
@@ -384,7 +384,7 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reshard_after_evaluation(block: nn.Module, inputs: Any, output: Tensor) -> None:
-    """No backward follows that would free the parameters of a part that stays gathered behind its forward."""
+    """No backward follows that would free the parameters of a part that stays gathered after its forward."""
     group = group_of(_fsdp(block))
     if group is None or group.frees_after_forward:
         return

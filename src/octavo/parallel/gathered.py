@@ -1,9 +1,9 @@
 """How long blocks stay gathered: the rule of `reshard_after_forward = "auto"`, for a run and for its plan.
 
-Blocks that stay gathered from forward to backward are gathered once instead of twice: eight layers of Llama-8B on two H200s
-are 1.9% faster for 2.4 GiB. "auto" keeps them if the gathered weights of all blocks together take at most 1/25 of a GPU's
-memory. It does not ask what else the run needs: a plan that does not fit names the setting that frees them. Left out: padding
-of shards, and the parameter without values that autograd sees for all FP8 weights.
+Blocks that stay gathered from forward to backward are gathered once instead of twice: eight layers of Llama-8B on two H200s are
+1.9% faster for 2.4 GiB. "auto" does so if the gathered weights of all blocks together take at most 1/25 of a GPU's memory. It
+ignores the run's other memory: a plan that does not fit names the setting that frees them. Not counted: padding of shards, and
+the placeholder parameter that autograd sees for all FP8 weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.parallel.experts import experts_in
 from octavo.parallel.sharding import Sharding
 
 LAYOUTS = 2
-"""Bytes of a kept FP8 element: its rows for forward, and its columns, which backward's product reads."""
+"""Bytes of a gathered FP8 element: its rows for forward, and its columns, which backward's product reads."""
 
 
 class Choice(NamedTuple):
@@ -70,7 +70,7 @@ def gathered_bytes(
     """Bytes of all blocks gathered on one rank under an autocast of `recipe`, as they stay from forward to backward.
 
     blocks: not sharded yet, on a device or on meta. recipe, param_dtype: as of `Sharding`. experts_over: ranks over which
-    experts are spread, of which a rank gathers its own.
+    experts are distributed, of which a rank gathers its experts.
     """
     seen: set[int] = set()  # a parameter that blocks share is gathered once
     total = 0
@@ -95,7 +95,7 @@ def _bytes_of(part: nn.Module, recipe: Recipe | None, param_dtype: torch.dtype |
 
 
 def element_bytes(stored: int, gathered: int, *, fp8: bool) -> int:
-    """Bytes of a gathered element outside of FP8: beside weights in FP8 all are gathered in their own dtype.
+    """Bytes of a gathered element outside FP8: in a group with FP8 weights all others are gathered in their dtype.
 
     stored, gathered: bytes in the parameter's dtype, and in that of gathering. fp8: of `any_in_fp8`.
     """
@@ -103,7 +103,7 @@ def element_bytes(stored: int, gathered: int, *, fp8: bool) -> int:
 
 
 def has_fp8_weights(part: nn.Module, recipe: Recipe | None) -> bool:
-    """True if weights of `part` are gathered in FP8 under `recipe`, or stored in it; a layer may have a recipe of its own."""
+    """True if weights of `part` are gathered in FP8 under `recipe`, or stored in it; a layer may have a separate recipe."""
     states = [state for _, state in states_of(part)]
     return any(state.stored is not None for state in states) or any_in_fp8([recipe, *(s.under(recipe) for s in states)])
 

@@ -28,7 +28,7 @@ from octavo.parallel.averaging import Average
 from octavo.parallel.torch_clipping import is_of_tensor_rank
 
 WARM_UP = 3
-"""Eager calls before the recording, in which kernels are chosen and compiled and FP8 histories are created."""
+"""Eager calls before the capture, in which kernels are chosen and compiled and FP8 histories are created."""
 
 _Recorded = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor, list[Tensor | None]]
 """A graph with its inputs, its loss and the gradients of the parameters, which it has set or added to."""

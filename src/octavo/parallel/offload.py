@@ -1,9 +1,9 @@
 """Activation offloading: a block's saved activations wait in host memory.
 
-Copies run on streams of their own: to pinned memory while the next block runs, back while the backward of later blocks runs.
-The price is memory for tensors on their way: as much as one block saves in forward, and `horizon` blocks in backward. With
-recomputation only what that keeps is copied. PyTorch's `save_on_cpu` copies on the stream of the layers, loses strides, which
-compiled backwards require, and copies weights, which FSDP2 frees and refills.
+Copies run on separate streams: to pinned memory while the next block runs, back while the backward of later blocks runs. The
+cost is memory for tensors being copied: one block's saved tensors in forward, and `horizon` blocks' in backward. With
+recomputation only the tensors that it saves are copied. PyTorch's `save_on_cpu` copies on the stream of the layers, loses
+strides, which compiled backwards require, and copies weights, which FSDP2 frees and refills.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Saved:
         host: the copy.
         original: the tensor on its device, as long as the copy may still read it.
         stored: the end of the copy to the host; None on a CPU.
-        back: the tensor on its device again, loaded ahead.
+        back: the tensor on its device, loaded ahead.
         loaded: the end of that copy.
     """
 
@@ -52,13 +52,13 @@ class _Saved:
             self.stored = None if stream is None else stream.record_event()
 
     def release(self) -> None:
-        """Give the tensor's memory to what runs next, which waits for the copy."""
+        """Free the tensor's memory for later kernels, which wait for the copy."""
         if self.original is not None and self.stored is not None:
             torch.cuda.current_stream(self.device).wait_event(self.stored)
             self.original = None
 
     def load(self, stream: torch.cuda.Stream | None) -> None:
-        """Begin the copy back, if the tensor is neither there nor on its way."""
+        """Start the copy back, unless the tensor is there or being copied."""
         if self.original is not None or self.back is not None:
             return
         self.back = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
@@ -134,7 +134,7 @@ class _Offloader:
         """Begin the copy of a tensor, and free as many bytes of the block before."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InputError(
-                "a CUDA graph (octavo.graphed) cannot record offloading, whose copies run on streams of their own: set "
+                "a CUDA graph (octavo.graphed) cannot capture offloading, whose copies run on separate streams: set "
                 "train.offload = false, and train.recompute where memory is short."
             )
         if tensor.is_cuda and tensor.device not in self.streams:
@@ -181,7 +181,7 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
     def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
         saved, device = offloader.begin(block), hidden.device
 
-        # Without `hidden` in its closure: a recomputation keeps this function, and would keep the block's input with it.
+        # Without `hidden` in its closure: a recomputation references this function, and would keep the block's input alive.
         def pack(tensor: Tensor) -> Tensor | _Packed:
             if tensor.device != device or tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride():
                 return tensor
@@ -198,7 +198,7 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
 
 @contextlib.contextmanager
 def _behind(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On `stream`, behind all that the current one was given; without one, here."""
+    """On `stream`, after all work of the current one; without one, here."""
     if stream is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Activation recomputation: keep a block's input, compute the rest again in backward, with the scales of its forward.
+"""Activation checkpointing: save a block's input, recompute the rest in backward, with the scales of its forward.
 
-Selectively, attention's result and log-sum-exp are kept too and attention, with its exchange over ranks, never runs again. The
-products whose results are only added to the stream do not run again either: backward reads none of it. And the first forward
-casts nothing for backward.
+Selectively, attention's result and log-sum-exp are saved too, and attention, with its exchange over ranks, is not recomputed.
+Nor are the products whose results are only added to the stream: backward reads none of it. And the first forward casts nothing
+for backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCo
 
 
 def recomputed(block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:
-    """`block(residual + delta, *args)`, of which only the arguments are kept for backward: one tensor, not two.
+    """`block(residual + delta, *args)`, of which only the arguments are saved for backward: one tensor, not two.
 
     FP8 casts repeat exactly and record once. The result has no delta.
     """
@@ -35,7 +35,7 @@ def recomputed(block: TransformerLayer, residual: Tensor, delta: Tensor | None, 
 def selectively_recomputed(
     block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """`recomputed`, but attention's result and log-sum-exp are kept too."""
+    """`recomputed`, but attention's result and log-sum-exp are saved too."""
     return _checkpointed(_selectively, block, residual, delta, *args, **options)
 
 
@@ -68,7 +68,7 @@ def _draws(block: TransformerLayer) -> bool:
 
 
 class _Both(contextlib.AbstractContextManager[None]):
-    """Two contexts, which may be entered again and again."""
+    """Two contexts, which may be entered repeatedly."""
 
     def __init__(self, *contexts: contextlib.AbstractContextManager[None]) -> None:
         self._contexts = contexts
@@ -83,7 +83,7 @@ class _Both(contextlib.AbstractContextManager[None]):
 
 
 class _Unread(contextlib.AbstractContextManager[None]):
-    """A recomputation that leaves the block's result unread."""
+    """A recomputation that does not use the block's result."""
 
     def __init__(self, block: TransformerLayer) -> None:
         self._block = block

@@ -1,9 +1,9 @@
 """A key-value store without the entries of earlier rendezvous.
 
-torchrun restarts all ranks when one has failed, but its agent keeps one store for all rounds. Process groups would read the
+torchrun restarts all ranks when one has failed, but its agent serves one store for all rounds. Process groups would read the
 addresses of dead ranks there, and fail or hang (gloo of torch 2.11 to 2.13, with either rendezvous backend). So the ranks of a
-round first agree on a random name, the prefix of all their keys. torchrun's restart count will not do: agents of several hosts
-count differently.
+round first agree on a random name, the prefix of all their keys. torchrun's restart count does not suffice: agents of several
+hosts count differently.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _KEY = "octavo-rendezvous"
 
 
 def round_store(rank: int, world: int, timeout: float) -> Store | None:
-    """The store of torchrun's agent with a prefix of this round; None for PyTorch's own.
+    """The store of torchrun's agent with a prefix of this round; None for PyTorch's store.
 
-    Without an agent every rendezvous but the first has a prefix too: what lives of earlier process groups (a sharded model has
-    its mesh) keeps the store of rank 0, in which others would find the addresses of then, and wait for them.
+    Without an agent every rendezvous but the first has a prefix too: remains of earlier process groups (a sharded model has its
+    mesh) reference rank 0's store, which still holds the old addresses, so new ranks would hang.
 
     Raises:
         OctavoError: not all ranks came within `timeout` seconds.
@@ -49,7 +49,7 @@ def round_name(store: Store, rank: int, world: int, timeout: float) -> str:
     """A name that the ranks of this round agree on, with the errors of `round_store`.
 
     Rank 0 draws the name. Every other rank answers with the name that it read and a random token. Once every answer has this
-    round's name, rank 0 publishes the tokens under it; a rank that finds its own token there is in the same round.
+    round's name, rank 0 publishes the tokens under it; a rank that finds its token there is in the same round.
     """
     own, answered = secrets.token_hex(8), ""  # rank 0's is the name, another rank's its token
     deadline = time.monotonic() + timeout

@@ -1,9 +1,9 @@
-"""Gradients of what tensor ranks hold alike: norms, biases of row products, routers, adapters' factors.
+"""Gradients of parameters that tensor ranks replicate: norms, biases of row products, routers, adapters' factors.
 
-Each rank reads them for its own tokens, so that its gradient is a part of a sum. One autograd function in front of the model's
-forward hands all of them out, and its backward, the last of the model's, sums all gradients by one all-reduce. With shards
-FSDP2 reduces a block's gradients behind its backward: there it is one for each block. A parameter that is read outside of such
-a forward is summed by itself.
+Each rank reads them for its tokens, so that its gradient is a partial sum. One autograd function before the model's forward
+returns all of them, and its backward, the last of the model's, sums all gradients by one all-reduce. With shards FSDP2 reduces
+a block's gradients after its backward: then there is one function per block. A parameter that is read outside such a forward is
+summed separately.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whole weights out of a sharded model: what other libraries write of it, and nothing that is a part of a tensor.
+"""Whole weights of a sharded model, for other libraries that write it; never a part of a tensor.
 
-`save_pretrained` and `push_to_hub`, of transformers' models, of PEFT's and of others, know one process. On a sharded model all
-ranks call them, each weight is gathered to rank 0's host memory, and rank 0 runs the library's own method with whole weights
-in place of its shards. A tensor of `state_dict()` is a shard: it goes into a checkpoint of PyTorch's, but not into a file that
-looks like a whole model.
+`save_pretrained` and `push_to_hub`, of transformers' models, of PEFT's and of others, assume one process. On a sharded model
+all ranks call them, each weight is gathered to rank 0's host memory, and rank 0 runs the library's method with whole weights in
+place of its shards. A tensor of `state_dict()` is a shard: it may be written to a checkpoint of PyTorch's, but not to a file
+that looks like a whole model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE_STATE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), called on every rank, gives rank 0 whole tensors"
 )
-"""The way to the weights of any sharded model under its own names."""
+"""How to get the weights of any sharded model under its names."""
 _METHODS = ("save_pretrained", "push_to_hub")
 
 

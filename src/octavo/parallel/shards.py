@@ -1,4 +1,4 @@
-"""The part of a parameter that this rank holds, of any sharding: what initialises, loads or writes parts asks here.
+"""The part of a parameter that this rank holds, for any sharding: used to initialise, load or write parts.
 
 FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Of experts that are spread over ranks it
 shards those of this rank. A parameter with a declared block (`octavo.collectives.blocks`) is several ranges of the whole
@@ -101,7 +101,7 @@ class LocalShard:
 
     @torch.no_grad()
     def clear_padding(self) -> None:
-        """Fill what is no element with zeros."""
+        """Fill padding with zeros."""
         for dim, indices in enumerate(self.part.indices):
             if indices.padding:
                 self.local.narrow(dim, len(indices) - indices.padding, indices.padding).zero_()

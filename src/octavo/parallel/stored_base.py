@@ -1,6 +1,6 @@
-"""Frozen weights are cast to FP8 one by one, as they get their values: none is in high precision beside another.
+"""Frozen weights are cast to FP8 one by one, as they are filled: at most one is in high precision at a time.
 
-Each rank reads and casts its rows alone, by the scale of the whole: ranks join amaxes, or the scales of blocks of 128 × 128.
+Each rank reads and casts only its rows, by the scale of the whole: ranks join amaxes, or the scales of blocks of 128 × 128.
 FSDP2 then gathers bytes, 1 a parameter. Every rank has all scales.
 """
 
@@ -196,7 +196,7 @@ def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, 
 def store_in_fp8(model: nn.Module, recipe: Recipe) -> None:
     """Let a model on the meta device, which is not sharded yet, store its frozen weights in FP8.
 
-    Weights that are trained, or out of FP8, stay as they are. Experts have scales of their own, as many as matrices.
+    Weights that are trained, or not in FP8, do not change. Experts have separate scales, one per matrix.
 
     Raises:
         InputError: a layer's recipe needs two layouts of its weight, or another first scale.

@@ -1,4 +1,4 @@
-"""PyTorch's norms and whole tensors, of parameters of which each would have one tensor rank's part alone.
+"""Refuses PyTorch's norms and `full_tensor` of parameters of which each rank would read only its tensor-parallel part.
 
 `torch.nn.utils.clip_grad_norm_` and `get_total_norm` take the norm over the ranks that shard a tensor. Of a tensor group each
 rank would find another norm, scale by it, and the ranks' copies of a norm's weight would part, in silence. `full_tensor()` and
@@ -65,7 +65,7 @@ def _refuse_norm(*_: Any, **__: Any) -> NoReturn:
 
 
 def _check(module: Any, name: str, checked: Any) -> None:
-    """Put a function of PyTorch's behind a check, once."""
+    """Wrap a function of PyTorch's with a check, once."""
     known: Any = getattr(module, name)
     if not hasattr(known, _MARK):
         own = checked(known)
@@ -116,6 +116,6 @@ def _refuse(tensors: Iterable[Tensor]) -> None:
     if any(map(is_of_tensor_rank, tensors)):
         raise InputError(
             "a norm of torch.nn.utils (clip_grad_norm_, get_total_norm) of a tensor-parallel model would be that of each "
-            "rank's own parts. Call octavo.clip_grad_norm_(model, max_norm), which counts every element once; with 0.0 it only "
+            "rank's parts. Call octavo.clip_grad_norm_(model, max_norm), which counts every element once; with 0.0 it only "
             "returns the norm."
         )

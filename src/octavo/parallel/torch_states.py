@@ -1,8 +1,8 @@
-"""PyTorch's state dicts and loss scaling, for models of which each tensor rank has a part.
+"""PyTorch's state dicts and loss scaling, for models that are split over tensor ranks.
 
-A model's whole state dict is joined out of the ranks' parts. An optimizer's states are DTensors of the sharding ranks, so that
-all ranks of a tensor group would write and read theirs under one key: refused, in silence otherwise. So is a loss scaler, which
-would skip the step of those ranks alone whose part has an infinity.
+A model's whole state dict is joined from the ranks' parts. An optimizer's states are DTensors of the sharding ranks, so that
+all ranks of a tensor group would write and read theirs under one key without notice: refused. So is a loss scaler, which would
+skip the step only on ranks whose part has an infinity.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _refusing_scale(known: Any) -> Any:
     def checked(self: Any, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
         if any(is_of_tensor_rank(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise InputError(
-                "torch.amp.GradScaler with a tensor_parallel_degree above 1: it would skip the step of those ranks alone whose "
+                "torch.amp.GradScaler with a tensor_parallel_degree above 1: it would skip the step only on ranks whose "
                 "part has an infinity. Train in bfloat16, which needs no loss scaling, or set tensor_parallel_degree = 1."
             )
         return known(self, optimizer, *arguments, **keywords)

@@ -67,7 +67,7 @@ class State:
         mesh: dimensions replicate, hybrid_shard and tensor.
         shard_mesh: [replicate, hybrid_shard], or [hybrid_shard] with one replica.
         expert_mesh: [replicate, expert_shard, expert], of experts; None where every rank computes with all of them.
-        rng_tracker: made by the first `get_rng_state_tracker`; None before.
+        rng_tracker: created by the first `get_rng_state_tracker`; None before.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class State:
 
 
 class RngStateTracker:
-    """Named random generators of one device, beside the default one."""
+    """Named random generators of one device, in addition to the default one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -195,7 +195,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
     degrees = fit_degrees(**chosen.model_dump(include=set(DEGREES)), world_size=world, section="")
     if chosen.expert_dispatch_fp8 and degrees.expert == 1:
         raise InputError(
-            "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token travels: "
+            "octavo.init: expert_dispatch_fp8 = True has no effect with expert_parallel_degree = 1, where no token is sent: "
             "set the degree, or leave it out."
         )
     if state.mesh is not None and state.degrees != degrees:
@@ -225,16 +225,16 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
 
 
 def shutdown() -> None:
-    """Destroy the process groups that `init` made; `octavo.state` describes one rank again.
+    """Destroy the process groups that `init` created; `octavo.state` then describes one rank.
 
-    In a world that the caller has made, by `torch.distributed.init_process_group`, they end with it: the caller's
+    In a world that the caller has created, by `torch.distributed.init_process_group`, they end with it: the caller's
     `torch.distributed.destroy_process_group` destroys all.
     """
     calls.leave("octavo.shutdown was called there")
     atexit.unregister(_destroy_at_exit)
     if state._owns_group and dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # PyTorch would give tensors of a later, equal mesh this one, whose groups have ended
+    _clear_sharding_prop_cache()  # PyTorch would reuse this mesh, whose groups have ended, for a later, equal one
     state._reset()
 
 
@@ -298,7 +298,7 @@ def _refuse_other_configs(configs: list[dict[str, Any]]) -> None:
 
 
 def _refuse_of_one_rank(model: Any, _: Any) -> None:
-    """A forward pre-hook of models that were made before the ranks were known."""
+    """A forward pre-hook of models that were created before `octavo.init`."""
     if state.world_size > 1 and model.training and torch.is_grad_enabled():
         raise InputError(
             f"octavo.transform made this {type(model).__name__} before octavo.init, for one rank: each of the "
