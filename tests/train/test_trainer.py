@@ -443,7 +443,7 @@ def test_a_state_that_no_checkpoint_keeps_is_refused_before_the_first_step(tiny_
     for kind, value in values.items():
         callback = callback_with(state_dict=lambda self, value=value: {"x": value}, load_state_dict=lambda self, state: None)
         with pytest.raises(
-            InputError, match=rf"Mine\.state_dict\(\) cannot be kept in a checkpoint: \['x'\] is of type {kind}"
+            InputError, match=rf"Mine\.state_dict\(\) cannot be stored in a checkpoint: \['x'\] is of type {kind}"
         ):
             trainer_of(run, callbacks=[callback]).train()
         assert not (run.output / "checkpoints").exists()

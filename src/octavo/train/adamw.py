@@ -31,7 +31,7 @@ class AdamW(torch.optim.AdamW):
 
     Attributes:
         grad_scale: factor of the gradients in the next steps, float32 [] on their device; None: no factor. Gradients for
-            PyTorch's kernel are multiplied in place first. `torch.amp.GradScaler` does not set it: it unscales by itself.
+            PyTorch's kernel are multiplied in place first. `torch.amp.GradScaler` does not set it: it unscales the gradients.
     """
 
     grad_scale: Tensor | None = None

@@ -1,7 +1,7 @@
-"""The data of a run file for a loop of one's own: conversations, prompts or text, packed and shared out as a run does it.
+"""The data of a run file for a user's training loop: conversations, prompts or text, packed and distributed as in a run.
 
-The global batch of a step follows from the seed and the number of the step alone, on any ranks and with any micro-batch. So a
-loop continues by the number of its next step, and needs no state of a loader.
+The global batch of a step depends only on the seed and the number of the step, for any ranks and micro-batch. So a loop
+continues from the number of its next step, and needs no state of a loader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Batches:
     Attributes:
         prepared: the tokens, with their manifest and tokenizer.
         counts: conversations, tokens, trained share, long and dropped rows, a sentence for each split.
-        packing: "documents" or "join", as the data asks for it.
+        packing: "documents" or "join", resolved from the data.
     """
 
     def __init__(self, model: nn.Module, config: DataConfig, global_batch: int, micro_batch: int | None) -> None:
@@ -81,7 +81,7 @@ class Batches:
     def step(self, step: int) -> list[dict[str, Any]]:
         """This rank's micro-batches of a step, the first is 1: keyword arguments of the model. Collective over ranks.
 
-        `input_ids`, `labels` and, of documents that are apart, `position_ids` [B, T]; `num_items_in_batch`, the targets of the
+        `input_ids`, `labels` and, for separate documents, `position_ids` [B, T]; `num_items_in_batch`, the targets of the
         global batch, by which the sum of losses is divided; of a decoder with experts `attention_mask`.
         """
         if step < 1:
@@ -132,7 +132,7 @@ class Batches:
 def batches(
     model: nn.Module, data: Mapping[str, Any] | DataConfig, *, global_batch: int, micro_batch: int | None = None
 ) -> Batches:
-    """The data of a `[data]` section for a loop of one's own: prepared, packed, and shared out among the ranks.
+    """The data of a `[data]` section for a user's training loop: prepared, packed, and distributed over the ranks.
 
         data = {"source": "chats.jsonl", "tokenizer": "chat-model", "sequence_length": 2048}
         found = octavo.batches(model, data, global_batch=16)
@@ -142,18 +142,18 @@ def batches(
                     loss = model(**arguments).loss
                 loss.backward()
 
-    Conversations are masked by the chat template and packed by best fit, each apart, as a run does it; ranks share a global
-    batch by the work of attention. Collective over ranks.
+    Conversations are masked by the chat template and packed separately by best fit, as in a run; ranks share a global batch by
+    the work of attention. Collective over ranks.
 
     Args:
-        model: of `octavo.transform`, or a causal language model of its own code.
+        model: of `octavo.transform`, or a causal language model with its original code.
         data: the section's keys (docs/run-files.md).
         global_batch: sequences in a step, over all ranks.
         micro_batch: sequences in a forward of one rank; None: its whole share.
 
     Raises:
         InputError: a key is unknown or wrong; the data has a fault, or ids beyond the model's vocabulary; ranks x micro-batch
-            does not divide the global batch; the model's original code ignores what keeps documents apart.
+            does not divide the global batch; the model's original code ignores the boundaries of documents.
     """
     values = data.model_dump(exclude_unset=True) if isinstance(data, DataConfig) else dict(data)
     # A whole run file: keys of the section without an effect are refused as there.

@@ -1,8 +1,8 @@
 """Events of a training: the calls that `octavo.Trainer` passes on to a user's callbacks and evaluation.
 
 They run on every rank, so that a callback may use collectives. If one raises, the step is saved first. Random numbers that they
-draw and gradients that they leave change no number of the run. What the run itself decides, such as the learning rate, they
-cannot set: it is refused rather than overwritten. Checkpoints keep the state of callbacks that have `state_dict`.
+draw and gradients that they leave change no number of the run. Settings that the run decides, such as the learning rate, they
+cannot change: that is refused rather than overwritten. Checkpoints store the state of callbacks that have `state_dict`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ EVALUATE = "Trainer(evaluate=…)"
 class Callback:
     """Override any of the methods; `trainer` is the `octavo.Trainer`, with `model`, `optimizer`, `config` and `step`.
 
-    With methods `state_dict` and `load_state_dict` a callback has a state, which each checkpoint of the run keeps: tensors,
-    numbers, text, and lists, tuples and dicts of them. A run that continues hands it back before its first step.
+    With methods `state_dict` and `load_state_dict` a callback has a state, which each checkpoint of the run stores: tensors,
+    numbers, text, and lists, tuples and dicts of them. A continued run restores it before its first step.
     """
 
     def on_step(self, trainer: Any, record: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Callback:
         """After each validation; `record` has `validation_loss`, `perplexity` and the figures of the user's evaluation."""
 
     def on_checkpoint(self, trainer: Any, path: Path) -> None:
-        """After each save; under `checkpoint.async` the files of `path` may still be on their way."""
+        """After each save; under `checkpoint.async` the files of `path` may still be written."""
 
     def on_end(self, trainer: Any, result: Result) -> None:
         """After the last step, also of a run that ends early; not after a signal or an error."""
@@ -52,7 +52,7 @@ _LOOKS_LIKE_AN_EVENT = re.compile(r"on(_|[A-Z])")
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Refuse what would never be called, or fail when it is.
+    """Refuse a callback whose methods would never be called, or fail when called.
 
     Raises:
         InputError: no list of callbacks, a method of a misspelt name or with other arguments, or half of a state.
@@ -121,7 +121,7 @@ class Events:
         return b""
 
     def restore(self, state: bytes) -> None:
-        """Take the state of the checkpoint from which the run continues; empty for one without any."""
+        """Restore the state of the checkpoint from which the run continues; empty for one without any."""
 
     def stepped(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
@@ -130,7 +130,7 @@ class Events:
         """A validation is done."""
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is written or on its way."""
+        """A checkpoint is written or being written."""
 
     def evaluate(self, model: nn.Module, step: int, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Figures of the user's evaluation, as `evaluation/NAME`. alive: called before each forward."""
@@ -165,7 +165,8 @@ class CallbackEvents(Events):
                 pack(states[name])
             except TypeError as error:
                 raise InputError(
-                    f"{name}.state_dict() cannot be kept in a checkpoint: {error}. A state is {KINDS}: keep it as one of these."
+                    f"{name}.state_dict() cannot be stored in a checkpoint: {error}. A state is {KINDS}: return it as one of "
+                    "these."
                 ) from None
         return pack(states) if states else b""
 

@@ -121,7 +121,7 @@ def perplexity(cross_entropy: float) -> float:
 
 
 def sample_of(context: TrainContext, tokenizer: Path | None) -> str | None:
-    """A prompt with its continuation by the model; None without a tokenizer, or if it cannot be made. All ranks call it."""
+    """A prompt with its continuation by the model; None without a tokenizer, or if sampling failed. All ranks call it."""
     train = context.plan.config.train
     if tokenizer is None or not train.sample_tokens:
         return None

@@ -35,7 +35,7 @@ Reduce = Literal["same", "mean", "sum"]
 
 
 def load_function(name: str) -> Evaluation:
-    """The function of "FILE.py:FUNCTION" in `train.eval`; the file is imported as a module of its own.
+    """The function of "FILE.py:FUNCTION" in `train.eval`; the file is imported as a separate module.
 
     Raises:
         InputError: there is no such file or function, or it does not take model and step.
@@ -74,7 +74,7 @@ def _function(file: Path, wanted: str, key: str) -> Evaluation:
 
 
 def check_function(function: Any, key: str) -> None:
-    """Refuse what cannot be called with model and step, or whose result would be no dict."""
+    """Refuse a function that cannot be called with model and step, or whose result would be no dict."""
     if not callable(function) or isinstance(function, type):
         raise InputError(f"{key}: it is a function of model and step, and this is {function!r}.")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -187,7 +187,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Around an evaluation in a loop of one's own: evaluation mode, no gradients, and then the training as before.
+    """Around an evaluation in a user's training loop: evaluation mode, no gradients; then training's state is restored.
 
     Modes of modules, random states (PyTorch's, NumPy's, Python's), FP8 scales and histories are put back, to the bit. Gradients
     that are there stay; all ranks enter it.
@@ -203,7 +203,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Evaluation mode; then modes, random states and FP8 scales as before, to the bit, and no gradients.
+    """Evaluation mode; then modes, random states and FP8 scales are restored, to the bit, without gradients.
 
     name: of the evaluation, for messages. alive: called before each forward of the model.
 

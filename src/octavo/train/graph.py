@@ -1,4 +1,4 @@
-"""`train.graph`: forward and backward of a step's micro-batches as CUDA graphs, beside the eager loop to the bit.
+"""`train.graph`: forward and backward of a step's micro-batches as CUDA graphs, with the bits of the eager loop.
 
 The first micro-batch is one graph, which sets the gradients and casts the FP8 weights; all others are replays of a second one,
 which adds to them and reads these. Clipping, optimizer, evaluation and checkpoints stay eager. `octavo.plan.graph` refuses the

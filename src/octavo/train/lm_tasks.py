@@ -2,7 +2,7 @@
 
 Every rank runs the harness over all questions, and ranks that see different samples answer a share of the texts each: then all
 have all answers, and the figures are those of one rank. Forwards are equally many on every rank, since sharded ranks run them
-together. They run in FP8 where the training does, with its scales under delayed scaling; other recipes scale a batch by itself.
+together. They run in FP8 where training does, with its scales under delayed scaling; other recipes scale each batch separately.
 
 No code is fetched: data sets with scripts, metrics of the Hub and tasks that run generated code are refused.
 """
@@ -33,7 +33,7 @@ from octavo.train.evaluation import unchanged
 from octavo.train.step import TrainContext
 
 _STEP = 16
-"""Lengths of batches are multiples of it, beside those of context ranks."""
+"""Lengths of batches are multiples of it, and of context ranks' requirements."""
 
 
 _SEED = 1234
@@ -122,7 +122,7 @@ def _is_registered(metric: str) -> bool:
 def run_tasks(context: TrainContext, tokenizer: Path | None, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Figures of the tasks of `train.eval`, `evaluation/TASK/METRIC`, the same on all ranks. All ranks call it.
 
-    A metric behind a filter of answers other than lm-eval's "none" is METRIC,FILTER. Standard errors are left out.
+    A metric of a filter of answers other than lm-eval's "none" is METRIC,FILTER. Standard errors are left out.
 
     Args:
         tokenizer: folder of the run's.
@@ -260,7 +260,7 @@ class Answerer:
         return [whole[at] for at in range(len(prompts))]
 
     def logits(self, rows: Sequence[Sequence[int]], length: int, positions: Tensor) -> Tensor:
-        """Logits [B, len(positions), V] of rows that are padded behind to a length: no token sees what follows it."""
+        """Logits [B, len(positions), V] of rows that are right-padded to a length: no token attends to later ones."""
         own = self._own
         unit = _STEP * (2 * state.cp_size if state.cp_size > 1 else 1)
         padded = -(-length // unit) * unit
@@ -313,7 +313,7 @@ def _language_model(settings: Scoring) -> Any:
             texts, cut = [], 0
             for (_context, continuation), before, after in requests:
                 if not after:
-                    raise InputError(f"lm-eval: the answer {continuation!r} has no token of its own behind its question.")
+                    raise InputError(f"lm-eval: the answer {continuation!r} has no separate token after its question.")
                 if len(after) > settings.longest:
                     raise InputError(
                         f"lm-eval: an answer has {len(after)} tokens, and the model {settings.longest} positions. "

@@ -86,8 +86,8 @@ def train_one(
     checkpoints.protected = best.step if config.checkpoint.best else 0
     if checkpoints.protected and first_rank and not (folder.checkpoints / f"step-{best.step}").is_dir():
         warn(
-            f"checkpoint.best: the best {best.key} was {best.loss:.4g} at step {best.step}, whose checkpoint was not kept. The "
-            "next better one is."
+            f"checkpoint.best: the best {best.key} was {best.loss:.4g} at step {best.step}, whose checkpoint was not saved. "
+            "The next better one is."
         )
     early = _early_end(plan, best)
     if latest is not None:
@@ -176,7 +176,7 @@ def _announce(console: Console, label: str, plan: RunPlan, prepared: PreparedDat
 
 @contextlib.contextmanager
 def _open_metrics(folder: RunFolder, done: int) -> Iterator[MetricsFile]:
-    """The metrics of a training behind step `done`; warns of lost records."""
+    """The metrics of a training after step `done`; warns of lost records."""
     with contextlib.closing(MetricsFile(folder.metrics, done)) as metrics:
         if metrics.lost:
             lost = f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done"
@@ -400,7 +400,7 @@ def _train_step(
 
 
 def _left_behind(checkpoints: Checkpointer) -> str:
-    """Text for a run that ends without a save: its checkpoint on disk, and where it may start again. Collective."""
+    """Text for a run that ends without a save: its checkpoint on disk, and where it may restart. Collective."""
     checkpoints.wait()
     newest = next(iter(step_folders(checkpoints.folder)), None)
     if newest is None:

@@ -40,7 +40,7 @@ class LossScale:
         """Update the scale after a step; returns True for a step to skip.
 
         False also after an overflow where skipping would not help (a dynamic scale of 1, or too many skips in a row with a
-        fixed one): the caller's own check of loss and norm then stops the run.
+        fixed one): the caller's check of loss and norm then stops the run.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self.skipped_in_a_row = 0

@@ -1,13 +1,13 @@
 """Muon for the hidden matrices of a model, and AdamW for all else, as one optimizer; right over ranks.
 
 The update is `torch.optim.Muon`'s: momentum (`lerp`) and Nesterov's step, five steps of Newton and Schulz's iteration,
-decoupled weight decay, and a rate by the matrix's shape. Momentum is of elements, sharded as its parameter: a checkpoint keeps
-it as it keeps weights, and loads at any degrees. What is orthogonalised is a whole matrix of the model
-(`octavo.models.hidden`), never a shard, a tensor rank's part or a joined parameter.
+decoupled weight decay, and a rate by the matrix's shape. Momentum is elementwise, sharded as its parameter: a checkpoint stores
+it like weights, and loads at any degrees. Whole matrices of the model (`octavo.models.hidden`) are orthogonalised, never a
+shard, a tensor rank's part or a joined parameter.
 
-Over ranks each matrix is computed once: parameters, and slices of stacked experts, are shared out by their FLOPs over all
-ranks. A step gathers the updates, of which a rank keeps those that it computes, and broadcasts the results. That is about
-twice the traffic of one gathering of the weights in bf16. Newton and Schulz's steps run in bf16 on a GPU, as PyTorch's, and in
+With several ranks each matrix is computed once: parameters, and slices of stacked experts, are assigned by their FLOPs to all
+ranks. A step gathers the updates, of which a rank stores those that it computes, and broadcasts the results. That is about
+twice the traffic of one all-gather of the weights in bf16. Newton and Schulz's steps run in bf16 on a GPU, as PyTorch's, and in
 float32 (float64 for float64 weights) on a CPU.
 """
 
@@ -94,7 +94,7 @@ class MuonAdamW(AdamW):
     Args:
         model: of `octavo.transform`, or with its original code; sharded before, if it is.
         lr: of hidden matrices.
-        adamw_lr: of all else; None: `lr`, with `scale` = "match_rms_adamw" alone.
+        adamw_lr: of all other parameters; None: `lr`, only with `scale` = "match_rms_adamw".
         weight_decay: decoupled, of matrices (`octavo.parameter_groups`).
         momentum: of Muon's gradients, by Nesterov's rule where `nesterov`.
         nesterov: see `momentum`.
@@ -191,7 +191,7 @@ class MuonAdamW(AdamW):
             if not self._spread:
                 self._apply(one, _of_slice(one, mine[slices[0]], whole.dtype), group)
                 continue
-            if len(mine) < len(slices):  # not the memory of what others compute
+            if len(mine) < len(slices):  # no memory for the matrices of other ranks
                 mine = {each: rows.clone() for each, rows in mine.items()}
             taken.append((one, mine))
         for one, mine in taken:
@@ -225,7 +225,7 @@ class MuonAdamW(AdamW):
         return torch.promote_types(torch.float32, parameter.dtype)
 
     def _with_gradients(self, hidden: list[HiddenParameter]) -> list[HiddenParameter]:
-        """Those with a gradient, by which ranks have to agree: the others are skipped, as PyTorch's optimizers skip them."""
+        """Those with a gradient, on which ranks have to agree: the others are skipped, as PyTorch's optimizers skip them."""
         have = [one.parameter.grad is not None for one in hidden]
         if self._spread and hidden:
             device = hidden[0].parameter.device

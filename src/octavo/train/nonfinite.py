@@ -1,7 +1,7 @@
 """Loss and gradients that are not finite: the run stops, with the first module at fault.
 
 A normal step has no checks. If its loss or gradient is not finite, the weights are still those of the step before, so the same
-batch runs again, now with a hook on every module.
+batch is repeated with a hook on every module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_finite(
 ) -> None:
     """Stop a run with a loss or gradient that is not finite, before the weights change.
 
-    `forwards` run the step's micro-batches again, to find the module; `advice` is the first remedy of the message.
+    `forwards` repeat the step's micro-batches, to find the module; `advice` is the first remedy of the message.
 
     Raises:
         NotFinite: names the result of `first_nonfinite` and the parameters with gradients that are not finite.

@@ -1,8 +1,8 @@
-"""Check of a model that runs its original code, before its first step: causal, documents apart, loss over the step's targets.
+"""Check of a model with its original code, before its first step: causal, separate documents, loss over the step's targets.
 
-Octavo's decoder has these properties by its tests. Other code may read later tokens, ignore `position_ids` or divide its loss
-in its own way: training would run and learn the wrong thing. Dependence is measured by gradients, which are exactly zero where
-there is none, whatever the initial weights.
+Octavo's decoder has these properties by its tests. Other code may attend to later tokens, ignore `position_ids` or divide its
+loss differently: training would run and learn the wrong thing. Dependence is measured by gradients, which are exactly zero
+where there is none, for any initial weights.
 """
 
 from __future__ import annotations

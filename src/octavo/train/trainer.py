@@ -1,7 +1,7 @@
 """`octavo.Trainer`: the run of a run file as a Python object, and what `octavo train` runs.
 
-A run is its folder: it is locked, checked against its past, continued, and followed by its twin without FP8 if that is asked
-for. The steps of one training are `octavo.train.loop`.
+A run is its folder: it is locked, checked against its past, continued, and followed by its twin without FP8 if requested. The
+steps of one training are `octavo.train.loop`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Trainer:
 
     Args:
         run_file: path of a run file, or a `RunConfig`; None: all keys are keywords.
-        callbacks: objects with methods of `Callback`, called on every rank; checkpoints keep the state of those that have one.
+        callbacks: objects with methods of `Callback`, called on every rank; checkpoints store the state of those that have one.
         evaluate: function of model and step, called on every rank every `train.eval_every` steps, or after each validation; its
             figures go to metrics.jsonl as `evaluation/NAME`. The model is that in training, in evaluation mode, without
             gradients.
