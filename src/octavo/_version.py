@@ -1,3 +1,3 @@
-"""The version: read by the package, its build, and the files that record what wrote them."""
+"""The version: read by the package, its build, and files that record their writer."""
 
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ OF_A_CLONE = ("one-gpu", "lora", "sharded", "context", "vision", "checkpoint", "
 
 
 class Commands(TyperGroup):
-    """Ctrl-C in any command is an error with a message and an exit code of its own."""
+    """Ctrl-C in any command is an error with a message and a separate exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -2,12 +2,12 @@
 
 1. replace      a known family becomes Octavo's decoder, timm's vision transformer gets Octavo's blocks, and any other module
                 Octavo's linears in place of its eligible `nn.Linear`s
-2. choose       another recipe, or none, for layers named by a pattern; parameters that are not trained; adapters beside them
-3. recompute    blocks save their input only, or all but one product; offload: saved activations in host memory
+2. choose       another recipe, or none, for layers by pattern; frozen parameters; adapters
+3. recompute    activation checkpointing per block: all, all but attention, or the MLP's first product; offload to host memory
 4. shard        over the ranks, block by block
 5. materialise  storage for this rank's shards
 6. load         from the model itself, from a folder of weights, from rank 0, or by initialisation
-7. gather       FP8 weights travel as FP8; or keep: on one rank their columnwise layouts may stay until backward
+7. gather       all-gather weights in FP8; on one rank, cache columnwise FP8 weights for backward if they fit
 
 Both call `build_model`. Only `transform` knows `octavo.state`; all below takes arguments.
 """
@@ -107,20 +107,20 @@ class BuildOptions:
 
     Attributes:
         dtype: of activations and of products outside FP8.
-        params_dtype: of parameters; None for a model that runs its original code, whose parameters keep their dtypes.
+        params_dtype: of parameters; None for a model with its original code, whose parameters keep their dtypes.
         buffer_dtype: of buffers.
         seed: of initial weights.
-        blocks: "own" keeps a model's code, "auto" replaces it where Octavo has blocks for it.
-        skip: patterns of layers that stay out of FP8. excluded: names of others, each with its reason.
-        layers: pattern → a recipe of its own, or None to stay out of FP8.
-        fp8_head: as in `transform`. objective: label smoothing and z-loss of the training loss (Octavo's decoder alone).
+        blocks: "own" runs a model's original code, "auto" replaces it where Octavo has blocks for it.
+        skip: patterns of layers that are excluded from FP8. excluded: names of others, each with its reason.
+        layers: pattern → a separate recipe, or None to exclude from FP8.
+        fp8_head: as in `transform`. objective: label smoothing and z-loss of the training loss (only Octavo's decoder).
         recompute, mlp_chunks: as in `octavo.config.recompute`.
-        offload: saved activations are kept in host memory. horizon: blocks that are loaded ahead in backward.
+        offload: saved activations go to host memory. horizon: blocks that are loaded ahead in backward.
         moe: losses, noise and balancing of routers.
         frozen: patterns of parameters that are not trained.
-        averaged: average the gradients of a model that runs its original code over ranks, for mean losses; False sums them.
+        averaged: average the gradients of a model with its original code over ranks, for mean losses; False sums them.
         resize: the config may have more tokens than the weights of `load_from`.
-        lora: adapters, which with the modules that they name are all that is trained.
+        lora: adapters; only these, and the modules that they name, are trained.
         base_recipe: of the products, for frozen weights that are stored in FP8; None for no products in FP8.
     """
 
@@ -146,7 +146,7 @@ class BuildOptions:
     base_recipe: Recipe | None = None
 
     def check(self) -> None:
-        """Raise an InputError for values that no model takes, and for libraries that lack what training calls."""
+        """Raise an InputError for values that no model supports, and for libraries that lack a name used in training."""
         if sentence := versions.lacking():
             raise InputError(f"{sentence}.")
         if self.blocks not in ("auto", "own"):
@@ -190,10 +190,10 @@ def transform(
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
-    Octavo's blocks. Any other module keeps its code and has its eligible `nn.Linear`s replaced in place. All are called as
-    before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others averaged.
-    Query, key and value become one parameter, and gate and up: optimizers that treat a parameter as one matrix, such as Muon,
-    take `octavo.matrices`, and are refused without it at their first step.
+    Octavo's blocks. Any other module runs its original code, with its eligible `nn.Linear`s replaced in place. All are called
+    as before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others
+    averaged. Query, key and value become one parameter, and gate and up: optimizers that treat a parameter as one matrix, such
+    as Muon, take `octavo.matrices`, and are refused without it at their first step.
 
     Args:
         model: with weights; or on the meta device (`octavo.delayed_init`), to be filled from `load_from`, from rank 0, or else
@@ -203,22 +203,23 @@ def transform(
             depend on their order then, and casts to FP8 are those of every layout.
         device: of the result; when absent the model's (with several ranks: this rank's).
         config: the Hugging Face config, when `model.config` is not it.
-        skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that stay out of FP8.
-        layers: pattern → the layers' own recipe in place of `fp8_autocast`'s, or None to stay out of FP8.
+        skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that are excluded from FP8.
+        layers: pattern → the layers' recipe in place of `fp8_autocast`'s, or None to exclude them from FP8.
             Later patterns win; `skip` overrides all.
-        load_from: a Hugging Face model folder with weights, of which each rank reads its own rows.
+        load_from: a Hugging Face model folder with weights, of which each rank reads its rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
-        cp_comm_type: as in `octavo.init`, or "own": the model's own code splits its sequences, by `octavo.context_parallel`.
-        params_dtype: of parameters; their own when absent. float32 under a bf16 `dtype` is master weights.
+        cp_comm_type: as in `octavo.init`, or "own": the model's original code splits its sequences, by
+        `octavo.context_parallel`. params_dtype: of parameters; unchanged when absent. float32 with a bf16 `dtype` gives master
+        weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
-        recompute: keep each block's input alone for backward; "selective": and attention's result; "mlp": all but one product.
+        recompute: save only each block's input for backward; "selective": and attention's result; "mlp": all but one product.
         mlp_chunks: chunks of tokens that each MLP computes one after the other, with the temporaries of one.
-        offload: keep activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
-        blocks: "own" keeps the code of a model that would get Octavo's blocks, and its names in checkpoints.
+        offload: store activations saved for backward in host memory, as `sm_activation_offloading` of `octavo.init` does.
+        blocks: "own" runs the original code of a model that would get Octavo's blocks, with its names in checkpoints.
         moe: losses and noise of the routers of experts, by the keys of a run file's [moe]; absent ones as in the config.
-        lora: `octavo.LoRA`: adapters beside the matrices of Octavo's decoder, all of whose other weights are frozen. A model of
-            PEFT's has its own: leave it out.
+        lora: `octavo.LoRA`: adapters on the matrices of Octavo's decoder; all other weights are frozen. Leave it out for a
+        model of PEFT's, which has adapters.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor that
@@ -303,7 +304,7 @@ def build_model(
     Args:
         source: a model, with weights or on the meta device; or a Hugging Face config, for a causal language model with random
             weights by the options' seed or those of `load_from`.
-        options: what the model is to be.
+        options: the build options.
         device: "meta" fills nothing, for counting parameters.
         config, load_from: as in `transform`.
         sharding: over which ranks; None keeps the model whole.
@@ -384,8 +385,8 @@ def place(
 ) -> nn.Module:
     """The steps from sharding on, for a model of the steps before; `values` is called once the model is sharded.
 
-    of_one_rank: FSDP2 holds the parameters of tensor ranks that nobody shares, too. Its hooks and copies, of no use there, take
-    as long to launch as the products.
+    of_one_rank: FSDP2 holds the parameters of tensor ranks without shards too. Its hooks and copies, useless there, take as
+    long to launch as the products.
     """
     shards = sharding is not None and (sharding.shards or of_one_rank)
     _, parts = parts_of(model)
@@ -530,7 +531,7 @@ def _check_arguments(model: Any, dtype: Any, params_dtype: Any, skip: Any, layer
 def _replacement(
     original: nn.Module | None, config: Any, blocks: Literal["auto", "own"], *, can_fill: bool
 ) -> tuple[ModelSpec | None, bool, str]:
-    """(spec of the decoder that replaces the model, True for new vision blocks, reason for the model's own code if neither)."""
+    """(spec of the decoder that replaces the model, True for new vision blocks, reason for the original code if neither)."""
     if getattr(original, "hf_quantizer", None) is not None:
         raise InputError(
             f"the weights of this {type(original).__name__} are quantised in memory. Of a folder in FP8 give a model without"
@@ -542,7 +543,7 @@ def _replacement(
     )
     vision = original is not None and is_vision_transformer(original)
     if blocks == "own" and (isinstance(original, Decoder) or isinstance(getattr(original, "blocks", None), Blocks)):
-        raise InputError('blocks = "own": the model has Octavo\'s blocks already. Transform the model as it was before.')
+        raise InputError('blocks = "own": the model has Octavo\'s blocks already. Transform the original model.')
     if not causal_lm and not vision:
         return None, False, ""
     if blocks == "own":
@@ -554,13 +555,13 @@ def _replacement(
         return None if reason else spec, False, reason
     assert original is not None
     if not can_fill and any(parameter.is_meta for parameter in original.parameters()):
-        return None, False, "its blocks have initial values of their own: give load_from or load_state_dict_from_rank0"
+        return None, False, "its blocks have custom initial values: give load_from or load_state_dict_from_rank0"
     reason = own_code_reason(original)
     return None, not reason, reason
 
 
 def parts_of(model: nn.Module) -> tuple[Decoder | Blocks | None, list[nn.Module]]:
-    """(the module that runs Octavo's blocks or None for a model's own code, the blocks: one shard group each)."""
+    """(the module that runs Octavo's blocks or None for a model's original code, the blocks: one shard group each)."""
     if isinstance(model, Decoder):
         return model, list(model.layers)
     stack = getattr(model, "blocks", None)
@@ -585,7 +586,7 @@ def _recompute(model: nn.Module, stack: Decoder | Blocks | None, options: BuildO
 
 
 def _values(model: nn.Module, weights: Weights | None, from_rank0: Ranks | None, options: BuildOptions) -> Values:
-    """The weights as values; without any, the initialisation of the decoder or of a model's own modules."""
+    """The weights as values; without any, the initialisation of the decoder or of a model's modules."""
     loader, seed = None if weights is None else WeightLoader(model, weights), options.seed
     if from_rank0 is not None:
         return FromRank0(loader if from_rank0.rank == 0 else None, from_rank0)
@@ -610,7 +611,7 @@ def _weights(
     replaced: bool,
     resize: bool,
 ) -> Weights | None:
-    """A folder of weights, or a model's own tensors that fill others, of `replaced` blocks or of other ranks; else None."""
+    """A folder of weights, or a model's tensors that fill others, of `replaced` blocks or of other ranks; else None."""
     needed = replaced or from_rank0 is not None
     if load_from is not None:
         return folder_weights(load_from, original, config, resize=resize)
@@ -635,7 +636,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
             raise
         raise InputError(
             f"model.source: {config.model_type} is no causal language model of transformers, and a run trains only those. Give "
-            "another model.source, or train it in a loop of your own through octavo.transform."
+            "another model.source, or train it in your loop through octavo.transform."
         ) from None
     keep_float32_buffers(model, dtype)
     return model

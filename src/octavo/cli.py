@@ -53,7 +53,7 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the process's own; returns the exit code, or exits as one of several ranks."""
+    """Run a command line, by default the process's; returns the exit code, or exits as one of several ranks."""
     code = run(app, arguments, "octavo")
     if _is_joined():
         from octavo.watchdog.processes import leave
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None, name: str) -> int:
-    """Run a command line, by default the process's own, and print its error; returns the exit code. name: of the program."""
+    """Run a command line, by default the process's, and print its error; returns the exit code. name: of the program."""
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name=name)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""Context parallelism for a model of one's own: `attention`, `split` and `gather` over ranks that share each sequence.
+"""Context parallelism for any model: `attention`, `split` and `gather` over ranks that share each sequence.
 
 A sequence of T tokens is 2n chunks; of n ranks, rank r holds the chunks r and 2n−1−r. Everything but attention is computed on
 these tokens alone. Octavo's decoder does all of this by itself. One rank has the whole sequence, of any length, and exchanges
@@ -38,10 +38,10 @@ def attention(
         q: [B, T / n, H, D], this rank's tokens as `split` gives them, rotated by their positions in the whole sequence.
         k, v: [B, T / n, G, D], G key-value heads, a divisor of H.
         group: the ranks; None for those of `octavo.init`'s context_parallel_degree, by default each rank alone.
-        position_ids: [B or 1, T], of whole sequences, the same on every rank; a position that does not follow the one before
-            begins a document, and attention stays within documents. On the host it costs a GPU no wait.
-        attention_mask: [B, T], 0 for padding at either end of a sequence, to which nobody attends.
-        window: keys that a query sees, its own included; None for all.
+        position_ids: [B or 1, T], of whole sequences, the same on every rank; a position that is not the previous one plus 1
+        \t            begins a document, and attention stays within documents. On the host it costs a GPU no wait.
+        attention_mask: [B, T], 0 for padding at either end of a sequence, to which no token attends.
+        window: keys to which a query attends, its position included; None for all.
         scale: of the logits; None for D^-½.
         cp_comm_type: "all_gather", "p2p", "a2a", or "auto" for the one of the first and last that moves fewer bytes; no matter
             for one rank.
@@ -83,7 +83,7 @@ def split(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Te
 def gather(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """The inverse of `split`, on every rank: whole sequences along `dim`. Collective. Of one rank `x` itself.
 
-    In backward each rank takes its own part of the gradient, since all compute the same from the whole.
+    In backward each rank takes its part of the gradient, since all compute the same from the whole.
 
     Raises:
         InputError: there is no group, no dimension `dim`, or of several ranks an odd number of tokens along it.

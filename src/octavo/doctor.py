@@ -186,7 +186,7 @@ def _cudnn() -> dict[str, Any]:
     alone = None if build is None else libraries.trial(CUDNN_WORKS, {})
     versions: list[tuple[int, ...]] = [(), ()] if build is None else [build.getCompileVersion(), build.getRuntimeVersion()]
     compiled, runtime = versions
-    # PyTorch's own rule, which `torch.backends.cudnn.version` applies once in a process.
+    # PyTorch's rule, which `torch.backends.cudnn.version` applies once in a process.
     refused = build is not None and (runtime[0] != compiled[0] or runtime[1] < compiled[1])
     return {
         "compiled": _dotted(compiled) or None,
@@ -254,7 +254,7 @@ def _fp8() -> dict[str, str]:
 
 
 def _attention() -> dict[str, Any]:
-    """PyTorch's choice of kernel for causal bf16 attention with grouped key-value heads of 64 and of 128, and Octavo's own."""
+    """PyTorch's choice of kernel for causal bf16 attention with grouped key-value heads of 64 and of 128, and Octavo's."""
     import torch
     from torch.nn.attention import SDPBackend
 

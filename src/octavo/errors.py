@@ -31,7 +31,7 @@ class InputError(OctavoError, ValueError):
 
 
 class RunStopped(OctavoError):
-    """A signal stopped the run after it had saved; running the command again continues it."""
+    """A signal stopped the run after it had saved; the same command continues it."""
 
     exit_code = EXIT_STOPPED
 

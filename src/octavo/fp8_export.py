@@ -52,7 +52,7 @@ class _Matrix:
 
     Attributes:
         recipe: of its layer.
-        weight_scale: the run's delayed scale; None where each tensor has its own.
+        weight_scale: the run's delayed scale; None where each tensor has a separate one.
         input_scale: that of the layer's input, as scale of a cast.
         experts: matrices in a stack, of which each has a scale; None for one matrix.
     """
@@ -157,8 +157,8 @@ def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
     once.
 
     Raises:
-        InputError: as `export_run`; a run without products in FP8, with adapters and without `merge`, whose model keeps its
-            own code; experts of which one matrix of two is in FP8; or matrices whose blocks vLLM could not read.
+        InputError: as `export_run`; a run without products in FP8, with adapters and without `merge`, whose model runs its
+            original code; experts of which one matrix of two is in FP8; or matrices whose blocks vLLM could not read.
         OctavoError: no checkpoint is whole.
     """
     config = run_config(run)

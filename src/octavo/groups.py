@@ -1,7 +1,7 @@
-"""Parameter groups for an optimizer: weight decay and rates. `octavo train` and loops of one's own use this one rule.
+"""Parameter groups for an optimizer: weight decay and rates. `octavo train` and users' loops use this rule.
 
-Matrices decay, embeddings and the stacked ones of experts among them; norms, biases and other vectors do not. The rule reads
-dimensions, classes of norms and the parameters' own names, so that it holds for models of any library. Rules of names, as of
+Matrices decay, embeddings and stacked experts' matrices among them; norms, biases and other vectors do not. The rule reads
+dimensions, classes of norms and parameter names, so that it holds for models of any library. Rules by names, as in
 transformers' Trainer, agree with it on Octavo's decoder, whose parameters are named for that (`octavo.nn.plain_names`).
 """
 
@@ -36,9 +36,8 @@ def parameter_groups(
 
     Args:
         model: of `octavo.transform`, with `octavo.nn` layers, of PEFT or any other; sharded by Octavo or FSDP2 or not.
-        weight_decay: of matrices, from 0; all else has 0.
-        lr: the rate by which `rates` and `layer_decay` are multiplied; required beside them. Groups then have a rate of their
-            own, which PyTorch's schedulers multiply.
+        weight_decay: of matrices, from 0; other parameters have 0. lr: the rate by which `rates` and `layer_decay` are
+        multiplied; required with them. Groups then have separate rates, which \t            PyTorch's schedulers multiply.
         rates: pattern (`fnmatch`) of names of parameters, or of modules around them, Octavo's or the source's → factor of the
             rate; the last one that matches counts, 1 without.
         layer_decay: d, from above 0 to 1. The rate of the last of L blocks is multiplied by d, that of the first by d^L, and
@@ -108,7 +107,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of norms, by the class of their module or their own name, and biases, which may be stacked as matrices."""
+    """Parameters of norms, by the class of their module or their name, and biases, which may be stacked as matrices."""
     found: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         if type(module).__module__ == _FSDP1:

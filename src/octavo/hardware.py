@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PART = 25
-"""Weights kept for speed (gathered blocks, columnwise layouts) take at most 1 / PART of a GPU's memory."""
+"""Weights cached for speed (gathered blocks, columnwise layouts) take at most 1 / PART of a GPU's memory."""
 LEAST_CAPABILITY = (8, 0)
 """The first CUDA compute capability (Ampere) with products in bf16, which Octavo's kernels are written for."""
 FP8_CAPABILITY = (8, 9)

@@ -28,7 +28,7 @@ def bounded() -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as restoring:
-        for module in (constants, sys.modules.get("datasets.config")):  # which has a copy of its own
+        for module in (constants, sys.modules.get("datasets.config")):  # it has a separate copy
             if module is not None:
                 restoring.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
                 vars(module)["HF_HUB_OFFLINE"] = True

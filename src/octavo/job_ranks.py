@@ -1,9 +1,9 @@
 """Ranks of a job that Slurm or MPI has started, as torchrun's variables.
 
 torchrun and `--ranks` tell each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun and mpirun have other
-names, and know no port. `adopt_ranks` sets torchrun's variables from theirs, so that all else reads these alone. The host
+names, and know no port. `adopt_ranks` sets torchrun's variables from theirs, so that all other code reads only these. The host
 is that of rank 0 by Slurm's list of nodes; the port follows from the numbers of the job and of the step, the same on all ranks.
-A missing variable is asked for, and never guessed. Without torch: a command adopts its ranks before slow imports.
+A missing variable is an error, never a guess. Without torch: a command adopts its ranks before slow imports.
 
     a task of srun                 SLURM_PROCID of SLURM_STEP_NUM_TASKS
     a shell of salloc, or sbatch   one rank: SLURM_NTASKS are those that srun would start
@@ -139,7 +139,7 @@ def refuse_ranks_of_ranks(ranks: int) -> None:
 
 
 def may_bind_gpus() -> bool:
-    """True in a task of srun, which may see its own GPU alone."""
+    """True in a task of srun, which may see only its GPU."""
     return _in_step(os.environ)
 
 
@@ -200,7 +200,7 @@ def _in_step(environment: Mapping[str, str]) -> bool:
         return True
     if not any(name in environment for name in _OF_STEPS):
         return False
-    # sbatch hands the variables of its own step on, beside the tasks of the new job and the one task that is the shell.
+    # sbatch forwards the variables of its step, in addition to the tasks of the new job and the one task that is the shell.
     tasks, of_job = environment.get("SLURM_STEP_NUM_TASKS", ""), environment.get("SLURM_NTASKS", "")
     here, numbers = _tasks_here(environment), environment.get("SLURM_GTIDS", "")
     return not (tasks and of_job and tasks != of_job) and not (here and numbers and here != len(numbers.split(",")))
@@ -228,7 +228,7 @@ def _checked(found: _Found) -> _Found:
 
 
 def _is_nested(environment: Mapping[str, str], found: _Found) -> bool:
-    """True if a launcher in each task has set the variables of its own ranks: so many more, in their order."""
+    """True if a launcher in each task has set the variables of its ranks: so many more, in their order."""
     if not all(environment.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return False
     world, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
@@ -313,7 +313,7 @@ def _port(environment: Mapping[str, str], found: _Found) -> int:
 def _threads(environment: Mapping[str, str], tasks: int) -> int:
     """A rank's share of the cores, as of `--ranks`: with threads for all in each, ranks on a CPU wait for one another.
 
-    0 where the launcher has bound each task to cores of its own.
+    0 if the launcher has bound each task to separate cores.
     """
     cores, here = len(os.sched_getaffinity(0)), environment.get("SLURM_CPUS_ON_NODE", "")
     shared = int(here) if here.isdecimal() else os.cpu_count() or 1

@@ -17,7 +17,7 @@ from pathlib import Path
 LEAST_DRIVER = {12: "525.60.13", 13: "580"}
 """Major version of CUDA → the first driver that runs programs built for any minor version of it."""
 SECONDS = 120
-"""Longest time of a trial in a process of its own."""
+"""Longest time of a trial in a separate process."""
 _CUDNN = re.compile(r"libcudnn\.so(\.\d+)*")
 _VERSION_OF = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).cudnnGetVersion())"
 
@@ -70,7 +70,7 @@ def cudnn_of_ldconfig(text: str) -> Iterator[tuple[str, str]]:
 
 
 def cudnn_version(path: str) -> str | None:
-    """The version that a library itself gives, in a process of its own; None if it cannot be loaded there."""
+    """The version that a library itself reports, in a separate process; None if it cannot be loaded there."""
     answer = _run([sys.executable, "-c", _VERSION_OF, path], os.environ)
     return version_text(int(answer)) if answer is not None and answer.isdecimal() else None
 

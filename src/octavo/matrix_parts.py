@@ -1,10 +1,10 @@
 """Octavo's parameters as the matrices of Hugging Face's model, for optimizers that treat a parameter as one matrix.
 
-Octavo keeps query, key and value in one parameter, gate and up in another, and all experts of a block in a third; their rows
-are interleaved. AdamW works on elements and sees no difference. Muon, Shampoo, Adafactor or LAMB orthogonalise, factorise or
-measure a whole matrix, and would train another one. `matrices` gives them those of Hugging Face: before a step each takes its
-rows of weight and gradient, and after it the rows go back. An optimizer of a known class that is given a joined parameter is
-refused at its first step (`watch`).
+Octavo stores query, key and value in one parameter, gate and up in another, and all experts of a block in a third; their rows
+are interleaved. Elementwise optimizers such as AdamW are not affected. Muon, Shampoo, Adafactor or LAMB orthogonalise,
+factorise or measure a whole matrix, and would compute other updates. `matrices` returns Hugging Face's matrices: before a step
+each copies its rows of weight and gradient, and after it the rows are copied back. An optimizer of a known class with a joined
+parameter is refused at its first step (`watch`).
 
 Rows of a part are no view of the parameter, so that each matrix is a copy. Over ranks every matrix is of one rank, which alone
 holds the copy and the optimizer's state and computes its update: a step gathers weights and gradients of one parameter at a
@@ -97,7 +97,7 @@ class Matrices(Mapping[str, nn.Parameter]):
         return len(self._own)
 
     def others(self) -> list[nn.Parameter]:
-        """Trained parameters of the model that no matrix is of: norms, biases, and what was not chosen."""
+        """Trained parameters of the model that belong to no matrix: norms, biases, and unselected ones."""
         taken = {id(joined.parameter) for joined in self._chosen}
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad and id(parameter) not in taken]
 
@@ -211,7 +211,7 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
 
     A parameter of several matrices gives each: `model.layers.0.self_attn.q_proj.weight` and so on. Stacked experts give those
     of each expert: `….experts.gate_up_proj.3.gate`, `….experts.gate_up_proj.3.up`, `….experts.down_proj.3`. Matrices that
-    Hugging Face keeps joined (Phi-3, GPT-NeoX) stay so, with its order of rows. Collective over ranks.
+    Hugging Face joins (Phi-3, GPT-NeoX) stay joined, with its order of rows. Collective over ranks.
 
     Args:
         model: of `octavo.transform`, or any other.

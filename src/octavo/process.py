@@ -1,18 +1,18 @@
-"""All that Octavo keeps for a process, in one object, and why no model, run or world of ranks owns it.
+"""All state that Octavo stores per process, in one object, and why no model, run or world of ranks owns it.
 
-What can belong to a model, a layer, an autocast, a thread that trains, an optimizer, a run or `octavo.state` belongs to that.
-Here is the rest, by four reasons:
+State that can belong to a model, a layer, an autocast, a training thread, an optimizer, a run or `octavo.state` belongs there.
+Here is the rest, for four reasons:
 
-* A registry by number or by weak reference: an operator in compiled code takes no object, and a list of what lives holds none
-  of it. Entries go with their objects.
+* A registry by number or by weak reference: an operator in compiled code takes no object, and a list of live objects must not
+  keep them alive. Entries go with their objects.
 * A choice about this machine, which every model here would make alike.
-* A hook of PyTorch's, or a context that another library's code runs between, which takes no argument.
-* "Said once", and what this process is to others: a rank, a process with a launcher.
+* A hook of PyTorch's, or a context called by another library's code, which takes no argument.
+* "Said once", and this process's role for others: a rank, a process with a launcher.
 
-No model reads another's entries: `tests/fp8/test_two_models.py` trains them beside each other.
+No model reads another's entries: `tests/fp8/test_two_models.py` trains two in one process.
 `tests/test_architecture.py` refuses a variable that changes in the modules of kernels, fp8, nn, parallel and
-collectives; beside this object they have `octavo.state`, which describes the ranks, the buffers of layers outside of
-`octavo.transform` (`octavo.fp8.buffers.default`), and what a thread has of its own (`octavo.fp8.threads.OfThread`).
+collectives; besides this object they have `octavo.state`, which describes the ranks, the buffers of layers outside
+`octavo.transform` (`octavo.fp8.buffers.default`), and a thread's state (`octavo.fp8.threads.OfThread`).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ def _switch(variable: str) -> bool:
 
 
 class Process:
-    """One process's; each attribute says what ends its entries."""
+    """The state of one process; each attribute says when its entries end."""
 
     def __init__(self) -> None:
         # Registries.
         self.numbers = itertools.count()
-        """Of scale buffers, their sets and FP8 layers, in order of creation: never again, so that no number is of two."""
+        """Of scale buffers, their sets and FP8 layers, in order of creation: never reused, so that no two share a number."""
         self.scale_buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Number → `ScaleBuffer`, for `octavo::cast_delayed`. Ends with the buffer."""
         self.buffer_sets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         """Number → `BufferSet`: a replay of a CUDA graph runs no Python that could say whose it is. Ends with the model."""
         self.fp8_modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Number → `ModuleState`: a slot is made before code is traced. Ends with the layer."""
+        """Number → `ModuleState`: a slot is allocated before code is traced. Ends with the layer."""
         self.slots = threading.RLock()
         """Held while layers get their slots: an autocast offers them to models that other threads are about to train."""
         self.offered: set[Any] = set()
         """The recipe for which all of `fp8_modules` have slots. Ends with the next layer or recipe."""
         self.checkpoint_forwards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """An activation checkpoint's own object → its forward, on whatever thread that is repeated. Ends with the graph."""
+        """An activation checkpoint's object → its forward, on any thread that repeats it. Ends with the graph."""
         self.checkpoint_autocasts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """The same object → the autocasts that its function enters."""
         self.sharded: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -94,9 +94,9 @@ class Process:
         self.open_autocasts = 0
         """Outermost autocasts with FP8 that are open, on any thread, for a notice."""
 
-        # What this process is to others.
+        # The role of this process for others.
         self.rendezvous = itertools.count()
-        """Of its process groups: each has keys of its own in the store."""
+        """Of its process groups: each has separate keys in the store."""
         self.meetings = itertools.count()
         """Of the worlds whose collective calls are watched."""
         self.calls: Any = None
@@ -120,7 +120,7 @@ class Process:
         self.launcher: int | None = None
         """Process that has started this one; set once."""
         self.said: set[Any] = set()
-        """What was said once."""
+        """Messages that were said once."""
 
 
 process = Process()
