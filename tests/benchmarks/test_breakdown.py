@@ -53,7 +53,7 @@ NAMES = {
 }
 FAMILIES = {
     "activation": "activation", "quantize.cast": "casts", "quantize.cast_scaled": "casts",
-    "experts.activation": "activation", "experts.cast": "casts", "experts.permute": "casts", "experts.travel": "casts",
+    "experts.activation": "activation", "experts.cast": "casts", "experts.permute": "casts", "experts.dispatch": "casts",
     "experts.gemm": "fp8 products", "experts.routes": "copies and elementwise",
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",

@@ -41,7 +41,7 @@ from octavo.kernels.embedding import backward as embedding_backward
 from octavo.kernels.embedding import forward as embedding_forward
 from octavo.kernels.experts import activation as expert_activation
 from octavo.kernels.experts import cast as expert_cast
-from octavo.kernels.experts import gemm, permute, travel
+from octavo.kernels.experts import dispatch, gemm, permute
 from octavo.kernels.experts import routes as routing
 from octavo.kernels.experts.routes import TILE, Routes, most_rows
 from octavo.kernels.quantize import cast, cast_scaled
@@ -255,7 +255,7 @@ def experts():
         expert_activation.launch_backward("swiglu", matrix(rows, ffn), up, weights, routes, made, again)
     permute.add_copies(x, routes.rows, TILE)
     scales.launch_inverse(matrix(count, dtype=FP32), matrix(count, dtype=FP32))
-    travel.launch(matrix(rows, hidden, dtype=E4M3), matrix(rows, hidden // 128, dtype=FP32), BF16)
+    dispatch.launch(matrix(rows, hidden, dtype=E4M3), matrix(rows, hidden // 128, dtype=FP32), BF16)
     for dtype in (BF16, FP32):
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **BOTH))
         expert_cast.launch(matrix(count, ffn, hidden, dtype=dtype), quantizer(experts=count, **ROWS))

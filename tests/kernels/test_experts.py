@@ -8,7 +8,7 @@ import torch
 import octavo
 from as_gpu import as_gpu
 from octavo.fp8.formats import E4M3, E5M2
-from octavo.kernels.experts import activation, cast, gemm, permute, router, travel
+from octavo.kernels.experts import activation, cast, dispatch, gemm, permute, router
 from octavo.kernels.experts import routes as routing
 from octavo.kernels.experts.routes import TILE, make_routes
 from octavo.kernels.quantize.quantized import Quantizer
@@ -40,11 +40,11 @@ RECIPES = {
 @pytest.mark.parametrize(("rows", "columns"), [(37, 300), (5, 128), (0, 130)])
 def test_rows_that_travel_in_fp8_come_back_as_they_were_cast(rows, columns, dtype, monkeypatch):
     x = (torch.randn(rows, columns) * torch.exp2(torch.randint(-20, 12, (rows, columns)).float())).to(dtype)
-    q, scale_inv = travel.narrow(x)
+    q, scale_inv = dispatch.narrow(x)
     assert q.is_contiguous()
     assert scale_inv.shape == (rows, -(-columns // 128))
-    found = travel.launch(q, scale_inv, dtype)
-    assert torch.equal(found, travel.widen(q, scale_inv, dtype))
+    found = dispatch.launch(q, scale_inv, dtype)
+    assert torch.equal(found, dispatch.widen(q, scale_inv, dtype))
     for piece, back in zip(x.split(128, 1), found.split(128, 1), strict=True):
         largest = piece.float().abs().amax(1, keepdim=True) if rows else piece.float()
         # Half a unit in the last of 3 bits, or half the smallest subnormal at a scale that may be half the best.

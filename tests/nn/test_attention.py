@@ -6,7 +6,7 @@ import torch
 
 import octavo
 from octavo.errors import InputError
-from octavo.kernels.attention.kept import keeping
+from octavo.kernels.attention.cached import keeping
 from octavo.nn import attention
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.mlp import deinterleave

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.attention.kept import keeping
+from octavo.kernels.attention.cached import keeping
 from octavo.kernels.attention.pattern import Pattern, pattern_of
 from octavo.nn.attend import attend
 

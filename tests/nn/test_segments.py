@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.attention.kept import keeping
+from octavo.kernels.attention.cached import keeping
 from octavo.kernels.attention.pattern import Span
 from octavo.nn import scores, segments
 from octavo.nn.scores import Scores

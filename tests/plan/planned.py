@@ -14,7 +14,7 @@ from octavo.fp8 import checkpoints
 from octavo.fp8.autocast import fp8_autocast, microbatch
 from octavo.fp8.recipe import RECIPES
 from octavo.fp8.scaling import states_of
-from octavo.kernels.attention import kept as attention_kept
+from octavo.kernels.attention import cached as attention_cached
 from octavo.kernels.attention import pieces
 from octavo.plan import saved
 from octavo.plan.saved import BlockRecipes, Setup
@@ -52,7 +52,7 @@ def saved_bytes(model, recipe, documents, first):
     kept, results = {}, []
 
     def once(compute):
-        results.append(attention_kept.once(compute))
+        results.append(attention_cached.once(compute))
         return results[-1]
 
     def pack(tensor):

@@ -25,7 +25,7 @@ from octavo.collectives.context import ContextGroup, in_order, splits_heads
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
 from octavo.collectives.work import Pending, start_gather
 from octavo.errors import InputError, unknown
-from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.cached import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention, gradients
 from octavo.kernels.autograd import refuse_second_derivative

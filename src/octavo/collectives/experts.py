@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.collectives.work import Pending, Ranks
-from octavo.kernels.experts.travel import narrow, widen
+from octavo.kernels.experts.dispatch import narrow, widen
 
 
 class ExpertGroup(Ranks):

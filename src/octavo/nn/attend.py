@@ -34,7 +34,7 @@ from octavo.collectives.attention import context_attention
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention import flash, library
-from octavo.kernels.attention.kept import is_keeping
+from octavo.kernels.attention.cached import is_keeping
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, accumulated, attention, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative

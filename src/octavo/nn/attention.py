@@ -21,7 +21,7 @@ from octavo.errors import InputError, unknown
 from octavo.fp8.quantizer import WeightUse
 from octavo.fp8.recipe import Recipe
 from octavo.kernels.attention import short
-from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.cached import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import SavedBytes, attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.arguments import (

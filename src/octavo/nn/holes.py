@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.cached import once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients
 from octavo.kernels.autograd import refuse_second_derivative

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from octavo.kernels.attention.kept import once
+from octavo.kernels.attention.cached import once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.pieces import Attended, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.errors import InputError
 from octavo.fp8.scaling import states_of
-from octavo.kernels.attention.kept import moved
+from octavo.kernels.attention.cached import moved
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay: statistics and scales are many and need little memory."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.autocast import dropping, recomputing
-from octavo.kernels.attention.kept import keeping
+from octavo.kernels.attention.cached import keeping
 from octavo.nn.block import TransformerLayer
 
 _Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]

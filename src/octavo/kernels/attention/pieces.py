@@ -17,9 +17,9 @@ from torch import Tensor
 
 from octavo.kernels.attention import flash, library, reference
 from octavo.kernels.attention.accumulated import Gradient
+from octavo.kernels.attention.cached import once
 from octavo.kernels.attention.flash import Packing
 from octavo.kernels.attention.join import add_, join_
-from octavo.kernels.attention.kept import once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.window import tiles
 
@@ -117,7 +117,7 @@ class Gradients:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`Attended.result` if all keys are here; in a context of `octavo.kernels.attention.kept` the cached result of forward."""
+    """`Attended.result` if all keys are here; in a context of `octavo.kernels.attention.cached` the result of forward."""
 
     def compute() -> tuple[Tensor, Tensor]:
         attended = Attended(q, scale=scale, window=window)
