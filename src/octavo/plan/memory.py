@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from octavo.collectives.attention import backward_bytes
 from octavo.collectives.copies import LEAST_BYTES
@@ -253,6 +254,7 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     if spec.experts:
         tokens = setup.tokens_of_experts
         dispatched = tokens * spec.visited if setup.expert > 1 else 0
+        trained: Literal["weights", "adapters"] | None
         trained = "weights" if not setup.adapter_rank else "adapters" if any(setup.expert_ranks) else None
         return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of, trained=trained)
     if setup.adapter_rank:
