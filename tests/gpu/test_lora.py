@@ -8,10 +8,10 @@ import octavo
 from building import built_model
 from octavo.fp8.recipe import RECIPES
 from octavo.models.sources import load_config
+from octavo.nn.arguments import Draws
 from octavo.nn.expert_lora import StackedAdapters
 from octavo.nn.experts import StackedExperts
 from octavo.nn.moe import LayerNormMoE
-from octavo.nn.te_arguments import Draws
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
