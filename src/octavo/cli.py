@@ -452,7 +452,7 @@ def bench(
     device: options.Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine: errors of layers in FP8, or each kernel's speed beside the device's copy.
+    """Measure this machine: times and errors of layers in FP8, or each kernel's speed beside the device's copy.
 
     Suites beside other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: one had no figure.
     """

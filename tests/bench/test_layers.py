@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import time
 import types
 
 import pytest
@@ -179,6 +180,37 @@ def test_the_largest_ratio_is_told():
     machine = {"gpu": "a GPU", "cpu": None, "count": 1, "torch": "2.11"}
     render({"suite": "layers", "machine": machine, "rows": rows}, Console(file=text))
     assert "largest ratio to Transformer Engine's error: 1.500 (linear, bf16, input.grad)" in text.getvalue()
+
+
+def seconds_of(*calls):
+    """Times in microseconds by the host's clock, as a GPU's events would give them."""
+    found = []
+    for call in calls:
+        begin = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - begin))
+    return found
+
+
+def test_forward_and_backward_of_each_recipe_are_timed():
+    rows = measured(["linear", "mlp-swiglu"], settling=0, timer=seconds_of)
+    assert all(row["octavo_us"] > 0 for row in rows)
+    assert len({(row["layer"], row["octavo_us"]) for row in rows}) == 2 * len(RECIPES)
+    text = io.StringIO()
+    results = {"suite": "layers", "machine": {"gpu": "a GPU", "cpu": None, "count": 1, "torch": "2.11"}, "rows": rows}
+    for row in rows:
+        row["octavo_us"] = {"bf16": 300.0, "delayed": 200.0, "current": 240.0}[row["recipe"]]
+    render(results, Console(file=text, width=120))
+    cells = [line.split() for line in text.getvalue().splitlines()]
+    assert ["mlp-swiglu", "300", "200", "1.50", "240", "1.25"] in cells
+
+    def broken(*calls):
+        raise RuntimeError("no events")
+
+    rows = measured(["linear"], settling=0, timer=broken)
+    assert {row["time_failed"] for row in rows} == {"RuntimeError: no events"}
+    assert all(row["octavo_error"] > 0 and "octavo_us" not in row for row in rows)
+    assert not any("octavo_us" in row for row in measured(["linear"], settling=0))
 
 
 def test_a_run_of_layers_is_written(tmp_path):

@@ -3,7 +3,7 @@
 Both libraries' layers have the same arguments, random bfloat16 weights, inputs and output gradients. The error of a tensor is
 ‖found − exact‖ / ‖exact‖, norms over all elements in float64; exact is `octavo.bench.exact` on the same rounded values.
 Under delayed scaling forward and backward first repeat on the same tensors until the history holds only their amaxes. The
-median over the seeds counts.
+median over the seeds counts. On a GPU the time of Octavo's forward and backward is measured too, by each recipe in turns.
 """
 
 from __future__ import annotations
@@ -209,21 +209,35 @@ def exact_tensors(layer: LayerCase, size: Size, parameters: Tensors, x: Tensor, 
     return dict(zip(("output", "input.grad", *(f"{name}.grad" for name in leaves)), (y.detach(), *gradients), strict=True))
 
 
+def steps_of(
+    library: Library, layer: LayerCase, size: Size, recipe: str, parameters: Tensors, x: Tensor, grad: Tensor
+) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
+    """A library's layer, and its forward and backward: a call gives the output and the gradient of the input."""
+    module, around = library.make(layer, size, x.device), library.around(recipe)
+    library.fill(module, layer, parameters)
+    arguments = {"rotary_pos_emb": size.angles(x.device)[:, None, None]} if layer.llama else {}
+
+    def step() -> tuple[Tensor, Tensor]:
+        module.zero_grad(set_to_none=True)
+        leaf = x.detach().clone().requires_grad_()
+        with around():
+            y = module(leaf, **arguments)
+        y.backward(grad)
+        assert leaf.grad is not None
+        return y.detach(), leaf.grad
+
+    return module, step
+
+
 def found_tensors(
     library: Library, layer: LayerCase, size: Size, recipe: str, parameters: Tensors, x: Tensor, grad: Tensor, settling: int
 ) -> Tensors:
     """Output and gradients of a library's layer, after `settling` passes over the same tensors."""
-    module, around = library.make(layer, size, x.device), library.around(recipe)
-    library.fill(module, layer, parameters)
-    call = {"rotary_pos_emb": size.angles(x.device)[:, None, None]} if layer.llama else {}
-    for _ in range(settling + 1):
-        module.zero_grad(set_to_none=True)
-        leaf = x.detach().clone().requires_grad_()
-        with around():
-            y = module(leaf, **call)
-        y.backward(grad)
-    assert leaf.grad is not None
-    return {"output": y.detach(), "input.grad": leaf.grad, **library.gradients(module, layer)}
+    module, step = steps_of(library, layer, size, recipe, parameters, x, grad)
+    for _ in range(settling):
+        step()
+    y, dx = step()
+    return {"output": y, "input.grad": dx, **library.gradients(module, layer)}
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -244,6 +258,7 @@ def measure_layers(
     seeds: int,
     settling: int,
     say: Callable[[str], None],
+    timer: Callable[..., list[float]] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
 
@@ -253,6 +268,8 @@ def measure_layers(
         libraries: Octavo, and Transformer Engine if it runs.
         seeds: draws of weights, inputs and output gradients; the median counts.
         settling: passes of delayed scaling before the measured one.
+        timer: microseconds of each of some calls, which take turns; with one, rows have those of a forward and backward of
+            Octavo's layer (`octavo_us`).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -280,7 +297,28 @@ def measure_layers(
             for tensor in expected[0]:
                 errors = {f"{name}_error": medians.get(name, {}).get(tensor) for name in ("octavo", "te")}
                 rows.append({"layer": layer.name, "recipe": recipe, "tensor": tensor, **errors, **failures, **sizes})
+        if timer is not None:
+            _time(rows, layer, size, drawn[0], timer, say)
     return rows
+
+
+def _time(
+    rows: list[dict[str, Any]],
+    layer: LayerCase,
+    size: Size,
+    drawn: tuple[Tensors, Tensor, Tensor],
+    timer: Callable[..., list[float]],
+    say: Callable[[str], None],
+) -> None:
+    """Add the times of a layer under each recipe to its rows, or the reason for none."""
+    found: dict[str, Any] = {}
+    with recorded(found, f"{layer.name}: time", say, key="time_failed"):
+        times = timer(*(steps_of(OCTAVO, layer, size, recipe, *drawn)[1] for recipe in RECIPES))
+        found |= dict(zip(RECIPES, times, strict=True))
+    for row in rows:
+        if row["layer"] == layer.name:
+            fault = {key: found[key] for key in ("time_failed",) if key in found}
+            row |= fault or {"octavo_us": found[row["recipe"]]}
 
 
 def _median_errors(found: Iterable[Tensors], expected: list[Tensors]) -> dict[str, float]:

@@ -207,6 +207,22 @@ def print_errors(results: dict[str, Any], console: Console) -> None:
         console.print(f"largest ratio to Transformer Engine's error: {ratio:.3f} ({where})", highlight=False)
 
 
+def print_times(results: dict[str, Any], console: Console) -> None:
+    """A line for each layer: microseconds of forward and backward by each recipe, and speed relative to the first."""
+    timed = {(row["layer"], row["recipe"]): row["octavo_us"] for row in results["rows"] if "octavo_us" in row}
+    layers, recipes = (list(dict.fromkeys(key[part] for key in timed)) for part in (0, 1))
+    if not layers:
+        return
+    plain, *others = recipes
+    lines = []
+    for layer in layers:
+        figures = [(timed[layer, recipe], timed[layer, plain] / timed[layer, recipe]) for recipe in others]
+        cells = [text for us, faster in figures for text in (f"{us:,.0f}", f"{faster:.2f}")]
+        lines.append([layer, f"{timed[layer, plain]:,.0f}", *cells])
+    titles = [f"{plain} us", *(title for recipe in others for title in (f"{recipe} us", "x"))]
+    print_table(titled("layers · forward and backward", results), ["layer"], titles, lines, console)
+
+
 def _errors(row: dict[str, Any]) -> list[str]:
     """Both errors and their ratio, "-" for a missing one."""
     found = [row["octavo_error"], row["te_error"]]

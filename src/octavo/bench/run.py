@@ -6,6 +6,7 @@ run_suite("layers", cases=["llama-layer"], command="octavo bench layers --cases 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from rich.console import Console
 from octavo.bench import results
 from octavo.bench.kernels import KERNELS, measure_kernels
 from octavo.bench.layers import LAYERS, OCTAVO, SETTLING, measure_layers
-from octavo.bench.results import print_errors, print_kernels
+from octavo.bench.results import print_errors, print_kernels, print_times
 from octavo.errors import InputError, unknown
 from octavo.hardware import describe_device
+from octavo.kernels.timing import median_us
 
 KNOWN: dict[str, dict[str, Any]] = {"layers": dict(LAYERS), "kernels": dict(KERNELS)}
 """The cases of each suite, by name."""
 STEPS = {"layers": (3, SETTLING), "kernels": (100, 10)}
 """Default numbers of seeds, or calls, and of passes that settle delayed scaling, or calls before them."""
+
+ROUNDS, PAUSE_CYCLES = 30, 20_000_000
+"""Timed calls of a layer, and the pause before each: about 10 ms, for its host's launches."""
 
 Say = Callable[[str], None]
 
@@ -67,12 +72,19 @@ def run_suite(
     if suite == "kernels":
         rows = measure_kernels(chosen, found, iterations=count, warmup=before, say=say)
     else:
-        rows = measure_layers(chosen, found, [OCTAVO], seeds=count, settling=before, say=say)
+        rows = measure_layers(chosen, found, [OCTAVO], seeds=count, settling=before, say=say, timer=_timer(found, before))
     name = f"cuda:{found.index or 0}" if found.type == "cuda" else "cpu"
     document = results.document(suite, command, describe_device(name), rows)
     results.write({file: document})
     say(f"wrote {file}")
     return document
+
+
+def _timer(device: torch.device, warmup: int) -> Callable[..., list[float]] | None:
+    """Times calls on a GPU; None for a CPU, whose FP8 is emulated."""
+    if device.type != "cuda":
+        return None
+    return partial(median_us, device=device, rounds=ROUNDS, warm_up=max(1, warmup), pause_cycles=PAUSE_CYCLES)
 
 
 def device_of(asked: str | None) -> torch.device:
@@ -101,8 +113,12 @@ def check_gpu(suite: str, device: torch.device) -> None:
 
 
 def render(document: dict[str, Any], console: Console) -> None:
-    """Print a table of kernels, or one for each layer."""
-    (print_kernels if document["suite"] == "kernels" else print_errors)(document, console)
+    """Print a table of kernels; or of errors for each layer, and of the times of all."""
+    if document["suite"] == "kernels":
+        print_kernels(document, console)
+    else:
+        print_errors(document, console)
+        print_times(document, console)
 
 
 def check_figures(document: dict[str, Any]) -> None:
