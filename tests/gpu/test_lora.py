@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from octavo.nn.te_arguments import Draws
 from transformers import MixtralConfig
 
 import octavo
