@@ -32,6 +32,7 @@ from octavo.kernels import (
     cross_entropy_slices,
     low_rank,
     norm,
+    peers,
     reference,
     rope,
     scales,
@@ -220,6 +221,10 @@ def scaled():
             cast_scaled.launch_rows(source, E4M3, 448.0, **layouts)
             for rows in (1, 128):
                 cast_scaled.launch_blocks(source, E4M3, 448.0, rows, **layouts)
+    whole = {"dtype": torch.int64}
+    for fp8_max in (None, 448.0):
+        of_ranks = matrix(2, 2, 64, **whole), matrix(2, **whole), matrix(**whole)
+        peers.join_largest_(matrix(3, dtype=FP32), *of_ranks, rank=0, fp8_max=fp8_max)
     cast_scaled.launch_rows(matrix(128, 131072), E4M3, 448.0, rowwise=True, columnwise=False)
 
 
