@@ -67,6 +67,8 @@ class WithOverrides(TyperCommand):
 
 
 RunFile = Annotated[str, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
+MOST_RANKS = 256
+"""Of `octavo verify` on CPUs: each is a process."""
 SomeRunFile = Annotated[
     str | None, typer.Argument(metavar="[RUN.toml]", help="A run file; none with --fuzz.", show_default=False)
 ]
@@ -145,9 +147,23 @@ def names(text: str | None, option: str = "") -> list[str]:
 
 
 def check_fuzz(
-    run_file: str | None, cases: int | None, seed: int | None, *, gpu: bool, causality: bool, resume: bool = False
+    run_file: str | None,
+    cases: int | None,
+    seed: int | None,
+    *,
+    gpu: bool,
+    causality: bool,
+    resume: bool = False,
+    ranks: int | None = None,
 ) -> None:
     """Raise an InputError unless `octavo verify` was given either a run file or --fuzz, and options that go together."""
+    if ranks is not None and ranks < 2 and not gpu:
+        raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
+    if ranks is not None and ranks > MOST_RANKS and not gpu:
+        raise InputError(
+            f"--ranks {ranks}: octavo verify starts {MOST_RANKS} processes at most on this machine. Give --ranks {MOST_RANKS} or "
+            "less: of shards and replicas two each verify any number."
+        )
     if causality and (gpu or cases is not None):
         raise InputError(f"--causality is of a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")
     if cases is not None and run_file is not None:

@@ -312,7 +312,7 @@ def verify(
     """
     refuse_ranks_of_ranks(2 if ranks is None else ranks)
     path = local_path(output, "--output")
-    options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality, resume=resume)
+    options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality, resume=resume, ranks=ranks)
     config = None if run_file is None else _config(run_file, overrides)
     from octavo.storage import check_file, write_atomic
     from octavo.verify.certificate import verify as compared

@@ -217,6 +217,12 @@ def _squares_of_next(name, tensor):
     return tensor.neg() if name == "exp_avg.layers.1.ffn.fc1.weight" else tensor
 
 
+def _of_muon(name, tensor):
+    if name == "momentum_buffer.layers.1.ffn.fc2.weight":
+        local_of(tensor).neg_()
+    return tensor
+
+
 def _from_the_first_step(name, tensor):
     return torch.ones_like(tensor) if name.startswith("step.") else tensor
 
@@ -356,6 +362,10 @@ OTHER = {
     "a moment has another sign on resume": Fault(
         ((reader.optimizer_state, "install_states", _states(_squares_of_next)),),
         ("exp_avg layers.1.ffn.fc1.weight",), TENSOR, where=CONTINUED,
+    ),
+    "Muon's momentum has another sign on resume": Fault(
+        ((reader.optimizer_state, "install_states", _states(_of_muon)),),
+        ("momentum_buffer layers.1.ffn.fc2.weight",), {}, where=CONTINUED, sections={"optimizer": {"name": "muon"}},
     ),
     "step counts begin anew on resume": Fault(
         ((optimizer_state, "install_states", _states(_from_the_first_step)),), ("step embedding.weight",), {}, where=CONTINUED

@@ -83,6 +83,9 @@ def test_a_report_goes_on_where_it_ended(tmp_path):
         ([], "no run file"),
         (["--fuzz", "2", "run.toml"], "leave run.toml out"),
         (["--seed", "2", "run.toml"], "give --fuzz 1"),
+        (["--ranks", "1", "run.toml"], "--ranks 1: a layout has 2 ranks or more"),
+        (["--ranks", "100000", "run.toml"], "Give --ranks 256 or less"),
+        (["--fuzz", "1", "--ranks", "257"], "Give --ranks 256 or less"),
     ],
 )
 def test_either_a_run_file_or_draws(arguments, message, capsys):

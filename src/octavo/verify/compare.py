@@ -11,7 +11,9 @@ from torch import Tensor
 
 LOADED = ", as loaded"
 _COPY = re.compile(r" of rank (\d+)\b")
-_HELD = ("parameter", "step", "exp_avg", "exp_avg_sq", "history")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Of AdamW, and of Muon."""
+_HELD = ("parameter", "step", *MOMENTS, "history")
 NAN = 1e30
 """In place of NaN, as of scales that have not begun, which equals itself alone."""
 
@@ -80,7 +82,7 @@ def _least(wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], float]:
     """By kind and seed 1e-5 of the norm of all."""
     squares: dict[tuple[str, str], float] = {}
     for name, tensor in wanted.items():
-        if name.startswith(("gradient ", "exp_avg ", "exp_avg_sq ")):
+        if name.split()[0] in ("gradient", *MOMENTS):
             squares[_of_kind(name)] = squares.get(_of_kind(name), 0.0) + tensor.double().norm().item() ** 2
     return {kind: 1e-5 * math.sqrt(square) for kind, square in squares.items()}
 
@@ -109,7 +111,7 @@ def with_ranks(
     ranks: list[int] = []
     if one is not None and other is not None and one.shape == other.shape:
         apart = (one.double().nan_to_num(NAN) - other.double().nan_to_num(NAN)).abs()
-        if kind in ("parameter", "gradient", "exp_avg", "exp_avg_sq") and parameter in parts:
+        if kind in ("parameter", "gradient", *MOMENTS) and parameter in parts:
             ranks = _where(apart, parts[parameter])
         elif kind in ("states", "logits") and apart.shape[0] % len(samples) == 0:
             rows = apart.chunk(len(samples))

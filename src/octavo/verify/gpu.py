@@ -37,6 +37,7 @@ from octavo.parallel.world import init, repeat_bits, seed_everything, state
 from octavo.plan.run import RunPlan, Target, check
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
+from octavo.verify.compare import MOMENTS
 from octavo.verify.small import check_small, layers_of_each_kind, of_layers
 from octavo.verify.start import start
 from octavo.watchdog.watchdog import Watchdog
@@ -128,7 +129,7 @@ def trained(config: RunConfig) -> Bits:
         found |= {f"{name} of step {step}": bits_of(x) for name, x in zip(("loss", "norm"), numbers, strict=True)}
     hook.remove()
     found |= _bits_of(model, "parameter", lambda p: p)
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in MOMENTS:
         found |= _bits_of(model, moment, partial(_moment, context.optimizer, moment))
     for layer, fp8 in states_of(model):
         found |= {f"history {layer}.{operand.value}": bits_of(slot.history) for operand, slot in fp8.slots.items()}

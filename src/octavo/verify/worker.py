@@ -39,7 +39,7 @@ from octavo.plan.run import RunPlan, recipe_from_config
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
 from octavo.verify import small
-from octavo.verify.compare import NAN
+from octavo.verify.compare import MOMENTS, NAN
 from octavo.watchdog.watchdog import Watchdog
 
 _PATIENCE_SECONDS = 180.0
@@ -210,7 +210,7 @@ class _Training:
 
     def _held(self) -> dict[str, Tensor]:
         found = _whole(self.model, "parameter", lambda p: p)
-        for moment in ("step", "exp_avg", "exp_avg_sq"):
+        for moment in ("step", *MOMENTS):
             found |= _whole(self.model, moment, partial(_moment, self.optimizer, moment))
         return found | _histories(self.model)
 
