@@ -161,8 +161,8 @@ def check_fuzz(
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
     if ranks is not None and ranks > MOST_RANKS and not gpu:
         raise InputError(
-            f"--ranks {ranks}: octavo verify starts {MOST_RANKS} processes at most on this machine. Give --ranks {MOST_RANKS} or "
-            "less: of shards and replicas two each verify any number."
+            f"--ranks {ranks}: octavo verify starts {MOST_RANKS} processes at most. Give --ranks {MOST_RANKS} or less: of "
+            "shards and replicas two each verify any number."
         )
     if causality and (gpu or cases is not None):
         raise InputError(f"--causality is of a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")
