@@ -33,7 +33,7 @@ from octavo.config.lora import LoRA
 from octavo.config.moe import MoeConfig
 from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
-from octavo.errors import InputError, unknown
+from octavo.errors import InputError, unknown, warn
 from octavo.fp8.columnwise import keep_columnwise
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
 from octavo.fp8.scaling import states_of, use_own_buffers
@@ -45,7 +45,7 @@ from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
 from octavo.models.fp8_folders import DEQUANTISE
 from octavo.models.huggingface import pose_as_pretrained
-from octavo.models.lora import adapt, adapted, check_folder, noting, reader, settle
+from octavo.models.lora import adapt, adapted, check_folder, noting, other_base, reader, settle
 from octavo.models.own_code import (
     cast,
     compute_in,
@@ -94,7 +94,7 @@ from octavo.parallel.shards import local_shard, named_tensors
 from octavo.parallel.stored_base import store_in_fp8, values_in_fp8
 from octavo.parallel.torch_clipping import refuse_torch_clipping
 from octavo.parallel.torch_states import check_torch_states
-from octavo.parallel.world import state
+from octavo.parallel.world import rank_variable, state
 from octavo.process import process
 from octavo.storage import local_path
 
@@ -450,6 +450,8 @@ def _begin_adapters(model: nn.Module) -> None:
     if not isinstance(model, Decoder) or (found := adapted(model)) is None:
         return
     if found.options.load is not None:
+        if (said := other_base(model, found.options.load)) and rank_variable("RANK", 0) == 0:
+            warn(said)
         read, named = reader(model, found.options.load), dict(named_tensors(model))
         for name, fill in read.items():
             local_shard(named[name]).load(fill)

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from octavo.config.checkpoint import CheckpointConfig
 from octavo.config.data import DataConfig
-from octavo.config.effects import Idle, idle_keys, of_one_rank, settled, shown, warnings, without_effect
+from octavo.config.effects import Idle, idle_keys, of_one_rank, settled, shown, value_of, warnings, without_effect
 from octavo.config.fp8 import Fp8Config
 from octavo.config.launch import LaunchConfig
 from octavo.config.log import LogConfig
@@ -242,7 +242,12 @@ class RunConfig(Section):
 
 
 def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
-    return "; ".join(f"{shown(config, each.key)} {each.why}" for each in idle) + ". Remove one of the two."
+    said = "; ".join(f"{shown(config, each.key)} {each.why}" for each in idle)
+    absent = dict.fromkeys(key for each in idle for key in each.by if value_of(config, key) is None)
+    if not absent:
+        return f"{said}. Remove one of the two."
+    known = ", as its adapter_config.json has it (r)" if any(each.key == "lora.load" for each in idle) else ""
+    return f"{said}. Set {' or '.join(absent)}{known}, or remove {', '.join(each.key for each in idle)}."
 
 
 def _given_length(train: TrainConfig) -> str:

@@ -693,8 +693,7 @@ def check_folder(model: Decoder, options: LoRA) -> None:
         if getattr(theirs, key) != getattr(options, key):
             raise InputError(
                 f"lora.{'alpha' if key == 'scale' else key}: the adapters in {path} were trained with rank {theirs.rank}, "
-                f"alpha {theirs.scale_factor:g}, rslora {theirs.rslora}. Set lora.rank = {theirs.rank}, lora.alpha = "
-                f"{theirs.scale_factor:g}, lora.rslora = {str(theirs.rslora).lower()}."
+                f"alpha {theirs.scale_factor:g}, rslora {theirs.rslora}. Set {_settings_of(theirs)}."
             )
     with _opened(path) as file:
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -711,10 +710,38 @@ def check_folder(model: Decoder, options: LoRA) -> None:
     if absent or more:
         parts = [f"it lacks {some(absent, 3)}"] if absent else []
         parts += [f"it has {some(more, 3)} too"] if more else []
+        if whole := [one for one in more if ".layers." in one and ".lora_" not in one]:
+            raise InputError(
+                f"lora.load: {path} has {some(whole, 3)}, trained whole (modules_to_save); Octavo trains only modules outside "
+                "of blocks whole. Keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
         raise InputError(
-            f"lora.load: the adapters in {path} are of other matrices: {', and '.join(parts)}. Set lora.targets and "
-            "lora.save_whole as they are in its adapter_config.json, or give the model that they were trained on."
+            f"lora.load: the adapters in {path} are of other matrices: {', and '.join(parts)}. Set "
+            f"{_settings_of(theirs)}, or give the model that they were trained on."
         )
+
+
+def _settings_of(options: LoRA) -> str:
+    """All that a run file needs to say of a folder's adapters, so that one message has it."""
+    values = {"rank": options.rank, "alpha": options.scale_factor, "rslora": options.rslora}
+    values |= {"targets": options.targets} if len(options.targets) <= 16 else {}  # more are those of a regular expression
+    values |= {"save_whole": options.save_whole} if options.save_whole else {}
+    more = "" if "targets" in values else ", and lora.targets to patterns of the target_modules in its adapter_config.json"
+    return ", ".join(f"lora.{key} = {json.dumps(value)}" for key, value in values.items()) + more
+
+
+def other_base(model: Decoder, folder: str | Path) -> str:
+    """A sentence if a folder of PEFT's names another base than the model's folder or id; their shapes may be the same."""
+    here, there = (
+        str(getattr(model.config, "_name_or_path", "") or ""),
+        _read_config(Path(folder)).get("base_model_name_or_path"),
+    )
+    if not here or not there or Path(here).name.lower() == Path(there).name.lower():
+        return ""
+    return (
+        f"lora.load: the adapters in {folder} were trained on {there!r}, and the model is {here!r}. Their shapes are the same; "
+        "with other weights the loss begins higher than it ended."
+    )
 
 
 def peft_shapes(model: nn.Module, way: Conversion) -> dict[str, Tensor]:
