@@ -1,9 +1,9 @@
 """Forward and backward as one CUDA graph, for models whose kernels finish before Python launches the next.
 
-A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the addresses of its
-recording. The optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. With a group NCCL's
-reductions of gradients are in the graph, beside the backward (`octavo.parallel.averaging`). Amaxes of delayed scaling, of
-forward and backward together, are joined where the backward ends, which is inside the graph too.
+A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the captured addresses. The
+optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. With a group NCCL's reductions of
+gradients are in the graph, overlapping the backward (`octavo.parallel.averaging`). Amaxes of delayed scaling, of forward and
+backward together, are joined where the backward ends, which is inside the graph too.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Graphed:
         if after is not None:  # a gradient is added to on the stream that has set it
             self._stream = after._stream
         self._recorded: _Recorded | None = None
-        self._kinds: _Kinds | None = None  # of the call that is recorded on a GPU, on a CPU too
-        self._scales: set[ScaleBuffer] = set()  # which the calls have updated
-        self._addresses: list[int] = []  # of what the graph reads and writes, from its recording on
+        self._kinds: _Kinds | None = None  # of the call that is captured on a GPU, on a CPU too
+        self._scales: set[ScaleBuffer] = set()  # updated by the calls
+        self._addresses: list[int] = []  # memory that the graph reads and writes, from its capture on
         self._checked = False
-        self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to leaves of their own
+        self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to separate leaves
         self._made: set[Tensor] = set()  # leaves of the first call
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Graphed:
     def _check_leaves(self, loss: Tensor) -> None:
         """Refuse a loss that trains other leaves than the parameters, whose gradients nobody averages or sets in a replay.
 
-        A leaf that is no `torch.nn.Parameter` may be the loss's own, made in each call: it is refused in the second one.
+        A leaf that is no `torch.nn.Parameter` may be created by the loss in each call: it is refused in the second one.
         Reentrant checkpoints hide their leaves.
         """
         known = set(self._parameters)
@@ -187,7 +187,7 @@ class Graphed:
     def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
         own_inputs = tuple(tensor.detach().clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # what a collection would free in the middle of a recording may end it, such as an earlier graph
+        gc.collect()  # a collection in the middle of a capture may free something that ends it, such as an earlier graph
         # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
         # takes for a fault.
         several = dist.is_available() and dist.is_initialized()
@@ -290,13 +290,13 @@ def graphed(
     Args:
         loss: takes tensors, of the GPU if the parameters are, and returns a scalar. It may open `fp8_autocast` and
             `torch.autocast`; it must not wait for the device (`.item()`, printing a tensor), and its Python code does not run
-            again after the recording.
+            after the capture.
         parameters: all that the loss trains; a call sets their `grad`. They are updated in place, and stay frozen or not. Where
             one has other memory (`parameter.data = …`), the next call records anew.
-        warmup: eager calls before the recording; steps like any other.
+        warmup: eager calls before the capture; steps like any other.
         group: ranks with a replica of the model each, over which every call averages gradients, as DistributedDataParallel
             does: `torch.distributed.group.WORLD`. Parameters take the first rank's values at once. All ranks make the same
-            calls. None: gradients are this rank's own.
+            calls. None: gradients are this rank's.
 
     Behind `warmup` calls inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. While an FP8
     operand has no scale yet (delayed scaling; its amaxes were 0 or not finite), calls stay eager; what has none after 10 of

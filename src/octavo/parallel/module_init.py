@@ -1,9 +1,9 @@
-"""Initial values as a model's own code draws them, reproducible on any number of ranks, a few parameters in memory at a time.
+"""Initial values as a model's original code draws them, the same for any number of ranks, a few parameters in memory at a time.
 
 The steps are `reset_parameters` of PyTorch's modules and `_init_weights` of Hugging Face's models, in the order of a model's
 construction. A run on the meta device records the parameters that each step writes (GPT-2's attention scales the matrix of a
 child). Steps with common parameters then run together on the CPU, in float32 at least, each under a random state from the seed
-and the module's name. The price is time: every rank draws whole parameters and keeps its part. Other initialisation in the
+and the module's name. The cost is time: every rank draws whole parameters and stores its part. Other initialisation in the
 constructor of a module is not repeated.
 """
 
@@ -34,7 +34,7 @@ _DRAWS = {"normal_", "uniform_", "fill_", "zero_"}
 
 @dataclass(frozen=True)
 class OwnInit:
-    """The initialisation of the model's own modules."""
+    """The initialisation of the model's modules."""
 
     seed: int
 
@@ -47,7 +47,7 @@ class OwnInit:
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
         parts = {name: local_shard(tensor) for name, tensor in named_tensors(model) if name in names}
-        # Buffers stay the model's own: an initialisation may compute with them.
+        # Buffers remain the model's: an initialisation may compute with them.
         kept = {name: t for name, t in _tensors(model).items() if not isinstance(t, nn.Parameter)}
         tensors = _stand_ins(model) | kept
         groups = _plan(model, names)
@@ -144,7 +144,7 @@ class _Around(nn.Module):
 
 
 def _run_with(module: nn.Module, tensors: Mapping[str, Tensor], run: Callable[[], Any]) -> dict[str, Tensor]:
-    """Run with `tensors` in place of the module's own; returns them, those that `run` has registered anew among them."""
+    """Run with `tensors` in place of the module's; returns them, including those that `run` has registered anew."""
     held = {f"module.{name}": tensor for name, tensor in tensors.items()}
     functional_call(_Around(module), held, (run,), tie_weights=False)
     return dict(zip(tensors, held.values(), strict=True))
@@ -217,7 +217,7 @@ def _writes_of(step: _Step, parameter_of: Mapping[int, str]) -> dict[str, bool]:
 
 
 def _last_draws(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps without any whose parameters are all drawn again later."""
+    """The steps without any whose parameters are all redrawn later."""
     kept: list[_Step] = []
     drawn: set[str] = set()
     for step in reversed(steps):

@@ -1,1 +1,1 @@
-"""Gathering of shards and reduction of gradients in place of FSDP2's own."""
+"""All-gathers of shards and reductions of gradients that replace FSDP2's."""

@@ -1,16 +1,16 @@
-"""FSDP2's private parts, in this file alone: parameter groups, their parameters, and the methods that Octavo replaces.
+"""The only file that uses FSDP2's private parts: parameter groups, their parameters, and the methods that Octavo replaces.
 
 `fully_shard` gives a module a group of parameters that are gathered and reduced together. Octavo gathers weights as FP8, large
-matrices in place, and reduces gradients without copies, for which FSDP2 has no public means. `Group` and `Parameter` have the
-public names of what is read and changed; nothing else in Octavo names an attribute of FSDP2.
+matrices in place, and reduces gradients without copies, for which FSDP2 has no public API. `Group` and `Parameter` give public
+names to what is read and changed; no other file names an attribute of FSDP2.
 
 Replaced methods, on the instance of each group, in this order:
 
-1. `init_all_gather_outputs`, `init_unsharded_param` of its parameters run outside of inference mode (`Group.make_trainable`).
+1. `init_all_gather_outputs`, `init_unsharded_param` of its parameters run outside inference mode (`Group.make_trainable`).
 2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), whatever the order of their calls.
-3. `unshard` and `wait_for_unshard` gather in place where the group is fit (`Group.gather_in_place`).
-4. `finalize_backward` first runs the actions of `Group.before_end_of_backward`, and frees a gathering in place that is left.
-5. `pre_backward` checks the gathered weights before and behind its own gathering (`Group.around_pre_backward`).
+3. `unshard` and `wait_for_unshard` gather in place if the group is fit (`Group.gather_in_place`).
+4. `finalize_backward` first runs the actions of `Group.before_end_of_backward`, and frees a remaining in-place all-gather.
+5. `pre_backward` checks the gathered weights before and after its all-gather (`Group.around_pre_backward`).
 
 `tests/contract/test_fsdp2.py` holds PyTorch to these names, and to the order in which it calls them.
 """
@@ -58,14 +58,14 @@ LATER = ("_reduce_dtype",), ("param_dtype", "_unsharded_param", "_unsharded_inne
 BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "dtype", "buffers")
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
 
-same parameters: sums that wait for those of replicas have to be of these parameters. direct: large gradients are reduced from
-where they are. hand over: those of a single rank become those of its shards. dtype: what is left is reduced in this dtype.
-buffers: the next reduction asks for its buffers anew.
+same parameters: sums that wait for those of replicas have to be of these parameters. direct: large gradients are reduced in
+place. hand over: those of a single rank become those of its shards. dtype: the rest is reduced in this dtype. buffers: the next
+reduction asks for its buffers anew.
 """
 
 
 class InPlace(AllGatherResult):
-    """FSDP2's record of a gathering that nothing has waited for, of one into the parameters' own memory."""
+    """FSDP2's record of a pending all-gather, for one into the parameters' memory."""
 
 
 class FrozenBytes(TorchFunctionMode):
@@ -86,8 +86,8 @@ class Form:
     """A parameter's tensors in one form of its gathered values, between gatherings.
 
     Attributes:
-        outputs, inner: gathered tensors, and those that an extension has put in their place.
-        whole: the parameter that the module has while it is gathered, in which autograd accumulates gradients.
+        outputs, inner: gathered tensors, and those by which an extension has replaced them.
+        whole: the module's parameter while it is gathered, into which autograd accumulates gradients.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Parameter:
 
     @property
     def is_cast_alone(self) -> bool:
-        """True if the whole is the shards, cast, of one rank behind the other."""
+        """True if the whole is the concatenation of the ranks' shards, cast."""
         raw = self._raw
         extended = hasattr(raw._sharded_local_tensor, "fsdp_pre_all_gather")
         return self.is_by_rows and raw.sharded_state == ShardedState.SHARDED and not extended
@@ -203,7 +203,7 @@ class Parameter:
 
     @torch.inference_mode(False)  # a later forward may save it for backward
     def allocate(self, ranks: int) -> Tensor:
-        """The memory of the whole, of the current stream: the rows of all ranks, padding behind them, flat."""
+        """The memory of the whole, of the current stream: the rows of all ranks, then padding, flat."""
         raw, shard = self._raw, self._raw._sharded_param_data
         raw.init_all_gather_outputs([shard.numel()], [raw.param_dtype or shard.dtype], ranks, raw.device)
         raw.alloc_all_gather_outputs()
@@ -265,7 +265,7 @@ class Group:
 
     @property
     def is_there(self) -> bool:
-        """True if it is gathered, or on its way."""
+        """True if it is gathered, or being gathered."""
         return self._raw.is_unsharded or self._raw._all_gather_result is not None
 
     @property
@@ -334,11 +334,11 @@ class Group:
         self._raw._partial_reduce_output = None
 
     def reduce_in(self, dtype: torch.dtype | None) -> None:
-        """Reduce in this dtype; None: in the gradients' own."""
+        """Reduce in this dtype; None: in the gradients' dtype."""
         self._raw._reduce_dtype = dtype
 
     def free(self) -> None:
-        """Free what is gathered or on its way."""
+        """Free what is gathered or being gathered."""
         self._raw.wait_for_unshard()
         self._raw.reshard()
 
@@ -362,7 +362,7 @@ class Group:
             self._raw.post_backward = post_backward
 
     def before_end_of_backward(self, action: Callable[[], None]) -> None:
-        """Run `action` when a backward of the root ends, before FSDP2 waits for its own reductions."""
+        """Run `action` when a backward of the root ends, before FSDP2 waits for its reductions."""
         finalize = self._raw.finalize_backward
 
         def finalize_backward() -> None:
@@ -372,7 +372,7 @@ class Group:
         self._raw.finalize_backward = finalize_backward
 
     def around_pre_backward(self, before: Callable[[], None], behind: Callable[[], None]) -> None:
-        """Run `before` when a backward first reaches the group, and `behind` whenever FSDP2 has gathered it for one."""
+        """Run `before` when a backward first reaches the group, and `behind` after each all-gather of it for a backward."""
         raw, gather = self._raw, self._raw.pre_backward
 
         def pre_backward(*arguments: Any) -> None:
@@ -386,14 +386,14 @@ class Group:
     def gather_in_place(self, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
         """Gather by `gather`, which fills the memory of the group's parameters, wherever the group is `fit` for it.
 
-        `gather` gets flat tensors of all ranks' rows, in the order of `parameters`. It runs in the stream of gatherings,
-        behind all that is enqueued in the computing stream. An asynchronous `unshard` of the caller's own is FSDP2's.
+        `gather` gets flat tensors of all ranks' rows, in the order of `parameters`. It runs in the all-gather stream, after all
+        work that is enqueued in the computing stream. A caller's asynchronous `unshard` is FSDP2's.
         """
         _InPlaceGathering(self, fit, gather).install()
 
 
 class _InPlaceGathering:
-    """The gatherings of one group, by FSDP2's own methods where it is not fit."""
+    """The all-gathers of one group, by FSDP2's methods if it is not fit."""
 
     def __init__(self, group: Group, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
         self.group, self.raw, self.fit, self.gather = group, group._raw, fit, gather
@@ -401,12 +401,12 @@ class _InPlaceGathering:
         self.plain_finalize = self.raw.finalize_backward
 
     def install(self) -> None:
-        """Run in place of FSDP2's gathering of the group, and behind its clearing at the end of a backward."""
+        """Run in place of FSDP2's all-gather of the group, and after its clearing at the end of a backward."""
         self.raw.unshard, self.raw.wait_for_unshard = self.unshard, self.wait_for_unshard
         self.raw.finalize_backward = self.finalize_backward
 
     def unshard(self, async_op: bool = False) -> None:
-        """Begin to gather, unless that is over or under way."""
+        """Start to gather, unless that is done or pending."""
         raw = self.raw
         there = raw._all_gather_result is not None or raw.is_unsharded
         unwanted = not raw.unshard_in_backward and raw._training_state == TrainingState.PRE_BACKWARD
@@ -424,7 +424,7 @@ class _InPlaceGathering:
             self.plain_wait()
             return
         if raw._training_state == TrainingState.FORWARD and (before := raw.comm_ctx.all_gather_state) is not None:
-            # The buffer of the part before, which FSDP2 keeps until the next part has waited.
+            # The buffer of the previous part, which FSDP2 keeps until the next part has waited.
             raw._wait_all_gather_streams_on_event(before.event)
             raw.comm_ctx.all_gather_state = None
         self.group.device.current_stream().wait_event(result.all_gather_event)
@@ -452,15 +452,15 @@ class _InPlaceGathering:
         ranks, device = self.group.ranks.size(), self.group.device
         wholes = [parameter.allocate(ranks) for parameter in self.group.parameters]
         _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
-        stream.wait_stream(device.current_stream())  # which may still use the memory that it has freed
-        # Autograd has saved views of a matrix that is freed and gathered again, with the same values.
+        stream.wait_stream(device.current_stream())  # it may still use the memory that it has freed
+        # Autograd has saved views of a matrix that is freed and regathered, with the same values.
         with device.stream(stream), _unsafe_preserve_version_counter(tuple(wholes)):
             self.gather(self.group, wholes)
             return InPlace(wholes[0], stream.record_event(), None, [], [], [])
 
 
 def group_of(module: FSDPModule) -> Group | None:
-    """The group of a module's own parameters, the same object each time; None without any."""
+    """The group of a module's direct parameters, the same object each time; None without any."""
     raw: Any = _state(module)._fsdp_param_group
     if raw is None:
         return None
@@ -492,7 +492,7 @@ def forward_is_open(root: FSDPModule) -> bool:
 
 
 def end_passes(modules: Iterable[FSDPModule]) -> None:
-    """End a forward or backward that an exception, or its caller, has left open, and free what is gathered."""
+    """Reset a forward or backward that an exception, or its caller, has not finished, and free gathered parameters."""
     for module in modules:
         state = _state(module)
         group = state._fsdp_param_group

@@ -1,4 +1,4 @@
-"""Reduction of bf16 gradients among the ranks of a host: they travel in bf16 and are summed in float32.
+"""Reduction of bf16 gradients among the ranks of a host: they are sent in bf16 and summed in float32.
 
 FSDP2 widens gradients to the dtype of their sums before it sends them. Widened by the receiver they are half the bytes, on the
 links and in the copy before, of the same sums: here each in the order of the ranks. Only on one host, since between hosts a
@@ -21,7 +21,7 @@ from octavo.parallel.fsdp2.adapter import Group, group_of, use_reduce_scatter
 
 
 class ReduceScatter:
-    """Sums in float32 of gradients in their own dtype; plain: FSDP2's exchange, for gradients in float32.
+    """Sums in float32 of gradients in their dtype; plain: FSDP2's collective, for gradients in float32.
 
     FSDP2 asks for two buffers: of all gradients, then of this rank's sums. A reduction may fail between the two, so each starts
     anew.
@@ -53,7 +53,7 @@ class ReduceScatter:
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
-    """Have bf16 gradients of these modules travel so, where they are summed in float32 and not averaged.
+    """Send the bf16 gradients of these modules as bf16, where they are summed in float32 and not averaged.
 
     Those of several micro-batches are in float32 already.
     """
@@ -72,7 +72,7 @@ def _reduce_in_own_dtype(group: Group) -> None:
         # The same choice on all ranks: not by what this one has accumulated, which may be nothing.
         nonlocal accumulated
         own = group.forces_sums and not accumulated and _are_bf16(group)
-        group.reduce_in(None if own else torch.float32)  # None: the gradients' own dtype
+        group.reduce_in(None if own else torch.float32)  # None: the gradients' dtype
         accumulated = not group.reduces
 
     group.before_reduction("dtype", choose)

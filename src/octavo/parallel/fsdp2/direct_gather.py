@@ -3,12 +3,12 @@
 FSDP2 casts the shards of a group into one buffer, copies that into the buffer of the collective, and copies each parameter out
 of it between the kernels of the forward. One matrix sharded by rows needs none of that: each rank casts its rows to their place
 in the whole matrix, and the collective fills in those of the others. For an embedding of 8B the last copy alone reads and
-writes a GB while forward waits, and the buffer holds a second GB. Groups of several matrices are left to FSDP2: each parameter
-here takes a collective of its own, which waits for multiprocessors and for the other ranks.
+writes a GB while forward waits, and the buffer holds a second GB. Groups of several matrices use FSDP2's all-gather: here each
+parameter needs a separate collective, which waits for multiprocessors and for the other ranks.
 
-The matrix is in the memory of the computing stream, where FSDP2 frees it, so its gathering begins behind all that is enqueued
-there: it overlaps with the part before, which prefetches it, and not with those before that. An asynchronous `unshard` of the
-caller's own is FSDP2's.
+The matrix is in the memory of the computing stream, where FSDP2 frees it, so its all-gather starts after all work enqueued
+there: it overlaps with the previous part, which prefetches it, and not with earlier ones. A caller's asynchronous `unshard` is
+FSDP2's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reduction of large gradients from where autograd wrote them, as those of an embedding, a head or the first product of an MLP.
 
-FSDP2 copies the gradients of a group into one buffer, between the kernels of the backward, so that the rows of each rank follow
-each other. One matrix whose rows the ranks divide has that order by itself: the copy of an embedding of 8B takes 0.6 ms, with
-nothing behind it. Smaller matrices of a block are left to FSDP2: each by itself takes a collective, which waits for
+FSDP2 copies the gradients of a group into one buffer, between the kernels of the backward, so that the rows of each rank are
+contiguous. One matrix whose rows the ranks divide has that order already: the copy of an embedding of 8B takes 0.6 ms, with
+nothing to hide it. Smaller matrices of a block use FSDP2's reduction: separately each needs a collective, which waits for
 multiprocessors and for the other ranks.
 
 Gradients of the dtype of their sums are reduced, bf16 ones of ranks on one host exchanged and summed in float32 as in
@@ -86,7 +86,7 @@ class _Reduction:
             parameter.drop_gradient()  # also if the reduction fails
         device, stream = group.device, group.reduction_stream
         self.running.wait(device)
-        # Autograd can hand over a view of what the rest of the backward writes.
+        # Autograd can pass a view of memory that the rest of the backward writes.
         own = [gradient if uses_of(gradient) <= ALONE else gradient.clone() for gradient in gradients.values()]
         stream.wait_stream(device.current_stream())
         with device.stream(stream):
@@ -123,5 +123,5 @@ class _Reduction:
 
 
 def _is_large(gradient: Tensor, dtype: torch.dtype | None) -> bool:
-    """True if a gradient, of `dtype` or its own, is reduced apart from others."""
+    """True if a gradient, of `dtype` or its dtype, is reduced separately from others."""
     return gradient.numel() * (dtype or gradient.dtype).itemsize >= LARGE_BYTES

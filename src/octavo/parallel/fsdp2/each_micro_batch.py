@@ -1,9 +1,9 @@
-"""Gradients that are summed over the shards in each micro-batch, so that a rank keeps its shard of them and not the whole.
+"""Gradients that are reduced over the shards in each micro-batch, so that a rank stores its shard of them, not the whole.
 
-FSDP2 keeps whole gradients between the micro-batches of a step (`set_requires_gradient_sync(False)`), or reduces each. Of
-replicas it can reduce over the shards alone, and add what it has to the sums of the last micro-batch; but it adds the sums of
-a group as one vector, without a look at the parameters that are in it. Where these differ, as with a part of the model that
-not every micro-batch uses, gradients would go to other parameters: that is refused.
+FSDP2 stores unsharded gradients between the micro-batches of a step (`set_requires_gradient_sync(False)`), or reduces each.
+With replicas it can reduce over only the shards, and add the result to the sums of the last micro-batch; but it adds the sums
+of a group as one vector, without checking its parameters. If these differ, as with a part of the model that not every
+micro-batch uses, gradients would go to other parameters: that is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Guard:
         """Raise an InputError if this backward has gradients of other parameters than the sums that it would be added to."""
         pairs = zip(self.names, self.group.parameters, strict=True)
         found = [name for name, parameter in pairs if parameter.gradient() is not None]
-        if self.reduced and not found:  # FSDP2 looks again at the end of a backward
+        if self.reduced and not found:  # FSDP2 checks once more at the end of a backward
             return
         self.reduced = True
         if not self.group.waits_for_replicas:

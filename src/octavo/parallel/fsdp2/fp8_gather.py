@@ -1,14 +1,14 @@
 """All-gather of sharded weights in FP8: a quarter of the bytes of float32, and the bits of one rank.
 
-Each rank casts its shard of a master weight by the scale of the whole tensor, so that the gathered weight is bit for bit the
+Each rank casts its shard of a master weight with the scale of the whole tensor, so that the gathered weight is bit for bit the
 cast of the whole. Forward uses the gathered rows; backward, after a second all-gather, transposes them for the input gradient.
-A shard is cast once a step: its bytes stay until the last gathering of the step.
-A caller may gather a weight at another time (`unshard`), or change when it is freed: whatever a backward finds gathered is
-transposed for it, and gathered again if it is in another form. Outside of a forward a weight is gathered in its own dtype.
-The stacked matrices of experts have a scale each, and a shard may have rows of several.
+A shard is cast once a step: its bytes stay until the last all-gather of the step. A caller may gather a weight at another time
+(`unshard`), or change when it is freed: backward reuses an already gathered weight, and regathers it if its cast differs.
+Outside a forward a weight is gathered in its dtype, not in FP8. Stacked experts have a scale per matrix, and a shard may have
+rows of several.
 
-FSDP2 lets a sharded tensor replace the data that is gathered (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then
-needs a parameter of the original shape and dtype for its gradient. Nobody reads it, so all of them are views of one tensor.
+FSDP2 lets a sharded tensor replace the gathered data (`fsdp_pre_all_gather`, `fsdp_post_all_gather`). Autograd then needs a
+parameter of the original shape and dtype for its gradient: a placeholder that is never read, so all of them share one buffer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Mode:
 
 
 def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Let the weights of the FP8 layers in `blocks`, each of which is sharded, travel in FP8 under an autocast."""
+    """Gather the weights of the FP8 layers in `blocks`, each of which is sharded, in FP8 under an autocast."""
     forward = _Mode()
     shared: list[_SharedWeight] = []
 
@@ -87,7 +87,7 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
 def _read_by_others(block: nn.Module) -> set[nn.Module]:
     """Layers whose weights PEFT's adapters read in their forward: DoRA takes the norms of rows, HRA and BOFT rotate them.
 
-    They are gathered in their own dtype, since of a weight in FP8 nothing else is there to be read.
+    They are gathered in their dtype, since a weight in FP8 has no other values to read.
     """
     return {each.get_submodule("base_layer") for each in block.modules() if _reads_its_base(each)}
 
@@ -100,8 +100,9 @@ def _reads_its_base(module: nn.Module) -> bool:
 
 
 def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
-    """Amaxes of all weights that this forward casts by their own, joined by one all-reduce for each group of ranks."""
-    by_group = defaultdict(list)  # experts that are spread have groups of their own
+    """Amaxes of all weights that this forward casts with scales of these amaxes, joined by one all-reduce per group of
+    ranks."""
+    by_group = defaultdict(list)  # with expert parallelism experts have separate groups
     around = {device: autocast.gathering_recipe(device) for device in {weight.parameter.device for weight in weights}}
     for weight in weights:
         recipe = around[weight.parameter.device]
@@ -134,11 +135,11 @@ def _shared(parameter: Parameter, group: Group, forward: _Mode) -> _SharedWeight
 
 
 def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight], forward: _Mode) -> Callable[..., None]:
-    """A hook that drops weights prefetched or kept for another autocast or evaluation, so that FSDP2 gathers them again."""
+    """A hook that drops weights prefetched or gathered for another autocast or evaluation, so that FSDP2 regathers them."""
     group = _group(block)
 
     def hook(*_: Any) -> None:
-        if not forward.running and checkpoints.graph_task() == -1:  # a part of the model that is called by itself
+        if not forward.running and checkpoints.graph_task() == -1:  # a part of the model that is called directly
             forward.note()
         if checkpoints.graph_task() != -1 or not group.is_there:
             return
@@ -154,8 +155,8 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight], forward: _
 def _complete_in_backward(group: Group, weights: Sequence[_SharedWeight]) -> None:
     """Have a backward find the weights as it reads them, whoever gathered them and when.
 
-    It does not gather what is there: blocks that stay gathered, those that their caller gathered, and those that were fetched
-    ahead for another run of the forward, where blocks run in an order of their own or more than once.
+    It does not regather: blocks that stay gathered, those that their caller gathered, and those that were prefetched for
+    another run of the forward, if blocks run in another order or more than once.
     """
 
     def check() -> None:
@@ -187,13 +188,13 @@ class _SharedWeight:
         self.backward_how: Cast | None = None  # of the last forward with gradients
         self.chosen: Cast | None = None  # of the scale that this forward chose
         self.columnwise: Tensor | None = None
-        self.is_complete = False  # `columnwise` has the values of this gathering
-        self.shard_rows: Tensor | None = None  # this rank's, in FP8, where the step gathers them again
-        self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts by it
+        self.is_complete = False  # `columnwise` has the values of this all-gather
+        self.shard_rows: Tensor | None = None  # this rank's, in FP8, if the step regathers them
+        self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts with its scale
         self.others: dict[Cast | None, tuple[Form, Tensor | None]] = {}  # with the columnwise layout of each
         self.matrices = _matrices(parameter, state)
-        # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward casts by it again. Written in
-        # place: another stream may still read the last value of a tensor that is dropped.
+        # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward recasts with it. Written in place:
+        # another stream may still read the last value of a tensor that is dropped.
         count = [] if state.experts is None else [len(self.matrices)]
         self.scales = [tuple(torch.ones(count, device=parameter.device) for _ in range(2)) for _ in range(2)]
         self.scale, self.scale_inv = self.scales[True]
@@ -209,7 +210,7 @@ class _SharedWeight:
         return self.how == self.wanted(around) and (not self.forward.grads or self.is_of_backward())
 
     def needs_amax(self, around: Recipe | None) -> bool:
-        """True if this forward casts the weight by its own amax."""
+        """True if this forward casts the weight with the scale of its amax."""
         how = self.wanted(around)
         return how is not None and not how.delayed and not self._is_chosen(how)
 
@@ -244,7 +245,7 @@ class _SharedWeight:
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
         # Viewed in the dtype of norms and biases, which are gathered with them: FSDP2 copies elements, and a group of several
-        # dtypes byte by byte. It wants a shard that some rank pads in its own width.
+        # dtypes byte by byte. It wants a shard that some rank pads in its original width.
         rows, columns = self.parameter.size
         fills_numbers = rows % self.parameter.ranks == 0 and columns % own.dtype.itemsize == 0
         return (held.view(own.dtype) if fills_numbers else held,), backward
@@ -272,7 +273,7 @@ class _SharedWeight:
         return self.how == self.backward_how and (self.how is None or self.scale is self.scales[True][0])
 
     def complete(self) -> None:
-        """Fill what backward reads of a weight that was gathered in front of it."""
+        """Fill the layout that backward reads of a weight that was gathered before it."""
         gathered = self.state.gathered
         if self.how is not None and gathered is not None and gathered.rowwise_data is not None:
             self._fill(gathered.rowwise_data)
@@ -281,7 +282,7 @@ class _SharedWeight:
 
     def _fill(self, rowwise: Tensor) -> None:
         assert self.columnwise is not None
-        # Saved for backward before it is filled, as FSDP2's own parameters are.
+        # Saved for backward before it is filled, as FSDP2's parameters are.
         with _unsafe_preserve_version_counter((self.columnwise,)):
             for index in self.matrices:
                 transpose(rowwise[index], self.columnwise[index])
@@ -334,7 +335,7 @@ class _SharedWeight:
         return q
 
     def _cast_rows(self, own: Tensor, seen: Tensor | None, how: Cast) -> Tensor:
-        """Cast the rows of each matrix by its scale; `seen` records their amaxes. Bytes, with zeros behind the last expert."""
+        """Cast the rows of each matrix by its scale; `seen` records their amaxes. Bytes, with zeros after the last expert."""
         kind, parts = how.format, []
         for index, rows in self.matrices.items():
             if rows.stop > rows.start:
@@ -354,7 +355,7 @@ class _SharedWeight:
 
 
 def _matrices(parameter: Parameter, state: ModuleState) -> dict[int | tuple[()], slice]:
-    """This rank's rows of each matrix of a weight, by the index of its scale; padding goes with a matrix that is alone."""
+    """This rank's rows of each matrix of a weight, by the index of its scale; padding belongs to a single matrix."""
     high = parameter.padded_rows
     if state.experts is None:
         return {(): slice(0, high)}
