@@ -237,7 +237,7 @@ def test_text_beside_token_ids_is_a_choice_of_the_user(tmp_path, config, kind):
 def test_a_data_set_without_a_target_is_refused(tmp_path, config, packing):
     rows = [{"input_ids": [i, i + 1, i + 2], "loss_mask": [0, 0, 0]} for i in range(20)]
     path = write_lines(tmp_path / "a.jsonl", rows)
-    with pytest.raises(InputError, match=r"48 tokens for train, of which no target: 'labels' are -100"):
+    with pytest.raises(InputError, match=r"48 tokens for train, and no target: 'labels' are -100"):
         prepare(config(path, packing=packing))
     assert not (tmp_path / "prepared").exists()
     write_lines(path, [{**row, "loss_mask": [1, 0, 0]} for row in rows])  # the first tokens of documents
@@ -258,7 +258,7 @@ def test_a_data_set_without_a_target_is_refused(tmp_path, config, packing):
 def test_each_source_with_a_weight_needs_a_target(tmp_path, config):
     good = write_lines(tmp_path / "a.jsonl", [{"input_ids": [i, i + 1, i + 2]} for i in range(20)])
     bad = write_lines(tmp_path / "b.jsonl", [{"input_ids": [50 + i, 51], "labels": [IGNORED] * 2} for i in range(20)])
-    with pytest.raises(InputError, match=r"data\.source '.*b\.jsonl' gives 32 tokens for train, of which no target"):
+    with pytest.raises(InputError, match=r"data\.source '.*b\.jsonl' gives 32 tokens for train, and no target"):
         prepare(config([str(good), str(bad)], weights=[1, 1]))
     joined = prepare(config([str(good), str(bad)]))
     of_source = sequences_of(joined, "train", sequence_length=8, packing="documents").of_source

@@ -262,7 +262,7 @@ def test_results_as_a_tuple_and_logits_of_some_positions():
         ({"shift_labels": tokens(2, 9)}, "shift_labels: it shifts labels itself"),
         ({"num_logits_to_keep": 1}, "num_logits_to_keep = 1: its name is logits_to_keep"),
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seq_lens_q: only position_ids tell where documents begin"),
-        ({"max_length_k": 9}, "max_length_k = 9: position_ids alone"),
+        ({"max_length_k": 9}, "max_length_k = 9: only position_ids"),
         ({"something": 0}, "something = 0"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask is dict, not a tensor"),
         ({"position_ids": torch.arange(9.0)[None] / 2}, "position_ids is torch.float32: positions are whole numbers"),
