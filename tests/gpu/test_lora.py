@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from octavo.nn.te_arguments import Draws
 from transformers import MixtralConfig
 
 import octavo

@@ -723,7 +723,7 @@ def check_folder(model: Decoder, options: LoRA) -> None:
 
 def _settings_of(options: LoRA) -> str:
     """All that a run file needs to say of a folder's adapters, so that one message has it."""
-    values = {"rank": options.rank, "alpha": options.scale_factor, "rslora": options.rslora}
+    values: dict[str, object] = {"rank": options.rank, "alpha": options.scale_factor, "rslora": options.rslora}
     values |= {"targets": options.targets} if len(options.targets) <= 16 else {}  # more are those of a regular expression
     values |= {"save_whole": options.save_whole} if options.save_whole else {}
     more = "" if "targets" in values else ", and lora.targets to patterns of the target_modules in its adapter_config.json"
