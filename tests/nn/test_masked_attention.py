@@ -85,5 +85,5 @@ def test_one_band_makes_its_mask_once(monkeypatch):
 @pytest.mark.parametrize("pattern", [Pattern(4, documents=((0, 2),)), Pattern(4, holes=torch.ones(3, 4).bool()), Pattern(5)])
 def test_a_pattern_of_another_batch_is_refused(pattern):
     x = torch.randn(2, 4, 2, 8)
-    with pytest.raises(InputError, match=r"made for \d (samples|tokens), and there are [24]: make another"):
+    with pytest.raises(InputError, match=r"is for \d (samples|tokens), and there are [24]: create another"):
         attend(x, x, x, pattern, scale=None)
