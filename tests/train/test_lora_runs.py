@@ -1,6 +1,7 @@
 """Runs with adapters: continued exactly, on any ranks, exported for PEFT and merged; and refused quickly."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -147,6 +148,27 @@ def test_a_folder_s_weights_stay_and_another_folder_is_refused(tiny_run, tmp_pat
     capsys.readouterr()
     assert main(["export", str(run.output), "--to", str(tmp_path / "other"), "--merge"]) == 2
     assert "another base" in capsys.readouterr().err
+
+
+def test_an_export_says_how_the_base_was_changed(tiny_run, tmp_path, capsys):
+    """Adapters trained with other positions are right only on a base with them, which PEFT's format cannot say."""
+    peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    llama(**sizes).save_pretrained(tmp_path / "base")
+    run = from_folder(adapted(tiny_run(steps=2, every=2)), tmp_path / "base")
+    longer = ['model.config.rope_parameters={rope_type = "linear", factor = 4.0}', "model.config.max_position_embeddings=512"]
+    assert main(["train", str(run.file), "fp8.enabled=false", "optimizer.lr=0.1", *longer]) == 0
+    assert main(["export", str(run.output), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert "other positions" not in capsys.readouterr().err
+    assert main(["export", str(run.output), "--to", str(tmp_path / "adapter")]) == 0
+    call = re.search(r"AutoModelForCausalLM.from_pretrained\(.*\)", capsys.readouterr().err)
+    assert call is not None
+    base = eval(call[0], {"AutoModelForCausalLM": AutoModelForCausalLM})  # noqa: S307
+    ids = torch.randint(320, (2, 24))
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+        found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,27 @@ def test_two_and_four_ranks_train_it_as_one_does(made, tied):
         assert found == pytest.approx([wanted] * count, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_go_to_peft_by_the_way_that_the_export_says(made, tmp_path, capsys):
+    peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
+    run, source = made(steps=2)
+    run.file.write_text(run.file.read_text() + "\n[lora]\nrank = 4\n")
+    assert main(["train", str(run.file), "model.resize=true", *STILL]) == 0
+    assert main(["export", str(run.output), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert "resize_token_embeddings" not in _said(capsys)[1]
+    assert main(["export", str(run.output), "--to", str(tmp_path / "adapter")]) == 0
+    assert f"model.resize_token_embeddings({ROWS + 3}, pad_to_multiple_of=None)" in _said(capsys)[1]
+    base = AutoModelForCausalLM.from_pretrained(source)
+    base.resize_token_embeddings(ROWS + 3, pad_to_multiple_of=None)
+    ids = torch.randint(ROWS + 3, (2, 16))
+    with torch.no_grad():
+        for layer in (base.get_input_embeddings(), base.get_output_embeddings()):
+            layer.weight[ROWS:] = layer.weight[:ROWS].mean(0)
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+        found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_fp8_trains_it(made):
     run, _ = made(steps=2)
     assert main(["train", str(run.file), "model.resize=true", "fp8.head=true"]) == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,7 +268,26 @@ def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | 
         for path in sorted((RunFolder(run).tokenizer).iterdir()) if RunFolder(run).tokenizer.is_dir() else ():
             if path.is_file():
                 shutil.copyfile(path, new / path.name)
+    for said in _other_base(config, hf_config):
+        warn(f"{to}: {said} octavo export --merge writes the whole model.")
     return checkpoint
+
+
+def _other_base(config: RunConfig, hf_config: Any) -> Iterator[str]:
+    """What a folder of adapters cannot say: how the model below them differs from `model.source`."""
+    source, vocabulary = config.model.source, hf_config.vocab_size
+    if config.model.load and config.model.config:
+        given = ", ".join(f"{key}={getattr(hf_config, key)!r}" for key in config.model.config)
+        yield (
+            "the adapters were trained with other positions than the base has, which PEFT's format cannot say. Load the base "
+            f"by AutoModelForCausalLM.from_pretrained({source!r}, {given})."
+        )
+    if config.model.resize:
+        yield (
+            f"the adapters were trained with a vocabulary of {vocabulary} tokens (model.resize); the base lacks its new rows. "
+            f"Before PeftModel.from_pretrained call model.resize_token_embeddings({vocabulary}, pad_to_multiple_of=None), and "
+            "set each new row to the mean of the old ones, unless lora.save_whole has both embedding and head."
+        )
 
 
 def base_on_meta(config: RunConfig, hf_config: Any) -> Decoder:
