@@ -13,6 +13,7 @@ import octavo
 import ranks
 from octavo.cli import main
 from octavo.config.run import RunConfig
+from octavo.errors import InputError
 from octavo.fp8.recipe import Operand
 from octavo.fp8.scaling import states_of
 from octavo.kernels import reference
@@ -169,6 +170,25 @@ def test_other_families_too(family, tiny_run, tmp_path):
     assert relative(found, evaluated(run, "delayed", 2)[0]) < SAME_CASTS
     matrices = [name for name, tensor in load_file(folder / "model.safetensors").items() if tensor.dtype == E4M3]
     assert len(matrices) == 2 * {"gpt_neox": 4, "phi3": 4}.get(family, 7)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_model_in_a_loop_is_written_as_a_run(recipe, runs, tmp_path):
+    run = runs(recipe)
+    _, model = evaluated(run, recipe)
+    octavo.export(model, tmp_path / "loop", fp8=True)
+    octavo.export(run.output, tmp_path / "run", fp8=True)
+    ours, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("loop", "run"))
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in wanted)
+    ours, wanted = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("loop", "run"))
+    assert ours == wanted
+    with pytest.raises(InputError, match="no product of the model ran in FP8"):
+        octavo.export(octavo.transform(AutoModelForCausalLM.from_config(model.config)), tmp_path / "new", fp8=True)
+    adapted = octavo.transform(AutoModelForCausalLM.from_config(model.config), lora=octavo.LoRA(4))
+    with pytest.raises(InputError, match="has adapters"):
+        octavo.export(adapted, tmp_path / "new", fp8=True)
+    assert not (tmp_path / "new").exists()
 
 
 MIXTURES = {

@@ -20,7 +20,7 @@ _HOME = {
     "fp8_autocast": "octavo.fp8.autocast",
     "save": "octavo.checkpoint.api",
     "load": "octavo.checkpoint.api",
-    "export": "octavo.run.export",
+    "export": "octavo.fp8_export",
     "to_huggingface": "octavo.models.convert",
     "clip_grad_norm_": "octavo.train.optimizer",
     "graphed": "octavo.parallel.graphed",
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from octavo.checkpoint.api import load, save
     from octavo.config.lora import LoRA
     from octavo.fp8.autocast import fp8_autocast
+    from octavo.fp8_export import export
     from octavo.groups import parameter_groups
     from octavo.matrix_parts import matrices
     from octavo.models.convert import to_huggingface
     from octavo.parallel.deferred_init import delayed_init
     from octavo.parallel.graphed import graphed
     from octavo.parallel.world import init, shutdown, state
-    from octavo.run.export import export
     from octavo.train.batches import batches
     from octavo.train.callbacks import Callback
     from octavo.train.evaluation import evaluating

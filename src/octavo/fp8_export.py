@@ -22,23 +22,30 @@ import torch
 from torch import Tensor, nn
 
 from octavo.build import build_model
-from octavo.checkpoint.reader import recipe_of, stored_scales
+from octavo.checkpoint.reader import begun_scales, recipe_of, stored_scales
+from octavo.checkpoint.writer import weights
 from octavo.config.run import RunConfig
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, some, warn
 from octavo.fp8.recipe import Granularity, Operand, Recipe
-from octavo.fp8.scaling import states_of
+from octavo.fp8.scaling import state_records, states_of
 from octavo.kernels import reference
 from octavo.kernels.reference import BLOCK
-from octavo.models.convert import conversion
+from octavo.models.convert import check_decoder, conversion
 from octavo.models.decoder import Decoder
+from octavo.models.lora import adapted
 from octavo.models.published import causal_lm_on_meta, published
 from octavo.nn.plain_names import stored_names
+from octavo.parallel.calls import together
+from octavo.parallel.coordination import Ranks, writing_ranks
 from octavo.plan.fp8_auto import read_choice
 from octavo.plan.precision import PrecisionSchedule
 from octavo.plan.run import build_options
-from octavo.run.export import OpenRun, check_target, open_run, run_config, write_run
+from octavo.run.export import OpenRun, check_empty, check_target, open_run, run_config, write_gathered, write_run
+from octavo.run.export import export as export_weights
 from octavo.run.folder import RunFolder
+from octavo.storage import local_path
+from octavo.stored_names import record_name
 
 _E4M3 = torch.float8_e4m3fn
 _HALF_STEP = 16.0
@@ -113,6 +120,14 @@ class _Encoder:
                 found[f"{theirs.removesuffix('weight')}input_scale"] = inverse.reshape(1).clone()
         return found
 
+    def say(self) -> None:
+        """Warn of weights that were written by a scale of their own."""
+        if self.beyond:
+            warn(
+                f"{some(list(dict.fromkeys(self.beyond)))}: grown beyond the delayed scale of the last step, which clips in "
+                "the run's evaluation: written with the scale of the weight's amax."
+            )
+
     def _scales(self, name: str, weight: Tensor, matrix: _Matrix) -> list[Tensor]:
         """The run's scale of each matrix; of one that has grown beyond it since, that of its amax."""
         how, recorded = matrix.recipe.casts[Operand.WEIGHT], matrix.weight_scale
@@ -172,17 +187,73 @@ def export_fp8(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
         )
     found = open_run(run, config, checkpoint, exact=True)
     model, recipe = _model(run, config, found)
-    matrices = _matrices(model, recipe, found.checkpoint, merged=merge)
+    matrices = _matrices(model, recipe, stored_scales(found.checkpoint), found.checkpoint, merged=merge)
     dtype = torch_dtype(config.model.dtype)
     encoder = _Encoder(matrices, dtype)
     write_run(found, to, encoder, {"quantization_config": _quantization(model, matrices), "dtype": str(dtype)[6:]})
-    if encoder.beyond:
-        names = list(dict.fromkeys(encoder.beyond))
-        warn(
-            f"{some(names)}: grown beyond the delayed scale of the last step, which clips in the run's evaluation: written"
-            " with the scale of the weight's amax."
-        )
+    encoder.say()
     return found.checkpoint
+
+
+def export(model_or_path: nn.Module | str | Path, folder: str | Path, *, fp8: bool = False) -> None:
+    """Write a model, or the newest whole checkpoint of a run, for `AutoModelForCausalLM.from_pretrained`.
+
+    Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`.
+    All ranks call it and rank 0 writes; the parameters of a sharded model are gathered one by one.
+
+    Args:
+        model_or_path: a transformed model, or the folder of a run, whose tokenizer is copied too.
+        folder: a new or empty folder.
+        fp8: matrices that ran in FP8 in compressed-tensors' layout, as `octavo export --fp8` writes those of a run: by the
+            recipe and the scales of the last forwards under `octavo.fp8_autocast`.
+
+    Raises:
+        InputError: the path is no run, the folder is not empty or cannot be written, the model is not transformers', or some
+            rank does not call this; with `fp8` a model that never ran in FP8, has adapters or keeps its own code.
+        OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
+    """
+    if not fp8:
+        export_weights(model_or_path, folder)
+        return
+    to = local_path(folder, "octavo.export: folder")
+    with together("octavo.export"):
+        ranks = writing_ranks()
+        if isinstance(model_or_path, nn.Module):
+            _export_model(model_or_path, to, ranks)
+        else:
+            path = local_path(model_or_path, "octavo.export: model_or_path")
+            ranks.on_rank_0(lambda: export_fp8(path, to))
+
+
+def _export_model(model: nn.Module, to: Path, ranks: Ranks) -> None:
+    """Write a model in memory in FP8. Collective."""
+    if not isinstance(model, Decoder):
+        raise InputError(
+            f"octavo.export(fp8=True): {type(model).__name__} is not Octavo's decoder, of which FP8 folders are written. Leave "
+            "fp8 out."
+        )
+    if adapted(model) is not None:
+        raise InputError(
+            "octavo.export(fp8=True): the model has adapters (lora), which are not served in FP8 alone. octavo.export(model, "
+            "folder) writes them for PEFT; octavo export RUN --merge --fp8 writes a run's whole model with them."
+        )
+    check_decoder(model)
+    used = [state.history_recipe for _, state in states_of(model)] + [state.recipe for _, state in states_of(model)]
+    recipe = next((recipe for recipe in used if recipe is not None), None)
+    if recipe is None:
+        raise InputError(
+            "octavo.export(fp8=True): no product of the model ran in FP8. Train it under octavo.fp8_autocast, or leave fp8 out."
+        )
+    stored = stored_names(model)
+    records = {record_name(name, stored): tensor for name, tensor in state_records(model).items()}
+    matrices = _matrices(model, recipe, begun_scales(records), "the model", merged=False)
+    own_names = {name: matrices[one] for name, one in stored.items() if one in matrices}
+    encoder = _Encoder({**matrices, **own_names}, model.dtype)
+    more = {"quantization_config": _quantization(model, matrices), "dtype": str(model.dtype)[6:]}
+    ranks.on_rank_0(lambda: check_empty(to))
+    generation = getattr(model, "generation_config", None)
+    write_gathered(weights(model), model.config, conversion(model.spec), to, ranks, generation, encoder, more)
+    encoder.say()
 
 
 def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recipe]:
@@ -216,13 +287,17 @@ def _model(run: Path, config: RunConfig, found: OpenRun) -> tuple[Decoder, Recip
     return model, recipe
 
 
-def _matrices(model: Decoder, recipe: Recipe, checkpoint: Path, *, merged: bool) -> dict[str, _Matrix]:
-    """Parameters in FP8 by their stored names. merged: recorded scales of weights are of the base alone.
+def _matrices(
+    model: Decoder, recipe: Recipe, scales: Mapping[str, Tensor], source: object, *, merged: bool
+) -> dict[str, _Matrix]:
+    """Parameters in FP8 by their stored names.
+
+    scales: delayed ones that have begun, by `<module>.<operand>`, of the source. merged: those of weights are of the base.
 
     Raises:
         InputError: block scaling of matrices that are not of whole blocks, which vLLM refuses.
     """
-    scales, stored = stored_scales(checkpoint), stored_names(model)
+    stored = stored_names(model)
     names = {id(parameter): stored.get(name, name) for name, parameter in model.named_parameters()}
     way = conversion(model.spec)
     found: dict[str, _Matrix] = {}
@@ -234,7 +309,7 @@ def _matrices(model: Decoder, recipe: Recipe, checkpoint: Path, *, merged: bool)
         weight, inputs = (scales.get(f"{key}.{operand.value}") for operand in (Operand.WEIGHT, Operand.INPUT))
         delayed = own.history is not None
         if delayed and inputs is None and state.experts is None:
-            raise InputError(f"--fp8: {module} has no delayed scale in {checkpoint}: it never ran. Give a later --checkpoint.")
+            raise InputError(f"--fp8: {module} has no delayed scale in {source}: it never ran. Give a later checkpoint.")
         inputs = inputs if delayed and state.experts is None else None
         found[name] = _Matrix(own, weight if delayed and not merged else None, inputs, state.experts)
         if own.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
@@ -246,9 +321,14 @@ def _matrices(model: Decoder, recipe: Recipe, checkpoint: Path, *, merged: bool)
                         f"--fp8: {theirs} is {list(part.shape)}, and readers of block scales take multiples of {BLOCK} alone. "
                         'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for single layers).'
                     )
-    for name in found:
-        if found[name].experts is not None:
+    for name, matrix in found.items():
+        if matrix.experts is not None:
             _check_experts(name, found)
+            if matrix.recipe.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
+                raise InputError(
+                    f"--fp8: {name} has a scale for each block of 128 x 128, which transformers does not load of experts. "
+                    'Export without --fp8, or train with fp8.recipe = "rowwise" (fp8.layers for experts alone).'
+                )
     if not found:
         raise InputError("--fp8: every layer is out of FP8 (fp8.skip, fp8.layers, fp8.schedule). Export without --fp8.")
     return found

@@ -338,6 +338,11 @@ def stored_scales(path: Path) -> dict[str, torch.Tensor]:
         tensors = shard_io.empty_tensors({name: one for name, one in layout.items() if not name.endswith(".amax_history")})
         stored.read({f"fp8.{name}": tensor for name, tensor in tensors.items()})
         checkpoint.verify_opened()
+    return begun_scales(tensors)
+
+
+def begun_scales(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The delayed scales among the records of a model's FP8 state, as `stored_scales`."""
     scales = {name.removesuffix(".scale"): tensor for name, tensor in tensors.items() if name.endswith(".scale")}
     begun = {name: tensors.get(f"{name}.begun", scale != 1) for name, scale in scales.items()}
     return {name: scale for name, scale in scales.items() if bool(begun[name].all())}

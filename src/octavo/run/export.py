@@ -102,14 +102,14 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
             _check_own_code(model_or_path, config)
     check_decoder(model_or_path)
     check_blocks(model_or_path)
-    ranks.on_rank_0(lambda: _check_empty(to))
+    ranks.on_rank_0(lambda: check_empty(to))
     generation = getattr(model_or_path, "generation_config", None)
-    _write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
+    write_gathered(weights(model_or_path), config, own_code or way, to, ranks, generation)
 
 
 def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -> None:
     """Write the adapters of a model in memory as PEFT's folder; they are small and gathered at once."""
-    ranks.on_rank_0(lambda: _check_empty(to))
+    ranks.on_rank_0(lambda: check_empty(to))
     whole = {name: whole_tensor(tensor).cpu() for name, tensor in weights(model).items()}
     names = [name for name, _ in model.named_parameters()]
     source = str(getattr(model.config, "_name_or_path", "")) or None
@@ -187,15 +187,20 @@ def _is_model_of_transformers(cls: type) -> bool:
     )
 
 
-def _write_gathered(
+def write_gathered(
     tensors: Mapping[str, torch.Tensor],
     config: Any,
     way: Conversion | PreTrainedModel | None,
     to: Path,
     ranks: Ranks,
     generation: Any,
+    encode: Encode | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write on rank 0. It broadcasts the name of each tensor, so that all ranks join the gather, and None at the end."""
+    """Write on rank 0. It broadcasts the name of each tensor, so that all ranks join the gather, and None at the end.
+
+    encode, more: of `write_pretrained`.
+    """
     shapes = empty_tensors(layout_of(tensors), "meta")
 
     def gathered(name: str) -> torch.Tensor:
@@ -207,7 +212,7 @@ def _write_gathered(
             write_weights(shapes, to, way, read=gathered)
         else:
             model = way if isinstance(way, PreTrainedModel) else None
-            write_pretrained(shapes, config, to, read=gathered, model=model, generation=generation)
+            write_pretrained(shapes, config, to, read=gathered, model=model, generation=generation, encode=encode, more=more)
         return None
 
     while (name := ranks.on_rank_0(write)) is not None:  # on rank 0, `write` returns None at the end
@@ -239,7 +244,7 @@ def check_target(run: Path, to: Path) -> None:
     """Raise an InputError for a folder that is not empty, or that the run would remove."""
     if to.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
-    _check_empty(to)
+    check_empty(to)
 
 
 def write_run(found: OpenRun, to: Path, encode: Encode | None = None, more: Mapping[str, Any] | None = None) -> None:
@@ -460,6 +465,7 @@ def _fit_token_ids(
     return generation.changed({**dict.fromkeys(dropped), **fitted}), dropped
 
 
-def _check_empty(to: Path) -> None:
+def check_empty(to: Path) -> None:
+    """Raise an InputError for a path with something in it."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InputError(f"{str(to)!r} exists and is not empty: export writes a new folder. Give another path.")
