@@ -24,8 +24,8 @@ class LoRA:
         rank: rows of A and columns of B.
         alpha: the scale is alpha / rank; 2 x rank when absent.
         dropout: of the input of A, in training.
-        targets: "all-linear" for all matrices of the blocks, or patterns (`fnmatch`) of Hugging Face's names of modules or of
-            their ends, such as "q_proj" or "model.layers.0.*".
+        targets: "all-linear" for all matrices of the blocks, experts and routers too, or patterns (`fnmatch`) of Hugging Face's
+            names of modules or of their ends, such as "q_proj" or "model.layers.0.*".
         rslora: the scale is alpha / √rank.
         save_whole: patterns of modules outside of the blocks that are trained and saved whole, such as "lm_head".
         load: a folder of PEFT's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with.
