@@ -34,7 +34,7 @@ STANDARD = {
 """Of Python itself."""
 OWN = {
     "_Interval", "_bprop", "_bprop_tensors", "_degree", "_error", "_extra_state", "_failed", "_fp8_state",
-    "_hybrid_shard_zero2", "_id", "_scale_bits", "_token_id", "_weight",
+    "_hybrid_shard_zero2", "_id", "_pattern", "_scale", "_scale_bits", "_token_id", "_weight",
 }  # fmt: skip
 """Parts of Octavo's keys and names, and of arguments of Transformer Engine and names of SMP, in strings."""
 TABLES = (
