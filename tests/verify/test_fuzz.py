@@ -61,6 +61,10 @@ def test_a_report_goes_on_where_it_ended(tmp_path):
     assert (figures["cases"], figures["equal"], figures["verified"]) == (cases, 2, True)
     assert text == ["2 of 2 cases from seed 7 are equal"]
     assert json.loads(output.read_text()) == figures
+    for count, seed, whole in ((1, 7, "--fuzz 2 --seed 7"), (2, 8, "--fuzz 3 --seed 7"), (1, 5, "--fuzz 4 --seed 5")):
+        with pytest.raises(InputError, match=f"has cases 7 to 8, .* Give {whole}, or another"):
+            fuzz(count, seed, 4, output=output, resume=True)
+    assert json.loads(output.read_text()) == figures
     # By another version, with a fault, or drawn as another run: verified.
     for report in (
         {"version": "0", "cases": cases},

@@ -105,7 +105,7 @@ def fuzz(
         say: shows progress.
 
     Raises:
-        InputError: one rank, which is no layout; or `output` is no report of cases.
+        InputError: one rank, which is no layout; or `output` is no report of cases, or has others.
         RunStopped: a signal ended it; `output` has the cases before.
     """
     if ranks is not None and ranks < 2:
@@ -113,6 +113,7 @@ def fuzz(
     before, notes = {}, {}
     if resume and output is not None and output.exists():
         before, notes = _equal_cases(output), _notes(output)
+        _refuse_to_lose(output, seed, count)
     cases: list[dict[str, Any]] = []
     pool: Pool | None = None
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
@@ -168,6 +169,18 @@ def _report(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "median_seconds": seconds[len(seconds) // 2],
         "cases": list(cases),
     }
+
+
+def _refuse_to_lose(path: Path, seed: int, count: int) -> None:
+    """Raise an InputError if a report has cases beside those that are asked for, which take its place."""
+    numbers = [case["seed"] for case in json.loads(path.read_text(encoding="utf-8"))["cases"]]
+    if any(not seed <= number < seed + count for number in numbers):
+        first, last = min(numbers), max(numbers)
+        of_all = f"--fuzz {max(last, seed + count - 1) - min(first, seed) + 1} --seed {min(first, seed)}"
+        raise InputError(
+            f"--resume: {path} has cases {first} to {last}, and {seed} to {seed + count - 1} are asked for: others would be "
+            f"lost. Give {of_all}, or another --output."
+        )
 
 
 def _notes(path: Path) -> dict[str, Any]:
