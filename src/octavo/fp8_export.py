@@ -114,7 +114,7 @@ class _Encoder:
                 data, scale = reference.cast_rows(part, _E4M3, how.format.max)
             else:
                 data, scale = reference.cast_blocks(part, _E4M3, how.format.max, BLOCK)
-            found |= {theirs: data, f"{theirs}_scale": reference.divide(1.0, scale)}
+            found |= {theirs: data, f"{theirs.removesuffix('weight')}weight_scale": reference.divide(1.0, scale)}
             if matrix.input_scale is not None:
                 inverse = reference.divide(1.0, matrix.input_scale)
                 found[f"{theirs.removesuffix('weight')}input_scale"] = inverse.reshape(1).clone()
@@ -151,7 +151,10 @@ class _Encoder:
                 scales = (rows, 1)
             case _:
                 scales = (-(-rows // BLOCK), -(-columns // BLOCK))
-        found = {theirs: torch.empty_like(part, dtype=_E4M3), f"{theirs}_scale": torch.empty(scales, device="meta")}
+        found = {
+            theirs: torch.empty_like(part, dtype=_E4M3),
+            f"{theirs.removesuffix('weight')}weight_scale": torch.empty(scales, device="meta"),
+        }
         if matrix.input_scale is not None:
             found[f"{theirs.removesuffix('weight')}input_scale"] = torch.empty(1, device="meta")
         return found

@@ -611,7 +611,7 @@ def _parameters_of(path: Path, config: Mapping[str, Any]) -> list[str]:
         InputError: other parameters than those of experts and routers, or other ranks and alphas than PEFT's of gate and up.
     """
     parameters = list(config.get("target_parameters") or ())
-    ranks, alphas = (config.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
     fused = bool(ranks or alphas)
     if fused and (ranks, alphas) != ({_FUSED: 2 * config["r"]}, {_FUSED: 2 * config["lora_alpha"]}):
         key = "rank_pattern" if ranks else "alpha_pattern"
