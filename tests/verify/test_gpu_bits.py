@@ -90,8 +90,8 @@ def test_two_layers_of_each_kind_of_full_width():
 
 def test_without_gpus_it_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"--gpu on 2 ranks: 0 are at hand\. Without --gpu"):
+    with pytest.raises(InputError, match=r"--gpu: 0 GPUs are at hand, and --ranks is 2\. Without --gpu"):
         gpu.verify_on_gpus(few(2), 2)
     assert main(["verify", "presets/demo.toml", "--gpu", "--output", str(tmp_path / "verify.json")]) == 2
-    assert "0 are at hand" in capsys.readouterr().err
+    assert "0 GPUs are at hand. Without" in capsys.readouterr().err
     assert not (tmp_path / "verify.json").exists()

@@ -64,9 +64,8 @@ def verify_on_gpus(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = gpus if ranks is None else ranks
     if not 0 < ranks <= gpus:
-        raise InputError(
-            f"octavo verify --gpu on {ranks} ranks: {gpus} are at hand. Without --gpu the layout is compared on CPUs."
-        )
+        asked = f", and --ranks is {ranks}" if ranks else ""
+        raise InputError(f"octavo verify --gpu: {gpus} GPUs are at hand{asked}. Without --gpu the layout is compared on CPUs.")
     config = of_few_layers(config, ranks)
     plan = check(config, target=Target(world_size=ranks))
     with tempfile.TemporaryDirectory() as folder:
