@@ -331,8 +331,10 @@ def verify(
     else:
         on_cpus = partial(compared, config, 2 if ranks is None else ranks, given=given, causality=causality)
         figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)
+    _print(figures if as_json else text)  # before the file, whose disk may be full
     write_atomic(path, json.dumps(figures, indent=1) + "\n")
-    _print(figures if as_json else [*text, f"each {'difference' if config else 'case'} is in {path}"])
+    if not as_json:
+        _print([f"each {'difference' if config else 'case'} is in {path}"])
     if not figures["verified"]:
         raise typer.Exit(EXIT_FAILED)
 

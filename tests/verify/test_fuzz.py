@@ -1,5 +1,6 @@
 """Layouts and models at random: drawn from a number alone, and equal."""
 
+import errno
 import json
 import re
 import subprocess
@@ -78,6 +79,25 @@ def test_a_report_goes_on_where_it_ended(tmp_path):
         output.write_text(other)
         with pytest.raises(InputError, match="is no report of octavo verify --fuzz"):
             fuzz(2, 7, 4, output=output, resume=True)
+
+
+def test_what_was_found_is_printed_where_the_disk_is_full(tmp_path, monkeypatch, capsys):
+    from octavo import cli, storage
+
+    output, text = tmp_path / "cases.json", drawn(7, tmp_path, 4).text
+    case = {"seed": 7, "case": text, "fault": None, "seconds": 2.0}
+    output.write_text(json.dumps({"version": __version__, "cases": [case]}))
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(storage, "write_atomic", full)
+    command = ["verify", "--fuzz", "1", "--seed", "7", "--ranks", "4", "--resume", "--output", str(output)]
+    assert cli.main(command) == 1
+    said = capsys.readouterr()
+    assert "1 of 1 cases from seed 7 are equal" in said.out
+    assert "No space left on device" in said.err
+    assert "is in" not in said.out
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import tempfile
@@ -153,6 +154,7 @@ def _error_file(folder: Path, rank: int) -> Path:
 
 def serve(path: str) -> None:
     """Fork the ranks of each job that comes over this socket, until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process that asks ends this one
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         import torch
