@@ -54,7 +54,9 @@ def test_a_run_continues_to_the_bit_and_goes_to_peft_and_merged(recipe, tiny_run
     assert main(command) == 0
     assert losses(run) == first
     assert main(["export", str(run.output), "--to", str(tmp_path / "peft")]) == 0
-    assert "PeftModel.from_pretrained" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "PeftModel.from_pretrained" in said.out
+    assert "trained on random weights" in said.err
     assert main(["export", str(run.output), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     stored = load_file(next((run.output / "checkpoints" / "step-4").glob("*.safetensors")))
     assert not [name for name in stored if name.startswith("model.") and "lora_" not in name]

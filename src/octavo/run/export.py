@@ -281,6 +281,8 @@ def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | 
 def _other_base(config: RunConfig, hf_config: Any) -> Iterator[str]:
     """What a folder of adapters cannot say: how the model below them differs from `model.source`."""
     source, vocabulary = config.model.source, hf_config.vocab_size
+    if not config.model.load:
+        yield f"the adapters were trained on random weights (model.load = false), not on those of {source!r}."
     if config.model.load and config.model.config:
         given = ", ".join(f"{key}={getattr(hf_config, key)!r}" for key in config.model.config)
         yield (
