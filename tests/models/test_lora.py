@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from llamas import VOCABULARY, llama, tokens
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo.errors import InputError
@@ -220,6 +221,22 @@ def test_models_and_options_without_adapters_are_refused_by_name():
     refused("PeftModel.from_pretrained", octavo.to_huggingface, model)
 
 
+def test_adapters_of_a_base_of_another_name_are_said_and_norms_trained_whole_refused(tmp_path, capsys):
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
+    peft_model(base, tmp_path / "theirs")
+    for name, said in (("base", False), ("twin", True)):
+        llama().save_pretrained(tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        octavo.transform(model, lora=from_folder(tmp_path / "theirs"))
+        assert ("were trained on" in capsys.readouterr().err) == said
+    file = tmp_path / "theirs" / "adapter_model.safetensors"
+    norm = {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(48)}
+    save_file({**load_file(file), **norm}, file)
+    refused("only modules outside of blocks", octavo.transform, llama(), lora=from_folder(tmp_path / "theirs"))
+
+
 def test_adapters_of_another_base_or_another_kind_are_refused_with_the_shapes(tmp_path):
     folder = tmp_path / "theirs"
     base = llama()
@@ -230,6 +247,8 @@ def test_adapters_of_another_base_or_another_kind_are_refused_with_the_shapes(tm
     fewer = octavo.LoRA(3, 5.0, targets=["q_proj"], load=str(folder))
     refused(("of other matrices", "lora.targets"), octavo.transform, llama(), lora=fewer)
     refused("lora.rank = 3", octavo.transform, llama(), lora=octavo.LoRA(4, load=str(folder)))
+    every = ("lora.rank = 3", "lora.alpha = ", "lora.rslora = ", "lora.targets = ")
+    refused(every, octavo.transform, llama(), lora=octavo.LoRA(4, load=str(folder)))
     config = json.loads((folder / "adapter_config.json").read_text())
     other_keys = {
         "rank_pattern": {"q_proj": 2},
