@@ -537,12 +537,17 @@ def test_estimates_on_the_pages_are_those_of_a_dry_run(capsys):
 
 def test_figures_of_lora_are_in_benchmarks():
     part = results_page().split("## LoRA\n")[1].split("\n## ")[0]
-    names = ("lora-llama-8b", "lora-llama-70b")
+    names = ("lora-llama-8b", "lora-llama-8b-graph", "lora-llama-70b")
     measured = {(name, row["entry"]): row for name in names for row in rows_of(name)}
     told = [measured[name, "octavo-delayed-fp8-base"] for name in ("lora-llama-8b", "lora-llama-70b")]
     told += [measured["lora-llama-8b", entry] for entry in ("torch-peft-compiled", "ao-peft-tensorwise")]
-    kernels = {name: sum(rows_of(name)[0]["kernel_ms"].values()) for name in ("lora-llama-8b-kernels", "lora-llama-70b")}
-    assert all(f"{ms:,.0f}" in part for ms in kernels.values())
+    recorded, eager = (measured["lora-llama-8b-graph", f"octavo-delayed-fp8-base{graph}"] for graph in ("-graph", ""))
+    kernels = [
+        sum(row["kernel_ms"].values()) for row in (recorded, eager, measured["lora-llama-70b", "octavo-delayed-fp8-base"])
+    ]
+    kernels += [recorded["kernel_ms"][kind] for kind in ("fp8 products", "attention", "bf16 products")]
+    assert all(f"{ms:,.0f} " in " ".join(part.split()) for ms in (*kernels, recorded["host_ms"], eager["host_ms"]))
+    told.append(recorded)
     said = [figure for row in told for figure in (f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f}")]
     page = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
     assert all(figure in page for figure in said)
