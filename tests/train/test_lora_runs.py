@@ -49,6 +49,7 @@ def test_a_run_continues_to_the_bit_and_goes_to_peft_and_merged(recipe, tiny_run
     run = adapted(tiny_run(steps=4, every=2), LORA + "dropout = 0.1\n")
     command = ["train", str(run.file), *recipe_lines(recipe), "train.micro_batch=1"]
     assert main(command) == 0
+    assert "adapters of random weights, since model.load = false" in capsys.readouterr().err
     first = losses(run)
     shutil.rmtree(run.output / "checkpoints" / "step-4")
     assert main(command) == 0

@@ -296,8 +296,14 @@ def check(
     if config.lora.options is not None and config.lora.base == "fp8":
         _store_base(config, model, recipe, use=use)
     config.tell_notes(world)
-    if extended and rank_variable("RANK", 0) == 0:
-        warn(extended)
+    if rank_variable("RANK", 0) == 0:
+        if extended:
+            warn(extended)
+        if config.lora.options is not None and not config.model.load:
+            warn(
+                "lora trains adapters of random weights, since model.load = false. Set model.load = true and model.source to a "
+                "folder or an id with weights."
+            )
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
         if use:
