@@ -1,4 +1,4 @@
-"""Every figure of the README, of the results page and of the page on vision that is generated, by one command:
+"""The generated figures of the README, with its picture, of the results page and of the page on vision, by one command:
 
     python -m benchmarks.pages
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmarks import readme
+from benchmarks import curves, readme
 from benchmarks.files import does_not_fit, exit_code_of, read_json
 from benchmarks.readme import LIBRARIES, WIDTH, Row, kernel_of, speed, title_of
 from benchmarks.vision import page as vision
@@ -26,6 +26,8 @@ from octavo.storage import write_atomic
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PICTURE, PAIR = ROOT / "docs" / "_static" / "run.svg", ("bf16-seed-3", "fp8-seed-3")
+"""Of the README, and the runs whose losses it has: of seven pairs the one whose gap is neither the least nor the largest."""
 _BLOCK = re.compile(r"(<!-- Measured: ([\w -]+?) -->\n).*?(<!-- End of measured -->)", re.S)
 _DASH, _TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 _PACKAGES = {"transformer-engine": "Transformer Engine", "flash-attn-4": "flash-attn-4", "peft": "PEFT"}
@@ -174,6 +176,7 @@ def main(arguments: list[str]) -> int:
             text = page.read_text(encoding="utf-8")
             new = vision.rewrite(text, RESULTS) if regenerated is None else regenerated(text, RESULTS, page.parent)
             write_atomic(page, new)
+        write_atomic(PICTURE, curves.picture(_read(RESULTS / "loss-pairs.json"), PAIR))
 
     return exit_code_of(write)
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import octavo
-from benchmarks import lengths, pages, readme
+from benchmarks import curves, lengths, pages, readme
 from benchmarks.vision import page
 from octavo import doctor
 from octavo.cli import main
@@ -199,6 +199,13 @@ def test_figures_of_fresh_starts_are_in_benchmarks(name):
     figures = f"{len(rows)} | {min(steps):.1f} to {max(steps):.1f} | {max(steps) / min(steps) - 1:.1%} | "
     figures += f"{several} of {len(chosen)} | {min(hosts):.0f} to {max(hosts):.0f}"
     assert f" | {figures} |" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_a_run_is_generated():
+    """Mend it with `python -m benchmarks.pages`."""
+    document = json.loads((ROOT / "benchmarks" / "results" / "loss-pairs.json").read_text(encoding="utf-8"))
+    assert curves.picture(document, pages.PAIR) == pages.PICTURE.read_text(encoding="utf-8")
+    assert "results/loss-pairs.json" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def results_page():
