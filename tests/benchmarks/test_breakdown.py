@@ -58,6 +58,7 @@ FAMILIES = {
     "cross_entropy": "cross entropy", "norm": "norms",
     "norm_rows": "norms",
     "attention.forward": "attention", "attention.backward": "attention", "attention.join": "attention",
+    "low_rank": "copies and elementwise", "peers": "communication",
     "embedding.forward": "copies and elementwise", "embedding.backward": "copies and elementwise",
     "cross_entropy_slices": "cross entropy",
     "column_sum": "copies and elementwise", "rope": "rope", "adamw": "optimizer", "scales": "scales",

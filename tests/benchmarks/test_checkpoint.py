@@ -58,6 +58,7 @@ def test_what_two_ranks_save_one_restores(tmp_path, forked_workers):
     assert "…" not in text.getvalue()
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_leaves_no_files(tmp_path, break_rank_1, forked_workers, monkeypatch):
     monkeypatch.setattr("benchmarks.group.GRACE_SECONDS", 1.0)  # no process ends
     break_rank_1("raise RuntimeError('no device')")

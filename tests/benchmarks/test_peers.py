@@ -374,6 +374,7 @@ def test_an_attention_by_another_kernel_than_the_entrys_is_refused(tmp_path, tra
     assert "flash-attn-4 was asked for, and Transformer Engine did not call it: Transformer Engine, cuDNN" in row["error"]
 
 
+@pytest.mark.long
 def test_over_two_ranks_its_attention_is_compared_too(tmp_path, transformer_engine, forked_workers):
     """Whole sequences sharded and shared ones; the stand-in shares none by flash-attn-4, and the entry says so."""
     names = ["te-delayed-fp8-head", "te-delayed-flash-attention"]

@@ -312,6 +312,7 @@ def test_torchao_converts_the_blocks_and_joins_amaxes_behind_the_optimizer(monke
     assert not torch.equal(order[1], before)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_is_a_row_with_its_error(tmp_path, break_rank_1):
     break_rank_1("print('last words', file=sys.stderr, flush=True); os._exit(7)")  # an exception: test_checkpoint.py
     results = run_suite(

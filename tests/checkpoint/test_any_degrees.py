@@ -172,7 +172,7 @@ Under delayed scaling scales are updated after each micro-batch of all ranks: on
 """
 
 
-@pytest.mark.long(lambda recipe: recipe != "current")
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", SAME)
 def test_which_recipes_cast_as_before_in_another_layout(tmp_path, data, recipe):
     """What a run says that continues in it (`octavo.train.setup.run_layout`)."""

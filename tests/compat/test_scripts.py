@@ -100,6 +100,7 @@ def test_layers_of_transformer_engine_or_pytorchs_where_it_is_missing(capsys):
     assert numbers(with_te, "te")[0] == pytest.approx(numbers(without, "torch")[0], rel=1e-5)
 
 
+@pytest.mark.long
 def test_spawned_ranks_and_the_workers_of_their_loaders_find_the_names():
     out, _ = run(SCRIPTS / "spawned.py", PORT=str(port()))
     losses = [row[0] for row in numbers(out, "loss")]

@@ -391,7 +391,7 @@ def message_and_loss_of_mixed_dtypes():
 def test_a_router_in_float32_beside_bf16_is_refused_over_ranks_and_float32_trains():
     for message, norm in ranks.run(2, message_and_loss_of_mixed_dtypes):
         assert message.startswith(
-            "params_dtype = bfloat16 over several ranks: ernie4_5_moe keeps model.layers.1.mlp.gate.weight"
+            "params_dtype = bfloat16 over several ranks: ernie4_5_moe leaves model.layers.1.mlp.gate.weight"
         )
         assert 'Set model.params_dtype = "float32" (params_dtype=torch.float32 in Python).' in message
         assert norm > 0

@@ -136,7 +136,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.long(lambda layout: layout not in ("2 of 4", "2 of 2", "2, shard"))
+@pytest.mark.long(lambda layout: layout not in ("2 of 4", "2 of 2"))
 @pytest.mark.parametrize("layout", SPREAD)
 def test_whole_experts_over_tensor_ranks_train_as_on_one_rank(layout):
     world, degrees = SPREAD[layout]
@@ -177,7 +177,7 @@ def test_slices_of_experts_accumulate_and_recompute(tensor, shape):
     check(tensor, {"tensor_parallel_degree": tensor}, cells)
 
 
-@pytest.mark.long(lambda layout: layout in ("gathered", "replicate", "heads"))
+@pytest.mark.long(lambda layout: layout in ("gathered", "replicate", "heads", "shard"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beside_other_degrees(layout):
     cells = [("all-biases", {}), ("multi-head", {"given": {"tokens": 11}}), ("neox", {"given": {"documents": True}})]

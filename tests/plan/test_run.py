@@ -69,7 +69,9 @@ def test_a_router_in_float32_beside_bf16_trains_on_one_rank_and_is_refused_on_se
     change = [f"model.source={tmp_path / 'ernie'}", "model.config={}", "model.load=true", "model.params_dtype=bfloat16"]
     change.append("train.global_batch=4")
     run = tiny_run(steps=4, every=2)
-    with pytest.raises(InputError, match=r"ernie4_5_moe keeps model\.layers\.1\.mlp\.gate\.weight.*params_dtype = \"float32\""):
+    with pytest.raises(
+        InputError, match=r"ernie4_5_moe leaves model\.layers\.1\.mlp\.gate\.weight.*params_dtype = \"float32\""
+    ):
         check(RunConfig.from_file(run.file, change), target=Target(2, lookup("h200")))
     check(RunConfig.from_file(run.file, [*change, "model.params_dtype=float32"]), target=Target(2, lookup("h200")))
     exported = {}

@@ -234,6 +234,7 @@ def test_a_run_under_other_recipes_is_near_that_of_one_rank(tiny_run, recipe):
     assert losses(two.output) == pytest.approx(losses(one.output), rel=5e-3)
 
 
+@pytest.mark.long
 def test_a_killed_run_with_dropout_continues_to_the_same_bits(tiny_run):
     given = [FP8[0], "model.config.attention_dropout=0.2", FP8[2], "train.micro_batch=1", "train.recompute=true", degree(2)]
     whole, tiny = (tiny_run(name, steps=4, every=2) for name in ("whole", "killed"))
