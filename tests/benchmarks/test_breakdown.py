@@ -129,6 +129,7 @@ def test_a_profile_is_read():
     assert sum(found["kernel_ms"].values()) > 0
 
 
+@pytest.mark.long
 def test_a_measured_entry_tells_its_breakdown(tmp_path, forked_workers):
     target = Target(describe_device("cpu"), "cpu")
     entries = [ENTRIES["torch-bf16"]]

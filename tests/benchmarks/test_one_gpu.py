@@ -157,6 +157,7 @@ def test_every_entry_sees_the_same_tokens():
     assert 0 <= min(int(b.min()) for b in first) <= max(int(b.max()) for b in first) < case.spec.vocabulary
 
 
+@pytest.mark.long
 def test_a_run_on_a_cpu_is_measured_written_and_rendered(tmp_path):
     said = []
     results = run_suite(

@@ -164,6 +164,7 @@ def test_matrices_split_over_two_ranks(tmp_path, forked_workers):
     assert own["tokens_per_second"] == pytest.approx(2 * 32 / 2 / (own["step_ms"] / 1e3))
 
 
+@pytest.mark.long
 def test_a_step_of_four_micro_batches_is_that_of_the_whole_batch(tmp_path, forked_workers):
     kept, summed = "octavo-delayed-fast-input-fp8-head-backward", "octavo-delayed-fast-input-fp8-head-backward-sync-each"
     results = run_suite(

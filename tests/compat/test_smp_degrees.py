@@ -17,6 +17,7 @@ def one_rank():
     octavo.shutdown()
 
 
+@pytest.mark.long
 def test_a_folder_for_each_rank_of_experts_loads_at_the_same_and_other_degrees(tmp_path):
     results = ranks.run(4, expert_ranks.by_the_script, str(tmp_path))
     assert results[0]["files"] == [

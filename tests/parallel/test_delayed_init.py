@@ -513,6 +513,7 @@ def large_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long(lambda source: source == "own")
 @pytest.mark.parametrize("source", ["files", "counter", "own"])
 def test_no_rank_holds_more_than_its_part(large_folder, source):
     found = ranks.run(4, delayed.large, source, large_folder)

@@ -183,6 +183,7 @@ def test_scales_of_all_experts_are_on_every_rank_where_an_autocast_joins_none():
         assert (scale != (0 if "history" in name else 1)).any(), name
 
 
+@pytest.mark.long
 def test_what_one_expert_degree_saves_another_loads_to_the_bit(tmp_path):
     wrote = ranks.run(4, spread_experts.save, tmp_path / "0", LAYOUTS["expert 2 x shard 2"][1])
     for after in ("expert 2 x shard 2", "expert 4", "shard 2", "one"):

@@ -34,6 +34,7 @@ def mixture(tiny_run, tmp_path):
     return make
 
 
+@pytest.mark.long
 def test_a_run_moves_between_expert_degrees(mixture, capsys):
     exact = [*(given for given in EXACT if "attention_dropout" not in given), "train.validate_batches=1000"]
     whole = mixture("whole", steps=8, every=2)
@@ -63,6 +64,7 @@ def killed(file, overrides, name):
     return run(file, overrides)
 
 
+@pytest.mark.long
 def test_a_kill_in_a_checkpoints_write(mixture):
     given = ["parallel.expert_parallel_degree=2", "moe.router_jitter_noise=0.01"]
     undisturbed = mixture("undisturbed", steps=6, every=2)

@@ -137,6 +137,7 @@ def test_a_run_chooses_how_long_blocks_stay_gathered_and_continues_on_other_gpus
         assert f"reshard_after_forward = {asked}" in (tiny.output / "run.toml").read_text()
 
 
+@pytest.mark.long
 def test_a_run_continues_where_the_ranks_sum_gradients_at_other_times(tiny_run):
     """Sums in another order: the same losses within their rounding, whichever way it was saved."""
     wanted = None

@@ -67,6 +67,7 @@ EXPERTS = ["model.source=mixtral-8x7b", "model.config.num_local_experts=4"]
 SPREAD = "parallel.expert_parallel_degree="
 
 
+@pytest.mark.long
 def test_ranks_with_experts_train_as_one_does(tiny_run):
     """Slices, and whole experts. Routed tokens, router losses and validations count each token once; some are padding, as two
     ranks do not divide 31."""
