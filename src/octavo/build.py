@@ -43,9 +43,10 @@ from octavo.models.decoder import Decoder
 from octavo.models.description import describe
 from octavo.models.exact import difference, tie_again
 from octavo.models.families import decoder_spec, with_moe
+from octavo.models.fingerprint import noting
 from octavo.models.fp8_folders import DEQUANTISE
 from octavo.models.huggingface import pose_as_pretrained
-from octavo.models.lora import adapt, adapted, check_folder, noting, other_base, reader, settle
+from octavo.models.lora import adapt, adapted, settle
 from octavo.models.own_code import (
     cast,
     compute_in,
@@ -55,6 +56,7 @@ from octavo.models.own_code import (
     refuse_float32_parameters,
     refuse_head_settings,
 )
+from octavo.models.peft_folder import check_folder, other_base, reader
 from octavo.models.published import keep_float32_buffers
 from octavo.models.replace import (
     attention_dropout,

@@ -14,7 +14,7 @@ from benchmarks.lora import LORA
 from benchmarks.run import run_suite
 from octavo.errors import InputError
 from octavo.models.convert import conversion
-from octavo.models.lora import peft_tensors
+from octavo.models.peft_folder import peft_tensors
 from octavo.plan.flops import adapter_parameters, matmul_parameters
 
 pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")

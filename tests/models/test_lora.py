@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo.errors import InputError
 from octavo.models.convert import conversion
-from octavo.models.lora import adapted, from_folder, peft_tensors
+from octavo.models.lora import adapted
+from octavo.models.peft_folder import from_folder, peft_tensors
 
 peft = pytest.importorskip("peft", reason="needs peft, of the dev extra: pip install -e '.[dev]'")
 pytestmark = [

@@ -10,7 +10,7 @@ from tensor_ranks import ALIGNED, MIXTURE
 
 import octavo
 import ranks
-from octavo.models.lora import from_folder
+from octavo.models.peft_folder import from_folder
 
 pytestmark = ranks.alone
 FP8, WIDE = octavo.LoRA(4, base="fp8"), octavo.LoRA(4)

@@ -45,8 +45,10 @@ from octavo.models.convert import (
 )
 from octavo.models.decoder import Decoder
 from octavo.models.families import decoder_spec, with_moe
+from octavo.models.fingerprint import fingerprint_of
 from octavo.models.generation import FILE, GenerationFile, from_model_config, load_generation_config
-from octavo.models.lora import Adapted, adapted, fingerprint_of, merged, peft_tensors, write_folder
+from octavo.models.lora import Adapted, adapted
+from octavo.models.peft_folder import merged, peft_tensors, write_folder
 from octavo.models.sources import load_config, weights_folder
 from octavo.models.structure import difference_from, tensors_of, warn_of_hooks
 from octavo.models.vision import check_blocks

@@ -1,0 +1,331 @@
+"""PEFT's folders of adapters, in both directions, bit for bit: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from octavo.collectives.blocks import parameters_of, shape_of
+from octavo.config.lora import ALL_LINEAR, LoRA
+from octavo.errors import InputError, some
+from octavo.models.convert import Conversion, conversion
+from octavo.models.decoder import Decoder
+from octavo.models.families import PEFT_PREFIX, Join, adapter_module
+from octavo.models.lora import FUSED, GATES, UPS, Adapted, doubled, is_of_experts, is_router, module_of
+from octavo.nn.lora import is_adapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of PEFT's folder."""
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+    "use_qalora": (False,),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "layers_to_transform": (None,),
+    "layers_pattern": (None,),
+    "exclude_modules": (None, []),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "use_bdlora": (None, False),
+}
+"""Keys of PEFT's config that change what adapters compute → the values under which they do not."""
+
+
+def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str | None) -> dict[str, Any]:
+    """`adapter_config.json`; names: of all the model's parameters, by Octavo. source: where the base is from."""
+    modules = {module_of(theirs) for name in names if not is_adapter(name) for theirs in way.names(name)}
+    options = found.options
+    stacked = [one for one in found.targets if is_of_experts(one) or is_router(one)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "r": options.rank,
+        "lora_alpha": options.scale_factor,
+        "lora_dropout": options.dropout,
+        "use_rslora": options.rslora,
+        "target_modules": _shortened([one for one in found.targets if one not in stacked], modules),
+        **(_of_parameters(found, stacked, modules) if stacked else {}),
+        "modules_to_save": list(found.whole) or None,
+    }
+
+
+def _of_parameters(found: Adapted, stacked: Sequence[str], modules: Iterable[str]) -> dict[str, Any]:
+    """The keys of `adapter_config.json` of adapted parameters, which PEFT names by the end of their names too."""
+    others = set(modules) - set(stacked)
+    short: dict[str, None] = {}
+    for one in stacked:
+        end = one[one.index(".mlp.") + 1 :]
+        name = one if any(other.endswith(f".{end}") for other in others) else end
+        short[name if is_of_experts(one) else f"{name}.weight"] = None
+    twice = doubled(found.options)
+    patterns = {"rank_pattern": {FUSED: twice.rank}, "alpha_pattern": {FUSED: twice.scale_factor}} if found.fused else {}
+    return {"target_parameters": list(short), **patterns}
+
+
+def _shortened(targets: Sequence[str], modules: Iterable[str]) -> list[str]:
+    """The targets as PEFT matches them: by the end of their names where that names no other module."""
+    others = set(modules) - set(targets)
+    short: dict[str, None] = {}
+    for target in targets:
+        leaf = target.rpartition(".")[2]
+        unique = not any(other == leaf or other.endswith(f".{leaf}") for other in others)
+        short[leaf if unique else target] = None
+    return list(short)
+
+
+def peft_tensors(tensors: Mapping[str, Tensor], way: Conversion) -> dict[str, Tensor]:
+    """Trained tensors under Octavo's names → under those of PEFT's file."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        for theirs, part in way.split(name, tensor).items():
+            found[theirs if is_adapter(name) else PEFT_PREFIX + theirs] = part.detach().cpu().contiguous()
+    return found
+
+
+def write_folder(
+    tensors: Mapping[str, Tensor], found: Adapted, way: Conversion, names: Iterable[str], folder: Path, source: str | None
+) -> None:
+    """Write PEFT's two files into a folder that exists.
+
+    tensors: whole ones of what is trained, by Octavo's names. names, source: as in `config_of`.
+    """
+    save_file(peft_tensors(tensors, way), folder / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(config_of(found, way, names, source), indent=2, sort_keys=True)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def from_folder(folder: str | Path) -> LoRA:
+    """The options of a folder of PEFT's, which `octavo.transform(model, lora=…)` loads.
+
+    Raises:
+        InputError: it is none, or its adapters compute something that Octavo's do not.
+    """
+    path = Path(folder)
+    config = _read_config(path)
+    targets = config.get("target_modules")
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        with _opened(path) as file:
+            targets = sorted({_module_of_peft(key) for key in file.keys() if _is_lora(key)})  # noqa: SIM118
+        if config.get("target_parameters"):
+            targets = [one for one in targets if not (is_of_experts(f"{one}.") or is_router(one))]
+    if parameters := _parameters_of(path, config):
+        targets = [*(targets or ()), *parameters]
+    return LoRA(
+        rank=config["r"],
+        alpha=float(config["lora_alpha"]),
+        dropout=config.get("lora_dropout", 0.0),
+        targets=targets if targets == ALL_LINEAR else tuple(targets or ()),
+        rslora=config.get("use_rslora", False),
+        save_whole=tuple(config.get("modules_to_save") or ()),
+        load=str(path),
+    )
+
+
+def _parameters_of(path: Path, config: Mapping[str, Any]) -> list[str]:
+    """The targets of a folder's adapted parameters, and its patterns of ranks, as Octavo names them.
+
+    Raises:
+        InputError: other parameters than those of experts and routers, or other ranks and alphas than PEFT's of gate and up.
+    """
+    parameters = list(config.get("target_parameters") or ())
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    fused = bool(ranks or alphas)
+    if fused and (ranks, alphas) != ({FUSED: 2 * config["r"]}, {FUSED: 2 * config["lora_alpha"]}):
+        key = "rank_pattern" if ranks else "alpha_pattern"
+        raise InputError(
+            f"{path / CONFIG}: {key} = {config[key]!r} is not supported: adapters have one rank, and those of gate and "
+            "up of experts twice as much where PEFT has. Keep the model's own code: "
+            "octavo.transform(PeftModel.from_pretrained(model, folder))."
+        )
+    found: list[str] = []
+    for one in sorted(parameters):
+        container, _, leaf = one.removesuffix(".weight").rpartition(".")
+        if leaf not in ("gate_up_proj", "down_proj", "gate"):
+            raise InputError(
+                f"{path / CONFIG}: target_parameters = {parameters!r}: {one!r} is no matrix of experts or router. Keep the "
+                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
+        container = container or ("mlp" if leaf == "gate" else "experts")
+        halves = (GATES[0], UPS[0]) if fused and leaf == "gate_up_proj" else (leaf,)
+        found += [f"{container}.{half}" for half in halves]
+    return found
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"lora.load = {str(path)!r} is no folder of PEFT's adapters: {CONFIG} cannot be read ({error}). Give the folder "
+            "that model.save_pretrained or octavo export has written."
+        ) from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise InputError(f"{file}: peft_type = {kind!r}: Octavo loads LoRA alone.")
+    for key, neutral in _NEUTRAL.items():
+        if key in config and config[key] not in neutral:
+            raise InputError(
+                f"{file}: {key} = {config[key]!r} is not supported: Octavo's adapters have {key} = {neutral[0]!r}. Keep the "
+                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        raise InputError(
+            f"{file}: init_lora_weights = {config['init_lora_weights']!r} changes the base weights. Save the adapters for the "
+            "original weights: model.save_pretrained(folder, path_initial_model_for_weight_conversion=…)."
+        )
+    return config
+
+
+def _opened(path: Path) -> Any:
+    file = path / WEIGHTS
+    if not file.is_file():
+        other = path / "adapter_model.bin"
+        way = f": convert {other.name} by PeftModel.from_pretrained(…).save_pretrained(…)" if other.is_file() else ""
+        raise InputError(f"lora.load: {file} does not exist{way or '. Copy the whole folder again'}.")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"lora.load: {file} cannot be read: {error}. Copy it again.") from None
+
+
+def _is_lora(key: str) -> bool:
+    return key.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def _module_of_peft(key: str) -> str:
+    return key.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0]
+
+
+def check_folder(model: Decoder, options: LoRA) -> None:
+    """Compare a folder of PEFT's with the adapters of a model, also on meta; reads no weight.
+
+    Raises:
+        InputError: other settings than the options', other names, or other shapes: adapters of another base.
+    """
+    assert options.load is not None
+    path = Path(options.load)
+    theirs = from_folder(path)
+    for key in ("rank", "scale"):
+        if getattr(theirs, key) != getattr(options, key):
+            raise InputError(
+                f"lora.{'alpha' if key == 'scale' else key}: the adapters in {path} were trained with rank {theirs.rank}, "
+                f"alpha {theirs.scale_factor:g}, rslora {theirs.rslora}. Set {_settings_of(theirs)}."
+            )
+    with _opened(path) as file:
+        stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    way = conversion(model.spec)
+    own = {key: tuple(part.shape) for key, part in peft_shapes(model, way).items()}
+    differing = [(key, stored[key], own[key]) for key in own if key in stored and stored[key] != own[key]]
+    if differing:
+        shown = "; ".join(f"{key} is {list(a)} there and {list(b)} here" for key, a, b in differing[:3])
+        raise InputError(
+            f"lora.load: the adapters in {path} are of another base: {shown}. Give the model that they were trained on "
+            f"({_read_config(path).get('base_model_name_or_path')})."
+        )
+    absent, more = ([one for one in a if one not in b] for a, b in ((own, stored), (stored, own)))
+    if absent or more:
+        parts = [f"it lacks {some(absent, 3)}"] if absent else []
+        parts += [f"it has {some(more, 3)} too"] if more else []
+        if whole := [one for one in more if ".layers." in one and ".lora_" not in one]:
+            raise InputError(
+                f"lora.load: {path} has {some(whole, 3)}, trained whole (modules_to_save); Octavo trains only modules outside "
+                "of blocks whole. Keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
+        raise InputError(
+            f"lora.load: the adapters in {path} are of other matrices: {', and '.join(parts)}. Set "
+            f"{_settings_of(theirs)}, or give the model that they were trained on."
+        )
+
+
+def _settings_of(options: LoRA) -> str:
+    """All that a run file needs to say of a folder's adapters, so that one message has it."""
+    values: dict[str, object] = {"rank": options.rank, "alpha": options.scale_factor, "rslora": options.rslora}
+    values |= {"targets": options.targets} if len(options.targets) <= 16 else {}  # more are those of a regular expression
+    values |= {"save_whole": options.save_whole} if options.save_whole else {}
+    more = "" if "targets" in values else ", and lora.targets to patterns of the target_modules in its adapter_config.json"
+    return ", ".join(f"lora.{key} = {json.dumps(value)}" for key, value in values.items()) + more
+
+
+def other_base(model: Decoder, folder: str | Path) -> str:
+    """A sentence if a folder of PEFT's names another base than the model's folder or id; their shapes may be the same."""
+    here, there = (
+        str(getattr(model.config, "_name_or_path", "") or ""),
+        _read_config(Path(folder)).get("base_model_name_or_path"),
+    )
+    if not here or not there or Path(here).name.lower() == Path(there).name.lower():
+        return ""
+    return (
+        f"lora.load: the adapters in {folder} were trained on {there!r}, and the model is {here!r}. Their shapes are the same; "
+        "with other weights the loss begins higher than it ended."
+    )
+
+
+def peft_shapes(model: nn.Module, way: Conversion) -> dict[str, Tensor]:
+    """The trained tensors of a model under PEFT's names, on the meta device."""
+    blocks = parameters_of(model)
+    shapes = {name: shape_of(p, blocks) for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {
+        theirs if is_adapter(name) else PEFT_PREFIX + theirs: part
+        for name, tensor in trained.items()
+        for theirs, part in way.split(name, tensor).items()
+    }
+
+
+def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, int], None]]:
+    """Trained parameter → a function that fills rows of it, from a first one on, with those of a folder of PEFT's."""
+    path, way = Path(folder), conversion(model.spec)
+
+    def reading(name: str, key: str) -> Callable[[Tensor, int], None]:
+        def read(out: Tensor, start: int) -> None:
+            with _opened(path) as file:
+                if way.table.join(name) is Join.EXPERT_B:  # whose rows are columns there
+                    whole = way.join(name, (file.get_tensor(key),))
+                    out.copy_(whole[start : start + out.shape[0]])
+                else:
+                    out.copy_(file.get_slice(key)[start : start + out.shape[0]])
+
+        return read
+
+    names: dict[str, Callable[[Tensor, int], None]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (theirs,) = way.names(name)
+            names[name] = reading(name, theirs if is_adapter(name) else PEFT_PREFIX + theirs)
+    return names
+
+
+def merged(name: str, weight: Tensor, tensors: Mapping[str, Tensor], way: Conversion, found: Adapted) -> Tensor:
+    """A frozen parameter with its adapters: W + scale · B · A in float32, rounded once to the dtype of W.
+
+    name: of the parameter, by its stored name. tensors: the adapters' by PEFT's names.
+    """
+    parts = way.split(name, weight)
+    changed = {}
+    for theirs, part in parts.items():
+        a, b = (tensors.get(f"{PEFT_PREFIX}{adapter_module(theirs)}.lora_{kind}.weight") for kind in "AB")
+        if a is None or b is None:
+            changed[theirs] = part
+            continue
+        a, b = a.float(), b.float()
+        if part.dim() == 3:  # of experts
+            a, b = a.unflatten(0, (part.shape[0], -1)), b.unflatten(1, (-1, part.shape[0])).permute(2, 0, 1)
+        changed[theirs] = (part.float() + found.of(module_of(theirs)).scale * (b @ a)).to(part.dtype)
+    return way.join(name, tuple(changed.values())) if parts else weight
