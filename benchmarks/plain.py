@@ -5,7 +5,7 @@ kernel on Hopper), experts are PyTorch's grouped products, logits stay in the mo
 Outputs equal those of transformers' models up to rounding, with the same parameter names; cache, padding, generation and the
 loss that balances experts are left out.
 Shapes: B batch, T sequence, H heads (kv heads for keys and values), K head_dim, D hidden size, V vocabulary; of experts N
-tokens, S experts that a token visits, E experts, F their ffn size, R rows.
+tokens, S experts per token, E experts, F their ffn size, R rows.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Mixture(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.count, self.visited = spec.experts, spec.visited
+        self.count, self.top_k = spec.experts, spec.top_k
         self.gate = nn.Linear(spec.hidden_size, spec.experts, bias=False)
         self.experts = Experts(spec)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns B × T × D."""
         x_ND = x_BTD.flatten(0, 1)
-        scores_NS, chosen_NS = torch.topk(self.gate(x_ND).float().softmax(-1), self.visited, dim=-1)
+        scores_NS, chosen_NS = torch.topk(self.gate(x_ND).float().softmax(-1), self.top_k, dim=-1)
         scores_NS = (scores_NS / scores_NS.sum(-1, keepdim=True)).to(x_ND.dtype)
         copy_R, row_NS, ends_E = places(chosen_NS, self.count)
         y_RD = self.experts(_Dispatch.apply(x_ND, copy_R, row_NS), ends_E)
@@ -142,9 +142,9 @@ class _Collect(torch.autograd.Function):
         return _rows(d_NSD.flatten(0, 1), copy_R, 1), None, None
 
 
-def _rows(x: Tensor, copy_R: Tensor, visited: int) -> Tensor:
+def _rows(x: Tensor, copy_R: Tensor, top_k: int) -> Tensor:
     """The source of each row's copy, zeros in rows without."""
-    source_R = copy_R // visited
+    source_R = copy_R // top_k
     return torch.where((source_R < len(x))[:, None], x[source_R.clamp(max=len(x) - 1)], 0)
 
 

@@ -148,7 +148,7 @@ class Mixture(nn.Module):
     def __init__(self, spec: ModelSpec, init: Callable[[Tensor], Tensor], *, fp8: bool, **make: Any) -> None:
         super().__init__()
         d, f, n = spec.hidden_size, spec.ffn_size, spec.experts
-        self.experts, self.visited, self.fp8 = n, spec.visited, fp8
+        self.experts, self.top_k, self.fp8 = n, spec.top_k, fp8
         self.norm = te.RMSNorm(d, eps=spec.norm_eps, dtype=make["params_dtype"], device=make["device"])
         self.router = nn.Linear(d, n, bias=False, dtype=make["params_dtype"], device=make["device"])
         init(self.router.weight)
@@ -159,7 +159,7 @@ class Mixture(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns B × T × D."""
         x = self.norm(x_BTD).flatten(0, 1)
-        scores, chosen = torch.topk(self.router(x).float().softmax(-1), self.visited, dim=-1)
+        scores, chosen = torch.topk(self.router(x).float().softmax(-1), self.top_k, dim=-1)
         empty = scores.new_zeros(len(x), self.experts)
         weights = empty.scatter(1, chosen, scores / scores.sum(-1, keepdim=True))
         routes = empty.int().scatter(1, chosen, 1)

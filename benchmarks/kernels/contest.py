@@ -12,19 +12,19 @@ Contest = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 
 
 class Workload(NamedTuple):
-    """The linear layers of one block: tokens a step, (columns in, columns out) of each; of experts if a token visits any."""
+    """The linear layers of one block: tokens a step, (columns in, columns out) of each; of experts if top_k is above 0."""
 
     name: str
     tokens: int
     layers: tuple[tuple[int, int], ...]
     experts: int = 0
-    visited: int = 0
+    top_k: int = 0
 
 
 class Product(NamedTuple):
     """a [rows, summed] · b [columns, summed]ᵀ, in FP8 with the formats of a and b.
 
-    Of experts: each has a b of its own and the rows of the tokens that visit it, or in a weight gradient the sum over them;
+    Of experts: each has a b of its own and the rows of its tokens, or in a weight gradient the sum over them;
     `rows` or `summed` counts the copies of tokens.
     """
 
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     summed: int
     gradient: bool
     experts: int = 0
-    visited: int = 0
+    top_k: int = 0
 
     @property
     def flops(self) -> int:
@@ -43,5 +43,5 @@ class Product(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens whose copies visit the experts."""
-        return (self.summed if self.kind == "weight gradient" else self.rows) // self.visited
+        """Tokens whose copies are the experts' rows."""
+        return (self.summed if self.kind == "weight gradient" else self.rows) // self.top_k

@@ -1,6 +1,6 @@
 """The products of stacked experts alone: Octavo's grouped products beside PyTorch's.
 
-Every expert of a layer has the rows of the tokens that visit it, in random numbers. Contestants:
+Every expert of a layer has the rows of its tokens, in random numbers. Contestants:
 
 * fp8: one scale an expert, gradients in E5M2, which accumulate precisely. PyTorch has no such grouped product: it multiplies
   expert by expert, of sizes that the host knows.
@@ -25,7 +25,7 @@ class _Case:
     """Random operands of a product: of experts' rows a [R, K] and matrices b [E, N, K], or of the sums over rows."""
 
     def __init__(self, product: Product) -> None:
-        chosen = torch.rand(product.tokens, product.experts).argsort(1)[:, : product.visited]
+        chosen = torch.rand(product.tokens, product.experts).argsort(1)[:, : product.top_k]
         self.routes = make_routes(chosen, product.experts)
         ends = self.routes.ends.tolist()
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))

@@ -32,15 +32,15 @@ WORKLOADS: dict[str, Workload] = {
         Workload("llama-8b", 16_384, ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))),
         Workload("llama2-7b", 16_384, ((4096, 12_288), (4096, 4096), (4096, 22_016), (11_008, 4096))),
         Workload("vit-huge", 32_896, ((1280, 3840), (1280, 1280), (1280, 5120), (5120, 1280))),
-        Workload("mixtral-8x7b", 16_384, ((4096, 28_672), (14_336, 4096)), experts=8, visited=2),
+        Workload("mixtral-8x7b", 16_384, ((4096, 28_672), (14_336, 4096)), experts=8, top_k=2),
     )
 }
 
 
 def products_of(workload: Workload) -> list[Product]:
     """All products of a block, forward and backward; of a mixture, its experts'."""
-    of = workload.experts, workload.visited
-    rows = workload.tokens * max(1, workload.visited)
+    of = workload.experts, workload.top_k
+    rows = workload.tokens * max(1, workload.top_k)
     return [
         product
         for columns_in, columns_out in workload.layers

@@ -62,7 +62,7 @@ def test_contestants_of_experts_multiply_the_same(monkeypatch):
 
     monkeypatch.setattr(torch, "_scaled_mm", by_pytorch)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_by_pytorch)
-    small = Workload("small", 24, ((32, 48),), experts=4, visited=2)
+    small = Workload("small", 24, ((32, 48),), experts=4, top_k=2)
     for product in products_of(small):
         assert product.flops == 2 * 48 * 32 * 48  # 48 copies of tokens
         for calls in grouped.CONTESTS.values():

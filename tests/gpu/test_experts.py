@@ -45,7 +45,7 @@ def train(module, recipe, tile, monkeypatch, bias=None, steps=2):
 def forced(module, logits, expert):
     """All tokens to one expert, and their second choices among the others."""
     logits = logits + torch.nn.functional.one_hot(torch.tensor(expert), logits.shape[1]).to(logits) * 100
-    scores, chosen = torch.topk(logits.softmax(-1), module.mixture.visited, dim=-1)
+    scores, chosen = torch.topk(logits.softmax(-1), module.config.top_k, dim=-1)
     return scores, chosen
 
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("precision", CONTESTS)
 @pytest.mark.parametrize(
-    "product", products_of(Workload("small", 700, ((256, 384),), experts=4, visited=2)), ids=lambda p: p.kind
+    "product", products_of(Workload("small", 700, ((256, 384),), experts=4, top_k=2)), ids=lambda p: p.kind
 )
 def test_contestants_of_experts_multiply_the_same(product, precision):
     with torch.device("cuda"):

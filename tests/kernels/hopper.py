@@ -244,8 +244,8 @@ def experts():
     routes = Routes(
         matrix(rows, **whole), matrix(16384, 2, **whole), matrix(rows // TILE, **whole), matrix(count, **whole), TILE, None
     )
-    for visited, of in ((2, count), (8, 128)):
-        routing.launch(matrix(16384, visited, dtype=torch.int64), of)
+    for top_k, of in ((2, count), (8, 128)):
+        routing.launch(matrix(16384, top_k, dtype=torch.int64), of)
     x, up, weights = matrix(rows, hidden), matrix(rows, 2 * ffn), matrix(rows, dtype=FP32)
     for made in (
         HIGH,

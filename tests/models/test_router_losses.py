@@ -26,8 +26,8 @@ def reference_loss(model, ids, labels, mask, aux, z):
     layers = [logits.view(*ids.shape, -1)[real].float() for logits in output.router_logits]
     logits = torch.cat(layers)
     probabilities = logits.softmax(-1)
-    visited = model.config.num_experts_per_tok
-    visits = torch.zeros_like(logits).scatter_(1, probabilities.topk(visited).indices, 1.0)
+    top_k = model.config.num_experts_per_tok
+    visits = torch.zeros_like(logits).scatter_(1, probabilities.topk(top_k).indices, 1.0)
     balance = logits.shape[1] * (visits.mean(0) * probabilities.mean(0)).sum()
     z_loss = torch.stack([layer.exp().sum(-1).log().square().mean() for layer in layers]).mean()
     return plain + aux * balance + z * z_loss, balance, z_loss
@@ -83,7 +83,7 @@ def test_aux_loss_is_hugging_faces_whatever_the_config_says():
 def test_settings_go_before_the_models_config(config, moe, coefficients):
     model = octavo.transform(llama(**SHAPES["mixtral"], router_aux_loss_coef=0.25, **config), moe=MoeConfig(**moe))
     assert (model.spec.balance, model.spec.router_z_loss, model.spec.jitter) == coefficients
-    assert model.layers[0].layernorm_moe.mixture.jitter == coefficients[2]
+    assert model.layers[0].layernorm_moe.config.jitter == coefficients[2]
 
 
 def test_micro_batches_count_by_their_share_of_the_targets():

@@ -400,7 +400,7 @@ def test_forms_that_experts_do_not_have_are_refused(asked):
     make = functools.partial(octavo.nn.TransformerLayer, 16, 32, 4, experts=octavo.nn.Experts(4, 2))
     with pytest.raises(InputError, match=f"{asked}=True"):
         make(**{asked: True})
-    assert make().layernorm_moe.mixture.count == 4
+    assert make().layernorm_moe.config.count == 4
 
 
 @pytest.mark.parametrize("parallel", [False, True])

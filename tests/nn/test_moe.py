@@ -29,11 +29,11 @@ def layer(experts, **settings):
 def plain(module, x):
     """The definition, in the dtype of x: each token through its experts, one by one."""
     p = {name: parameter.detach().to(x).requires_grad_() for name, parameter in module.named_parameters()}
-    fc1, fc2 = (p[f"experts.{name}"].chunk(module.mixture.count) for name in ("fc1_weight", "fc2_weight"))
+    fc1, fc2 = (p[f"experts.{name}"].chunk(module.config.count) for name in ("fc1_weight", "fc2_weight"))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * p["layer_norm_weight"]
     logits = normed @ p["router_weight"].t()
-    scores, chosen = logits.softmax(-1).topk(module.mixture.visited)
-    if module.mixture.normalized:
+    scores, chosen = logits.softmax(-1).topk(module.config.top_k)
+    if module.config.normalized:
         scores = scores / scores.sum(-1, keepdim=True)
     tokens = []
     for row, weights, experts in zip(normed, scores, chosen, strict=True):
@@ -228,7 +228,7 @@ def test_jitter_is_of_training_alone():
     [
         (Experts(4, 5), "from 1 to 4"),
         (Experts(4, 0), "from 1 to 4"),
-        (Experts(4, 2.5), "visits 2.5 of 4"),
+        (Experts(4, 2.5), "2.5 experts per token of 4"),
         (Experts(0, 0), "0 experts .* from 1"),
         (Experts(-1, 1), "-1 experts"),
         (Experts(4, 2, jitter=1.0), "below 1"),
@@ -256,13 +256,13 @@ def test_a_deep_copy_has_scales_of_its_own():
 def assigned(module, x, counted=None, training=True):
     """As `plain`, by "sinkhorn" or "balanced": (y, parameters, logits, experts), by their definitions."""
     p = {name: parameter.detach().to(x).requires_grad_() for name, parameter in module.named_parameters()}
-    count, visited = module.mixture.count, module.mixture.visited
+    count, top_k = module.config.count, module.config.top_k
     fc1, fc2 = (p[f"experts.{name}"].chunk(count) for name in ("fc1_weight", "fc2_weight"))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * p["layer_norm_weight"]
     logits = normed @ p["router_weight"].t()
-    weights = logits.sigmoid() if module.mixture.assignment == "sinkhorn" and visited == 1 else logits.softmax(-1)
-    if module.mixture.assignment == "balanced" and training:
-        chosen = torch.tensor([[(token * visited + i) % count for i in range(visited)] for token in range(len(x))])
+    weights = logits.sigmoid() if module.config.assignment == "sinkhorn" and top_k == 1 else logits.softmax(-1)
+    if module.config.assignment == "balanced" and training:
+        chosen = torch.tensor([[(token * top_k + i) % count for i in range(top_k)] for token in range(len(x))])
     else:
         cost = logits.detach().exp()
         transport = cost.clone()
@@ -274,9 +274,9 @@ def assigned(module, x, counted=None, training=True):
                 before, columns = columns, 1 / (count * ((taken * rows[:, None]).sum(0) + 1e-8))
                 change = (columns - before).abs().mean()
             transport = cost * columns
-        chosen = transport.topk(visited).indices
+        chosen = transport.topk(top_k).indices
     scores = weights.gather(1, chosen)
-    if module.mixture.assignment == "balanced" and module.mixture.normalized:
+    if module.config.assignment == "balanced" and module.config.normalized:
         scores = scores / scores.sum(-1, keepdim=True)
     tokens = []
     for row, ws, experts in zip(normed, scores, chosen, strict=True):
@@ -292,12 +292,10 @@ def assigned(module, x, counted=None, training=True):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("assignment", ["sinkhorn", "balanced"])
 @pytest.mark.parametrize(
-    ("count", "visited", "normalized"), [(4, 1, True), (4, 2, True), (5, 3, False), (3, 3, True), (1, 1, True)]
+    ("count", "top_k", "normalized"), [(4, 1, True), (4, 2, True), (5, 3, False), (3, 3, True), (1, 1, True)]
 )
-def test_assignments_and_every_gradient_are_those_of_their_definitions(
-    count, visited, normalized, assignment, padded, training
-):
-    module = layer(Experts(count, visited, normalized, assignment=assignment)).train(training)
+def test_assignments_and_every_gradient_are_those_of_their_definitions(count, top_k, normalized, assignment, padded, training):
+    module = layer(Experts(count, top_k, normalized, assignment=assignment)).train(training)
     with torch.no_grad():
         module.router_weight.mul_(4)  # so that an assignment is another than that of the largest
     x, dy = torch.randn(37, HIDDEN, requires_grad=True), torch.randn(37, HIDDEN)

@@ -112,16 +112,16 @@ def assigned_errors(degrees, balancing):
 def by_ranks(assign, ranks, replicas):
     """An assignment of each rank's tokens: of its samples chunk i and chunk 2n - 1 - i, as in `octavo.collectives.context`."""
 
-    def assigned(logits, visited, *masks):
+    def assigned(logits, top_k, *masks):
         chunks, *masks = (None if x is None else x.view(SAMPLES, 2 * ranks, -1, *x.shape[1:]) for x in (logits, *masks))
-        chosen = torch.empty(*chunks.shape[:-1], visited, dtype=torch.int64)
+        chosen = torch.empty(*chunks.shape[:-1], top_k, dtype=torch.int64)
         for samples in torch.arange(SAMPLES).chunk(replicas):
             for rank in range(ranks):
                 own = samples[:, None], torch.tensor([rank, 2 * ranks - 1 - rank])
                 of_rank = [None if mask is None else mask[own].flatten() for mask in masks]
                 part = chunks[own]
-                chosen[own] = assign(part.flatten(0, 2), visited, *of_rank).view(*part.shape[:-1], visited)
-        return chosen.view(-1, visited)
+                chosen[own] = assign(part.flatten(0, 2), top_k, *of_rank).view(*part.shape[:-1], top_k)
+        return chosen.view(-1, top_k)
 
     return assigned
 

@@ -73,7 +73,7 @@ def on_a_rank(cells):
 
 def routed_in_turn(self, logits):
     """As `LayerNormMoE._route`, with equal numbers of tokens."""
-    chosen = round_robin(logits, self.mixture.visited)
+    chosen = round_robin(logits, self.config.top_k)
     return logits.softmax(-1).gather(1, chosen), chosen
 
 

@@ -120,7 +120,7 @@ def test_a_run_records_its_experts_and_continues_to_the_last_bit(tiny_run, tmp_p
         assert record["largest_expert_load"] >= max(record["expert_load"]) - 1e-6
         assert 0 < record["router_entropy"] < 1.387  # of four experts, ln 4
         assert record["dropped_tokens"] == 0
-        assert 1.9 < record["balancing_loss"] < 4  # of two visited experts; 2 if all are visited alike
+        assert 1.9 < record["balancing_loss"] < 4  # of two experts per token; 2 if all get equal shares
         assert 1 < record["router_z_loss"] < 4  # near (ln 4)²
     shutil.rmtree(run.output / "checkpoints" / "step-4")
     assert main(["train", str(run.file)]) == 0

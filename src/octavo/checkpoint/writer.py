@@ -252,7 +252,7 @@ def spec_record(model: nn.Module) -> dict[str, Any] | None:
         "parallel": spec.parallel,
         "norm_eps": spec.norm_eps,
         "rotary": dict(spec.rotary),
-        **({"experts_of_a_token": spec.visited, "normalized": spec.normalized} if spec.experts else {}),
+        **({"experts_of_a_token": spec.top_k, "normalized": spec.normalized} if spec.experts else {}),
         **({"sinkhorn": spec.assignment == "sinkhorn"} if spec.experts else {}),  # which weights experts otherwise
     }
 

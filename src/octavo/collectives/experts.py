@@ -53,9 +53,9 @@ class Exchange:
 
     def __init__(self, group: ExpertGroup, chosen: Tensor) -> None:
         self.group = group
-        visited, flat = chosen.shape[1], chosen.flatten()
+        top_k, flat = chosen.shape[1], chosen.flatten()
         order = flat.argsort(stable=True)
-        self.tokens = order // visited
+        self.tokens = order // top_k
         self.rows = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=flat.device)).view(chosen.shape)
         counts = torch.zeros(group.experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
         received = torch.empty_like(counts)

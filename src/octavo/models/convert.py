@@ -343,11 +343,11 @@ def warn_of_other_weights(spec: ModelSpec) -> None:
     It does after "sinkhorn", except for a top-k of 2 or more with probabilities as they are, which its Qwen3-MoE can have.
     """
     if spec.mixtures and spec.assignment == "sinkhorn":
-        if spec.visited == 1:
+        if spec.top_k == 1:
             _warn_once(
                 _OTHER_WEIGHTS.format(ours="the sigmoid of its logit", theirs="1" if spec.normalized else "its probability")
             )
-        elif spec.normalized and spec.visited < spec.experts:
+        elif spec.normalized and spec.top_k < spec.experts:
             _warn_once(_OTHER_WEIGHTS.format(ours="its probability", theirs="that divided by the sum of a token's experts"))
 
 

@@ -437,12 +437,12 @@ class Decoder(PretrainedInterface):
         if self.router_losses_apart:
             self._record_routing(routing.detach(), routing.new_zeros(2))
             return None
-        visits = routing.detach()[:, spec.experts : 2 * spec.experts].sum(0)
+        tokens_per_expert = routing.detach()[:, spec.experts : 2 * spec.experts].sum(0)
         if self.token_group is not None and self._joins():
-            dist.all_reduce(visits, group=self.token_group)
+            dist.all_reduce(tokens_per_expert, group=self.token_group)
         if self.tensor is not None:
-            self.tensor.sum_(visits)
-        losses = [of(routing, visits, spec.visited) for of in (balancing_loss, router_z_loss)]
+            self.tensor.sum_(tokens_per_expert)
+        losses = [of(routing, tokens_per_expert, spec.top_k) for of in (balancing_loss, router_z_loss)]
         if self.training and checkpoints.trains():
             self._record_routing(routing.detach(), torch.stack(losses).detach() * (1 if share is None else share))
         total = self._weighted(losses)
@@ -461,8 +461,8 @@ class Decoder(PretrainedInterface):
 
         None where both coefficients are 0.
         """
-        visits = routing[:, self.spec.experts : 2 * self.spec.experts].sum(0)
-        return self._weighted([of(routing, visits, self.spec.visited) for of in (balancing_loss, router_z_loss)])
+        tokens_per_expert = routing[:, self.spec.experts : 2 * self.spec.experts].sum(0)
+        return self._weighted([of(routing, tokens_per_expert, self.spec.top_k) for of in (balancing_loss, router_z_loss)])
 
     def _record_routing(self, *new: Tensor) -> None:
         routing, losses = new if self._routing is None else map(torch.add, self._routing, new)
@@ -631,7 +631,7 @@ def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]
         qk_norm_type="RMSNorm" if spec.qk_norm else None,
         qk_norm_eps=spec.norm_eps,
         qk_norm_before_rope=True,
-        experts=Experts(spec.experts, spec.visited, spec.normalized, spec.jitter, spec.assignment) if mixture else None,
+        experts=Experts(spec.experts, spec.top_k, spec.normalized, spec.jitter, spec.assignment) if mixture else None,
         **make,
     )
     block.drops_apart = True  # as GPT-NeoX does

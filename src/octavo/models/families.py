@@ -273,7 +273,7 @@ _NEOX_NAMES = NameTable(
 _RMS = {"norm_eps": "rms_norm_eps"}
 _DROPOUT = {"attention_dropout": "attention_dropout"}
 _ATTENTION_BIAS = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
-_EXPERTS = {"experts": "num_local_experts", "visited": "num_experts_per_tok"}
+_EXPERTS = {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 
 
 def _mixtral_experts(config: Any) -> dict[str, Any]:

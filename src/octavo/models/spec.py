@@ -32,7 +32,7 @@ class ModelSpec:
         rotary_fraction: of each head's columns, the first, that rotate.
         max_positions: of rotary scalings.
         windows: one entry a layer: None for full attention, else the number of keys in a sliding window.
-        experts, visited: experts of each MLP (0 for none), and experts per token (top-k).
+        experts, top_k: experts of each MLP (0 for none), and experts per token.
         normalized: a token's weights are the probabilities of its experts divided by their sum.
         jitter: in training the input of router and experts is multiplied by numbers from 1 − jitter to 1 + jitter.
         assignment: of tokens to experts, as of `octavo.nn.Experts`.
@@ -68,7 +68,7 @@ class ModelSpec:
     max_positions: int | None = None
     windows: tuple[int | None, ...] = ()
     experts: int = 0
-    visited: int = 1
+    top_k: int = 1
     normalized: bool = True
     jitter: float = 0.0
     assignment: Literal["largest", "sinkhorn", "balanced"] = "largest"

@@ -1,6 +1,6 @@
 """Experts: each runs two products over its own tokens. Nothing waits for the sizes of groups.
 
-Legend: T tokens, V experts that a token visits, E experts, H hidden_size, F ffn_hidden_size, R rows of all experts. Under
+Legend: T tokens, K experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size, R rows of all experts. Under
 expert parallelism a rank has E and R of its own, and copies of tokens in place of tokens.
 """
 
@@ -93,7 +93,7 @@ class StackedExperts(nn.Module):
     # A compiler expects no experts without rows, nor kernels whose grids follow from sizes on the device.
     @torch.compiler.disable
     def forward(self, x: Tensor, scores: Tensor, chosen: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """x [T, H], of each token the weights float32 [T, V] and the experts int64 [T, V] → [T, H] of x's dtype."""
+        """x [T, H], of each token the weights float32 [T, K] and the experts int64 [T, K] → [T, H] of x's dtype."""
         trip = None
         if self.group is not None:
             # Adapters read the copies before their cast.

@@ -1,9 +1,9 @@
-"""The feed-forward half of a block as mixture of experts (MoE): norm, router, experts.
+"""The feed-forward half of a block as a mixture of experts (MoE): norm, router, experts.
 
 No token is dropped. The router runs in float32. In training, experts may be chosen otherwise than by the largest probabilities,
 from only this call's tokens on this rank; in evaluation they are not.
 
-Legend: T tokens, V experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size.
+Legend: T tokens, K experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class Experts:
     """The experts of an MoE layer and the rule of its router.
 
     Attributes:
-        count: number of experts. visited: experts per token (top-k), those of the largest probabilities. normalized: the
-        weights of a token are its probabilities divided by their sum. jitter: in training the layer's input is multiplied by
-        uniform numbers from 1 − jitter to 1 + jitter. assignment: "largest": tokens are sent to the experts of their largest
-        probabilities. "sinkhorn": in training to those of \t            Sinkhorn's iteration; in evaluation too, weights are
-        the unnormalised probabilities, and with one expert per token \t            the sigmoid of its logit. "balanced": in
-        training round robin.
+        count: number of experts.
+        top_k: experts per token.
+        normalized: divide a token's weights by their sum.
+        jitter: in training, multiply the layer's input by uniform numbers from 1 − jitter to 1 + jitter.
+        assignment: "largest": a token goes to the experts of its largest probabilities. "sinkhorn": training assigns tokens
+            by Sinkhorn's iteration; weights, in evaluation too, are unnormalised probabilities, or with one expert per token
+            the sigmoid of its logit. "balanced": training assigns tokens round robin.
     """
 
     count: int
-    visited: int
+    top_k: int
     normalized: bool = True
     jitter: float = 0.0
     assignment: Assignment = "largest"
@@ -82,12 +83,12 @@ class LayerNormMoE(ResidualLayer):
         **create: Unpack[Creation],
     ) -> None:
         super().__init__()
-        count, visited = experts.count, experts.visited
+        count, top_k = experts.count, experts.top_k
         if not (isinstance(count, int) and count >= 1):
             raise InputError(f"{count} experts (num_local_experts or num_experts of a config): use a whole number from 1.")
-        if not (isinstance(visited, int) and 1 <= visited <= count):
+        if not (isinstance(top_k, int) and 1 <= top_k <= count):
             raise InputError(
-                f"a token visits {visited} of {count} experts (num_experts_per_tok of a config): use a whole number "
+                f"{top_k} experts per token of {count} experts (num_experts_per_tok of a config): use a whole number "
                 f"from 1 to {count}."
             )
         if not 0 <= experts.jitter < 1:
@@ -97,7 +98,7 @@ class LayerNormMoE(ResidualLayer):
         if experts.assignment not in get_args(Assignment):
             raise unknown("assignment", str(experts.assignment), get_args(Assignment))
         make: dict[str, Any] = {"dtype": create.get("params_dtype"), "device": create.get("device")}
-        self.hidden_size, self.mixture, self.norm = hidden_size, experts, NormForm(normalization, eps, zero_centered_gamma)
+        self.hidden_size, self.config, self.norm = hidden_size, experts, NormForm(normalization, eps, zero_centered_gamma)
         self.init_method, self.draws = create.get("init_method"), Draws(create.get("get_rng_state_tracker"))
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size, **make))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size, **make)) if normalization == "LayerNorm" else None
@@ -141,11 +142,11 @@ class LayerNormMoE(ResidualLayer):
             router_weight = adapters.added(router_weight)
         h, normed = residual_norm(input, delta, self.norm.of(weight, bias), dtype)
         x = flat(normed)
-        if self.training and self.mixture.jitter:
-            x = x * torch.empty_like(x).uniform_(1 - self.mixture.jitter, 1 + self.mixture.jitter)
+        if self.training and self.config.jitter:
+            x = x * torch.empty_like(x).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
         x, logits = _Router.apply(x, router_weight)
         counted = None if counted is None else counted.flatten()
-        largest = self.mixture.assignment == "largest" or not (self.training or self.mixture.assignment == "sinkhorn")
+        largest = self.config.assignment == "largest" or not (self.training or self.config.assignment == "sinkhorn")
         scores, chosen = self._route(logits) if largest else self._assign(logits, counted)
         y = self._computed(x.to(dtype), scores, chosen, is_first_microbatch)
         return h, unflat(y, input.shape), self._routing(logits, chosen, counted)
@@ -159,22 +160,22 @@ class LayerNormMoE(ResidualLayer):
         return self.tensor.scattered(self.experts(*of_all, first)[None])[0]
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32 [T, V], and experts, int64 [T, V], of each token."""
-        scores, chosen = torch.topk(logits.softmax(-1), self.mixture.visited, dim=-1)
-        return scores / scores.sum(-1, keepdim=True) if self.mixture.normalized else scores, chosen
+        """Weights, float32 [T, K], and experts, int64 [T, K], of each token."""
+        scores, chosen = torch.topk(logits.softmax(-1), self.config.top_k, dim=-1)
+        return scores / scores.sum(-1, keepdim=True) if self.config.normalized else scores, chosen
 
     def _assign(self, logits: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `_route`, by the other assignments; the gradient flows only through the weights."""
-        mixture = self.mixture
-        if mixture.assignment == "balanced":
-            chosen = assignment.round_robin(logits, mixture.visited)
+        config = self.config
+        if config.assignment == "balanced":
+            chosen = assignment.round_robin(logits, config.top_k)
             scores = logits.softmax(-1).gather(1, chosen)
-            return scores / scores.sum(-1, keepdim=True) if mixture.normalized else scores, chosen
+            return scores / scores.sum(-1, keepdim=True) if config.normalized else scores, chosen
         if self.training:
-            chosen = assignment.sinkhorn(logits, mixture.visited, counted)
+            chosen = assignment.sinkhorn(logits, config.top_k, counted)
         else:
-            chosen = torch.topk(logits, mixture.visited, dim=-1).indices
-        return (logits.sigmoid() if mixture.visited == 1 else logits.softmax(-1)).gather(1, chosen), chosen
+            chosen = torch.topk(logits, config.top_k, dim=-1).indices
+        return (logits.sigmoid() if config.top_k == 1 else logits.softmax(-1)).gather(1, chosen), chosen
 
     def _routing(self, logits: Tensor, chosen: Tensor, counted: Tensor | None) -> Tensor:
         logarithms = logits.log_softmax(-1)
@@ -182,14 +183,14 @@ class LayerNormMoE(ResidualLayer):
         squares = logits.logsumexp(-1).square()
         with torch.no_grad():
             entropy = -(probabilities * logarithms).sum(-1)
-            visits = torch.zeros_like(logits).scatter_(1, chosen, 1.0)
-        columns = torch.cat((probabilities, visits, squares[:, None], entropy[:, None]), 1)
+            assigned = torch.zeros_like(logits).scatter_(1, chosen, 1.0)
+        columns = torch.cat((probabilities, assigned, squares[:, None], entropy[:, None]), 1)
         return columns.sum(0) if counted is None else (columns * counted[:, None]).sum(0)
 
     def extra_repr(self) -> str:
         """Width and experts per token, for `print(model)`."""
-        other = "" if self.mixture.assignment == "largest" else f", assignment={self.mixture.assignment}"
-        return f"hidden_size={self.hidden_size}, visited={self.mixture.visited}{other}"
+        other = "" if self.config.assignment == "largest" else f", assignment={self.config.assignment}"
+        return f"hidden_size={self.hidden_size}, top_k={self.config.top_k}{other}"
 
 
 def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int, *, routed: int) -> SavedBytes:
@@ -209,40 +210,41 @@ def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, r
     return SavedBytes([*activations, probabilities, of_copies, *stacked.activations], stacked.weight_copies)
 
 
-def balancing_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:
-    """E · Σₑ (share of the tokens that visit e) · (mean probability of e), over all layers: float32 [].
+def balancing_loss(routing: Tensor, tokens_per_expert: Tensor, top_k: int) -> Tensor:
+    """E · Σₑ (share of the tokens sent to e) · (mean probability of e), over all layers: float32 [].
 
-    routing: float32 [layers, 2E + 2], as `LayerNormMoE` returns it, of this rank's tokens. visits: float32 [E], of all layers
-    and ranks; the gradient goes through the probabilities alone. The sum over ranks is the loss of all tokens.
+    routing: float32 [layers, 2E + 2], as `LayerNormMoE` returns it, of this rank's tokens. tokens_per_expert: float32 [E],
+    summed over layers and ranks; the gradient goes through the probabilities alone. The sum over ranks is the loss of all
+    tokens.
     """
-    tokens = visits.sum() / visited
-    experts = len(visits)
-    return experts * (visits * routing[:, :experts].sum(0)).sum() / tokens.clamp(min=1).square()
+    tokens = tokens_per_expert.sum() / top_k
+    experts = len(tokens_per_expert)
+    return experts * (tokens_per_expert * routing[:, :experts].sum(0)).sum() / tokens.clamp(min=1).square()
 
 
-def router_z_loss(routing: Tensor, visits: Tensor, visited: int) -> Tensor:
+def router_z_loss(routing: Tensor, tokens_per_expert: Tensor, top_k: int) -> Tensor:
     """Mean of log-sum-exp² of the router's logits over all tokens and layers: float32 [].
 
     Source: ST-MoE (arXiv:2202.08906), equation 5, of one layer; Megatron-LM has the same, and adds layers up where this is
     their mean, as the balancing loss. Arguments and the sum over ranks are those of `balancing_loss`.
     """
-    return routing[:, -2].sum() / (visits.sum() / visited).clamp(min=1)
+    return routing[:, -2].sum() / (tokens_per_expert.sum() / top_k).clamp(min=1)
 
 
-def routing_metrics(routing: Tensor, visited: int) -> dict[str, Any]:
+def routing_metrics(routing: Tensor, top_k: int) -> dict[str, Any]:
     """Figures of experts in a run's records: over all layers, from sums [layers, 2E + 2] over all tokens.
 
     `expert_load` has the tokens of each expert relative to the mean, `largest_expert_load` the largest in any layer,
     `router_entropy` the mean of a token and layer in nats; no token is dropped.
     """
     experts = routing.shape[1] // 2 - 1
-    visits = routing[:, experts : 2 * experts].double()
-    total = visits.sum().clamp(min=1)
-    layers = visits * (experts / visits.sum(1, keepdim=True).clamp(min=1))
+    tokens_per_expert = routing[:, experts : 2 * experts].double()
+    total = tokens_per_expert.sum().clamp(min=1)
+    layers = tokens_per_expert * (experts / tokens_per_expert.sum(1, keepdim=True).clamp(min=1))
     return {
-        "expert_load": (visits.sum(0) * (experts / total)).tolist(),
+        "expert_load": (tokens_per_expert.sum(0) * (experts / total)).tolist(),
         "largest_expert_load": layers.max().item(),
-        "router_entropy": (routing[:, -1].double().sum() * (visited / total)).item(),
+        "router_entropy": (routing[:, -1].double().sum() * (top_k / total)).item(),
         "dropped_tokens": 0,
     }
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from octavo.fp8.autocast import dropping, recomputing
 from octavo.kernels.attention.cached import keeping
 from octavo.nn.block import TransformerLayer
+from octavo.nn.moe import LayerNormMoE
 
 _Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 """Of a forward, and of its recomputation."""
@@ -63,7 +64,7 @@ def _draws(block: TransformerLayer) -> bool:
     rates = ("dropout", "hidden_dropout", "attention_dropout", "drop_path_rate")
     modules = list(block.modules())
     foreign = any(not type(module).__module__.startswith("octavo.") for module in modules)
-    jitters = any(getattr(getattr(module, "mixture", None), "jitter", 0.0) for module in modules)
+    jitters = any(isinstance(module, LayerNormMoE) and module.config.jitter for module in modules)
     return foreign or jitters or any(getattr(module, rate, 0.0) for module in modules for rate in rates)
 
 

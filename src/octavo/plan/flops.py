@@ -83,10 +83,10 @@ def matmul_parameters(spec: ModelSpec) -> MatmulParameters:
     expert, mixtures = column * spec.ffn_size, spec.mixtures
     mlp = column * (spec.dense_ffn_size or spec.ffn_size)
     return MatmulParameters(
-        layers=spec.layers * attention + mixtures * spec.visited * expert + (spec.layers - mixtures) * mlp,
+        layers=spec.layers * attention + mixtures * spec.top_k * expert + (spec.layers - mixtures) * mlp,
         router=mixtures * spec.hidden_size * spec.experts,
         head=spec.vocabulary * spec.hidden_size,
-        inactive=mixtures * (spec.experts - spec.visited) * expert,
+        inactive=mixtures * (spec.experts - spec.top_k) * expert,
     )
 
 

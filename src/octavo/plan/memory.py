@@ -253,7 +253,7 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         tokens = setup.tokens_of_experts
-        dispatched = tokens * spec.visited if setup.expert > 1 else 0
+        dispatched = tokens * spec.top_k if setup.expert > 1 else 0
         trained: Literal["weights", "adapters"] | None
         trained = "weights" if not setup.adapter_rank else "adapters" if any(setup.expert_ranks) else None
         return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of, trained=trained)

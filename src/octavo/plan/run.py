@@ -417,7 +417,7 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
             # Of experts the matrix of one: together they have as many rows as a separate layer would.
             shape = weight.shape[0] // (state.experts or 1), weight.shape[1]
-            visits = model.spec.visited if isinstance(model, Decoder) and state.experts else 1
+            visits = model.spec.top_k if isinstance(model, Decoder) and state.experts else 1
             found[name] = Fp8Layer(shape, state.under(recipe), visits)
     return found
 
@@ -556,7 +556,7 @@ def _token_flops(config: RunConfig, hf_config: Any, model: torch.nn.Module) -> f
     if config.lora.rank is not None and isinstance(model, Decoder):
         spec = model.spec
         adapters = sum(
-            parameter.numel() * spec.visited // spec.experts if ".experts." in name else parameter.numel()
+            parameter.numel() * spec.top_k // spec.experts if ".experts." in name else parameter.numel()
             for name, parameter in model.named_parameters()
             if is_adapter(name)
         )

@@ -280,7 +280,7 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         tokens = setup.tokens_of_experts
-        how = spec.experts, spec.visited, spec.normalization, setup.row_tile
+        how = spec.experts, spec.top_k, spec.normalization, setup.row_tile
         mlp = saved_by_moe(tokens, of, *how, routed=setup.own_tokens)
     else:
         mlp = saved_by_mlp(setup.tokens, of, spec.normalization, recompute=setup.recomputes_mlp, runs=setup.tensor)
@@ -334,7 +334,7 @@ def _replace_inputs_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockReci
             for size in saved_input_bytes(rows, columns, recipe, element):
                 mlp.activations.remove(size)
     tokens, spread = setup.tokens_of_experts, of.experts < spec.experts
-    own_input = tokens * (spec.visited if spread else 1) * of.hidden_size * element
+    own_input = tokens * (spec.top_k if spread else 1) * of.hidden_size * element
     exchanged = spread or setup.own_tokens < tokens  # the experts' input is another tensor than the router's
     if exchanged and repeats_input(of.first):
         mlp.activations.remove(own_input)
@@ -365,7 +365,7 @@ def _tensors(saved: SavedBytes) -> list[Saved]:
 
 def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
     """Rows of all experts of a rank."""
-    return most_rows(setup.tokens_of_experts * spec.visited, own_experts(setup, spec), setup.row_tile)
+    return most_rows(setup.tokens_of_experts * spec.top_k, own_experts(setup, spec), setup.row_tile)
 
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:

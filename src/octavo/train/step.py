@@ -166,7 +166,7 @@ def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any
     if not routed or not isinstance(model, Decoder):
         return {}
     *sums, balance, z_loss = routed
-    metrics = routing_metrics(torch.tensor(sums).view(-1, 2 * model.spec.experts + 2), model.spec.visited)
+    metrics = routing_metrics(torch.tensor(sums).view(-1, 2 * model.spec.experts + 2), model.spec.top_k)
     return metrics | {"balancing_loss": balance, "router_z_loss": z_loss}
 
 

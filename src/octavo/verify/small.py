@@ -46,7 +46,7 @@ def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
         "vocab_size": vocabulary(spec, degrees),
         "sliding_window": _window(degrees),
         **dict.fromkeys(("num_local_experts", "num_experts"), _experts(spec, degrees)),
-        "num_experts_per_tok": min(spec.visited, _experts(spec, degrees)),
+        "num_experts_per_tok": min(spec.top_k, _experts(spec, degrees)),
         **{key: number for number, key in enumerate(("pad_token_id", "bos_token_id", "eos_token_id"))},
         **dict.fromkeys(_NO_NOISE, 0.0),
     }

@@ -85,7 +85,7 @@ def _token_rows(x_ptr, t, c, stride, inside):
 
 @triton.jit
 def _add_copies(
-    y_ptr, rows_ptr, out_ptr, tokens, columns, stride, VISITED: tl.constexpr, TILE_T: tl.constexpr, TILE_C: tl.constexpr
+    y_ptr, rows_ptr, out_ptr, tokens, columns, stride, TOP_K: tl.constexpr, TILE_T: tl.constexpr, TILE_C: tl.constexpr
 ):
     across = tl.cdiv(columns, TILE_C)
     t = (tl.program_id(0) // across) * TILE_T + tl.arange(0, TILE_T)
@@ -93,8 +93,8 @@ def _add_copies(
     there = t < tokens
     inside = there[:, None] & (c < columns)[None, :]
     total = tl.zeros([TILE_T, TILE_C], tl.float32)
-    for i in tl.static_range(VISITED):
-        r = tl.load(rows_ptr + t * VISITED + i, mask=there, other=0)
+    for i in tl.static_range(TOP_K):
+        r = tl.load(rows_ptr + t * TOP_K + i, mask=there, other=0)
         total += tl.load(y_ptr + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0).to(tl.float32)
     out = out_ptr + t[:, None].to(tl.int64) * columns + c[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -162,7 +162,7 @@ def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
 
     rows: whole numbers [T, V], as in `Routes`. tile: `TILE` runs the kernel.
     """
-    tokens, visited = rows.shape
+    tokens, top_k = rows.shape
     if tile != TILE:
         return reference.wide(y[rows.long()]).sum(1).to(y.dtype)
     y = adjacent_columns(y)
@@ -170,6 +170,6 @@ def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
     if out.numel():
         _add_copies[(cdiv(tokens, _SUM_TOKENS) * cdiv(y.shape[1], _SUM_COLUMNS),)](
             y, rows, out, tokens, y.shape[1], y.stride(0),
-            VISITED=visited, TILE_T=_SUM_TOKENS, TILE_C=_SUM_COLUMNS, num_warps=_SUM_WARPS,
+            TOP_K=top_k, TILE_T=_SUM_TOKENS, TILE_C=_SUM_COLUMNS, num_warps=_SUM_WARPS,
         )  # fmt: skip
     return out

@@ -108,7 +108,7 @@ def _add_up_before(counts_ptr, totals_ptr, blocks, experts, BLOCKS: tl.constexpr
 
 @triton.jit
 def _place_copies(
-    chosen_ptr, before_ptr, totals_ptr, rows_ptr, tokens_ptr, experts_ptr, ends_ptr, copies, visited, tiles, experts,
+    chosen_ptr, before_ptr, totals_ptr, rows_ptr, tokens_ptr, experts_ptr, ends_ptr, copies, top_k, tiles, experts,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The row of each copy of a block, and the expert of some tiles of rows."""
@@ -124,7 +124,7 @@ def _place_copies(
     start = ends - padded + tl.load(before_ptr + program * experts + n, mask=n < experts, other=0)
     row = tl.sum(tl.where(own, tl.cumsum(own.to(tl.int32), 0) - 1 + start[None, :], 0), 1)
     tl.store(rows_ptr + c, row, mask=c < copies)
-    tl.store(tokens_ptr + row, c // visited, mask=c < copies)
+    tl.store(tokens_ptr + row, c // top_k, mask=c < copies)
     for first in range(program * BLOCK, tiles, tl.num_programs(0) * BLOCK):
         t = first + tl.arange(0, BLOCK)
         ended = (ends[None, :] <= (t * TILE_ROWS)[:, None]) & (n < experts)[None, :]
@@ -133,7 +133,7 @@ def _place_copies(
 
 def launch(chosen: Tensor, experts: int) -> Routes:
     """Run the kernels; see `make_routes`, with tiles of `TILE` rows."""
-    copies, visited = chosen.numel(), chosen.shape[1]
+    copies, top_k = chosen.numel(), chosen.shape[1]
     rows = max(TILE, most_rows(copies, experts, TILE))
     width = next_power_of_2(experts)
     block = max(1, min(_MOST_COPIES, _PAIRS // width))
@@ -145,7 +145,7 @@ def launch(chosen: Tensor, experts: int) -> Routes:
     _count_copies[(blocks,)](chosen, counts, tokens, copies, rows, experts, **how)
     _add_up_before[(experts,)](counts, totals, blocks, experts, BLOCKS=min(_BLOCKS, next_power_of_2(blocks)), num_warps=4)
     _place_copies[(blocks,)](
-        chosen, counts, totals, places, tokens, of_tiles, ends, copies, visited, rows // TILE, experts, TILE_ROWS=TILE, **how
+        chosen, counts, totals, places, tokens, of_tiles, ends, copies, top_k, rows // TILE, experts, TILE_ROWS=TILE, **how
     )  # fmt: skip
     return Routes(tokens, places, of_tiles, ends, TILE, None)
 
@@ -158,7 +158,7 @@ def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes
     tile = tile_of_device(chosen.device) if tile is None else tile
     if tile == TILE and chosen.device.type == "cuda":
         return launch(chosen, experts)
-    visited, flat, device = chosen.shape[1], chosen.flatten(), chosen.device
+    top_k, flat, device = chosen.shape[1], chosen.flatten(), chosen.device
     ordered, order = flat.sort(stable=True)
     counts = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + (tile - 1)) // tile * tile
@@ -169,7 +169,7 @@ def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes
     size = most_rows(len(flat), experts, tile)
     if tile == TILE and not size:  # no grid of a kernel is empty
         size = TILE
-    tokens = torch.full((size,), -1, dtype=torch.int64, device=device).scatter_(0, at, order // visited)
+    tokens = torch.full((size,), -1, dtype=torch.int64, device=device).scatter_(0, at, order // top_k)
     starts = torch.arange(0, size, tile, device=device)
     of_tiles = torch.searchsorted(ends, starts, right=True)
     splits = tuple(counts.tolist()) if tile == 1 else None
