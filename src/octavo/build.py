@@ -34,9 +34,9 @@ from octavo.config.moe import MoeConfig
 from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown, warn
-from octavo.fp8.columnwise import keep_columnwise
+from octavo.fp8.columnwise import cache_columnwise
 from octavo.fp8.recipe import DelayedScaling, Recipe, coerce
-from octavo.fp8.scaling import states_of, use_own_buffers
+from octavo.fp8.scaling import states_of, use_separate_buffers
 from octavo.kernels.cross_entropy import Objective
 from octavo.matrix_parts import watch
 from octavo.models.decoder import Decoder
@@ -360,7 +360,7 @@ def build_model(
         compute_in(model, dtype, device)
     # 2. Choose.
     choose_recipes(model, layers=options.layers, skip=options.skip, excluded=options.excluded)
-    use_own_buffers(model)
+    use_separate_buffers(model)
     freeze(model, options.frozen)
     _adapt(model, options.lora)
     if options.lora is not None and options.lora.base == "fp8":
@@ -419,7 +419,7 @@ def place(
     if sharding is not None and shards:
         gather_weights_in_fp8(model, parts, sharding)
     else:
-        keep_columnwise(parts or [model], memory_of_gpu(device))
+        cache_columnwise(parts or [model], memory_of_gpu(device))
     return model.train()
 
 

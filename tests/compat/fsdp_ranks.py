@@ -82,7 +82,7 @@ def placements(of):
         initer = DelayedParamIniter(model)
         given = {"param_init_fn": initer.get_param_init_fn()} if of == "meta" else {"sync_module_states": bool(rank_0)}
         model = FullyShardedDataParallel(model, **given)
-    kept = [state for _, state in states_of(model) if state.keeps_columnwise]
+    kept = [state for _, state in states_of(model) if state.caches_columnwise]
     return {"placed": counted.call_count, "kept": len(kept)}
 
 

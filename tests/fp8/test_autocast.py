@@ -399,11 +399,11 @@ def test_scales_are_copied_once_until_they_change(draw):
     slot = layer.fp8_state.slots[Operand.INPUT]
     with octavo.fp8_autocast(fp8_recipe=recipe):
         layer(batch(draw, 5.0)).sum().backward()
-        kept = slot.buffer.kept()
-        assert slot.buffer.kept() is kept
+        kept = slot.buffer.copied_scale()
+        assert slot.buffer.copied_scale() is kept
         before = kept.clone()
-    after = slot.buffer.kept()
+    after = slot.buffer.copied_scale()
     assert not torch.equal(after[slot.entries], before[slot.entries])  # the end of the autocast has updated them
     assert kept.nan_to_num(-1).equal(before.nan_to_num(-1))
     scaling.fill(slot, torch.tensor(3.0), torch.zeros(2))
-    assert slot.kept_scale == 3
+    assert slot.saved_scale == 3

@@ -10,12 +10,12 @@ from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
 import octavo
 from building import built_model
 from octavo import build
-from octavo.fp8.columnwise import keep_columnwise
+from octavo.fp8.columnwise import cache_columnwise
 from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
 from octavo.fp8.scaling import states_of
 from octavo.hardware import GIB, PART
 from octavo.models.families import spec_of
-from octavo.plan.saved import BlockRecipes, Setup, keeps_columnwise, parameters
+from octavo.plan.saved import BlockRecipes, Setup, caches_columnwise, parameters
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 OF_A_BLOCK = 4 * 32 * 32 + 3 * 32 * 48
@@ -32,7 +32,7 @@ def model_of(memory, **options):
 
 def kept(model):
     """Names of layers that keep."""
-    return {name for name, state in states_of(model) if state.keeps_columnwise}
+    return {name for name, state in states_of(model) if state.caches_columnwise}
 
 
 def test_they_are_kept_if_all_of_them_fit_into_a_twenty_fifth_of_the_memory():
@@ -84,10 +84,10 @@ def test_a_plan_and_its_run_decide_alike(config):
     limit = PART * sum(state.weight.numel() for layer in model.layers for _, state in states_of(layer))
     blocks = (BlockRecipes(*("delayed",) * 4),) * spec.layers
     for memory, keeps in ((limit - 1, False), (limit, True), (None, False)):  # the last for one that moves to a CPU
-        keep_columnwise(model.layers, memory)
+        cache_columnwise(model.layers, memory)
         assert bool(kept(model)) == keeps
         setup = Setup(spec, parameters(spec), 1, 16, params_bytes=2, blocks=blocks, memory=memory)
-        assert keeps_columnwise(setup) == keeps
+        assert caches_columnwise(setup) == keeps
 
 
 def train(model, recipe, steps):

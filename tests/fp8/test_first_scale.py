@@ -341,7 +341,7 @@ def test_compiled_code_casts_the_first_time_as_eager_code(make, draw):
 
 def with_own_buffers(layer):
     """The layer, whose buffers no other test's layers share."""
-    scaling.use_own_buffers(layer)
+    scaling.use_separate_buffers(layer)
     return layer
 
 

@@ -14,7 +14,7 @@ from restatement import E4M3, amax, normalised, swiglu, tensorwise
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.fp8.columnwise import keep_columnwise
+from octavo.fp8.columnwise import cache_columnwise
 from octavo.fp8.quantizer import DenseOperand, LinearQuantizer
 from octavo.fp8.recipe import Operand
 from octavo.hardware import GIB
@@ -389,7 +389,7 @@ def test_float32_weights_are_read_once_and_those_of_16_bits_twice_unless_kept(na
     for context in (contextlib.nullcontext(), hooks if around == "hooks" else contextlib.nullcontext()):
         layer = octavo.nn.LayerNormMLP(HIDDEN, 32, bias=False, params_dtype=dtype)
         layer.load_state_dict(found[0][0] if found else layer.state_dict())
-        keep_columnwise([layer], GIB if kept and found else None)
+        cache_columnwise([layer], GIB if kept and found else None)
         reads = mock.patch.object(LinearQuantizer, "_operand", side_effect=DenseOperand)
         y = x.clone().requires_grad_()
         with reads as counted, context, octavo.fp8_autocast(fp8_recipe=RECIPES[name]()), torch.autocast("cpu", torch.bfloat16):

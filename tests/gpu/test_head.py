@@ -29,7 +29,7 @@ RECIPES = {
 def test_loss_and_gradients(name, logits, kept_tokens, tokens, words, chunk_tokens, monkeypatch):
     width, recipe, dtype = 512, RECIPES[name], torch.float16 if "float16" in name else torch.bfloat16
     monkeypatch.setattr(head, "CHUNK_BYTES", chunk_tokens * words * 2)
-    monkeypatch.setattr(head, "KEPT_BYTES", kept_tokens * words)
+    monkeypatch.setattr(head, "BUFFER_BYTES", kept_tokens * words)
     monkeypatch.setattr(head, "TRANSPOSED_BYTES", 1 << 18)
     hidden = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()
     weight = (torch.randn(words, width, device="cuda") * 0.1).to(dtype).requires_grad_()

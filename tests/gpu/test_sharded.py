@@ -181,7 +181,7 @@ def test_dropout_of_a_part_is_a_part_of_that_of_the_whole():
     for half in (*halves, *halves):
         torch.cuda.manual_seed(6)
         torch.rand(5, device="cuda")
-        with half.own_numbers(x.device):
+        with half.forked_rng(x.device):
             drawn.append(torch.rand(100, device="cuda"))
         states.append(torch.cuda.get_rng_state())
     assert torch.equal(drawn[0], drawn[2])

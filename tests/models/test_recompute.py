@@ -383,7 +383,7 @@ def test_no_product_is_computed_again_that_only_the_stream_takes(recipe, family,
         states = *(each.fp8_state for each in layers), last.fc1_fp8_state, last.fc2_fp8_state
         expected = (*runs[:2], 6, 2) if chunks > 1 and recipe != "delayed" else runs
         assert tuple(map(outputs.count, states)) == expected
-        assert not last.unread
+        assert not last.skip_output
 
 
 @pytest.mark.parametrize("recompute", [False, True, "selective"])

@@ -6,7 +6,7 @@ import torch
 
 import octavo
 from octavo.errors import InputError
-from octavo.kernels.attention.cached import keeping
+from octavo.kernels.attention.cached import caching
 from octavo.nn import attention
 from octavo.nn.attention import merge_qkv, split_qkv
 from octavo.nn.mlp import deinterleave
@@ -70,7 +70,7 @@ def test_other_numbers_of_queries_and_keys_are_for_full_attention_alone():
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
     wanted = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v).flatten(2)
     torch.testing.assert_close(layer(q, k, v), wanted)
-    with keeping()[0]:  # of a block that is recomputed in part
+    with caching()[0]:  # of a block that is recomputed in part
         torch.testing.assert_close(layer(q, k, v), wanted)
 
 

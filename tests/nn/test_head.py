@@ -143,7 +143,7 @@ def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * WORDS * dtype.itemsize)
     found = []
     for kept, aligned in ((1 << 30, 128), (1 << 30, 32), (8 * (WORDS + 11), 32), (1, 128)):
-        monkeypatch.setattr(head, "KEPT_BYTES", kept)
+        monkeypatch.setattr(head, "BUFFER_BYTES", kept)
         monkeypatch.setattr(head, "TRANSPOSED_BYTES", 1)
         monkeypatch.setattr(head, "_ALIGNED", aligned)  # words of a transposed piece
         hidden, weight, target, count = drawn(dtype, tokens)
@@ -157,11 +157,11 @@ def test_in_fp8_a_weights_gradient_in_parts_is_that_of_one_product(tokens, dtype
 @pytest.mark.parametrize("logits", [True, False], ids=["all", "backward"])
 def test_kept_gradients_are_gone_before_more_are_kept(logits, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * WORDS * 4)
-    monkeypatch.setattr(head, "KEPT_BYTES", 8 * (WORDS + 11))
+    monkeypatch.setattr(head, "BUFFER_BYTES", 8 * (WORDS + 11))
     multiply, alive = head._Fp8Head._multiply, []
 
     def multiply_and_look(self):
-        address = self.kept.untyped_storage().data_ptr()
+        address = self.buffer.untyped_storage().data_ptr()
         multiply(self)
         tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == E5M2.dtype]
         alive.append(sum(x.untyped_storage().data_ptr() == address for x in tensors))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.attention.cached import keeping
+from octavo.kernels.attention.cached import caching
 from octavo.kernels.attention.pattern import Pattern, pattern_of
 from octavo.nn.attend import attend
 
@@ -64,7 +64,7 @@ def test_half_precision_and_a_result_that_is_kept():
     real = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
     pattern = pattern_of(None, real, 2, 8)
     ours, exact = inputs(2, 8, 4, 2, torch.bfloat16), inputs(2, 8, 4, 2, torch.bfloat16)
-    forward, again = keeping()
+    forward, again = caching()
     with forward:
         out = attend(*ours, pattern, scale=None)
     with again, pytest.MonkeyPatch.context() as patched:

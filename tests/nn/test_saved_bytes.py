@@ -45,7 +45,7 @@ def saved_by(layer, y, cached=()):
 
 
 def use_of(params_dtype, *, cached=False):
-    return WeightUse(2, params_dtype.itemsize, cached, gathered=False, keeps_columnwise=params_dtype.itemsize == 4)
+    return WeightUse(2, params_dtype.itemsize, cached, gathered=False, caches_columnwise=params_dtype.itemsize == 4)
 
 
 def input_of(rows, columns):

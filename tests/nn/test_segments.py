@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.attention.cached import keeping
+from octavo.kernels.attention.cached import caching
 from octavo.kernels.attention.pattern import Span
 from octavo.nn import scores, segments
 from octavo.nn.scores import Scores
@@ -95,7 +95,7 @@ def test_nothing_to_attend_to():
 
 
 def test_a_recomputation_reads_the_attention_of_its_forward():
-    forward, again = keeping()
+    forward, again = caching()
     places, (q, k, v) = drawn_segments(), inputs()
     sink = torch.randn(HEADS, dtype=torch.float64)
     with forward:

@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "replicated parameters count twice in the norm": Fault(shards, "counted_of", _all_of_each_rank),
     "the loss is exchanged over all ranks": Fault(word_slices, "start_gather", _over_all_ranks, world=4),
-    "the ranks' heads have one mask of dropout": Fault(TensorGroup, "own_numbers", _one_stream, DROPOUT, {"seed": 3}),
+    "the ranks' heads have one mask of dropout": Fault(TensorGroup, "forked_rng", _one_stream, DROPOUT, {"seed": 3}),
 }
 
 

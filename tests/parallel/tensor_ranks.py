@@ -162,7 +162,7 @@ def numbers_of_ranks():
     torch.manual_seed(3)
 
     def own():
-        with tensor.own_numbers(device):
+        with tensor.forked_rng(device):
             return torch.rand(4).tolist()
 
     state = torch.get_rng_state()
@@ -431,7 +431,7 @@ def scaled(degrees, cells, shape=ALIGNED):
         for layer, state in states_of(model):
             for operand, scale in state.observed.items():
                 every = scales[f"{layer}.{operand.value}"] = torch.zeros(state.experts or 1)
-                every[state.own_experts or slice(None)] = scale
+                every[state.local_experts or slice(None)] = scale
             for operand, slot in state.slots.items() if not layer.endswith("head") else ():
                 scales[f"{layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten()))
         found.append((hidden.detach().clone(), scales))
@@ -506,7 +506,7 @@ def scales_of_experts(degrees, name, begun_by_one):
     for layer, state in states_of(model):
         for operand, scale in state.observed.items():
             found[f"{layer}.{operand.value}"] = torch.full((state.experts or 1,), torch.nan)
-            found[f"{layer}.{operand.value}"][state.own_experts or slice(None)] = scale
+            found[f"{layer}.{operand.value}"][state.local_experts or slice(None)] = scale
         for operand, slot in state.slots.items():
             found[f"{layer}.{operand.value}"] = torch.cat((slot.scale.flatten(), slot.history.flatten()))
     return {name: scales for name, scales in found.items() if "experts" in name}

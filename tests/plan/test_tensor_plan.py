@@ -19,7 +19,7 @@ from octavo import build
 from octavo.cli import main
 from octavo.collectives.blocks import local_of
 from octavo.config.run import RunConfig
-from octavo.fp8.columnwise import keep_columnwise
+from octavo.fp8.columnwise import cache_columnwise
 from octavo.hardware import GIB, lookup
 from octavo.kernels.experts.assignment import round_robin
 from octavo.models.families import spec_of
@@ -58,7 +58,7 @@ def on_a_rank(cells):
         unsharded = {
             "shard": mock.Mock(side_effect=spread),
             "save_whole": mock.DEFAULT,
-            "gather_weights_in_fp8": mock.Mock(side_effect=lambda model, parts, _: keep_columnwise(parts, None)),
+            "gather_weights_in_fp8": mock.Mock(side_effect=lambda model, parts, _: cache_columnwise(parts, None)),
         }
         with mock.patch.multiple(build, **unsharded), mock.patch.object(mlp, "CHUNK_ROWS", 16):
             model = built_model(

@@ -8,7 +8,7 @@ which `whole` and `words` return this rank's part. Those with a part of a matrix
 
 Random numbers come from the default generators, whose states the ranks of a group share: dropout of hidden states is this
 rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside a part, as in the attention of this rank's
-heads, each rank draws from a separate stream that begins at the common state (`own_numbers`). So saving and restoring the
+heads, each rank draws from a separate stream that begins at the common state (`forked_rng`). So saving and restoring the
 default generators, as recomputation and checkpoints do, repeats both.
 """
 
@@ -220,7 +220,7 @@ class TensorGroup(Ranks):
         return made
 
     @contextlib.contextmanager
-    def own_numbers(self, device: torch.device) -> Iterator[None]:
+    def forked_rng(self, device: torch.device) -> Iterator[None]:
         """A context whose random numbers of a device differ from rank to rank; after it the ranks' states are equal."""
         if device.type == "cuda":  # counters on the host: another seed is another stream, and nothing waits for the GPU
             generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -76,16 +76,16 @@ class _Thread:
 
     active: _Active | None = None
     last: _Forward = field(default_factory=lambda: _Forward(None))
-    told: tuple[_Recomputing, ...] = ()  # contexts whose forwards are running
+    forwards: tuple[_Recomputing, ...] = ()  # contexts whose forwards are running
     first_microbatch: bool | None = None
     recomputed: _Recomputing | None = None  # inside `recomputing`
     found: tuple[Callable[[], Any], Callable[[], _Forward | None]] | None = None  # see `_found`; two weak references
-    dropping: bool = False  # inside `dropping`
+    discard_copies: bool = False  # inside `discard_copies`
     measured: Recipe | None = None  # inside `measuring`
 
 
 _threads: OfThread[_Thread] = OfThread("contexts", _Thread)
-_own = _threads.own
+_local = _threads.local
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def fp8_autocast(
         with buffers.replay(session.scales()) if outer is None and thread.recomputed is not None else contextlib.nullcontext():
             yield
         if outermost and (torch.is_grad_enabled() or buffers.has_recorded()):
-            buffers.keep_scales()
+            buffers.save_scales()
             thread.last = _Forward(active, thread.first_microbatch)
             buffers.end_forward(unseen=recipe is not None)
     finally:
@@ -160,8 +160,8 @@ def _enter(thread: _Thread, around: list[Any]) -> buffers.Session:
     for one in around:
         if one not in recomputed:
             process.checkpoint_autocasts.setdefault(one, _Entered()).sessions.append(session)
-    for told in thread.told:
-        told.entered.sessions.append(session)
+    for forward in thread.forwards:
+        forward.entered.sessions.append(session)
     return session
 
 
@@ -170,7 +170,7 @@ def current_recipe(device: torch.device) -> Recipe | None:
     if torch.compiler.is_compiling():
         active = _traced("active")
     elif checkpoints.graph_task() == -1:
-        thread = _own.state
+        thread = _local.state
         active = thread.active
         if thread.recomputed is None and (checkpoints.has_hooks() or not torch.is_grad_enabled()):
             _remember(thread, active)
@@ -191,14 +191,14 @@ def current_recipe(device: torch.device) -> Recipe | None:
 
 def claim_buffers(model: buffers.BufferSet) -> None:
     """A layer of this model is about to run in compiled code: see `scaling.claim`."""
-    active = _own.state.active
+    active = _local.state.active
     if active is not None and active.recipe is not None and active.recipe is not model.claimed:
         scaling.claim(model, active.recipe)
 
 
 def gathering_recipe(device: torch.device) -> Recipe | None:
     """`current_recipe` for a weight that is gathered: the layers that read it record what a checkpoint will repeat."""
-    active = _own.state.active if checkpoints.graph_task() == -1 else _in_force(_threads.here())
+    active = _local.state.active if checkpoints.graph_task() == -1 else _in_force(_threads.here())
     if active is None or active.recipe is None:
         return None
     native = device.type == "cpu" or active.emulate or gemm.is_native(device)
@@ -298,27 +298,27 @@ def session() -> buffers.Session:
 
 
 def around_layer() -> tuple[buffers.Session, bool | None, bool]:
-    """`session`, `first_microbatch` and `drops` of this forward, in eager code."""
+    """`session`, `first_microbatch` and `discards_copies` of this forward, in eager code."""
     if checkpoints.graph_task() == -1:
-        thread = _own.state
+        thread = _local.state
         if thread.active is not None:
-            return thread.active.session, thread.first_microbatch, thread.dropping
-    return session(), first_microbatch(), drops()
+            return thread.active.session, thread.first_microbatch, thread.discard_copies
+    return session(), first_microbatch(), discards_copies()
 
 
-class _Told(contextlib.AbstractContextManager[None]):
+class _CheckpointedForward(contextlib.AbstractContextManager[None]):
     """The forward of a checkpoint with `recomputing`: it collects the autocasts that it enters."""
 
-    def __init__(self, again: _Recomputing) -> None:
-        self._again = again
+    def __init__(self, recomputing: _Recomputing) -> None:
+        self._recomputing = recomputing
 
     def __enter__(self) -> None:
         self._thread = _threads.here()
-        self._before = self._thread.told
-        self._thread.told = (*self._before, self._again)
+        self._before = self._thread.forwards
+        self._thread.forwards = (*self._before, self._recomputing)
 
     def __exit__(self, *exc: object) -> None:
-        self._thread.told = self._before
+        self._thread.forwards = self._before
 
 
 class _Recomputing(contextlib.AbstractContextManager[None]):
@@ -332,28 +332,28 @@ class _Recomputing(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         thread = self._thread = process.traced = _threads.here()
-        self._before = (thread.active, thread.first_microbatch, thread.recomputed, thread.dropping, thread.told)
+        self._before = (thread.active, thread.first_microbatch, thread.recomputed, thread.discard_copies, thread.forwards)
         self.entered.task = -1
         self._replay = buffers.replay(self.forward.scales)
         self._replay.__enter__()
         thread.active, thread.first_microbatch = self.forward.active, self.forward.first
-        thread.recomputed, thread.dropping, thread.told = self, False, ()
+        thread.recomputed, thread.discard_copies, thread.forwards = self, False, ()
 
     def __exit__(self, *exc: object) -> None:
         thread = self._thread
         self._replay.__exit__(None, None, None)
-        thread.active, thread.first_microbatch, thread.recomputed, thread.dropping, thread.told = self._before
+        thread.active, thread.first_microbatch, thread.recomputed, thread.discard_copies, thread.forwards = self._before
 
 
 def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: recompute with the forward's scales."""
-    again = _Recomputing()
-    return _Told(again), again
+    recomputation = _Recomputing()
+    return _CheckpointedForward(recomputation), recomputation
 
 
-def dropping() -> contextlib.AbstractContextManager[None]:
+def discard_copies() -> contextlib.AbstractContextManager[None]:
     """Around a forward whose saved tensors are discarded and recomputed: operands needed only in backward have no values."""
-    return _within("dropping", True)
+    return _within("discard_copies", True)
 
 
 def measuring(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
@@ -366,9 +366,9 @@ def measured() -> Recipe | None:
     return cast("Recipe | None", _traced("measured")) if torch.compiler.is_compiling() else _threads.here().measured
 
 
-def drops() -> bool:
-    """True inside `dropping`."""
-    return _threads.here().dropping
+def discards_copies() -> bool:
+    """True inside `discard_copies`."""
+    return _threads.here().discard_copies
 
 
 def scales_of_forward() -> contextlib.AbstractContextManager[None]:
@@ -379,8 +379,8 @@ def scales_of_forward() -> contextlib.AbstractContextManager[None]:
     if not _is_in_checkpoint(thread):
         return contextlib.nullcontext()
     active = _in_force(thread)
-    mine = active is not None and active.task == checkpoints.graph_task()  # entered by this recomputation
-    return buffers.replay(active.session.scales() if active is not None and mine else _repeated(thread).scales)
+    entered_here = active is not None and active.task == checkpoints.graph_task()  # entered by this recomputation
+    return buffers.replay(active.session.scales() if active is not None and entered_here else _repeated(thread).scales)
 
 
 def _repeated(thread: _Thread) -> _Forward:

@@ -104,9 +104,9 @@ class Slot:
         return ~self.present()[0].isnan()
 
     @property
-    def kept_scale(self) -> Tensor:
+    def saved_scale(self) -> Tensor:
         """The stored scale, NaN for entries without an amax so far, in memory that no update writes: float32 [] or [count]."""
-        return self.buffer.kept()[self.entries]
+        return self.buffer.copied_scale()[self.entries]
 
     @property
     def amax(self) -> Tensor:
@@ -165,12 +165,12 @@ class ScaleBuffer:
         """The number of the first session that finds one of its entries begun."""
         self.waiting: dict[int, Waiting] = {}
         """By index of a slot: entries that may get their first scale in the next update."""
-        self._unread: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags being copied to the host
+        self._pending: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags being copied to the host
         self.history = torch.zeros(policy.length, _FIRST_CAPACITY, device=device)
         self.fp8_max = torch.ones(_FIRST_CAPACITY, device=device)
         self.saturated = torch.zeros(_FIRST_CAPACITY, dtype=torch.bool, device=device)
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
-        self._kept: tuple[object, Tensor] | None = None
+        self._copied_scale: tuple[object, Tensor] | None = None
 
     @torch.inference_mode(False)
     def allocate(self, fp8_max: float, index: int, count: int | None = None) -> Slot:
@@ -202,19 +202,19 @@ class ScaleBuffer:
         self.partly_from[index] = now if any(flags) else _NEVER
 
     @torch.inference_mode(False)
-    def kept(self) -> Tensor:
+    def copied_scale(self) -> Tensor:
         """A copy of all current scales, shared until they change: layers save their part for backward."""
         # Writes by PyTorch count versions. A CUDA graph, whose replays write without that, has separate copies.
         recording = self.scale.is_cuda and torch.cuda.is_current_stream_capturing()
         thread = of_thread.state if checkpoints.graph_task() == -1 else _threads.here()
         now = thread.session, recording, self.scale._version, self.scale.data_ptr()
-        if self._kept is None or self._kept[0] != now:
-            self._kept = now, self.scale.detach().clone()
-        return self._kept[1]
+        if self._copied_scale is None or self._copied_scale[0] != now:
+            self._copied_scale = now, self.scale.detach().clone()
+        return self._copied_scale[1]
 
     def forget_copies(self) -> None:
         """The scales were written."""
-        self._kept = None
+        self._copied_scale = None
 
     def _grow(self) -> None:
         self.forget_copies()
@@ -241,7 +241,7 @@ class ScaleBuffer:
         self._share_experts(joint)
         if self.owner.tensor_group is not None and not joint.covers(self.owner.tensor_group):
             _join(self.history[0], self.owner.tensor_group)
-        self._kept = None  # the kernel's writes count no version
+        self._copied_scale = None  # the kernel's writes count no version
         by_one = [waiting.entries for waiting in self.waiting.values() if not waiting.native]
         over = [self.scale[entries].isnan() & (self.history[0, entries] > self.fp8_max[entries]) for entries in by_one]
         update_scales_(
@@ -261,14 +261,14 @@ class ScaleBuffer:
         if self.device.type != "cuda":
             self._learn(self.scale.isnan(), self.waiting)
             return
-        if self._unread is not None:
-            flags, event, asked = self._unread
+        if self._pending is not None:
+            flags, event, asked = self._pending
             event.synchronize()
             self._learn(flags, asked)
-        self._unread = None
+        self._pending = None
         if self.waiting:
             event = torch.cuda.Event()
-            self._unread = self.scale.isnan().to("cpu", non_blocking=True), event, dict(self.waiting)
+            self._pending = self.scale.isnan().to("cpu", non_blocking=True), event, dict(self.waiting)
             event.record(torch.cuda.current_stream(self.scale.device))
 
     def _learn(self, flags: Tensor, asked: Mapping[int, Waiting]) -> None:
@@ -345,7 +345,7 @@ class Session:
 
     joint: Joint
     number: int = field(default_factory=lambda: next(process.numbers))
-    kept: Scales | None = None  # once it has ended
+    ended_scales: Scales | None = None  # once it has ended
     is_open: bool = False
     used: dict[BufferSet, None] = field(default_factory=dict)
     recorded: dict[BufferSet, Literal["evaluation", "training"]] = field(default_factory=dict)
@@ -353,23 +353,23 @@ class Session:
 
     def scales(self) -> Scales:
         """The forward scales of all casts of the session; they change only when it ends."""
-        return snapshot(self.used) if self.kept is None else self.kept
+        return snapshot(self.used) if self.ended_scales is None else self.ended_scales
 
 
 @contextlib.contextmanager
 def restored(sets: Iterable[BufferSet]) -> Iterator[None]:
     """Scales and histories of these sets at the end as at the beginning, whatever forwards and backwards record in between."""
 
-    kept = [_Kept(buffer) for each in sets for buffer in (*each.forward.values(), *each.backward.values())]
+    saved = [_Saved(buffer) for each in sets for buffer in (*each.forward.values(), *each.backward.values())]
     try:
         yield
     finally:
-        for each in kept:
-            each.put_back()
+        for each in saved:
+            each.restore()
 
 
-class _Kept:
-    """A copy of what a buffer holds."""
+class _Saved:
+    """A copy of a buffer's contents."""
 
     def __init__(self, buffer: ScaleBuffer) -> None:
         self._buffer = buffer
@@ -377,10 +377,10 @@ class _Kept:
         self._begun, self._partly, self._waiting = [*buffer.begun_from], [*buffer.partly_from], dict(buffer.waiting)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         buffer, size = self._buffer, len(self._begun)
-        for own, kept in zip((buffer.scale, buffer.history, buffer.saturated), self._tensors, strict=True):
-            own[..., :size].copy_(kept)
+        for tensor, saved in zip((buffer.scale, buffer.history, buffer.saturated), self._tensors, strict=True):
+            tensor[..., :size].copy_(saved)
         buffer.begun_from[:size], buffer.partly_from[:size] = self._begun, self._partly
         buffer.waiting = self._waiting
         buffer.forget_copies()
@@ -460,8 +460,8 @@ class BufferSet:
         elif session is not None and session in self.deferred:
             _update_postponed(thread)  # amaxes of another forward
             for buffer, amaxes in self.deferred.pop(session):
-                own = buffer.history[0, : len(amaxes)]
-                own.copy_(torch.maximum(own, amaxes))
+                newest = buffer.history[0, : len(amaxes)]
+                newest.copy_(torch.maximum(newest, amaxes))
             if self.session is None:
                 _update(self.forward, session.joint, thread)
         if checkpoints.graph_task() != thread.task:
@@ -504,7 +504,7 @@ def _update_each(joints: Mapping[ScaleBuffer, Joint]) -> None:
         joined = amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)
         _join(joined, group)
         if len(amaxes) > 1:
-            torch._foreach_copy_(amaxes, joined.split([len(own) for own in amaxes]))
+            torch._foreach_copy_(amaxes, joined.split([len(each) for each in amaxes]))
     for buffer, joint in joints.items():
         buffer.update(joint)
 
@@ -557,7 +557,7 @@ class _Thread:
 
 
 _threads: OfThread[_Thread] = OfThread("scales", _Thread)
-of_thread = _threads.own
+of_thread = _threads.local
 """`.state.session`: the current outermost autocast of this thread, or the last one, of a forward."""
 default = BufferSet()
 """Of layers outside of `transform`."""
@@ -578,8 +578,8 @@ def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
 def leave() -> None:
     """An outermost autocast is left, by an exception too: amaxes recorded until then wait for the next forward."""
     session = _threads.here().session
-    if session.recorded and session.kept is None:
-        keep_scales()
+    if session.recorded and session.ended_scales is None:
+        save_scales()
     session.is_open = False
     for buffers, mode in session.recorded.items():
         if mode == "evaluation":
@@ -598,10 +598,10 @@ def by_number(number: int) -> ScaleBuffer:
     return cast(ScaleBuffer, process.scale_buffers[number])
 
 
-def keep_scales() -> None:
+def save_scales() -> None:
     """The outermost autocast is about to end: recomputations of its forwards need the scales as they are."""
     session = _threads.here().session
-    session.kept = snapshot(session.used)
+    session.ended_scales = snapshot(session.used)
 
 
 def has_recorded() -> bool:
@@ -657,7 +657,7 @@ def _end_backward(thread: _Thread) -> None:
 
 def snapshot(sets: Iterable[BufferSet]) -> Scales:
     """The forward scales of models as they are, for a recomputation to use."""
-    return [(buffer, buffer.kept()) for buffers in list(sets) for buffer in list(buffers.forward.values())]
+    return [(buffer, buffer.copied_scale()) for buffers in list(sets) for buffer in list(buffers.forward.values())]
 
 
 def captured() -> Scales | None:
@@ -672,7 +672,7 @@ def captured() -> Scales | None:
 @contextlib.contextmanager
 def replay(scales: Scales) -> Iterator[None]:
     """Around the recomputation of a forward: use its scales; restore scales and recorded amaxes at the end."""
-    before = [(buffer, buffer.kept(), buffer.history[0].clone()) for buffer, _ in scales]
+    before = [(buffer, buffer.copied_scale(), buffer.history[0].clone()) for buffer, _ in scales]
     for buffer, scale in scales:
         buffer.scale[: len(scale)].copy_(scale)
     try:

@@ -85,7 +85,7 @@ def enclosing() -> list[Any]:
 
 def recomputed() -> list[Any]:
     """The checkpoints of `enclosing` that are being recomputed; the others run their first forward."""
-    return [one for one, again in _enclosing().items() if again]
+    return [one for one, is_recomputed in _enclosing().items() if is_recomputed]
 
 
 def nearest_first() -> Iterator[Any]:
@@ -95,8 +95,8 @@ def nearest_first() -> Iterator[Any]:
 
 def _enclosing() -> dict[Any, bool]:
     found: dict[Any, bool] = {}
-    for one, again in _found():
-        found.setdefault(one, again)
+    for one, is_recomputed in _found():
+        found.setdefault(one, is_recomputed)
     found.pop(None, None)
     return found
 
@@ -111,8 +111,8 @@ def _found() -> Iterator[tuple[Any, bool]]:
         elif frame.f_code.co_name == "unpack_hook" and "frame" in frame.f_code.co_freevars:
             yield frame.f_locals["frame"], True
         else:
-            again = _context(frame, "backward")
-            yield again or _context(frame, "forward"), again is not None
+            recomputing = _context(frame, "backward")
+            yield recomputing or _context(frame, "forward"), recomputing is not None
 
 
 def _stack() -> Iterator[FrameType]:

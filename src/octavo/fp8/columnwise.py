@@ -32,14 +32,14 @@ def is_sharded(module: nn.Module | None) -> bool:
     return module is None or module in process.sharded
 
 
-def keep_columnwise(blocks: Sequence[nn.Module], memory: int | None) -> None:
-    """Let the FP8 weights of 16 bits in these blocks keep columnwise layouts, if a GPU of `memory` bytes has room for them.
+def cache_columnwise(blocks: Sequence[nn.Module], memory: int | None) -> None:
+    """Cache the columnwise layouts of 16-bit parameters in these blocks until backward, if a GPU of `memory` bytes has room.
 
-    memory: None on a CPU. If a model moves to another device, this is called once more.
+    memory: None on a CPU. To be called again after the model moves to another device.
     """
     weights = [(state, state.weight) for block in blocks for _, state in states_of(block) if not state.skipped]
     of_16_bits = [(state, weight) for state, weight in weights if weight is not None and weight.itemsize == 2]
     elements = {id(weight): weight.numel() for _, weight in of_16_bits}  # a tied weight counts once
-    keeps = is_affordable(sum(elements.values()), memory)
+    affordable = is_affordable(sum(elements.values()), memory)
     for state, _ in of_16_bits:
-        state.keeps_columnwise = keeps
+        state.caches_columnwise = affordable

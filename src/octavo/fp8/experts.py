@@ -70,7 +70,7 @@ class ExpertsGemms(LinearGemms):
         super().__init__(state, weight, recipe, out_dtype, first)
         self.routes: Routes | None = routes
         self._scales = (len(routes.ends),)
-        self._all, self._own = state.experts, state.own_experts
+        self._all, self._local = state.experts, state.local_experts
 
     def output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None = None, *, out: Tensor | None = None
@@ -99,14 +99,14 @@ class ExpertsGemms(LinearGemms):
         return grouped_weight_mm(dy.columnwise, x.columnwise, self.routes, self.weight_dtype, precise=precise)
 
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
-        if self._own is None:
+        if self._local is None:
             super()._join(largest, group)
             return
         assert self._all is not None
         whole = largest.new_zeros(self._all)  # the experts of other ranks: a maximum of 0 changes none
-        whole[self._own] = largest
+        whole[self._local] = largest
         super()._join(whole, group)
-        largest.copy_(whole[self._own])
+        largest.copy_(whole[self._local])
 
     def _quantize(
         self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool

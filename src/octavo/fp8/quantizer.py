@@ -136,8 +136,8 @@ def shard_scale(
             partly = number >= slot.buffer.partly_from[slot.index]
             of_all = functools.partial(_of_whole_stack, state, largest)
             scale = first_scale(scale, how.format.max, native=recipe.native, partly=partly, largest=of_all)
-        if state.own_experts is not None:
-            scale, entry = scale[state.own_experts], entry[state.own_experts]
+        if state.local_experts is not None:
+            scale, entry = scale[state.local_experts], entry[state.local_experts]
         return scale, entry if record else None
     scale = scale_from_amax(largest(), how.format.max, how.power_of_two)
     state.observed[Operand.WEIGHT] = scale
@@ -150,7 +150,7 @@ def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor
     All ranks of the experts call it at the same cast: they share which entries have a scale.
     """
     found = largest()
-    if state.own_experts is None:
+    if state.local_experts is None:
         return found
     found = found.amax()
     dist.all_reduce(found, dist.ReduceOp.MAX, group=state.buffers.expert_group)
@@ -173,7 +173,7 @@ class LinearQuantizer:
     """Backward recomputes the output from saved operands."""
     _scales: tuple[int, ...] = ()
     """Shape of the scales of a tensor."""
-    _own: slice | None = None
+    _local: slice | None = None
     """The entries of a slot that belong to this rank's operands, if not all do."""
     _operand: type[Any] = DenseOperand
     """The weight as a `Producer`."""
@@ -189,14 +189,14 @@ class LinearQuantizer:
         self.records = self.trains and (compiling or checkpoints.graph_task() == -1)
         self.session: Session | None = None
         if compiling:
-            around, self._drops = autocast.first_microbatch(), False
+            around, self._discards_copies = autocast.first_microbatch(), False
         else:
-            self.session, around, self._drops = autocast.around_layer()
+            self.session, around, self._discards_copies = autocast.around_layer()
         # An evaluation does not touch the FP8 weight of the micro-batches.
         self.first = (around if first is None else first) if self.trains else None
         self._noted: BufferSet | None = None  # its forward has recorded an amax of this use
         self.training = state.training
-        self._drops_cached = self.trains and (compiling or self.training)
+        self._discards_cached = self.trains and (compiling or self.training)
         self._input_scale: Tensor | None = None
         self._weight_scale: Tensor | None = None
         if recipe is None:
@@ -231,13 +231,14 @@ class LinearQuantizer:
 
     def input(self, producer: Producer, *, rowwise: bool = True) -> QuantizedTensor:
         """The input, rowwise for the output and columnwise for the weight gradient."""
-        columnwise, keep = self.wants_weight and self.grads and not self.recasts, self.recasts and self.grads
+        columnwise, save_scale = self.wants_weight and self.grads and not self.recasts, self.recasts and self.grads
         if self.recomputes_output and repeats_input(self.recipe):
             columnwise = False  # backward transposes the rowwise layout, which is saved for the output
-        dropped = rowwise and columnwise and self._drops and has_one_scale(self.recipe, Operand.INPUT)
-        x, scale = self._cast(Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and not dropped, keep=keep)
-        self._input_scale = scale
-        if dropped:
+        discarded = rowwise and columnwise and self._discards_copies and has_one_scale(self.recipe, Operand.INPUT)
+        x, self._input_scale = self._cast(
+            Operand.INPUT, producer, rowwise=rowwise, columnwise=columnwise and not discarded, save_scale=save_scale
+        )
+        if discarded:
             data, scale_inv = x.rowwise
             x = QuantizedTensor(data, scale_inv, data.new_empty(data.shape[::-1]), scale_inv)
         return x
@@ -249,10 +250,10 @@ class LinearQuantizer:
         kind = self.recipe.casts[Operand.INPUT].format
         return Quantizer(kind.dtype, kind.max, self._input_scale, rowwise=False, columnwise=True)
 
-    def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, keep: bool = True) -> QuantizedTensor:
+    def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, cache: bool = True) -> QuantizedTensor:
         """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
 
-        keep: cache the layouts that backward reads. Otherwise it recasts the weight, as under activation checkpointing,
+        cache: cache the layouts that backward reads. Otherwise it recasts the weight, as under activation checkpointing,
         offloading and FSDP, and where it recomputes the output.
         """
         if self.state.stored is not None:  # backward transposes it, instead of reading a saved layout
@@ -264,18 +265,18 @@ class LinearQuantizer:
         once = self.first is None and self.state.gathered is None and not torch.compiler.is_compiling()
         if (rowwise and columnwise) or not (once and has_one_scale(self.recipe)):
             return self._weight_in_both(weight)
-        if self._drops_cached:
+        if self._discards_cached:
             self.state.weight_cache = None
-        keep = keep and self.wants_x and not self.recomputes_output
+        cache = cache and self.wants_x and not self.recomputes_output
         # Of float32 a second cast would read four bytes to save one.
-        keep = keep and (weight.itemsize > 2 or self.state.keeps_columnwise)
+        cache = cache and (weight.itemsize > 2 or self.state.caches_columnwise)
         # FSDP may free it between forward and backward, so that a cached layout would undo the saving. Weights of FSDP1 are
         # parts of a flat parameter.
-        keep = keep and weight.untyped_storage().nbytes() == weight.nbytes and not checkpoints.has_hooks()
-        keep = keep and not (WRAPPED and is_sharded(self.state.module))
-        columnwise = columnwise or (self.grads and keep)
-        again = self.grads and not columnwise
-        w, scale = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=rowwise, columnwise=columnwise, keep=again)
+        cache = cache and weight.untyped_storage().nbytes() == weight.nbytes and not checkpoints.has_hooks()
+        cache = cache and not (WRAPPED and is_sharded(self.state.module))
+        columnwise = columnwise or (self.grads and cache)
+        recast = self.grads and not columnwise  # in backward
+        w, scale = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=rowwise, columnwise=columnwise, save_scale=recast)
         self._weight_scale = scale
         return w
 
@@ -290,7 +291,7 @@ class LinearQuantizer:
         w, _ = self._cast(Operand.WEIGHT, self._operand(weight), rowwise=True, columnwise=columnwise)
         if self.first is not None:
             state.weight_cache = w
-        elif cached is not None and self._drops_cached:
+        elif cached is not None and self._discards_cached:
             state.weight_cache = None
         return w
 
@@ -326,8 +327,8 @@ class LinearQuantizer:
                 )
             return saved
         kind = self.recipe.casts[Operand.WEIGHT].format
-        again = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)
-        return self._operand(saved.high_precision)(again)
+        recast = Quantizer(kind.dtype, kind.max, self._weight_scale, rowwise=rowwise, columnwise=True)
+        return self._operand(saved.high_precision)(recast)
 
     def grad_output(self, producer: Producer, *, slot_index: Tensor | None = None) -> QuantizedTensor:
         """The gradient of the output, rowwise for the input gradient and columnwise for the weight gradient.
@@ -385,7 +386,7 @@ class LinearQuantizer:
         largest = self._amax(producer, kind.max, kind.dtype)
         groups = [self.state.tensor_group_of(operand), None if operand is Operand.WEIGHT else self.state.context_group]
         there = [group for group in groups if group is not None]
-        if self._own is not None:  # entries of all experts are joined, and these have a part
+        if self._local is not None:  # entries of all experts are joined, and these have a part
             for group in there:
                 self._join(largest, group)
             there = []
@@ -405,17 +406,17 @@ class LinearQuantizer:
         rowwise: bool,
         columnwise: bool,
         slot_index: Tensor | None = None,
-        keep: bool = False,
+        save_scale: bool = False,
     ) -> tuple[QuantizedTensor, Tensor | None]:
-        """An operand in the requested layouts, and with `keep` its scale, if the tensor has a single one."""
+        """An operand in the requested layouts, and with `save_scale` its scale, if the tensor has a single one."""
         stored = rowwise or columnwise
         if self.recipe is None:
             if not stored:
                 return NOTHING, None
-            made = QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision)
+            out = QuantizedTensor(producer(Quantizer(self.out_dtype)).high_precision)
             if operand is Operand.INPUT:
-                calibration.observe(self.state, operand, made.high_precision)
-            return made, None
+                calibration.observe(self.state, operand, out.high_precision)
+            return out, None
         how, compiling = self.recipe.casts[operand], torch.compiler.is_compiling()
         kind, record = how.format, operand is Operand.GRAD_OUTPUT or self.records
         matrix = producer.matrix if isinstance(producer, DenseOperand) else None
@@ -435,26 +436,26 @@ class LinearQuantizer:
             elif record and self._noted is not slot.buffer.owner:
                 self._noted = slot.buffer.owner
                 self._noted.record_forward(self.session, training=self.training)
-            (scale, entry), kept = slot.present(), slot.kept_scale if keep else None  # the slot takes another before backward
+            (scale, entry), saved = slot.present(), slot.saved_scale if save_scale else None  # the slot changes before backward
             if self.session is None or self.session.number < slot.buffer.begun_from[slot.index]:
                 if record:
                     wait_to_begin(self.state, operand, slot.buffer, slot.index, slot.entries, native=self.recipe.native)
-                if stored or keep:
+                if stored or save_scale:
                     scale = self._first_scale(operand, slot, scale, producer, self.recipe)
-                    kept = scale if keep else None
-            if self._own is not None:
-                scale, entry, kept = scale[self._own], entry[self._own], None if kept is None else kept[self._own]
+                    saved = scale if save_scale else None
+            if self._local is not None:
+                scale, entry, saved = scale[self._local], entry[self._local], None if saved is None else saved[self._local]
             if not stored and not record:
-                return NOTHING, kept
-            seen: Tensor | None = entry
+                return NOTHING, saved
+            amax: Tensor | None = entry
             if not record:  # a recomputation runs forward's very kernels
-                seen = torch.empty_like(entry) if self.trains else None
-            return producer(Quantizer(kind.dtype, kind.max, scale, seen, rowwise, columnwise)), kept
+                amax = torch.empty_like(entry) if self.trains else None
+            return producer(Quantizer(kind.dtype, kind.max, scale, amax, rowwise, columnwise)), saved
         if how.granularity is Granularity.TENSOR and not compiling:
             scale = self._current_scale(operand, producer, how)
             self._observe(operand, scale)
-            made = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
-            return made, scale if keep else None
+            out = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
+            return out, scale if save_scale else None
         if compiling and how.granularity is Granularity.TENSOR and self.state.context_group is not None:
             # Not traced, so that this layer runs eagerly: its amax is to be joined over the ranks that share a sequence.
             raise InputError(
@@ -473,7 +474,7 @@ class LinearQuantizer:
         return out, None
 
     def _observe(self, operand: Operand, scale: Tensor) -> None:
-        """Keep the scale of the last cast for `inspect`; a recomputation, of an earlier forward perhaps, leaves it."""
+        """Store the scale of the last cast for `inspect`; a recomputation, perhaps of an earlier forward, does not."""
         if operand is Operand.GRAD_OUTPUT or self.records or not self.trains:
             self.state.observed[operand] = scale
 
@@ -486,20 +487,20 @@ class WeightUse(NamedTuple):
         parameter_bytes: bytes per element of the parameter that its layer sees.
         cached: micro-batches share FP8 weights (`first`), which no backward saves then.
         gathered: FP8 weights with one scale are gathered in both layouts, without further copies in a layer.
-        keeps_columnwise: the result of `keeps_columnwise`.
+        caches_columnwise: the result of `caches_columnwise`.
     """
 
     compute_bytes: int
     parameter_bytes: int
     cached: bool
     gathered: bool
-    keeps_columnwise: bool
+    caches_columnwise: bool
 
 
-def keeps_columnwise(parameter_bytes: int, *, affordable: bool, shared: bool, hooks: bool) -> bool:
+def caches_columnwise(parameter_bytes: int, *, affordable: bool, shared: bool, hooks: bool) -> bool:
     """True if `LinearQuantizer.weight` casts a weight with one scale in both layouts, for the backward of this forward.
 
-    affordable: `ModuleState.keeps_columnwise`, of 16-bit parameters. shared: micro-batches or ranks share the weight. hooks:
+    affordable: `ModuleState.caches_columnwise`, of 16-bit parameters. shared: micro-batches or ranks share the weight. hooks:
     the forward saves through hooks of saved tensors, as activation checkpoints and offloading do.
     """
     return not (shared or hooks) and (parameter_bytes > 2 or affordable)
@@ -517,12 +518,12 @@ def saved_weight_bytes(
 ) -> list[int]:
     """Bytes of the weight's tensors of `LinearQuantizer.saved` that are not the parameter's.
 
-    rowwise: backward recomputes the output. recast: forward caches no layout for backward (`keep` of `weight`).
+    rowwise: backward recomputes the output. recast: forward caches no layout for backward (`cache` of `weight`).
     """
     if recipe is None or use.cached:
         return []
     if has_one_scale(recipe):
-        return [rows * columns] if use.keeps_columnwise and not recast else []
+        return [rows * columns] if use.caches_columnwise and not recast else []
     columnwise_and_rowwise = cached_weight_bytes(rows, columns, recipe)
     return columnwise_and_rowwise if rowwise else columnwise_and_rowwise[:2]
 
@@ -531,7 +532,7 @@ def restored_weight_bytes(elements: int, recipe: Recipe | None, use: WeightUse, 
     """Bytes of the copy that `LinearQuantizer.restored_weight` returns if it was not saved, cached or gathered."""
     if recipe is None:
         return elements * use.compute_bytes if use.compute_bytes != use.parameter_bytes else 0
-    there = use.cached or use.gathered or (use.keeps_columnwise and not recast)
+    there = use.cached or use.gathered or (use.caches_columnwise and not recast)
     return elements if has_one_scale(recipe) and not there else 0
 
 
@@ -554,6 +555,6 @@ def quantize(
     else:
         high = reference.BLOCK if how.granularity is Granularity.BLOCK_128X128 else 1
         along, across = blocks(x, dtype, fp8_max, high, rowwise=rowwise, columnwise=columnwise)
-    chosen = next((made.scale for made in (along, across) if made is not None), None)
-    row, column = ((None, None) if made is None else (made.data, made.scale_inv) for made in (along, across))
+    chosen = next((each.scale for each in (along, across) if each is not None), None)
+    row, column = ((None, None) if each is None else (each.data, each.scale_inv) for each in (along, across))
     return QuantizedTensor(*row, *column), chosen

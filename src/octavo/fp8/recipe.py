@@ -61,7 +61,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class History:
-    """Delayed scale from amaxes: steps kept, the choice among them, and powers of two of headroom."""
+    """Delayed scale from amaxes: length of the history, the amax chosen from it, and powers of two of headroom."""
 
     length: int
     algo: Literal["max", "most_recent"]

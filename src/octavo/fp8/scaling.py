@@ -39,8 +39,8 @@ class ModuleState:
         experts: int | None = None,
     ) -> None:
         self.experts = experts  # of a stacked weight, each with separate scales
-        self.own_experts: slice | None = None  # experts whose matrices this rank holds, if it does not hold all
-        self.keeps_columnwise = False  # caches a 16-bit weight's columnwise copy until backward: `octavo.fp8.columnwise`
+        self.local_experts: slice | None = None  # experts whose matrices this rank holds, if it does not hold all
+        self.caches_columnwise = False  # caches a 16-bit weight's columnwise copy until backward: `octavo.fp8.columnwise`
         self.slots: dict[Operand, Slot] = {}
         self.operands = operands  # with a scale of the recipe
         self.indices: dict[Operand, int] = {}  # of the slots in any buffer
@@ -75,7 +75,7 @@ class ModuleState:
 
         Of experts that are spread over ranks these hold other tokens, and no parts of weights.
         """
-        return None if operand is Operand.WEIGHT and self.own_experts is not None else self.tensor_group
+        return None if operand is Operand.WEIGHT and self.local_experts is not None else self.tensor_group
 
     @property
     def records(self) -> dict[Operand, Slot]:
@@ -168,7 +168,7 @@ class ModuleState:
         return Slot(buffer, self.indices[operand], recipe.casts[operand].format.max, self.experts)
 
     def __getstate__(self) -> dict[str, Any]:
-        passing = (
+        transient = (
             "_module",
             "slots",
             "indices",
@@ -180,12 +180,12 @@ class ModuleState:
             "joined_amax",
             "pickled",
         )
-        kept = {name: value for name, value in vars(self).items() if name not in passing}
+        state = {name: value for name, value in vars(self).items() if name not in transient}
         self.pickled = {
             operand: (slot.buffer.policy, slot.fp8_max, torch.cat((slot.present()[0][None], slot.history)))
             for operand, slot in self.records.items()
         }
-        return kept | {"module": self._module(), "values": self.pickled}
+        return state | {"module": self._module(), "values": self.pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         values, module = state.pop("values"), state.pop("module")
@@ -252,13 +252,13 @@ def weight_is_new(state: ModuleState) -> None:
 @torch.no_grad()
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
     """Set a slot's scale (NaN: it has not begun) and history: of a longer one the newest entries, a shorter one with zeros."""
-    kept = min(len(history), slot.buffer.policy.length) - 1
+    copied = min(len(history), slot.buffer.policy.length) - 1
     slot.present()[0].copy_(scale)
     slot.buffer.know(slot.index, slot.begun)
     slot.history.zero_()
     slot.amax.copy_(history[0])
-    if kept > 0:
-        slot.history[-kept:] = history[-kept:].to(slot.scale.device)
+    if copied > 0:
+        slot.history[-copied:] = history[-copied:].to(slot.scale.device)
 
 
 def reset(slot: Slot) -> None:
@@ -298,8 +298,8 @@ def prepare_all(recipe: Recipe) -> None:
 def _offer(recipe: Recipe) -> None:
     if buffers.several_ranks() and next(_without_slots(_new(), recipe), None) is not None:
         gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
-    for state, own, device in _without_slots(_new(), recipe):
-        state.prepare(own, device, offered=True)
+    for state, of_layer, device in _without_slots(_new(), recipe):
+        state.prepare(of_layer, device, offered=True)
     if all(state.device is not None for state in list(process.fp8_modules.values())):
         process.offered.clear()
         process.offered.add(recipe)
@@ -326,8 +326,8 @@ def claim(model: BufferSet, recipe: Recipe) -> None:
 def _claim(model: BufferSet, recipe: Recipe) -> None:
     if model.claimed != recipe:
         states = [state for state in list(process.fp8_modules.values()) if state.buffers is model]
-        for state, own, device in _without_slots(states, recipe):
-            state.prepare(own, device)
+        for state, of_layer, device in _without_slots(states, recipe):
+            state.prepare(of_layer, device)
         for state in states:
             under = state.under(recipe)
             for slot in state.slots.values() if under is not None and under.history is not None else ():
@@ -342,12 +342,12 @@ def _without_slots(states: Iterable[ModuleState], recipe: Recipe) -> Iterator[tu
     # A slot needs the same number on every rank, or an all-reduce would join different tensors. Slots of an evaluation before
     # training do not count: perhaps a single rank has evaluated, or with another recipe.
     for state in states:
-        own, device = state.under(recipe), state.device
-        if own is None or own.history is None or device is None:
+        of_layer, device = state.under(recipe), state.device
+        if of_layer is None or of_layer.history is None or device is None:
             continue
-        others = any(slot.buffer.policy != own.history or slot.buffer.device != device for slot in state.slots.values())
+        others = any(slot.buffer.policy != of_layer.history or slot.buffer.device != device for slot in state.slots.values())
         if not state.slots or (others and not state.trained):
-            yield state, own, device
+            yield state, of_layer, device
 
 
 def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
@@ -423,12 +423,12 @@ def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def use_own_buffers(model: nn.Module) -> None:
+def use_separate_buffers(model: nn.Module) -> None:
     """Store the state of a model's layers in separate buffers: see `BufferSet`."""
-    own = BufferSet()
+    separate = BufferSet()
     for _, state in states_of(model):
         if not state.records:
-            state.slots, state.indices, state.buffers = {}, {}, own
+            state.slots, state.indices, state.buffers = {}, {}, separate
 
 
 def state_records(model: nn.Module) -> dict[str, Tensor]:
@@ -478,10 +478,10 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
     check_state_records(model, records)
     for name, state in states_of(model):
         device = state.device
-        own = state.under(recipe)
-        if own is None or device is None or name in fresh:
+        of_layer = state.under(recipe)
+        if of_layer is None or device is None or name in fresh:
             continue
-        state.prepare(own, device)
+        state.prepare(of_layer, device)
         for operand, slot in state.slots.items():
             key = f"{name}.{operand.value}"
             slot.offered = False

@@ -111,9 +111,9 @@ class Stored:
             scale = cast_scaled.scale_from_amax(largest, kind.max, self.cast.power_of_two)
             inverse_(scale, stacked.view(torch.float32))
             for index, rows in parts:
-                own = slice(rows.start - first, rows.stop - first)
-                q, _ = cast(weight[own], Quantizer(kind.dtype, kind.max, scale[index])).rowwise
-                out[own].copy_(q.view(torch.uint8))
+                part = slice(rows.start - first, rows.stop - first)
+                q, _ = cast(weight[part], Quantizer(kind.dtype, kind.max, scale[index])).rowwise
+                out[part].copy_(q.view(torch.uint8))
             return
         bits.zero_()
         for index, rows in parts:
@@ -180,7 +180,7 @@ class Stored:
         if isinstance(data, DTensor):  # experts of this rank, of all
             data = data.to_local()
         if self.experts is not None:
-            bits = bits[state.own_experts or slice(None)]
+            bits = bits[state.local_experts or slice(None)]
             data = data.unflatten(0, (len(bits), -1))
         return data.view(self.cast.format.dtype), bits.view(torch.float32)
 

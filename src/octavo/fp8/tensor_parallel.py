@@ -168,11 +168,11 @@ class _TensorGemms(LinearGemms):
         product: multiplies some rows, into a matrix if one is given. flight: the pending gather of `x`. for_weight: these rows
         are needed; else they are `NOTHING`.
         """
-        own = _rows(x)
-        if not self._pays(own, columns):
+        local = _rows(x)
+        if not self._pays(local, columns):
             whole = flight.wait()
             return product(whole, None), self._for_weight(whole) if for_weight else NOTHING
-        y = own.new_empty(own.shape[0] * self.tensor.size, columns, dtype=self.out_dtype)
+        y = local.new_empty(local.shape[0] * self.tensor.size, columns, dtype=self.out_dtype)
         of_ranks = y.chunk(self.tensor.size)
         product(x, of_ranks[self.tensor.rank])
         with flight.parts() as parts:
@@ -181,9 +181,9 @@ class _TensorGemms(LinearGemms):
                     product(part, place)
             return y, self._joined(parts) if for_weight else NOTHING
 
-    def _pays(self, own: Tensor, columns: int) -> bool:
+    def _pays(self, rows: Tensor, columns: int) -> bool:
         """True if a product of a rank's rows [m, C] takes long enough for a separate launch; on a CPU always."""
-        return own.device.type == "cpu" or 2 * own.numel() * columns >= LEAST_OPERATIONS
+        return rows.device.type == "cpu" or 2 * rows.numel() * columns >= LEAST_OPERATIONS
 
     def _gathered_for_weight(self, flight: _Gathering) -> QuantizedTensor:
         """Gathered rows as the product of the weight's gradient reads them."""
@@ -232,9 +232,9 @@ class ColumnParallelGemms(_TensorGemms):
 
     def input(self, producer: Producer, *, rowwise: bool = True) -> QuantizedTensor:
         """This rank's rows, which products gather."""
-        keep = self.recasts and self.grads
+        save_scale = self.recasts and self.grads
         columnwise = self._of_rows and self.wants_weight and self.grads
-        x, self._input_scale = self._cast(Operand.INPUT, producer, rowwise=True, columnwise=columnwise, keep=keep)
+        x, self._input_scale = self._cast(Operand.INPUT, producer, rowwise=True, columnwise=columnwise, save_scale=save_scale)
         return x
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -260,10 +260,10 @@ class ColumnParallelGemms(_TensorGemms):
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
         """As `LinearGemms`; of the input this rank's rows."""
-        kept = x if self.wants_weight or self.recomputes_output else NOTHING
+        inputs = x if self.wants_weight or self.recomputes_output else NOTHING
         if self._of_rows and not self.recomputes_output:
-            kept = QuantizedTensor(None, None, *kept[2:])
-        return *kept, *super().saved(NOTHING, w, weight)[4:]
+            inputs = QuantizedTensor(None, None, *inputs[2:])
+        return *inputs, *super().saved(NOTHING, w, weight)[4:]
 
     def gradients(
         self, producer: Producer, saved: Sequence[Tensor | None], *, slot_index: Tensor | None = None

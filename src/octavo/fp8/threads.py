@@ -17,7 +17,7 @@ from octavo.fp8.checkpoints import graph_task
 T = TypeVar("T")
 
 
-class _Left:
+class _Stashed:
     """A thread's state where autograd takes it from; removed with the thread's other objects.
 
     PyTorch would free it later, without a Python thread around: a process that ends just then aborts.
@@ -33,12 +33,12 @@ class _Left:
             remove(self._key)
 
 
-class _Own(threading.local):
+class _Local(threading.local):
     """`.state`: of this thread, created on first use, in the attributes that autograd passes on."""
 
     def __init__(self, key: str, make: Callable[[], Any]) -> None:
         self.state = make()
-        self.left = _Left(key, self.state)
+        self.stashed = _Stashed(key, self.state)
 
 
 class OfThread(Generic[T]):
@@ -46,11 +46,11 @@ class OfThread(Generic[T]):
 
     def __init__(self, key: str, make: Callable[[], T]) -> None:
         self._key = f"octavo.{key}"
-        self.own = _Own(self._key, make)
+        self.local = _Local(self._key, make)
         """`.state`: of this thread. Every cast reads it, and a call costs the host more than an attribute."""
 
     def here(self) -> T:
         """The state of this thread; in a backward, of the thread that has called it."""
         if graph_task() != -1 and torch._C._is_key_in_tls(self._key):
             return cast(T, torch._C._get_obj_in_tls(self._key))
-        return cast(T, self.own.state)
+        return cast(T, self.local.state)

@@ -634,5 +634,5 @@ def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]
         experts=Experts(spec.experts, spec.top_k, spec.normalized, spec.jitter, spec.assignment) if mixture else None,
         **make,
     )
-    block.drops_apart = True  # as GPT-NeoX does
+    block.separate_dropout = True  # as GPT-NeoX does
     return use_plain_names(block)

@@ -34,7 +34,7 @@ from octavo.collectives.attention import context_attention
 from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention import flash, library
-from octavo.kernels.attention.cached import is_keeping
+from octavo.kernels.attention.cached import is_caching
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, accumulated, attention, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative
@@ -94,7 +94,7 @@ def attend(
         return around_holes(q, k, v, pattern, scale_)
     if pattern.holes is not None or (pattern.window is not None and dropout):
         return _masked(q, k, v, pattern, scale, dropout)
-    if pattern.window is not None or (not dropout and (is_keeping() or _prefers_pieces(q, k, pattern))):
+    if pattern.window is not None or (not dropout and (is_caching() or _prefers_pieces(q, k, pattern))):
         out: Tensor = _Pieces.apply(q, k, v, pattern, scale_, handover)
         return out
     if not pattern.documents:

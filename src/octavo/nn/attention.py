@@ -204,7 +204,7 @@ class DotProductAttention(ContextParallel):
             pattern = pattern.with_window(self.window)
         with contextlib.ExitStack() as draws:
             if dropout:
-                draws.enter_context(self.draws() if self.tensor is None else self.tensor.own_numbers(q.device))
+                draws.enter_context(self.draws() if self.tensor is None else self.tensor.forked_rng(q.device))
             out = attend(q, k, v, pattern, scale=self.softmax_scale, dropout=dropout, context=self.context, handover=handover)
         return (out.transpose(0, 1) if self.sequence_first else out).flatten(2)
 

@@ -38,7 +38,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
     the samples, or with "sbhd" of the positions), and the others are divided by the share that remains.
     """
 
-    drops_apart = False
+    separate_dropout = False
     """With `parallel_attention_mlp` and `hidden_dropout`: drop from attention and MLP by themselves, not from their sum."""
 
     def __init__(
@@ -174,7 +174,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
             h, attended = forward_residual(self.inter_attention, h, delta, inter, None, is_first_microbatch)
         if self.parallel:
             h, out = forward_residual(self.layernorm_mlp, h, None, is_first_microbatch)
-            apart = self.drops_apart
+            apart = self.separate_dropout
             out = self._dropped(attended) + self._dropped(out) if apart else self._dropped(attended + out)
             # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
             h = h + out if self.layernorm is None else self.layernorm(h, out)
@@ -194,12 +194,12 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         """Stream and delta; with `output_layernorm` their norm, and no delta."""
         return (h, out) if self.layernorm is None else (self.layernorm(h, out), None)
 
-    def set_unread(self, unread: bool) -> None:
+    def set_skip_output(self, skip_output: bool) -> None:
         """In a recomputation of this layer: skips products whose results are only added to the stream."""
         last = self.layernorm_mlp if self.experts is None else self.layernorm_moe.experts
-        last.unread = unread and self.layernorm is None
+        last.skip_output = skip_output and self.layernorm is None
         if self.parallel:
-            self.self_attention.proj.unread = last.unread
+            self.self_attention.proj.skip_output = last.skip_output
 
     def _dropped(self, x: Tensor, *, paths: bool = True) -> Tensor:
         tensor = self.self_attention.tensor

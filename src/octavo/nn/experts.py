@@ -42,7 +42,7 @@ class StackedExperts(nn.Module):
     Children `lora_fc1` and `lora_fc2`, both or none, are adapters beside frozen matrices.
     """
 
-    unread = False
+    skip_output = False
     """As that of `octavo.nn.LayerNormMLP`."""
     lora_fc1: StackedAdapters
     lora_fc2: StackedAdapters
@@ -111,7 +111,7 @@ class StackedExperts(nn.Module):
                 for state, weight in zip((self.fc1_fp8_state, self.fc2_fp8_state), weights, strict=True)
             )
             y: Tensor = _ExpertsFunction.apply(
-                x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip, self.unread, self.adapters,
+                x, scores, *weights, *routes.tensors, routes, fc1, fc2, self.activation, trip, self.skip_output, self.adapters,
                 *(matrix for one in self.adapters for matrix in one.operands()),
             )  # fmt: skip
         return y
@@ -148,7 +148,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scores: Tensor, weight_1: Tensor, weight_2: Tensor,
         tokens: Tensor, rows: Tensor, experts: Tensor, ends: Tensor,
-        routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None, unread: bool,
+        routes: Routes, fc1: ExpertsGemms, fc2: ExpertsGemms, curve: str, trip: _Trip | None, skip_output: bool,
         adapters: tuple[StackedAdapters, ...], *trained: Tensor,
     ) -> Tensor:  # fmt: skip
         # Under no_grad a parameter still needs its gradient by needs_input_grad, but no operand has the layout for it.
@@ -174,11 +174,11 @@ class _ExpertsFunction(torch.autograd.Function):
         def activate(quantizer: Quantizer) -> QuantizedTensor:
             return expert_activation(curve, hidden, weights, routes, quantizer)
 
-        activated = fc2.input(activate, rowwise=not unread)
-        w2 = fc2.weight(weight_2, rowwise=not unread)
+        activated = fc2.input(activate, rowwise=not skip_output)
+        w2 = fc2.weight(weight_2, rowwise=not skip_output)
         if adapters:
             reduced.append(pairs[1].reduced(activate(Quantizer(fc2.out_dtype)).high_precision, routes))
-        if unread:
+        if skip_output:
             y = x.new_empty(tokens_here, weight_2.shape[1], dtype=fc2.out_dtype)
         else:
             result = fc2.output(activated, w2)

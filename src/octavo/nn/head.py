@@ -31,7 +31,7 @@ from octavo.nn.word_slices import cross_entropy_of_slices_
 
 CHUNK_BYTES = 1 << 30
 """Logits of one chunk: large enough that the products run at full speed."""
-KEPT_BYTES = 4 << 30
+BUFFER_BYTES = 4 << 30
 """FP8 gradients of logits that are buffered for one pair of products."""
 TRANSPOSED_BYTES = 1 << 25
 """Bytes of these gradients that are transposed at a time."""
@@ -103,7 +103,7 @@ class _Head:
 
 
 class _Fp8Head(_Head):
-    """`_Head` in FP8. The products of its gradients are of as many chunks as `KEPT_BYTES` hold: none can add to its result.
+    """`_Head` in FP8. The products of its gradients are of as many chunks as `BUFFER_BYTES` hold: none can add to its result.
 
     A few words at a time are transposed for the weight's gradient. The last products run when the logits are gone.
     """
@@ -117,14 +117,14 @@ class _Fp8Head(_Head):
         self.gemms, self.rows, self.words = gemms, hidden.shape[0], weight.shape[0]
         gemms.want(want_hidden, want_weight)
         self.high_precision = None if fp8_logits else _Head(hidden, weight.to(hidden.dtype), False, False)
-        self.kept: Tensor | None = None
+        self.buffer: Tensor | None = None
         self.part = slice(0, 0)  # the tokens whose gradients are buffered
         self.scale_inv: Tensor | None = None
         self.x: QuantizedTensor | None = None
         self.w: QuantizedTensor | None = None
         if fp8_logits:
             self.x = gemms.input(DenseOperand(hidden))
-            self.w = gemms.weight(weight, keep=False)
+            self.w = gemms.weight(weight, cache=False)
 
     def logits(self, part: slice) -> Tensor:
         if self.high_precision is not None:
@@ -135,25 +135,25 @@ class _Fp8Head(_Head):
         return self.gemms.output(QuantizedTensor(data[part], scale_inv), self.w, None)
 
     def room(self, part: slice) -> Tensor | None:
-        if self.kept is not None and part.start == self.part.stop:
+        if self.buffer is not None and part.start == self.part.stop:
             self._multiply()
-        if self.kept is None:
+        if self.buffer is None:
             chunk, width = part.stop - part.start, _aligned(self.words)
-            most = max(1, KEPT_BYTES // (width * chunk)) * chunk
+            most = max(1, BUFFER_BYTES // (width * chunk)) * chunk
             self.part = slice(part.start, min(part.start + most, self.rows))
             rows = self.part.stop - self.part.start
             # Multiples of 16 bytes in both dimensions, as products need them; the padding is 0 and adds nothing.
-            self.kept = torch.empty(_aligned(rows), width, dtype=E5M2.dtype, device=self.hidden.device)
-            self.kept[rows:].view(torch.uint8).zero_()
-            self.kept[:, self.words :].view(torch.uint8).zero_()
+            self.buffer = torch.empty(_aligned(rows), width, dtype=E5M2.dtype, device=self.hidden.device)
+            self.buffer[rows:].view(torch.uint8).zero_()
+            self.buffer[:, self.words :].view(torch.uint8).zero_()
         start = self.part.start
-        return self.kept[part.start - start : min(part.stop, self.part.stop) - start, : self.words]
+        return self.buffer[part.start - start : min(part.stop, self.part.stop) - start, : self.words]
 
     def add(self, grad: Gradient, part: slice) -> None:
         self.scale_inv = grad.scale_inv
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.kept is not None:
+        if self.buffer is not None:
             self._multiply()
         if self.rows == 0 and self.d_hidden is not None and self.high_precision is not None:
             self._columnwise_weight()  # which later micro-batches are to find
@@ -161,8 +161,8 @@ class _Fp8Head(_Head):
 
     def _multiply(self) -> None:
         """Compute gradients from the buffered gradients of the logits, and free these."""
-        kept, scale_inv, part = self.kept, self.scale_inv, self.part
-        assert kept is not None
+        buffer, scale_inv, part = self.buffer, self.scale_inv, self.part
+        assert buffer is not None
         assert scale_inv is not None
         if part.stop == self.rows:  # the last logits are through
             self.high_precision = None
@@ -172,12 +172,12 @@ class _Fp8Head(_Head):
                 self.w = None
         if self.d_hidden is not None:
             data, w_scale_inv = self._columnwise_weight().columnwise
-            data = _filled_up(data, kept.shape[1])
-            gemm.scaled_mm_into(self.d_hidden[part], kept[: part.stop - part.start], scale_inv, data, w_scale_inv)
+            data = _padded(data, buffer.shape[1])
+            gemm.scaled_mm_into(self.d_hidden[part], buffer[: part.stop - part.start], scale_inv, data, w_scale_inv)
             del data
         if self.want_weight:
-            self._multiply_weight(kept, scale_inv)
-        self.kept = None
+            self._multiply_weight(buffer, scale_inv)
+        self.buffer = None
 
     def _columnwise_weight(self) -> QuantizedTensor:
         if self.w is None:
@@ -187,20 +187,20 @@ class _Fp8Head(_Head):
             self.w = None
         return self.gemms.restored_weight(w)
 
-    def _multiply_weight(self, kept: Tensor, scale_inv: Tensor) -> None:
+    def _multiply_weight(self, buffer: Tensor, scale_inv: Tensor) -> None:
         if self.x is None:
             self.x = self.gemms.input(DenseOperand(self.hidden), rowwise=False)
         (data, x_scale_inv), began = self.x.columnwise, self.d_weight is not None
-        data = _filled_up(data[:, self.part], kept.shape[0]).contiguous()
+        data = _padded(data[:, self.part], buffer.shape[0]).contiguous()
         if self.d_weight is None:
             several = self.part.stop - self.part.start < self.rows
             wider = several or self.hidden.dtype == torch.float16
             dtype = torch.promote_types(self.weight.dtype, torch.float32) if wider else self.weight.dtype
             self.d_weight = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
-        step = max(1, TRANSPOSED_BYTES // (kept.shape[0] * _ALIGNED)) * _ALIGNED
+        step = max(1, TRANSPOSED_BYTES // (buffer.shape[0] * _ALIGNED)) * _ALIGNED
         for start in range(0, self.words, step):
             words = slice(start, min(start + step, self.words))
-            total, turned = self.d_weight[words], transpose(kept[:, words])
+            total, turned = self.d_weight[words], transpose(buffer[:, words])
             out = torch.empty_like(total) if began else total
             gemm.scaled_mm_into(out, turned, scale_inv, data, x_scale_inv)
             if began:
@@ -211,7 +211,7 @@ def _aligned(size: int) -> int:
     return -(-size // gemm.ALIGNMENT) * gemm.ALIGNMENT
 
 
-def _filled_up(x: Tensor, columns: int) -> Tensor:
+def _padded(x: Tensor, columns: int) -> Tensor:
     """An FP8 matrix with so many columns, the further ones 0; itself if it has them."""
     more = columns - x.shape[1]
     return functional.pad(x.view(torch.uint8), (0, more)).view(x.dtype) if more else x
@@ -236,21 +236,21 @@ def peak_bytes(
             return d_hidden + copy + logits
         return d_hidden + max(copy + logits + 4 * whole, 4 * whole + converted)
     rows, width = _largest_chunk(n, row_bytes, int(_Fp8Head.chunk_share * CHUNK_BYTES)), _aligned(words)
-    part = min(n, max(1, KEPT_BYTES // (width * rows)) * rows)
-    kept, several = _aligned(part) * width, part < n
+    part = min(n, max(1, BUFFER_BYTES // (width * rows)) * rows)
+    buffer, several = _aligned(part) * width, part < n
     if not trained:
         x, w = (n * hidden_size, whole) if fp8 is True else (0, 0)
-        logits_peak = kept + rows * row_bytes + (0 if fp8 is True else copy) + x + w
-        return d_hidden + max(logits_peak, kept + (0 if cached else whole))
+        logits_peak = buffer + rows * row_bytes + (0 if fp8 is True else copy) + x + w
+        return d_hidden + max(logits_peak, buffer + (0 if cached else whole))
     total = whole * (4 if several or late else weight_element)
     w_columnwise = 0 if cached else whole
     x, w = (2 * n * hidden_size, w_columnwise) if fp8 is True else (0, 0)  # of FP8 logits
     sums = total if several else 0
-    before = kept + rows * row_bytes + (0 if fp8 is True else copy) + x + w + sums
+    before = buffer + rows * row_bytes + (0 if fp8 is True else copy) + x + w + sums
     x_rowwise = n * hidden_size if fp8 is True else 0
-    weight = kept + w_columnwise + x_rowwise + sums
+    weight = buffer + w_columnwise + x_rowwise + sums
     turned = 2 * TRANSPOSED_BYTES  # the next piece is there before the last one goes
-    last = kept + n * hidden_size + (x_rowwise if several else 0) + total + (2 * turned if several else turned)
+    last = buffer + n * hidden_size + (x_rowwise if several else 0) + total + (2 * turned if several else turned)
     return d_hidden + max(before, weight, last, total + converted if several else 0)
 
 
@@ -296,8 +296,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *gradients, factor = ctx.saved_tensors
         if factor is None:
             # A gradient as large as the vocabulary is not worth a copy, nor a pass over it where the loss is not scaled.
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
-            scaled = [None if d is None else scale_(d.clone() if again else d, grad_loss) for d in gradients]
+            reused = torch._C._autograd._get_current_graph_task_keep_graph()
+            scaled = [None if d is None else scale_(d.clone() if reused else d, grad_loss) for d in gradients]
         else:
             by = factor * grad_loss
             scaled = [None if d is None else (d.float() * by).to(t) for d, t in zip(gradients, ctx.dtypes, strict=True)]

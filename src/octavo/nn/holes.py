@@ -35,7 +35,7 @@ class _AroundHoles(torch.autograd.Function):
         def compute() -> tuple[Tensor, Tensor]:
             attended = Attended(q, scale=scale)
             attended.add(k, v, spans)
-            attended.add_own(_own_logits(q, k, padded, scale), _for_queries(v, q))
+            attended.add_key(_own_logits(q, k, padded, scale), _for_queries(v, q))
             return attended.result()
 
         out, lse = once(compute)

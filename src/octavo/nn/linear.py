@@ -83,11 +83,11 @@ class _WideLinear(torch.autograd.Function):
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None,
-    *, unread: bool = False, tensor: TensorGroup | None = None,
+    *, skip_output: bool = False, tensor: TensorGroup | None = None,
 ) -> Tensor:  # fmt: skip
     """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N].
 
-    unread: as `Linear.unread`. tensor: as `Linear.tensor`.
+    skip_output: as `Linear.skip_output`. tensor: as `Linear.tensor`.
     """
     recipe = active_recipe(state, x.device)
     if recipe is None and tensor is None:
@@ -105,13 +105,13 @@ def product(
     gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     # The casts are outside the autograd function: a compiler allows no writes to a layer's FP8 state inside it.
     with torch.no_grad(), autocast.scales_of_forward():
-        x_q = gemms.input(DenseOperand(flat(x)), rowwise=not unread)
-        w_q = gemms.weight(weight, rowwise=not unread)
+        x_q = gemms.input(DenseOperand(flat(x)), rowwise=not skip_output)
+        w_q = gemms.weight(weight, rowwise=not skip_output)
     if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of a result that the function itself has reshaped
         casts = *_without_repetition(x_q), *_without_repetition(w_q)
-        y = _LinearFunction.apply(flat(x), weight, bias, *casts, gemms.grad_output_slot(), gemms, unread)
+        y = _LinearFunction.apply(flat(x), weight, bias, *casts, gemms.grad_output_slot(), gemms, skip_output)
         return y.view(*x.shape[:-1], weight.shape[0])
-    return _LinearFunction.apply(x, weight, bias, *x_q, *w_q, None, gemms, unread)
+    return _LinearFunction.apply(x, weight, bias, *x_q, *w_q, None, gemms, skip_output)
 
 
 def saved_by_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, *, runs: int = 1) -> SavedBytes:
@@ -146,7 +146,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
         x_row: Tensor | None, x_row_scale: Tensor | None, x_column: Tensor | None, x_column_scale: Tensor | None,
         w_row: Tensor | None, w_row_scale: Tensor | None, w_column: Tensor | None, w_column_scale: Tensor | None,
-        slot: Tensor | None, gemms: LinearGemms, unread: bool,
+        slot: Tensor | None, gemms: LinearGemms, skip_output: bool,
     ) -> Tensor:  # fmt: skip
         whole = _with_repetition if torch.compiler.is_compiling() else QuantizedTensor
         x_q = whole(x_row, x_row_scale, x_column, x_column_scale)
@@ -154,7 +154,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*gemms.saved(x_q, w_q, weight), slot)
         ctx.gemms, ctx.shape = gemms, x.shape
         shape = *gemms.output_shape(x.shape[:-1]), weight.shape[0]
-        return x.new_empty(shape, dtype=gemms.out_dtype) if unread else unflat(gemms.output(x_q, w_q, bias), shape)
+        return x.new_empty(shape, dtype=gemms.out_dtype) if skip_output else unflat(gemms.output(x_q, w_q, bias), shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -227,15 +227,15 @@ class _AdaptedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms, unread: bool, adapters: Adapters,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms, skip_output: bool, adapters: Adapters,
         *trained: Tensor,
     ) -> Tensor:  # fmt: skip
         gemms.want(ctx.needs_input_grad[0], False)
         matrix = flat(x).to(gemms.out_dtype)
-        x_q, w = gemms.input(DenseOperand(matrix), rowwise=not unread), gemms.weight(weight, rowwise=not unread)
+        x_q, w = gemms.input(DenseOperand(matrix), rowwise=not skip_output), gemms.weight(weight, rowwise=not skip_output)
         joint = adapters.joint(trained, gemms.out_dtype)
         reduced = joint.reduced(matrix)
-        if unread:
+        if skip_output:
             y = matrix.new_empty(matrix.shape[0], weight.shape[0])
         else:
             y = gemms.output(x_q, w, bias)
@@ -350,7 +350,7 @@ class Linear(nn.Linear):
     returns (y, bias). Arguments that only Transformer Engine has are in `octavo.nn.arguments`.
     """
 
-    unread = False
+    skip_output = False
     """Set in a recomputation that does not use the result: its product in FP8 does not run, and the result has no values."""
     tensor: TensorGroup | None = None
     """The ranks with other columns of the weight: inputs are this rank's columns of all tokens, outputs this rank's tokens."""
@@ -409,10 +409,10 @@ class Linear(nn.Linear):
         if beside and (adapters := joined(self, self.weight, bias)) is not None:
             gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, input.device), *how)
             with autocast.scales_of_forward():
-                more = self.unread, adapters, *adapters.trained
+                more = self.skip_output, adapters, *adapters.trained
                 y = _AdaptedLinearFunction.apply(input, self.weight, bias, gemms, *more)
         else:
-            y = product(input, self.weight, bias, self.fp8_state, *how, unread=self.unread, tensor=self.tensor)
+            y = product(input, self.weight, bias, self.fp8_state, *how, skip_output=self.skip_output, tensor=self.tensor)
             y = added(y, self, input.to(y.dtype)) if "lora" in self._modules else y
         return results(y, self.bias, *([input] if return_input else []), return_bias=self.return_bias)
 

@@ -76,7 +76,7 @@ class _NormMlpFunction(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
-        form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, unread: bool,
+        form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, recompute: bool, skip_output: bool,
         inputs: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         want_x, (want_w1, want_b1, want_w2, want_b2) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:8]
@@ -85,9 +85,9 @@ class _NormMlpFunction(torch.autograd.Function):
         fc2.want(want_hidden, want_w2, want_b2, recasts=True)
         recompute = recompute and (want_hidden or fc2.recasts)
         fc1.want(want_x, want_w1, want_b1, recomputes_output=recompute)
-        unread = unread and inputs < 2
-        # Of an unread result only backward's operands are computed.
-        needs_hidden = not (unread and recompute and fc2.recasts and fc2.knows_input_scale)
+        skip_output = skip_output and inputs < 2
+        # Of an skip_output result only backward's operands are computed.
+        needs_hidden = not (skip_output and recompute and fc2.recasts and fc2.knows_input_scale)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
         normed = producer.beside(fc1.out_dtype) if inputs else None
         x, w1 = fc1.input(normed or producer), fc1.weight(weight_1, rowwise=needs_hidden)
@@ -100,9 +100,9 @@ class _NormMlpFunction(torch.autograd.Function):
         second: Beside | None = None
         if inputs > 1:
             second = Beside(activate, (producer.sum.shape[0], weight_2.shape[1]), fc2.out_dtype, residual.device)
-        activated = fc2.input(second or activate, rowwise=not unread)
-        w2 = fc2.weight(weight_2, rowwise=not unread, keep=not recompute)
-        if unread:
+        activated = fc2.input(second or activate, rowwise=not skip_output)
+        w2 = fc2.weight(weight_2, rowwise=not skip_output, cache=not recompute)
+        if skip_output:
             y = residual.new_empty(flat(residual).shape[0], weight_2.shape[0], dtype=fc2.out_dtype)
         else:
             y = fc2.output(activated, w2, bias_2)
@@ -189,7 +189,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None,
         weight_1: Tensor, bias_1: Tensor | None, weight_2: Tensor, bias_2: Tensor | None,
-        form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, unread: bool,
+        form: NormForm, fc1: LinearGemms, fc2: LinearGemms, curve: str, block: int, skip_output: bool,
         first: Adapters | None, second: Adapters | None, *trained: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         want_x, count = any(ctx.needs_input_grad[:4]), 0 if first is None else len(first.trained)
@@ -211,15 +211,15 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
 
         shape = producer.sum.shape[0], weight_2.shape[1]
         beside = None if second is None else Beside(activate, shape, fc2.out_dtype, residual.device)
-        activated = fc2.input(beside or activate, rowwise=beside is not None or not unread)
-        w2 = fc2.weight(weight_2, rowwise=not unread)
-        y = producer.sum.new_empty(shape[0], weight_2.shape[0], dtype=fc2.out_dtype) if unread else None
+        activated = fc2.input(beside or activate, rowwise=beside is not None or not skip_output)
+        w2 = fc2.weight(weight_2, rowwise=not skip_output)
+        y = producer.sum.new_empty(shape[0], weight_2.shape[0], dtype=fc2.out_dtype) if skip_output else None
         y = fc2.output(activated, w2, bias_2) if y is None else y
         saved_2: tuple[Tensor | None, ...] = (None,) * 4
         if second is not None and beside is not None:
             matrix, joint = cast(Tensor, beside.matrix), second.joint(trained[count:], fc2.out_dtype)
             reduced = joint.reduced(matrix)
-            if not unread:
+            if not skip_output:
                 joint.add_(y, reduced)
             saved_2 = matrix, reduced, *joint
         ctx.set_materialize_grads(False)
@@ -398,7 +398,7 @@ class LayerNormMLP(NormedLayer):
     """
 
     chunks = 1
-    unread = False
+    skip_output = False
     """As that of `Linear`, in every dtype; the product's operands are not computed either."""
 
     def __init__(
@@ -515,7 +515,7 @@ class LayerNormMLP(NormedLayer):
             trained = [matrix for adapters in pair if adapters is not None for matrix in adapters.trained]
             outputs: tuple[Tensor, ...] = _AdaptedNormMlpFunction.apply(
                 residual, delta, norm.weight, norm.bias, weights[0], self.fc1_bias, weights[1], bias,
-                norm.form, fc1, fc2, self.activation, self.gate_rows, self.unread, *pair, *trained,
+                norm.form, fc1, fc2, self.activation, self.gate_rows, self.skip_output, *pair, *trained,
             )  # fmt: skip
             return outputs
         how: Any = self.fc1_fp8_state, self.fc1_weight, active_recipe(self.fc1_fp8_state, residual.device), dtype, first
@@ -525,7 +525,7 @@ class LayerNormMLP(NormedLayer):
         hidden = added(hidden, self, normed, "lora_fc1")
         activated = _ActivationFunction.apply(hidden, self.activation, self.gate_rows)
         how = self.fc2_fp8_state, dtype, first
-        y = product(activated, self.fc2_weight, bias, *how, unread=self.unread, tensor=self.tensor)
+        y = product(activated, self.fc2_weight, bias, *how, skip_output=self.skip_output, tensor=self.tensor)
         return h, added(y, self, activated, "lora_fc2")
 
     def _with_norm(
@@ -564,7 +564,7 @@ class LayerNormMLP(NormedLayer):
         return _NormMlpFunction.apply(
             residual, delta, norm.weight, norm.bias, weight1, self.fc1_bias, weight2, bias,
             norm.form, fc1, fc2, self.activation, self.gate_rows,
-            self.checkpoint or self.chunks > 1, self.unread, inputs,
+            self.checkpoint or self.chunks > 1, self.skip_output, inputs,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

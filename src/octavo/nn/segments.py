@@ -145,7 +145,7 @@ class _Segments(torch.autograd.Function):
             attended.add(k, v, spans)
             if sink is not None:
                 logits = _logits(sink, q).expand(len(q), -1, q.shape[1])
-                attended.add_own(logits, q.new_zeros(()).expand(q.shape))
+                attended.add_key(logits, q.new_zeros(()).expand(q.shape))
             return attended.result()
 
         out, lse = once(compute)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from octavo.fp8.autocast import dropping, recomputing
-from octavo.kernels.attention.cached import keeping
+from octavo.fp8.autocast import discard_copies, recomputing
+from octavo.kernels.attention.cached import caching
 from octavo.nn.block import TransformerLayer
 from octavo.nn.moe import LayerNormMoE
 
@@ -49,7 +49,7 @@ def _checkpointed(
     **options: Any,
 ) -> tuple[Any, ...]:
     hidden = residual if delta is None else residual + delta
-    within = functools.partial(_with_unread_ends, contexts, block)
+    within = functools.partial(_skipping_unused_outputs, contexts, block)
     # No state of a generator can be read while a CUDA graph is recorded: a block that draws something fails there, by PyTorch.
     draws = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()) or _draws(block)
     output = checkpoint(block, hidden, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=within, **options)
@@ -68,7 +68,7 @@ def _draws(block: TransformerLayer) -> bool:
     return foreign or jitters or any(getattr(module, rate, 0.0) for module in modules for rate in rates)
 
 
-class _Both(contextlib.AbstractContextManager[None]):
+class _PairedContext(contextlib.AbstractContextManager[None]):
     """Two contexts, which may be entered repeatedly."""
 
     def __init__(self, *contexts: contextlib.AbstractContextManager[None]) -> None:
@@ -83,26 +83,26 @@ class _Both(contextlib.AbstractContextManager[None]):
             context.__exit__(*exception)
 
 
-class _Unread(contextlib.AbstractContextManager[None]):
+class _SkipUnusedOutputs(contextlib.AbstractContextManager[None]):
     """A recomputation that does not use the block's result."""
 
     def __init__(self, block: TransformerLayer) -> None:
         self._block = block
 
     def __enter__(self) -> None:
-        self._block.set_unread(True)
+        self._block.set_skip_output(True)
 
     def __exit__(self, *exception: Any) -> None:
-        self._block.set_unread(False)
+        self._block.set_skip_output(False)
 
 
 def _selectively() -> _Contexts:
-    forward, again = zip(recomputing(), keeping(), strict=True)
-    return _Both(*forward), _Both(*again)
+    forward, again = zip(recomputing(), caching(), strict=True)
+    return _PairedContext(*forward), _PairedContext(*again)
 
 
-def _with_unread_ends(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
+def _skipping_unused_outputs(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
     forward, again = contexts()
     if any(part._compiled_call_impl is not None for part in block.modules()):  # its two graphs would save other tensors
         return forward, again
-    return _Both(forward, dropping()), _Both(again, _Unread(block))
+    return _PairedContext(forward, discard_copies()), _PairedContext(again, _SkipUnusedOutputs(block))

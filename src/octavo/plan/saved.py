@@ -214,7 +214,7 @@ def block_parameters(spec: ModelSpec) -> int:
     return matrices + norms + biases
 
 
-def own_experts(setup: Setup, spec: ModelSpec) -> int:
+def local_experts(setup: Setup, spec: ModelSpec) -> int:
     """Experts of an MoE layer that one rank computes with; 1 for a model without."""
     return max(1, spec.experts // setup.expert)
 
@@ -237,7 +237,7 @@ def own_block_parameters(setup: Setup, spec: ModelSpec) -> int:
     """Parameters of one block that one rank computes with."""
     if not spec.experts:
         return block_parameters(spec)
-    own = own_experts(setup, spec) * spec.hidden_size * sum(widths_of_experts(setup, spec))
+    own = local_experts(setup, spec) * spec.hidden_size * sum(widths_of_experts(setup, spec))
     return block_parameters(spec) - parameters_of_experts(spec) + own
 
 
@@ -365,7 +365,7 @@ def _tensors(saved: SavedBytes) -> list[Saved]:
 
 def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
     """Rows of all experts of a rank."""
-    return most_rows(setup.tokens_of_experts * spec.top_k, own_experts(setup, spec), setup.row_tile)
+    return most_rows(setup.tokens_of_experts * spec.top_k, local_experts(setup, spec), setup.row_tile)
 
 
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
@@ -418,7 +418,7 @@ def weight_shapes(setup: Setup, spec: ModelSpec, *, dense: bool = False) -> tupl
     dense: of a dense layer among experts.
     """
     qkv, attended, _ = widths(spec)
-    d, experts = spec.hidden_size, own_experts(setup, spec)
+    d, experts = spec.hidden_size, local_experts(setup, spec)
     rows, columns = widths_of_experts(setup, spec)
     if dense:
         return (qkv, d), (d, attended), (spec.dense_ffn_size * (2 if spec.gated else 1), d), (d, spec.dense_ffn_size)
@@ -435,7 +435,7 @@ def mlp_of(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> MlpUse:
     """The MLP of a block, or a rank's experts."""
     rows, columns = widths_of_experts(setup, spec)
     sizes = spec.hidden_size, columns, rows
-    return MlpUse(*sizes, recipe_of(recipes.fc1), recipe_of(recipes.fc2), use_of(setup), own_experts(setup, spec))
+    return MlpUse(*sizes, recipe_of(recipes.fc1), recipe_of(recipes.fc2), use_of(setup), local_experts(setup, spec))
 
 
 @functools.cache
@@ -466,15 +466,15 @@ def root_bytes(setup: Setup) -> int:
 def use_of(setup: Setup) -> WeightUse:
     """The part of a setup on which copies of the blocks' weights depend."""
     return WeightUse(
-        setup.compute_bytes, block_bytes(setup), setup.accumulates or setup.stored, setup.sharded, keeps_columnwise(setup)
+        setup.compute_bytes, block_bytes(setup), setup.accumulates or setup.stored, setup.sharded, caches_columnwise(setup)
     )
 
 
-def keeps_columnwise(setup: Setup) -> bool:
+def caches_columnwise(setup: Setup) -> bool:
     """Forward casts weights with one scale in both layouts, for the backward of this forward."""
     if setup.spec is None or setup.stored:
         return False
-    return quantizer.keeps_columnwise(
+    return quantizer.caches_columnwise(
         setup.params_bytes,
         affordable=is_affordable(fp8_elements(setup, setup.spec), setup.memory),
         shared=setup.sharded or setup.accumulates,

@@ -351,8 +351,8 @@ def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
             if scale.dim() > 1:  # of rows or blocks
                 continue
             every = torch.zeros(fp8.experts or 1)
-            every[fp8.own_experts or slice(None)] = scale
-            if fp8.own_experts is not None and state.world_size > 1:
+            every[fp8.local_experts or slice(None)] = scale
+            if fp8.local_experts is not None and state.world_size > 1:
                 dist.all_reduce(every, dist.ReduceOp.MAX)
             found[f"scale {layer}.{operand.value}{when}"] = every
     return found

@@ -96,7 +96,7 @@ class Parts(nn.Module):
 class Product(nn.Module):
     """The forward of `octavo.nn.Linear`, without being an `nn.Linear`."""
 
-    forward, unread, tensor = _linear.Linear.forward, _linear.Linear.unread, _linear.Linear.tensor
+    forward, skip_output, tensor = _linear.Linear.forward, _linear.Linear.skip_output, _linear.Linear.tensor
 
     def extra_repr(self) -> str:
         """Shape, for `print(model)`."""

@@ -33,7 +33,7 @@ class _Within(AbstractContextManager[None]):
         process.attention.take = self._outer.pop()
 
 
-def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def caching() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts for a forward, whose results are cached, and for its recomputations, which read them in the same order."""
     results: list[tuple[Any, Any]] = []
     moves: list[tuple[Move, Move]] = []
@@ -75,12 +75,12 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def is_keeping() -> bool:
-    """True in a context of `keeping`."""
+def is_caching() -> bool:
+    """True in a context of `caching`."""
     return getattr(process.attention, "take", None) is not None
 
 
 def once(compute: Callable[[], Result]) -> Result:
-    """`compute()`; in a recomputation under `keeping` the forward's result."""
+    """`compute()`; in a recomputation under `caching` the forward's result."""
     take = getattr(process.attention, "take", None)
     return compute() if take is None else take(compute)

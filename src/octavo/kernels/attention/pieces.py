@@ -60,7 +60,7 @@ class Attended:
             self._touched.append(span)
             self._reached |= {n: max(span.q1, self._reached.get(n, 0)) for n in range(span.b0, span.b1)}
 
-    def add_own(self, logits: Tensor, v: Tensor) -> None:
+    def add_key(self, logits: Tensor, v: Tensor) -> None:
         """Add one more key to each query: its logit [B, H, Tq], −∞ for none, and its value [B, Tq, H, D]."""
         self._join(slice(None), slice(None), v, logits, new=False)
 

@@ -359,7 +359,7 @@ def _matrices(parameter: Parameter, state: ModuleState) -> dict[int | tuple[()],
     high = parameter.padded_rows
     if state.experts is None:
         return {(): slice(0, high)}
-    held = len(range(state.experts)[state.own_experts or slice(None)])
+    held = len(range(state.experts)[state.local_experts or slice(None)])
     height = parameter.size[0] // held
     first = parameter.rank * high
     edges = (min(max(expert * height - first, 0), high) for expert in range(held + 1))
