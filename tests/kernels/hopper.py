@@ -126,7 +126,7 @@ def dense():
     for made in (HIGH, quantizer(**ROWS), quantizer(**BOTH)):
         activation.launch("swiglu", up, 128, made)
         activation.launch("gelu", matrix(16384, 14336), 0, made)
-        activation.launch("swiglu", up, 128, made, beside=matrix(16384, 14336))
+        activation.launch("swiglu", up, 128, made, high_precision_out=matrix(16384, 14336))
     adapters = [matrix(16, 4096, dtype=FP32), matrix(14336, 16, dtype=FP32)] * 2
     runs = [low_rank.Run(0, 0, 0, 32), low_rank.Run(1, 0, 32, 32)]
     low_rank.launch_pack(adapters, runs, 28672, 64, 2.0, BF16)
@@ -151,7 +151,7 @@ def dense():
             norm.launch_backward(kind, h, h, weight, stats, h)
             norm.launch(kind, h, h, weight, bias, 1e-5, made, zero_centered=True)
             norm.launch_backward(kind, h, h, weight, stats, h, zero_centered=True)
-            norm.launch(kind, h, h, weight, bias, 1e-5, made, beside=h)
+            norm.launch(kind, h, h, weight, bias, 1e-5, made, high_precision_out=h)
     angles = matrix(1, 8192, 128, dtype=FP32)
     heads = matrix(2, 8192, 32, 128), matrix(2, 8192, 8, 128), matrix(2, 8192, 8, 128)
     for cos, mirrored in ((angles, True), *further((matrix(1, 8192, 24, dtype=FP32), False)), (None, False)):

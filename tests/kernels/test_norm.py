@@ -352,16 +352,16 @@ def test_no_rows(kind, column, run):
 @pytest.mark.parametrize(("rows", "columns"), [(70, 20), (9, 257), (3, 1300), (0, 16)])
 def test_what_is_stored_beside_is_what_is_cast(exact_casts, run, how, row, column, dtype, kind, rows, columns):
     case, quantizer = Case(kind, rows, columns, dtype, weight_dtype=torch.float32), fp8(rowwise=row, columnwise=column)
-    beside = torch.full((rows, columns), torch.nan, dtype=dtype)
-    h, stats, made = case.forward(run, quantizer, beside=beside, **how)
+    high_precision_out = torch.full((rows, columns), torch.nan, dtype=dtype)
+    h, stats, made = case.forward(run, quantizer, high_precision_out=high_precision_out, **how)
     want_h, want_stats, alone = case.forward(run, Quantizer(dtype), **how)
     assert torch.equal(h, want_h)
     assert torch.equal(stats, want_stats)
-    assert torch.equal(beside, alone.high_precision)
+    assert torch.equal(high_precision_out, alone.high_precision)
     want = case.exact()[1]
-    assert rows == 0 or off(beside, want) < ROUNDING[dtype]
-    assert torch.equal(quantizer.amax, torch.maximum(torch.tensor(0.25), reference.amax(beside.float())))
-    cast = reference.cast(beside.float(), quantizer.scale, quantizer.dtype, quantizer.fp8_max)
+    assert rows == 0 or off(high_precision_out, want) < ROUNDING[dtype]
+    assert torch.equal(quantizer.amax, torch.maximum(torch.tensor(0.25), reference.amax(high_precision_out.float())))
+    cast = reference.cast(high_precision_out.float(), quantizer.scale, quantizer.dtype, quantizer.fp8_max)
     for found, wanted in ((made.rowwise_data, cast if row else None), (made.columnwise_data, cast.t() if column else None)):
         assert (found is None) == (wanted is None)
         assert found is None or torch.equal(found.float(), wanted.float())

@@ -56,7 +56,7 @@ class DenseOperand:
         return column_sums(self.matrix) if self._partial is None else add_up(self._partial)
 
 
-class Beside:
+class WithHighPrecision:
     """Adapter: a `Producer` that also stores its result in high precision, [R, C], from which the operand is cast.
 
     run: runs the kernel, with a matrix for that result or with None. `matrix`: in `dtype`, set by the first run.

@@ -198,7 +198,7 @@ def activation_tiles(
     x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns, stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
-    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, copy_ptr=None,
 ):  # fmt: skip
     """An activation of a tile; `weights_ptr` and `experts_ptr` are those of `octavo.kernels.experts`."""
     tile = tl.program_id(0)
@@ -221,8 +221,8 @@ def activation_tiles(
         y, _ = _value_and_slope(load_tile(x_ptr, r, c, stride, inside), CURVE, LIMIT, ALPHA)
     if weights_ptr is not None:
         y = y * tl.load(weights_ptr + r, mask=r < rows, other=0.0)[:, None]
-    if beside_ptr is not None:
-        y = store_rounded(y, beside_ptr, r[:, None].to(tl.int64) * columns + c[None, :], inside)
+    if copy_ptr is not None:
+        y = store_rounded(y, copy_ptr, r[:, None].to(tl.int64) * columns + c[None, :], inside)
     store_quantized(
         y, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
         rowwise_ptr is not None and columnwise_ptr is not None,
@@ -249,7 +249,7 @@ def activation_backward_tiles(
     rows, columns, dy_stride, x_stride, one,
     CURVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     weights_ptr=None, d_weights_ptr=None, experts_ptr=None, experts=0, EXPERT_ROWS: tl.constexpr = 1,
-    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, beside_ptr=None,
+    LIMIT: tl.constexpr = None, ALPHA: tl.constexpr = 1.702, OFFSET: tl.constexpr = 0.0, copy_ptr=None,
 ):  # fmt: skip
     """The gradient of a tile, and the recomputed result; see `activation_tiles`."""
     tile = tl.program_id(0)
@@ -282,10 +282,10 @@ def activation_backward_tiles(
             partial = partial_ptr + row_tile.to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)
             tl.store(partial, tl.sum(d_gate, 0), mask=c < columns)
             tl.store(partial + _to_up(columns, BLOCK), tl.sum(d_up, 0), mask=c < columns)
-        if beside_ptr is not None:
+        if copy_ptr is not None:
             at = r[:, None].to(tl.int64) * (2 * columns) + _gate_columns(c, BLOCK)[None, :]
-            d_gate = store_rounded(d_gate, beside_ptr, at, inside)
-            d_up = store_rounded(d_up, beside_ptr, at + _to_up(columns, BLOCK), inside)
+            d_gate = store_rounded(d_gate, copy_ptr, at, inside)
+            d_up = store_rounded(d_up, copy_ptr, at + _to_up(columns, BLOCK), inside)
         _store_gated(
             d_gate, d_up, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr,
             r, c, rows, columns, inside, one, first, BLOCK,
@@ -296,8 +296,8 @@ def activation_backward_tiles(
         dx = dy * slope
         if partial_ptr is not None:
             tl.store(partial_ptr + row_tile.to(tl.int64) * columns + c, tl.sum(dx, 0), mask=c < columns)
-        if beside_ptr is not None:
-            dx = store_rounded(dx, beside_ptr, r[:, None].to(tl.int64) * columns + c[None, :], inside)
+        if copy_ptr is not None:
+            dx = store_rounded(dx, copy_ptr, r[:, None].to(tl.int64) * columns + c[None, :], inside)
         store_quantized(
             dx, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, r, c, rows, columns, inside, one, first,
             rowwise_ptr is not None and columnwise_ptr is not None,
@@ -394,7 +394,13 @@ def packs(quantizer: Quantizer, recompute: Quantizer | None) -> bool:
 
 
 def launch(
-    name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None, tiles: Tiles | None = None
+    name: str,
+    x: Tensor,
+    block: int,
+    quantizer: Quantizer,
+    *,
+    high_precision_out: Tensor | None = None,
+    tiles: Tiles | None = None,
 ) -> QuantizedTensor:
     """Run the kernel; see `activation`."""
     gated = is_gated(name)
@@ -407,7 +413,7 @@ def launch(
     tiles = tiles or (FORWARD_ROWS if not quantizer.columnwise else FORWARD_GATED if gated else FORWARD)
     activation_tiles[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
         x, quantizer.scale, quantizer.amax, out.rowwise_data, out.columnwise_data, out.scale_inv,
-        rows, columns, x.stride(0), 1.0, beside_ptr=beside,
+        rows, columns, x.stride(0), 1.0, copy_ptr=high_precision_out,
         BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, **constants(name),
     )  # fmt: skip
     return out
@@ -422,7 +428,7 @@ def launch_backward(
     *,
     recompute: Quantizer | None = None,
     bias: bool = False,
-    beside: Tensor | None = None,
+    high_precision_out: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """Run the kernel; see `activation_backward`. `tiles`: of the kernel without packing."""
@@ -433,7 +439,7 @@ def launch_backward(
     y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
     dx = allocate(quantizer, rows, width, x.device)
     y = allocate(y_quantizer, rows, columns, x.device)
-    packed = tiles is None and beside is None and rows % 4 == 0 and packs(quantizer, recompute)
+    packed = tiles is None and high_precision_out is None and rows % 4 == 0 and packs(quantizer, recompute)
     tiles = PACKED if packed else tiles or (BACKWARD_GATED if gated else BACKWARD)
     row_tiles = cdiv(rows, tiles.rows)
     partial = torch.empty(row_tiles, width, dtype=torch.float32, device=x.device) if bias else None
@@ -442,7 +448,9 @@ def launch_backward(
         without_elements(y_quantizer, y)
     else:
         run, own = (
-            (activation_backward_packed, {}) if packed else (activation_backward_tiles, {"one": 1.0, "beside_ptr": beside})
+            (activation_backward_packed, {})
+            if packed
+            else (activation_backward_tiles, {"one": 1.0, "copy_ptr": high_precision_out})
         )
         registers = _REGISTERS_AGAIN if packed and not gated and recompute is not None else None
         run[(row_tiles * cdiv(columns, tiles.columns),)](
@@ -455,18 +463,20 @@ def launch_backward(
     return dx, None if recompute is None else y, None if partial is None else add_up(partial)
 
 
-def activation(name: str, x: Tensor, block: int, quantizer: Quantizer, *, beside: Tensor | None = None) -> QuantizedTensor:
+def activation(
+    name: str, x: Tensor, block: int, quantizer: Quantizer, *, high_precision_out: Tensor | None = None
+) -> QuantizedTensor:
     """An activation [R, F], computed in float32 and stored as `quantizer` says.
 
     name: of `reference.activation_named`. x: [R, F], or for gated ones [R, 2F]: gate and up interleaved in blocks of `block`
-    columns (a power of two, or F for all gates before all ups), gate first. beside: contiguous [R, F], receives the result in
-    its dtype; `quantizer` then converts that rounded result.
+    columns (a power of two, or F for all gates before all ups), gate first. high_precision_out: contiguous [R, F], receives
+    the result in its dtype; `quantizer` then converts that rounded result.
     """
     if gemm.is_native(x.device):
-        return launch(name, x, block, quantizer, beside=beside)
+        return launch(name, x, block, quantizer, high_precision_out=high_precision_out)
     y = reference.activation(name, x, block)
-    if beside is not None:
-        y = beside.copy_(y).float()
+    if high_precision_out is not None:
+        y = high_precision_out.copy_(y).float()
     return quantize(y, quantizer)
 
 
@@ -479,19 +489,21 @@ def activation_backward(
     *,
     recompute: Quantizer | None = None,
     bias: bool = False,
-    beside: Tensor | None = None,
+    high_precision_out: Tensor | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, Tensor | None]:
     """The gradient of `activation`'s input x, computed in float32 and stored as `quantizer` says.
 
     dy: [R, F]. recompute: also the result of forward, with its bits, stored as this quantizer says. bias: also the float32 sum
-    of the gradient over rows before rounding, [F] or [2F]. beside: contiguous, of x's shape, receives the gradient in its
-    dtype; `quantizer` then converts that rounded result.
+    of the gradient over rows before rounding, [F] or [2F]. high_precision_out: contiguous, of x's shape, receives the
+    gradient in its dtype; `quantizer` then converts that rounded result.
     """
     if gemm.is_native(x.device):
-        return launch_backward(name, dy, x, block, quantizer, recompute=recompute, bias=bias, beside=beside)
+        return launch_backward(
+            name, dy, x, block, quantizer, recompute=recompute, bias=bias, high_precision_out=high_precision_out
+        )
     dx = reference.activation_backward(name, dy, x, block)
     total = dx.sum(0) if bias else None
-    if beside is not None:
-        dx = beside.copy_(dx).float()
+    if high_precision_out is not None:
+        dx = high_precision_out.copy_(dx).float()
     y = None if recompute is None else quantize(reference.activation(name, x, block), recompute)
     return quantize(dx, quantizer), y, total

@@ -48,7 +48,7 @@ _TILE = Tile(16, 512)
 
 @triton.jit
 def _norm_tiles(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, beside_ptr,
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, copy_ptr,
     rows, columns, x_stride, delta_stride, eps, h_stride,
     CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
@@ -92,8 +92,8 @@ def _norm_tiles(
             y = h * rstd[:, None] * load_gain(weight_ptr, c, c < columns, ONE_PLUS)[None, :]
             if bias_ptr is not None:
                 y += load_float32(bias_ptr, c, c < columns)[None, :]
-            if beside_ptr is not None:
-                y = store_rounded(y, beside_ptr, r[:, None] * columns + c[None, :], inside)
+            if copy_ptr is not None:
+                y = store_rounded(y, copy_ptr, r[:, None] * columns + c[None, :], inside)
             if amax_ptr is not None:
                 largest = tl.maximum(largest, tl.max(magnitude(y, inside), 1))
             if scale_inv_ptr is not None:
@@ -150,7 +150,7 @@ def _backward_tiles(
 
 def launch(
     kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer,
-    *, zero_centered: bool = False, beside: Tensor | None = None, tile: Tile | None = None,
+    *, zero_centered: bool = False, high_precision_out: Tensor | None = None, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
     """Run the forward kernel; see `norm`. tile: use the kernel for long rows."""
     (rows, columns), centre, device = x.shape, _CENTRED[kind], x.device
@@ -167,7 +167,7 @@ def launch(
     else:
         arguments = (
             read, added, weight.contiguous(), None if bias is None else bias.contiguous(), h, stats,
-            quantizer.scale, quantizer.amax, out.rowwise_data, out.scale_inv, beside,
+            quantizer.scale, quantizer.amax, out.rowwise_data, out.scale_inv, high_precision_out,
             rows, columns, read.stride(0), 0 if added is None else added.stride(0), eps,
         )  # fmt: skip
         if tile is None and columns <= WIDEST_ROW:
@@ -224,21 +224,23 @@ def launch_backward(
 
 def norm(
     kind: str, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, quantizer: Quantizer,
-    *, zero_centered: bool = False, beside: Tensor | None = None,
+    *, zero_centered: bool = False, high_precision_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, QuantizedTensor]:  # fmt: skip
     """The norm of h = x + delta, rounded to x's dtype (without a delta, h is x), in float32 until `quantizer` converts it.
 
     kind: "RMSNorm" or "LayerNorm". x, delta: [R, C]. weight, bias: [C]. zero_centered: 1 + weight, in float32, in place of
-    weight. beside: contiguous [R, C], receives the normed result in its dtype; `quantizer` then converts that rounded result.
-    Returns h, the statistics for backward as in `reference.norm`, and the normed result as `quantizer` says.
+    weight. high_precision_out: contiguous [R, C], receives the normed result in its dtype; `quantizer` then converts that
+    rounded result. Returns h, the statistics for backward as in `reference.norm`, and the normed result as `quantizer` says.
     """
     # A conversion to FP8 needs a GPU that has it.
     if x.device.type == "cuda" and (quantizer.scale is None or gemm.is_native(x.device)):
-        return launch(kind, x, delta, weight, bias, eps, quantizer, zero_centered=zero_centered, beside=beside)
+        return launch(
+            kind, x, delta, weight, bias, eps, quantizer, zero_centered=zero_centered, high_precision_out=high_precision_out
+        )
     h = x if delta is None else x + delta
     normed, stats = reference.norm(kind, h, weight, bias, eps, zero_centered=zero_centered)
-    if beside is not None:
-        normed = reference.wide(beside.copy_(normed))
+    if high_precision_out is not None:
+        normed = reference.wide(high_precision_out.copy_(normed))
     return h, stats, quantize(normed, quantizer)
 
 

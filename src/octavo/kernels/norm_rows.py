@@ -105,14 +105,25 @@ def load_gain(weight_ptr, at, inside, ONE_PLUS: tl.constexpr):
 
 @triton.jit
 def _store_normed(
-    h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, rowwise_ptr, beside_ptr, c, inside, ONE_PLUS: tl.constexpr
+    h,
+    rstd,
+    weight_ptr,
+    bias_ptr,
+    scale,
+    scale_inv_ptr,
+    amax_ptr,
+    rowwise_ptr,
+    copy_ptr,
+    c,
+    inside,
+    ONE_PLUS: tl.constexpr,
 ):
     """Store the result of a block of a row; its amax."""
     y = h * rstd * load_gain(weight_ptr, c, inside, ONE_PLUS)  # late: held since before the sums, it would keep other rows out
     if bias_ptr is not None:
         y += load_float32(bias_ptr, c, inside)
-    if beside_ptr is not None:
-        y = store_rounded(y, beside_ptr, c, inside)
+    if copy_ptr is not None:
+        y = store_rounded(y, copy_ptr, c, inside)
     largest = 0.0
     if amax_ptr is not None:
         largest = tl.max(magnitude(y, inside))
@@ -125,7 +136,7 @@ def _store_normed(
 
 @triton.jit
 def norm_rows(
-    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, beside_ptr,
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, h_ptr, stats_ptr, scale_ptr, amax_ptr, rowwise_ptr, scale_inv_ptr, copy_ptr,
     rows, columns, x_stride, delta_stride, eps, CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +149,7 @@ def norm_rows(
     scale = load_scale(scale_ptr, scale_inv_ptr, tl.program_id(0) == 0)
     largest = 0.0
     for r in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        x_at, delta_at, h_at, y_at, beside_at = x_ptr + r * x_stride, delta_ptr, h_ptr, rowwise_ptr, beside_ptr
+        x_at, delta_at, h_at, y_at, copy_at = x_ptr + r * x_stride, delta_ptr, h_ptr, rowwise_ptr, copy_ptr
         if delta_ptr is not None:
             delta_at, h_at = delta_ptr + r * delta_stride, h_ptr + r * columns
         h = residual_sum(x_at, delta_at, h_at, c, c, c, inside)
@@ -160,15 +171,13 @@ def norm_rows(
         tl.store(stats_ptr + (rows if CENTRE else 0) + r, rstd)
         if rowwise_ptr is not None:
             y_at = rowwise_ptr + r * columns
-        if beside_ptr is not None:
-            beside_at = beside_ptr + r * columns
-        found = _store_normed(
-            h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, beside_at, c, inside, ONE_PLUS
-        )
+        if copy_ptr is not None:
+            copy_at = copy_ptr + r * columns
+        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, copy_at, c, inside, ONE_PLUS)
         largest = tl.maximum(largest, found)
         if REST:
             found = _store_normed(
-                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, beside_at, c_rest, inside_rest,
+                h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, copy_at, c_rest, inside_rest,
                 ONE_PLUS,
             )  # fmt: skip
             largest = tl.maximum(largest, found)

@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 _MARK = "octavo_derived_from"
 
 
-def derive(module: nn.Module, members: dict[str, Any], beside: tuple[type, ...] = ()) -> None:
+def derive(module: nn.Module, members: dict[str, Any], mixins: tuple[type, ...] = ()) -> None:
     """Give a module a separate class: its class with these members, under the same name, which libraries read.
 
-    beside: further bases, after the module's class.
+    mixins: further bases, after the module's class.
     """
     base = type(module)
-    module.__class__ = type(base.__name__, (base, *beside), {**members, _MARK: base, "__module__": base.__module__})
+    module.__class__ = type(base.__name__, (base, *mixins), {**members, _MARK: base, "__module__": base.__module__})
 
 
 def written_class(module: nn.Module) -> type[nn.Module]:

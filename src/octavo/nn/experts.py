@@ -39,7 +39,7 @@ class StackedExperts(nn.Module):
     a gated activation all gates of an expert, then all its ups. FSDP2 shards rows: any number of ranks can hold parts of any
     number of experts. FP8 scales are an expert's own. The weight of a token multiplies the input of the second product.
 
-    Children `lora_fc1` and `lora_fc2`, both or none, are adapters beside frozen matrices.
+    Children `lora_fc1` and `lora_fc2`, both or none, are adapters of frozen matrices.
     """
 
     skip_output = False
@@ -212,15 +212,15 @@ class _ExpertsFunction(torch.autograd.Function):
         second = fc2.restored_weight(w2) if fc2.wants_x else NOTHING
         dy = dy if flight is None else flight.wait()
         dy_q = fc2.grad_output(PermutedRows(dy, routes))
-        beside = _Beside(adapters, saved[16:], routes) if adapters else None
+        of_adapters = _AdapterBackward(adapters, saved[16:], routes) if adapters else None
         recompute = fc2.recomputed_input() if fc2.recasts else None
         dx = d_scores = d_w1 = d_w2 = None
         if fc2.wants_x:
             d_activated = fc2.grad_input(dy_q, second)
             del second
             d_weights: Tensor | None = None
-            if beside is not None:
-                beside.second(
+            if of_adapters is not None:
+                of_adapters.second(
                     _rows(dy, routes, fc2.out_dtype), d_activated,
                     expert_activation(curve, hidden, weights, routes, Quantizer(fc2.out_dtype)).high_precision,
                 )  # fmt: skip
@@ -236,16 +236,16 @@ class _ExpertsFunction(torch.autograd.Function):
                 return d_hidden
 
             d_hidden = fc1.grad_output(produce)
-            if beside is not None:
-                beside.first(produce(Quantizer(fc1.out_dtype)).high_precision, _rows(x, routes, fc1.out_dtype))
+            if of_adapters is not None:
+                of_adapters.first(produce(Quantizer(fc1.out_dtype)).high_precision, _rows(x, routes, fc1.out_dtype))
             elif d_weights is None:  # nothing but the router is trained
                 produce(Quantizer(fc1.out_dtype))
             d_scores = d_weights[routes.rows.long()] if d_weights is not None and ctx.needs_input_grad[1] else None
             del d_activated
         if fc1.wants_x:
             dx = fc1.grad_input(d_hidden, w1)
-            if beside is not None:
-                beside.add_of_input_(dx)
+            if of_adapters is not None:
+                of_adapters.add_of_input_(dx)
             dx = add_copies(dx, routes.rows, tile)
         if exchange is not None:
             back = [None if x is None else exchange.collect(x) for x in (dx, d_scores)]
@@ -262,7 +262,7 @@ class _ExpertsFunction(torch.autograd.Function):
             dx = None if dx is None else add_copies(dx, exchange.rows, tile)
             d_scores = None if d_scores is None else d_scores[exchange.rows, 0]
         d_w1, d_w2 = (None if dw is None else dw.flatten(0, 1) for dw in (d_w1, d_w2))
-        return dx, d_scores, d_w1, d_w2, *(None,) * 11, *(() if beside is None else beside.gradients)
+        return dx, d_scores, d_w1, d_w2, *(None,) * 11, *(() if of_adapters is None else of_adapters.gradients)
 
 
 def _rows(x: Tensor, routes: Routes, dtype: torch.dtype) -> Tensor:
@@ -275,7 +275,7 @@ def _pairs(adapters: Sequence[StackedAdapters], trained: Sequence[Tensor], dtype
     return [one.pairs(a, b, dtype, routes) for one, a, b in matrices]
 
 
-class _Beside:
+class _AdapterBackward:
     """The backward of the adapters of both products.
 
     saved: the reduced rows of both, then their pairs.
@@ -336,5 +336,5 @@ def backward_bytes_of_experts(
     if trained == "weights":
         return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))
     # In high precision too: the gradients of both results, the second product's input, and the first's.
-    beside = rows * (2 * width + of.ffn + of.fc1_rows) * element if trained == "adapters" else 0
-    return dy + beside + of.backward_bytes(rows, w1 + dx)
+    adapters = rows * (2 * width + of.ffn + of.fc1_rows) * element if trained == "adapters" else 0
+    return dy + adapters + of.backward_bytes(rows, w1 + dx)

@@ -176,7 +176,7 @@ class _NormLinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         gemms.want(any(ctx.needs_input_grad[:4]), *ctx.needs_input_grad[4:6])
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        normed = producer.beside(gemms.out_dtype) if return_input else None
+        normed = producer.with_high_precision(gemms.out_dtype) if return_input else None
         x, w = gemms.input(normed or producer), gemms.weight(weight)
         y = unflat(gemms.output(x, w, bias), (*gemms.output_shape(residual.shape[:-1]), weight.shape[0]))
         ctx.set_materialize_grads(False)
@@ -269,7 +269,7 @@ class _AdaptedNormLinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         gemms.want(any(ctx.needs_input_grad[:4]), False)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        normed = producer.beside(gemms.out_dtype)
+        normed = producer.with_high_precision(gemms.out_dtype)
         x, w = gemms.input(normed), gemms.weight(weight)
         matrix, joint = cast(Tensor, normed.matrix), adapters.joint(trained, gemms.out_dtype)
         reduced = joint.reduced(matrix)
@@ -405,8 +405,8 @@ class Linear(nn.Linear):
             refuse_inputs(self.tensor, return_input)
             bias = self.tensor.replicated(bias)
         how = (compute_dtype(input), is_first_microbatch)
-        beside = "lora" in self._modules and self.tensor is None
-        if beside and (adapters := joined(self, self.weight, bias)) is not None:
+        one_rank = "lora" in self._modules and self.tensor is None
+        if one_rank and (adapters := joined(self, self.weight, bias)) is not None:
             gemms = LinearGemms(self.fp8_state, self.weight, active_recipe(self.fp8_state, input.device), *how)
             with autocast.scales_of_forward():
                 more = self.skip_output, adapters, *adapters.trained
@@ -444,7 +444,7 @@ class NormedLayer(ResidualLayer):
     """The products of a norm's result, each with separate gradients: all that a compiler needs."""
     _fused: Callable[..., tuple[Tensor, ...]]
     """Norm and products as one autograd function; also gives the residual stream, in front."""
-    _beside_adapters: Callable[..., tuple[Tensor, ...]]
+    _with_adapters: Callable[..., tuple[Tensor, ...]]
     """`_fused` of a layer with adapters, whose inputs the kernels store; not in compiled code."""
 
     adapted = False
@@ -502,7 +502,7 @@ class NormedLayer(ResidualLayer):
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         if self.adapted:
             with autocast.scales_of_forward():
-                outputs = self._beside_adapters(promoted(x, delta), delta, norm, *how, **options)
+                outputs = self._with_adapters(promoted(x, delta), delta, norm, *how, **options)
             return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
             outputs = self._with_norm(x, delta, norm, *how, **options)
@@ -619,7 +619,7 @@ class LayerNormLinear(NormedLayer):
             residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
         )
 
-    def _beside_adapters(
+    def _with_adapters(
         self,
         residual: Tensor,
         delta: Tensor | None,

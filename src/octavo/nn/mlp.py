@@ -18,9 +18,9 @@ from octavo.errors import InputError
 from octavo.fp8 import autocast
 from octavo.fp8.linear import LinearGemms, operands, saved_input_bytes
 from octavo.fp8.quantizer import (
-    Beside,
     DenseOperand,
     WeightUse,
+    WithHighPrecision,
     active_recipe,
     repeats_input,
     restored_weight_bytes,
@@ -89,17 +89,17 @@ class _NormMlpFunction(torch.autograd.Function):
         # Of an skip_output result only backward's operands are computed.
         needs_hidden = not (skip_output and recompute and fc2.recasts and fc2.knows_input_scale)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        normed = producer.beside(fc1.out_dtype) if inputs else None
+        normed = producer.with_high_precision(fc1.out_dtype) if inputs else None
         x, w1 = fc1.input(normed or producer), fc1.weight(weight_1, rowwise=needs_hidden)
         hidden = fc1.output(x, w1, bias_1) if needs_hidden else None
 
-        def activate(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
+        def activate(quantizer: Quantizer, high_precision_out: Tensor | None = None) -> QuantizedTensor:
             assert hidden is not None
-            return activation(curve, hidden, block, quantizer, beside=beside)
+            return activation(curve, hidden, block, quantizer, high_precision_out=high_precision_out)
 
-        second: Beside | None = None
+        second: WithHighPrecision | None = None
         if inputs > 1:
-            second = Beside(activate, (producer.sum.shape[0], weight_2.shape[1]), fc2.out_dtype, residual.device)
+            second = WithHighPrecision(activate, (producer.sum.shape[0], weight_2.shape[1]), fc2.out_dtype, residual.device)
         activated = fc2.input(second or activate, rowwise=not skip_output)
         w2 = fc2.weight(weight_2, rowwise=not skip_output, cache=not recompute)
         if skip_output:
@@ -196,7 +196,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         fc1.want(want_x, False)
         fc2.want(want_x or first is not None, False)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
-        normed = None if first is None else producer.beside(fc1.out_dtype)
+        normed = None if first is None else producer.with_high_precision(fc1.out_dtype)
         x, w1 = fc1.input(normed or producer), fc1.weight(weight_1)
         hidden = fc1.output(x, w1, bias_1)
         saved_1: tuple[Tensor | None, ...] = (None,) * 4
@@ -206,18 +206,18 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
             joint.add_(hidden, reduced)
             saved_1 = matrix, reduced, *joint
 
-        def activate(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
-            return activation(curve, hidden, block, quantizer, beside=beside)
+        def activate(quantizer: Quantizer, high_precision_out: Tensor | None = None) -> QuantizedTensor:
+            return activation(curve, hidden, block, quantizer, high_precision_out=high_precision_out)
 
         shape = producer.sum.shape[0], weight_2.shape[1]
-        beside = None if second is None else Beside(activate, shape, fc2.out_dtype, residual.device)
-        activated = fc2.input(beside or activate, rowwise=beside is not None or not skip_output)
+        with_copy = None if second is None else WithHighPrecision(activate, shape, fc2.out_dtype, residual.device)
+        activated = fc2.input(with_copy or activate, rowwise=with_copy is not None or not skip_output)
         w2 = fc2.weight(weight_2, rowwise=not skip_output)
         y = producer.sum.new_empty(shape[0], weight_2.shape[0], dtype=fc2.out_dtype) if skip_output else None
         y = fc2.output(activated, w2, bias_2) if y is None else y
         saved_2: tuple[Tensor | None, ...] = (None,) * 4
-        if second is not None and beside is not None:
-            matrix, joint = cast(Tensor, beside.matrix), second.joint(trained[count:], fc2.out_dtype)
+        if second is not None and with_copy is not None:
+            matrix, joint = cast(Tensor, with_copy.matrix), second.joint(trained[count:], fc2.out_dtype)
             reduced = joint.reduced(matrix)
             if not skip_output:
                 joint.add_(y, reduced)
@@ -252,13 +252,13 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
             return *through, *(None,) * 12, *of_second
         of_first: list[Tensor] = []
 
-        def produce(quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
-            return activation_backward(curve, d_activated, hidden, block, quantizer, beside=beside)[0]
+        def produce(quantizer: Quantizer, high_precision_out: Tensor | None = None) -> QuantizedTensor:
+            return activation_backward(curve, d_activated, hidden, block, quantizer, high_precision_out=high_precision_out)[0]
 
         if first is None:
             d_normed = fc1.gradients(produce, saved[8:16])[0]
         else:
-            d_hidden = Beside(produce, tuple(hidden.shape), fc1.out_dtype, hidden.device)
+            d_hidden = WithHighPrecision(produce, tuple(hidden.shape), fc1.out_dtype, hidden.device)
             d_normed, joint = fc1.gradients(d_hidden, saved[8:16])[0], Joint(*pair_1)
             if d_hidden.matrix is None:  # no input has a gradient
                 d_hidden(Quantizer(fc1.out_dtype))
@@ -366,7 +366,7 @@ def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bo
     return dy + hidden + of.backward_bytes(every, d_weights + w1 + d_normed, recompute=recompute)
 
 
-def backward_bytes_beside_adapters(tokens: int, of: MlpUse) -> int:
+def backward_bytes_with_adapters(tokens: int, of: MlpUse) -> int:
     """Temporaries of the backward of a `LayerNormMLP` of frozen matrices with adapters at their peak."""
     width, element = of.hidden_size, of.use.compute_bytes
     dy = tokens * width * (element + (0 if of.second is None else 1))
@@ -488,7 +488,7 @@ class LayerNormMLP(NormedLayer):
         y = product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first)
         return (y, activated) if inputs > 1 else (y,)
 
-    def _beside_adapters(
+    def _with_adapters(
         self,
         residual: Tensor,
         delta: Tensor | None,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.collectives.tensor import TensorGroup
 from octavo.errors import InputError
-from octavo.fp8.quantizer import Beside
+from octavo.fp8.quantizer import WithHighPrecision
 from octavo.kernels import reference
 from octavo.kernels.autograd import refuse_second_derivative, refuse_transforms
 from octavo.kernels.norm import norm, norm_backward
@@ -124,20 +124,20 @@ class NormProducer:
         self._delta = None if delta is None else flat(delta)
         self.stats: Tensor | None = None
 
-    def __call__(self, quantizer: Quantizer, beside: Tensor | None = None) -> QuantizedTensor:
-        """Run the kernel; beside: as in `octavo.kernels.norm.norm`."""
+    def __call__(self, quantizer: Quantizer, high_precision_out: Tensor | None = None) -> QuantizedTensor:
+        """Run the kernel; high_precision_out: as in `octavo.kernels.norm.norm`."""
         of = self.of
         self.sum, self.stats, out = norm(
             of.kind, self.sum, self._delta, of.weight, of.bias, of.eps, quantizer,
-            zero_centered=of.zero_centered, beside=beside,
+            zero_centered=of.zero_centered, high_precision_out=high_precision_out,
         )  # fmt: skip
         self._delta = None
         return out
 
-    def beside(self, dtype: torch.dtype) -> Beside:
+    def with_high_precision(self, dtype: torch.dtype) -> WithHighPrecision:
         """This producer, whose result is also stored in this dtype."""
         rows, columns = self.sum.shape
-        return Beside(self, (rows, columns), dtype, self.sum.device)
+        return WithHighPrecision(self, (rows, columns), dtype, self.sum.device)
 
 
 def statistics_bytes(kind: str) -> int:

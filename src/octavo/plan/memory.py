@@ -26,7 +26,7 @@ from octavo.models.spec import ModelSpec
 from octavo.nn.embedding import saved_by_embedding
 from octavo.nn.experts import backward_bytes_of_experts
 from octavo.nn.head import peak_bytes
-from octavo.nn.mlp import backward_bytes_beside_adapters, backward_bytes_of_mlp
+from octavo.nn.mlp import backward_bytes_of_mlp, backward_bytes_with_adapters
 from octavo.parallel.gathered import LAYOUTS
 from octavo.plan.saved import (
     BlockRecipes,
@@ -258,7 +258,7 @@ def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> in
         trained = "weights" if not setup.adapter_rank else "adapters" if any(setup.expert_ranks) else None
         return backward_bytes_of_experts(rows_of_experts(setup, spec), tokens, dispatched, of, trained=trained)
     if setup.adapter_rank:
-        return backward_bytes_beside_adapters(setup.tokens, of)
+        return backward_bytes_with_adapters(setup.tokens, of)
     return backward_bytes_of_mlp(
         setup.own_tokens, of, chunks=setup.mlp_chunks, recompute=setup.recomputes_mlp, tensor=setup.tensor
     )

@@ -54,10 +54,10 @@ def load_scale(scale_ptr, scale_inv_ptr, first):
 
 
 @triton.jit
-def store_rounded(y, beside_ptr, at, inside):
-    """Round y to the dtype of `beside_ptr` and store it there; rounded, in float32."""
-    rounded = y.to(beside_ptr.dtype.element_ty)
-    tl.store(beside_ptr + at, rounded, mask=inside)
+def store_rounded(y, copy_ptr, at, inside):
+    """Round y to the dtype of `copy_ptr` and store it there; rounded, in float32."""
+    rounded = y.to(copy_ptr.dtype.element_ty)
+    tl.store(copy_ptr + at, rounded, mask=inside)
     return rounded.to(tl.float32)
 
 
