@@ -130,7 +130,7 @@ def of_slices(logits, target, scale, objective, *, fp8=False, padding=77.0):
     whole = functional.pad(logits.cuda(), (0, 3 * width - vocabulary), value=padding)
     parts, target = [part.contiguous() for part in whole.split(width, 1)], target.cuda()
     keep, given = scale is not None, zip(parts, words, strict=True)
-    found = torch.stack([cross_entropy_slices.statistics(part, target, one, objective, keep=keep) for part, one in given])
+    found = torch.stack([cross_entropy_slices.statistics(part, target, one, objective, reread=keep) for part, one in given])
     scale = None if scale is None else torch.tensor(scale).cuda()
     losses, grads = [], []
     for part, one in zip(parts, words, strict=True):

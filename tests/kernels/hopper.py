@@ -192,7 +192,7 @@ def dense():
         words = cross_entropy_slices.Slice(columns, columns - padding, 2 * columns - padding)
         for smoothing in (*further(0.0), 0.1):
             objective = cross_entropy.Objective(label_smoothing=smoothing)
-            found = cross_entropy_slices.launch_statistics(logits, target, words, objective, keep=True)
+            found = cross_entropy_slices.launch_statistics(logits, target, words, objective, reread=True)
             for slices in (*further(2), 8):
                 of_slices = matrix(slices, *found.shape, dtype=FP32)
                 for scale, fp8 in (

@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 # Gated activations hold twice as many inputs and results a column in registers.
 FORWARD, FORWARD_GATED, FORWARD_ROWS = Tiles(64, 128, 4), Tiles(64, 64, 4), Tiles(8, 512, 4)
 BACKWARD, BACKWARD_GATED, PACKED = Tiles(64, 64, 4), Tiles(64, 64, 8), Tiles(128, 32, 4)
-_REGISTERS_AGAIN = 96
+_REGISTERS_RECOMPUTING = 96
 """At most, of the packed kernel without a gate that recomputes: five programs fit on a multiprocessor, with 128 four."""
 
 
@@ -59,8 +59,8 @@ def is_gated(name: str) -> bool:
 def constants(name: str) -> dict[str, Any]:
     """The constants of the kernels that make an activation."""
     curve, gated, clamp = reference.activation_named(name)
-    made: dict[str, Any] = {"CURVE": curve, "GATED": gated}
-    return made if clamp is None else made | {"LIMIT": clamp.limit, "ALPHA": clamp.alpha, "OFFSET": clamp.offset}
+    found: dict[str, Any] = {"CURVE": curve, "GATED": gated}
+    return found if clamp is None else found | {"LIMIT": clamp.limit, "ALPHA": clamp.alpha, "OFFSET": clamp.offset}
 
 
 @triton.jit
@@ -447,18 +447,18 @@ def launch_backward(
         without_elements(quantizer, dx)
         without_elements(y_quantizer, y)
     else:
-        run, own = (
+        run, options = (
             (activation_backward_packed, {})
             if packed
             else (activation_backward_tiles, {"one": 1.0, "copy_ptr": high_precision_out})
         )
-        registers = _REGISTERS_AGAIN if packed and not gated and recompute is not None else None
+        registers = _REGISTERS_RECOMPUTING if packed and not gated and recompute is not None else None
         run[(row_tiles * cdiv(columns, tiles.columns),)](
             dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
             y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv,
             partial, rows, columns, dy.stride(0), x.stride(0),
             BLOCK=block, TILE_R=tiles.rows, TILE_C=tiles.columns, num_warps=tiles.warps, maxnreg=registers,
-            **constants(name), **own,
+            **constants(name), **options,
         )  # fmt: skip
     return dx, None if recompute is None else y, None if partial is None else add_up(partial)
 

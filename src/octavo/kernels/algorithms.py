@@ -226,20 +226,21 @@ def _fastest(shape: ProductShape, operands: _Operands, out: Tensor) -> tuple[Pro
             runs[number] = run
     first = zip(time(*runs.values(), rounds=_FIRST_ROUNDS), runs, strict=True)
     finalists = [number for _, number in sorted(first)[:_FINALISTS]]
-    own, *times = time(pytorch, *(runs[number] for number in finalists), rounds=_ROUNDS)
+    pytorch_us, *times = time(pytorch, *(runs[number] for number in finalists), rounds=_ROUNDS)
     for us, number in sorted(zip(times, finalists, strict=True)):
-        if us * _GAIN >= own:
+        if us * _GAIN >= pytorch_us:
             break
         if torch.equal(_digest(runs[number]()), wanted):
-            own, us = time(pytorch, runs[number], rounds=_ROUNDS)  # measured once more, so that a lucky timing does not win
-            if us * _GAIN < own:
+            # Measured once more, so that a lucky timing does not win.
+            pytorch_us, us = time(pytorch, runs[number], rounds=_ROUNDS)
+            if us * _GAIN < pytorch_us:
                 return product, number
     pytorch()
     return None
 
 
 def _digest(x: Tensor) -> Tensor:
-    """A number for each row of a matrix, of all bits and their places, made with little memory: int64 [M]."""
+    """A number for each row of a matrix, of all bits and their places, computed with little memory: int64 [M]."""
     bits = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
     mixed = torch.arange(1, x.shape[1] + 1, device=x.device) * -0x61C8864680B583EB
     factors = (mixed ^ (mixed >> 31)) * -0x40A7B892E31B1A47 | 1  # odd, and without a pattern that bits could follow

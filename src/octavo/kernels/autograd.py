@@ -50,8 +50,8 @@ def refuse_transforms(of: str) -> None:
 
 def has_hooks(module: nn.Module) -> bool:
     """True if a hook may read this module's inputs or outputs, or the gradients of either."""
-    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(own) or modules._has_any_global_hook()
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or modules._has_any_global_hook()
 
 
 @contextlib.contextmanager

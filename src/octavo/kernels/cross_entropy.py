@@ -81,24 +81,24 @@ def load_logits(start, c, columns, width, PADDED: tl.constexpr, EVICT: tl.conste
 
 @triton.jit
 def sum_exponentials(
-    start, kept, kept_c, columns, width,
-    PADDED: tl.constexpr, SMOOTH: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+    start, cached, cached_c, columns, width,
+    PADDED: tl.constexpr, SMOOTH: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(top, base, total, summed) of a row: the base of its exponentials, -∞ and 0 of a row without a finite logit; their sum.
 
-    kept: the row's first logits, of the columns kept_c, held in registers. summed: with SMOOTH the sum of the logits. AGAIN:
-    the L2 cache policy for the others.
+    cached: the row's first logits, of the columns cached_c, held in registers. summed: with SMOOTH the sum of the logits.
+    EVICT: the L2 cache policy for the others.
     """
-    top = tl.max(kept.to(tl.float32)) * LOG2_E
+    top = tl.max(cached.to(tl.float32)) * LOG2_E
     # Each lane sums separately, starting at the maximum of the logits in registers: no reduction, and no barrier, per block.
     base = tl.where(top == -float("inf"), 0.0, top)
-    sums = exponentials(kept, base)
+    sums = exponentials(cached, base)
     summed = 0.0
     if SMOOTH:
-        summed = tl.sum(tl.where(kept_c < columns, kept.to(tl.float32), 0.0))
+        summed = tl.sum(tl.where(cached_c < columns, cached.to(tl.float32), 0.0))
     for first in range(BLOCK, columns, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        x = load_logits(start, c, columns, width, PADDED, AGAIN)
+        x = load_logits(start, c, columns, width, PADDED, EVICT)
         sums += exponentials(x, base)
         if SMOOTH:
             summed += tl.sum(tl.where(c < columns, x.to(tl.float32), 0.0))
@@ -106,13 +106,13 @@ def sum_exponentials(
     # A logit 44 above those in registers makes the sum so large that the gradient's scale over it is too small for float32, one
     # 88 above makes it ∞; if all in registers are -∞, there is no maximum to start from.
     if (top == -float("inf")) | ~(total < LARGEST_SUM):
-        tops = kept.to(tl.float32)
+        tops = cached.to(tl.float32)
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
             tops = tl.maximum(tops, load_logits(start, c, columns, width, PADDED, "").to(tl.float32))
         top = tl.max(tops) * LOG2_E
         base = tl.where(top == -float("inf"), 0.0, top)
-        sums = exponentials(kept, base)
+        sums = exponentials(cached, base)
         for first in range(BLOCK, columns, BLOCK):
             c = first + tl.arange(0, BLOCK)
             sums += exponentials(load_logits(start, c, columns, width, PADDED, ""), base)
@@ -178,13 +178,13 @@ def _cross_entropy(
     FP8_MAX: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Few long rows are processed at once: the L2 cache is for columns that are reread.
-    AGAIN: tl.constexpr = "evict_last" if grad_scale_ptr is not None else "evict_first"
+    EVICT: tl.constexpr = "evict_last" if grad_scale_ptr is not None else "evict_first"
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     start = logits_ptr + row * stride
-    kept_c = tl.arange(0, BLOCK)
-    kept = tl.load(start + kept_c, mask=kept_c < columns, other=-float("inf"), eviction_policy="evict_first")
-    _, base, total, summed = sum_exponentials(start, kept, kept_c, columns, columns, False, SMOOTH, AGAIN, BLOCK)
+    cached_c = tl.arange(0, BLOCK)
+    cached = tl.load(start + cached_c, mask=cached_c < columns, other=-float("inf"), eviction_policy="evict_first")
+    _, base, total, summed = sum_exponentials(start, cached, cached_c, columns, columns, False, SMOOTH, EVICT, BLOCK)
     real = target != ignore_index
     known = (target >= 0) & (target < columns)
     at_target = tl.where(known, target, 0)  # never outside the row
@@ -200,7 +200,7 @@ def _cross_entropy(
             c = first + tl.arange(0, BLOCK)
             x = tl.load(start + c, mask=c < columns, other=-float("inf"), eviction_policy="evict_first")
             _store_gradient(out, x, c, columns, base, factor, even, SMOOTH)
-        _store_gradient(out, kept, kept_c, columns, base, factor, even, SMOOTH)
+        _store_gradient(out, cached, cached_c, columns, base, factor, even, SMOOTH)
         tl.debug_barrier()  # the target's gradient is stored twice, and the second is right
         tl.store(out + at_target, at_picked.to(out.dtype.element_ty))
 

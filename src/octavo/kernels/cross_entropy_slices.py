@@ -55,14 +55,14 @@ class Slice:
 @triton.jit
 def _cross_entropy_statistics(
     logits_ptr, target_ptr, out_ptr, rows, columns, width, stride, first_word,
-    PADDED: tl.constexpr, SMOOTH: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    PADDED: tl.constexpr, SMOOTH: tl.constexpr, REREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    AGAIN: tl.constexpr = "evict_last" if KEEP else "evict_first"
+    EVICT: tl.constexpr = "evict_last" if REREAD else "evict_first"
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * stride
-    kept_c = tl.arange(0, BLOCK)
-    kept = load_logits(start, kept_c, columns, width, PADDED, AGAIN)
-    top, _, total, summed = sum_exponentials(start, kept, kept_c, columns, width, PADDED, SMOOTH, AGAIN, BLOCK)
+    cached_c = tl.arange(0, BLOCK)
+    cached = load_logits(start, cached_c, columns, width, PADDED, EVICT)
+    top, _, total, summed = sum_exponentials(start, cached, cached_c, columns, width, PADDED, SMOOTH, EVICT, BLOCK)
     at = tl.load(target_ptr + row) - first_word
     here = (at >= 0) & (at < columns)
     picked = tl.load(start + tl.where(here, at, 0), mask=here, other=0.0).to(tl.float32)
@@ -90,9 +90,9 @@ def _cross_entropy_of_slice(
     summed = 0.0
     for one in tl.static_range(SLICES):
         of = of_slices_ptr + one * STATISTICS * rows + row
-        own = tl.load(of)
+        slice_base = tl.load(of)
         # A slice without a finite logit has a sum of 0, and the factor 0; NaN stays NaN.
-        total += tl.load(of + rows) * tl.exp2(own - base)
+        total += tl.load(of + rows) * tl.exp2(slice_base - base)
         picked += tl.load(of + 2 * rows)
         if SMOOTH:
             summed += tl.load(of + 3 * rows)
@@ -120,9 +120,9 @@ def _cross_entropy_of_slice(
 
 
 def launch_statistics(
-    logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool, shape: RowShape | None = None
+    logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, reread: bool, shape: RowShape | None = None
 ) -> Tensor:
-    """Run the kernel; see `statistics`. keep: the gradient will reread the logits."""
+    """Run the kernel; see `statistics`. reread: the gradient will reread the logits."""
     rows, width = logits.shape
     smooth = objective.label_smoothing != 0
     shape = shape or row_shape(width)
@@ -130,7 +130,7 @@ def launch_statistics(
     if rows:
         _cross_entropy_statistics[(rows,)](
             logits, target, out, rows, words.number, width, logits.stride(0), words.first,
-            PADDED=words.number < width, SMOOTH=smooth, KEEP=keep, BLOCK=shape.block, num_warps=shape.warps,
+            PADDED=words.number < width, SMOOTH=smooth, REREAD=reread, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     return out
 
@@ -154,21 +154,21 @@ def launch_gradient(
     return result(loss, logits, grad_scale, q)
 
 
-def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, keep: bool = True) -> Tensor:
+def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, reread: bool = True) -> Tensor:
     """Statistics of a slice, float32 [3 or 4, N]; their rows are those of the module's docstring.
 
-    logits: [N, W], row-major. target: int64 [N], of all words. keep: the gradient will reread the logits.
+    logits: [N, W], row-major. target: int64 [N], of all words. reread: the gradient will reread the logits.
     """
     if logits.device.type == "cuda":
-        return launch_statistics(logits, target, words, objective, keep=keep)
-    own = logits[:, : words.number].double()
-    top = own.amax(-1) if words.number else own.new_full(own.shape[:1], -torch.inf)
+        return launch_statistics(logits, target, words, objective, reread=reread)
+    local = logits[:, : words.number].double()
+    top = local.amax(-1) if words.number else local.new_full(local.shape[:1], -torch.inf)
     base = (top * LOG2_E.value).to(torch.promote_types(logits.dtype, torch.float32))
-    sums = (own * LOG2_E.value - _finite(base)[:, None]).exp2().sum(-1)
-    at, here = _own_targets(target, words)
-    picked = functional.pad(own, (0, 1)).gather(1, torch.where(here, at, words.number)[:, None])[:, 0]
+    sums = (local * LOG2_E.value - _finite(base)[:, None]).exp2().sum(-1)
+    at, here = _local_targets(target, words)
+    picked = functional.pad(local, (0, 1)).gather(1, torch.where(here, at, words.number)[:, None])[:, 0]
     found = [base, sums, picked]
-    return torch.stack([x.to(base.dtype) for x in ([*found, own.sum(-1)] if objective.label_smoothing else found)])
+    return torch.stack([x.to(base.dtype) for x in ([*found, local.sum(-1)] if objective.label_smoothing else found)])
 
 
 def cross_entropy_of_statistics_(
@@ -195,10 +195,10 @@ def cross_entropy_of_statistics_(
     loss = torch.where(real, losses, 0.0).sum().to(of_slices.dtype)
     if grad_scale is None:
         return loss, None
-    own = logits[:, : words.number].double()
-    grad = (own - total[:, None]).exp_().mul_((1 + 2 * objective.z_loss * total)[:, None]).sub_(even)
+    local = logits[:, : words.number].double()
+    grad = (local - total[:, None]).exp_().mul_((1 + 2 * objective.z_loss * total)[:, None]).sub_(even)
     grad = functional.pad(grad.masked_fill_(unknown[:, None], torch.nan), (0, logits.shape[1] - words.number))
-    at, here = _own_targets(target, words)
+    at, here = _local_targets(target, words)
     change = here.double() * (objective.label_smoothing - 1.0)  # `torch.where` of two numbers would be float32
     grad = grad.scatter_add_(1, torch.where(here, at, 0)[:, None], change[:, None]).mul_(real[:, None]).to(of_slices.dtype)
     if fp8 is None:
@@ -212,7 +212,7 @@ def _finite(base: Tensor) -> Tensor:
     return torch.where(base == -torch.inf, 0.0, base)
 
 
-def _own_targets(target: Tensor, words: Slice) -> tuple[Tensor, Tensor]:
+def _local_targets(target: Tensor, words: Slice) -> tuple[Tensor, Tensor]:
     """Targets counted from the slice's first word, and which of them it has."""
     at = target - words.first
     return at, (at >= 0) & (at < words.number)

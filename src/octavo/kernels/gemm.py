@@ -87,8 +87,8 @@ def scaled_mm(
     recurring: as in `octavo.kernels.algorithms.mm`. out: contiguous, of `out_dtype`, receives the result and is returned.
     """
     if out is not None and not _writes_into(out, a, a_scale_inv, b, b_scale_inv, bias):
-        made = scaled_mm(a, a_scale_inv, b, b_scale_inv, out_dtype=out_dtype, precise=precise, bias=bias, recurring=recurring)
-        return out.copy_(made)
+        operands = a, a_scale_inv, b, b_scale_inv
+        return out.copy_(scaled_mm(*operands, out_dtype=out_dtype, precise=precise, bias=bias, recurring=recurring))
     if 0 in (*a.shape, *b.shape):
         empty = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
         return empty if bias is None else empty + bias.to(out_dtype)

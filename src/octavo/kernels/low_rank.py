@@ -91,11 +91,11 @@ class Run(NamedTuple):
 
 
 @triton.jit
-def _copy_a(own_ptr, joint_ptr, e, inside, columns, NUMBER: tl.constexpr, RANK: tl.constexpr):
+def _copy_a(a_ptr, joint_ptr, e, inside, columns, NUMBER: tl.constexpr, RANK: tl.constexpr):
     """The elements e of the joint A that are of this adapter."""
     begin = NUMBER * RANK * columns
     mine = inside & (e >= begin) & (e < begin + RANK * columns)
-    value = tl.load(own_ptr + (e - begin), mask=mine, other=0.0).to(tl.float32)
+    value = tl.load(a_ptr + (e - begin), mask=mine, other=0.0).to(tl.float32)
     tl.store(joint_ptr + e, value.to(joint_ptr.dtype.element_ty), mask=mine)
 
 

@@ -70,9 +70,9 @@ def _norm_tiles(
                 # Mean and squared deviations of the tile, joined to those of the columns before it: no sum of squares of
                 # large numbers is ever taken from another.
                 share = tl.minimum(columns - first, TILE_C) * 1.0
-                own = tl.sum(h, 1) / share
-                h = tl.where(inside, h - own[:, None], 0.0)
-                step = own - mean
+                tile_mean = tl.sum(h, 1) / share
+                h = tl.where(inside, h - tile_mean[:, None], 0.0)
+                step = tile_mean - mean
                 share = share / tl.minimum(columns, first + TILE_C)
                 mean += step * share
                 squares += step * step * (share * first)

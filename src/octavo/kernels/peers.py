@@ -1,12 +1,13 @@
-"""The largest amaxes of the GPUs of one host, in one launch: each writes its own into the others' memory, and reads theirs.
+"""The largest amaxes of the GPUs of one host, in one launch: each GPU writes its amaxes into the others' memory, and reads
+theirs.
 
-A collective of NCCL runs on a stream of its own, behind one event and in front of another, and its call takes the host some 50
-microseconds; current scaling waits for 64 of them in a step of eight layers. This kernel is a launch like any other of the
-stream, and it makes the scale besides, so that it takes the place of a launch.
+A collective of NCCL runs on a separate stream, between two events, and its call takes the host some 50 microseconds; current
+scaling waits for 64 of them in a step of eight layers. This kernel is a launch like any other of the stream, and it also
+computes the scale, which saves a launch.
 
-A word of 64 bits is written at once: the number of the join, and the amax. So whoever finds the number has the amax, without
-a barrier. Two slots are used in turns: a rank writes word k + 2 when it has all words k + 1, and another rank sends its own of
-these when it has read words k. Amaxes are 0 or more, and never NaN, so they are in the order of their bits.
+A word of 64 bits is written at once: the number of the join, and the amax. So a reader that finds the number has the amax,
+without a barrier. Two slots alternate: a rank writes word k + 2 when it has all words k + 1, and another rank sends its word
+k + 1 when it has read all words k. Amaxes are 0 or more, and never NaN, so they are in the order of their bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LEAST = 32
 
 @triton.jit
 def _join_largest(
-    amax_ptr, scale_ptr, peers_ptr, own_ptr, number_ptr, count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    amax_ptr, scale_ptr, peers_ptr, slots_ptr, number_ptr, count, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     SCALES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
@@ -39,7 +40,7 @@ def _join_largest(
         tl.atomic_xchg(there + slot + RANK * ROOM + at, word, mask=inside, sem="relaxed", scope="sys")
     nothing = tl.zeros([BLOCK], dtype=tl.int64)
     for step in tl.static_range(1, SIZE):
-        here = own_ptr + slot + (RANK + step) % SIZE * ROOM + at
+        here = slots_ptr + slot + (RANK + step) % SIZE * ROOM + at
         found = tl.atomic_add(here, nothing, mask=inside, sem="relaxed", scope="sys")
         while tl.max(tl.where(inside & ((found >> 32) != number), 1, 0)) > 0:
             found = tl.atomic_add(here, nothing, mask=inside, sem="relaxed", scope="sys")

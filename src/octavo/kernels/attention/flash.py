@@ -88,10 +88,11 @@ def _round_sums(
 
     tokens: tokens of a tile. warp_groups: warp groups that share its rows, 64 each.
     """
-    kept: dict[int, Accumulated] | None = getattr(process.attention, "sums", None)  # by the address of the rounded ones
-    if kept is not None and ends is None and lengths is None and not swapped and tokens == 64 * warp_groups:
+    # By the address of the rounded gradient.
+    sums_by_address: dict[int, Accumulated] | None = getattr(process.attention, "sums", None)
+    if sums_by_address is not None and ends is None and lengths is None and not swapped and tokens == 64 * warp_groups:
         batch, length, heads, dim = rounded.shape
-        kept[rounded.data_ptr()] = Accumulated(sums, scale, (batch, length, heads, dim))
+        sums_by_address[rounded.data_ptr()] = Accumulated(sums, scale, (batch, length, heads, dim))
         return
     given = arch, dtype, head_dim, tokens, threads, warp_groups, swapped
     round_(sums, rounded, scale, ends, lengths, *given, *rest, **options)
@@ -138,13 +139,13 @@ def _packing(
     q_ends, k_ends = [0], [0]
     for span in spans:
         starts = span.b0 * queries + span.q0, span.b0 * keys + span.k0
-        own_q, own_k = span.q1 - span.q0, span.k1 - span.k0
+        span_q, span_k = span.q1 - span.q0, span.k1 - span.k0
         if span.b1 != span.b0 + 1 or span.reversed or span.causal != causal or starts != (q_ends[-1], k_ends[-1]):
             return None
-        if (causal and own_k < own_q) or (window is not None and not causal):
+        if (causal and span_k < span_q) or (window is not None and not causal):
             return None
-        q_ends.append(q_ends[-1] + own_q)
-        k_ends.append(k_ends[-1] + own_k)
+        q_ends.append(q_ends[-1] + span_q)
+        k_ends.append(k_ends[-1] + span_k)
     if q_ends[-1] != batch * queries or k_ends[-1] != batch * keys:
         return None
     longest_q, longest_k = (max(end - start for start, end in itertools.pairwise(ends)) for ends in (q_ends, k_ends))
@@ -190,13 +191,13 @@ def accumulate(
     window: int | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
     """`backward`, with gradients left as float32 sums where the package computes such sums."""
-    kept: dict[int, Accumulated] = {}
-    process.attention.sums = kept
+    sums_by_address: dict[int, Accumulated] = {}
+    process.attention.sums = sums_by_address
     try:
         grads = backward(d_out, q, k, v, out, lse, causal=causal, scale=scale, window=window)
     finally:
         process.attention.sums = None
-    dq, dk, dv = (kept.get(grad.data_ptr(), grad) for grad in grads)
+    dq, dk, dv = (sums_by_address.get(grad.data_ptr(), grad) for grad in grads)
     return dq, dk, dv
 
 

@@ -37,14 +37,14 @@ def _join_results(
     second = tl.load(other_lse_ptr + b * other_lse_b + h * other_lse_h + t, mask=there, other=0.0)
     top = tl.maximum(first, second)
     base = tl.where(top == -float("inf"), 0.0, top)  # a query without keys so far gives 0, not NaN
-    kept, added = tl.exp(first - base), tl.exp(second - base)
-    total = kept + added
+    weight, other_weight = tl.exp(first - base), tl.exp(second - base)
+    total = weight + other_weight
     scale = 1.0 / tl.where(total == 0.0, 1.0, total)
     out_ptr += b * out_b + h * out_h + t[:, None].to(tl.int64) * out_t + d[None, :]
     other_ptr += b * other_b + h * other_h + t[:, None].to(tl.int64) * other_t + d[None, :]
     out = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(other_ptr, mask=inside, other=0.0).to(tl.float32)
-    joined = out * (kept * scale)[:, None] + other * (added * scale)[:, None]
+    joined = out * (weight * scale)[:, None] + other * (other_weight * scale)[:, None]
     tl.store(out_ptr, joined.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(lse_ptr + t, base + tl.log(total), mask=there)
 
@@ -115,8 +115,8 @@ def join_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         return
     joined = torch.logaddexp(lse, other_lse)
     base = joined.masked_fill(joined == -torch.inf, 0.0)
-    kept, added = ((part - base).exp().transpose(1, 2)[..., None] for part in (lse, other_lse))
-    out.copy_(out * kept + other * added)
+    weight, other_weight = ((part - base).exp().transpose(1, 2)[..., None] for part in (lse, other_lse))
+    out.copy_(out * weight + other * other_weight)
     lse.copy_(joined)
 
 

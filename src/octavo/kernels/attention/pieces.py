@@ -106,11 +106,11 @@ class Gradients:
         for part in _parts(self.q, k, spans, self.window):
             span = part.span
             b, rows, keys = slice(span.b0, span.b1), slice(span.q0, span.q1), slice(span.k0, span.k1)
-            own_q, own_k, own_v = _backward(
+            d_q, d_k, d_v = _backward(
                 self.d_out[b, rows], self.q[b, rows], k[b, keys], v[b, keys], self.out[b, rows], self.lse[b, :, rows], part,
                 self.scale,
             )  # fmt: skip
-            for sums, terms in ((self.dq[b, rows], own_q), (dk[b, keys], own_k), (dv[b, keys], own_v)):
+            for sums, terms in ((self.dq[b, rows], d_q), (dk[b, keys], d_k), (dv[b, keys], d_v)):
                 add_(sums, terms)
 
 

@@ -28,13 +28,13 @@ def _tiles(queries: int, keys: int, window: int) -> Iterator[tuple[int, int, int
     ahead = keys - queries
     for first in range(0, queries, window):
         end = min(first + window, queries)
-        rows, own = end - first, first + ahead
-        yield first, end, own, end + ahead, True, False
+        rows, diagonal = end - first, first + ahead
+        yield first, end, diagonal, end + ahead, True, False
         # Key base + u is seen by row r if r ≤ u; u goes from the first key that there is, to window − 2.
-        base = own - window + 1
+        base = diagonal - window + 1
         low = max(0, -base)
         if (u := max(rows - 1, low)) < window - 1:
-            yield first, end, base + u, own, False, False
+            yield first, end, base + u, diagonal, False, False
         if 0 < low < rows - 1:
             yield first, first + low, base + low, base + rows - 1, False, False
         if low < rows - 1:

@@ -89,10 +89,10 @@ def _embedding_join(
         while found == PARTS:
             chunks = following + tl.arange(0, PARTS)
             keys = tl.load(keys_ptr + chunks.to(tl.int64) * CHUNK, mask=chunks * CHUNK < tokens, other=-1)
-            own = keys == word
+            same_word = keys == word
             at = (2 * chunks).to(tl.int64)[:, None] * columns + c[None, :]
-            summed += tl.sum(tl.load(parts_ptr + at, mask=own[:, None] & (c < columns)[None, :], other=0.0), 0)
-            found = tl.sum(own.to(tl.int32), 0)
+            summed += tl.sum(tl.load(parts_ptr + at, mask=same_word[:, None] & (c < columns)[None, :], other=0.0), 0)
+            found = tl.sum(same_word.to(tl.int32), 0)
             following += PARTS
         _write(grad_ptr, word, c, columns, summed, ADD)
 

@@ -47,8 +47,8 @@ def launch_backward(
     """Run the kernel; see `expert_activation_backward`."""
     x, dy = adjacent_columns(x), adjacent_columns(dy)
     (rows, columns), width = dy.shape, x.shape[1]
-    again = recompute or Quantizer(torch.float32, rowwise=False)
-    dx, y = allocate_rows(quantizer, rows, width, x.device), allocate_rows(again, rows, columns, x.device)
+    y_quantizer = recompute or Quantizer(torch.float32, rowwise=False)
+    dx, y = allocate_rows(quantizer, rows, width, x.device), allocate_rows(y_quantizer, rows, columns, x.device)
     packed = activation.packs(quantizer, recompute)
     tiles = activation.BACKWARD_GATED if activation.is_gated(name) else activation.BACKWARD
     tiles = activation.PACKED if packed else tiles
@@ -57,7 +57,7 @@ def launch_backward(
     run, one = (activation.activation_backward_packed, {}) if packed else (activation.activation_backward_tiles, {"one": 1.0})
     run[(cdiv(rows, tiles.rows) * across,)](
         dy, x, quantizer.scale, quantizer.amax, dx.rowwise_data, dx.columnwise_data, dx.scale_inv,
-        again.scale, again.amax, y.rowwise_data, y.columnwise_data, y.scale_inv, None,
+        y_quantizer.scale, y_quantizer.amax, y.rowwise_data, y.columnwise_data, y.scale_inv, None,
         rows, columns, dy.stride(0), x.stride(0), **one,
         d_weights_ptr=d_weights, **_arguments(name, columns, weights, routes, tiles),
     )  # fmt: skip
@@ -94,8 +94,8 @@ def expert_activation_backward(
         return launch_backward(name, dy, x, weights, routes, quantizer, recompute)
     y, weighted = reference.activation(name, x, _block(name, x)), reference.wide(dy) * weights[:, None]
     dx = quantize_rows(reference.activation_backward(name, weighted, x, _block(name, x)), routes, quantizer)
-    again = None if recompute is None else quantize_rows(y * weights[:, None], routes, recompute)
-    return dx, again, (reference.wide(dy) * y).sum(1)
+    recomputed = None if recompute is None else quantize_rows(y * weights[:, None], routes, recompute)
+    return dx, recomputed, (reference.wide(dy) * y).sum(1)
 
 
 def _block(name: str, x: Tensor) -> int:

@@ -136,7 +136,7 @@ def cast_rows_scaled(
         along = _joined([part[0] for part in parts], 0, 0)
         across = _joined([part[1] for part in parts], 1, None if scales == "row" else 1)
     chosen = along if along is not None else across
-    row, column = ((None, None) if made is None else (made.data, made.scale_inv) for made in (along, across))
+    row, column = ((None, None) if each is None else (each.data, each.scale_inv) for each in (along, across))
     return QuantizedTensor(*row, *column), None if chosen is None else chosen.scale
 
 

@@ -32,9 +32,9 @@ def narrow(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [R, K] in FP8 [R, K], and the inverse scales, float32 [R, ⌈K/128⌉], both row after row."""
     if not x.shape[0]:
         return x.to(_DTYPE), x.new_empty(0, -(-x.shape[1] // reference.BLOCK), dtype=torch.float32)
-    made, _ = blocks(adjacent_columns(x), _DTYPE, _MAX, 1, rowwise=True, columnwise=False)
-    assert made is not None
-    return made.data.contiguous(), made.scale_inv.contiguous()
+    q, _ = blocks(adjacent_columns(x), _DTYPE, _MAX, 1, rowwise=True, columnwise=False)
+    assert q is not None
+    return q.data.contiguous(), q.scale_inv.contiguous()
 
 
 def launch(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:

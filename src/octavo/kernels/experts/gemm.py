@@ -231,8 +231,8 @@ def grouped_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.dtype, *
         parts = [gemm.high_precision_mm(x[begin:end], one.t(), out_dtype, recurring=False) for (begin, end), one in pairs]
     else:
         scales = x_scale if x_scale.dim() == 1 else [x_scale[begin:end] for begin, end in bounds]
-        rows = [(x[begin:end], _own(scale)) for (begin, end), scale in zip(bounds, scales, strict=True)]
-        matrices = [(one, _own(scale)) for one, scale in zip(w, w_scale, strict=True)]
+        rows = [(x[begin:end], _aligned(scale)) for (begin, end), scale in zip(bounds, scales, strict=True)]
+        matrices = [(one, _aligned(scale)) for one, scale in zip(w, w_scale, strict=True)]
         parts = gemm.scaled_mm_of_each(rows, matrices, [None] * len(rows), out_dtype=out_dtype, precise=precise)
     behind = x.shape[0] - sum(len(part) for part in parts)
     return torch.cat([*parts, x.new_zeros(behind, w.shape[1], dtype=out_dtype)])
@@ -257,7 +257,7 @@ def grouped_weight_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.d
     for expert, (begin, end) in enumerate(_bounds(routes)):
         pieces = -(-(end - begin) // reference.BLOCK)
         one = [
-            (data[:, begin:end], _own(scale[expert] if kind != "block" else scale[:, piece : piece + pieces]))
+            (data[:, begin:end], _aligned(scale[expert] if kind != "block" else scale[:, piece : piece + pieces]))
             for data, scale in ((dy, dy_scale), (x, x_scale))
         ]
         parts.append(gemm.scaled_mm(*one[0], *one[1], out_dtype=out_dtype, precise=precise, recurring=False))
@@ -265,7 +265,7 @@ def grouped_weight_mm(a: Operand, b: Operand, routes: Routes, out_dtype: torch.d
     return torch.stack(parts)
 
 
-def _own(scale: Tensor) -> Tensor:
+def _aligned(scale: Tensor) -> Tensor:
     """Scales in separate memory: cuBLAS wants them at multiples of 16 bytes."""
     return scale.clone(memory_format=torch.contiguous_format)
 
@@ -330,5 +330,5 @@ def _lengthened(x: Tensor, rows: int) -> Tensor:
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:
     """int32, copied without waiting for the device."""
-    made = torch.tensor(numbers, dtype=torch.int32)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    indices = torch.tensor(numbers, dtype=torch.int32)
+    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices

@@ -120,9 +120,9 @@ def _place_copies(
         tl.store(ends_ptr + n, ends, mask=n < experts)
     c = program * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(chosen_ptr + c, mask=c < copies, other=-1).to(tl.int32)
-    own = expert[:, None] == n[None, :]
+    chosen_expert = expert[:, None] == n[None, :]
     start = ends - padded + tl.load(before_ptr + program * experts + n, mask=n < experts, other=0)
-    row = tl.sum(tl.where(own, tl.cumsum(own.to(tl.int32), 0) - 1 + start[None, :], 0), 1)
+    row = tl.sum(tl.where(chosen_expert, tl.cumsum(chosen_expert.to(tl.int32), 0) - 1 + start[None, :], 0), 1)
     tl.store(rows_ptr + c, row, mask=c < copies)
     tl.store(tokens_ptr + row, c // top_k, mask=c < copies)
     for first in range(program * BLOCK, tiles, tl.num_programs(0) * BLOCK):

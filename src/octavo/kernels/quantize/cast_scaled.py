@@ -307,9 +307,9 @@ def _allocate(x: Tensor, dtype: torch.dtype, scale_columns: int, scale_rows: int
     return Scaled(data, scale_inv.t(), scale.t()) if scale_rows is None else Scaled(data, scale_inv, scale)
 
 
-def _pointers(made: Scaled | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _pointers(scaled: Scaled | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Data, scales and inverses."""
-    return (None, None, None) if made is None else (made.data, made.scale, made.scale_inv)
+    return (None, None, None) if scaled is None else (scaled.data, scaled.scale, scaled.scale_inv)
 
 
 def launch_rows(
@@ -409,12 +409,12 @@ Operators = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _cast_parts(x: Tensor, dtype: torch.dtype, fp8_max: float, block: int, rowwise: bool, columnwise: bool) -> Operators:
     """`rows` (block 0) or `blocks` of so many rows, as one operator to a compiler."""
     if block:
-        made = blocks(x, dtype, fp8_max, block, rowwise=rowwise, columnwise=columnwise)
+        scaled = blocks(x, dtype, fp8_max, block, rowwise=rowwise, columnwise=columnwise)
     else:
-        made = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
+        scaled = rows(x, dtype, fp8_max, rowwise=rowwise, columnwise=columnwise)
     # An operator may not return views: of its argument, or of another result.
     parts = [x.new_empty(0) if part is None else part.clone(memory_format=torch.contiguous_format)
-             for layout in made for part in (layout or (None, None, None))]  # fmt: skip
+             for layout in scaled for part in (layout or (None, None, None))]  # fmt: skip
     return parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]
 
 
@@ -451,8 +451,8 @@ def current_scale(x: Tensor, fp8_max: float, power_of_two: bool) -> Tensor:
     return scale_from_amax(amax(x), fp8_max, power_of_two)
 
 
-def _scaled(made: tuple[Tensor, Tensor]) -> Scaled:
-    q, scale = made
+def _scaled(scaled: tuple[Tensor, Tensor]) -> Scaled:
+    q, scale = scaled
     return Scaled(q, reference.divide(1.0, scale), scale)
 
 
