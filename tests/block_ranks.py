@@ -115,7 +115,7 @@ def build(tensor=1, *, shard=True, device="cpu", backwards=False):
     group = None if tensor == 1 else mesh["tensor"].get_group()
     rank = 0 if group is None else dist.get_rank(group)
     blocks = {name: share_out(shape, [part[name] for part in parts], group, rank) for name, shape in SHAPES.items()}
-    shapes = {name: block.own.local_shape for name, block in blocks.items()}
+    shapes = {name: block.local.local_shape for name, block in blocks.items()}
     model = nn.Module()
     model.embedding = nn.Embedding(*shapes["embedding.weight"], device=device)
     model.qkv = nn.Linear(*shapes["qkv.weight"][::-1], device=device)
@@ -348,7 +348,7 @@ def random_model(seed, tensor):
                 for each, pad in zip(parts, padding, strict=True)
             ]
             block = share_out(shape, held_by, group)
-            module = Scale(block.own.local_shape, "meta")
+            module = Scale(block.local.local_shape, "meta")
             declare(module, "weight", block)
         model.register_module(f"m{number}", module)
         values[f"m{number}.weight"] = torch.randn(shape, generator=torch.Generator().manual_seed(number))

@@ -382,5 +382,5 @@ def _refuse_parts(model: nn.Module, kind: str, held: set[int], *, has_remedy: bo
         remedy = ", or ".join(ways)
         raise InputError(
             f"{kind} measures a whole parameter, and of {name} {list(block.shape)} each of {len(block.parts)} tensor ranks "
-            f"holds a part, {list(block.own.local_shape)} here: {remedy[0].upper()}{remedy[1:]}."
+            f"holds a part, {list(block.local.local_shape)} here: {remedy[0].upper()}{remedy[1:]}."
         )

@@ -168,7 +168,7 @@ class TransformerLayer(torch.nn.Module):
             rotary_pos_emb = (angles.cos(), angles.sin())
         if self.tensor is not None:
             whole = all_tokens(self.tensor, hidden_states)
-            out = self.layer[0](self.tensor.own(whole.transpose(0, 1).contiguous()), attention_mask, rotary_pos_emb)
+            out = self.layer[0](self.tensor.local(whole.transpose(0, 1).contiguous()), attention_mask, rotary_pos_emb)
             return self.tensor.gathered(out).transpose(0, 1).chunk(self.tensor.size)[self.tensor.rank].contiguous()
         return self.layer[0](hidden_states, attention_mask, rotary_pos_emb)
 

@@ -121,7 +121,7 @@ def test_any_part_is_read_by_its_runs(tmp_path_factory, drawn):
     own = [indices((cut if d == dim else 0, size)) for d, (cut, size) in enumerate(zip(cuts, shape, strict=True))]
     rest = [indices((0, cut if d == dim else size)) for d, (cut, size) in enumerate(zip(cuts, shape, strict=True))]
     block = share_out(shape, [own, rest], rank=0)
-    tensor = with_block(torch.full(block.own.local_shape, torch.nan), block)
+    tensor = with_block(torch.full(block.local.local_shape, torch.nan), block)
     with OpenCheckpoint(path) as checkpoint, Counted() as read:
         tensors = stored.open_tensors(checkpoint)
         read.tensors.clear()

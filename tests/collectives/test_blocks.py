@@ -67,7 +67,7 @@ def test_every_element_is_in_its_place_and_counted_by_one_rank(case, data):
     whole = torch.randn(shape)
     counted = torch.zeros(math.prod(shape), dtype=torch.int64)
     for rank in range(len(held)):
-        part = share_out(shape, held, rank=rank).own
+        part = share_out(shape, held, rank=rank).local
         starts, sizes = data.draw(slabs(part.local_shape))
         slab = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
         for piece, wanted in ((part, places(part)), (part.cut(starts, sizes), places(part)[slab])):
@@ -105,7 +105,7 @@ def test_shared_ranges_of_rows_and_columns_are_counted_by_the_first_rank_that_ha
     held = [[indices((0, 4)), indices((0, 3))], [indices((2, 6)), indices((1, 5))], [indices((0, 6)), indices((0, 5))]]
     found = torch.full((6, 5), -1)
     for rank in range(3):
-        for box in share_out((6, 5), held, rank=rank).own.counted:
+        for box in share_out((6, 5), held, rank=rank).local.counted:
             assert found[box.in_whole].eq(-1).all()
             found[box.in_whole] = rank
     by_hand = torch.full((6, 5), 2)
@@ -210,7 +210,7 @@ def test_a_tensor_of_a_block_copies_and_does_nothing_else(tmp_path):
     fill(empty, whole)
     tensor.copy_(whole)
     assert torch.equal(tensor.held, empty.held)
-    assert part_of(tensor) == BLOCK.own
+    assert part_of(tensor) == BLOCK.local
     for wrong in (lambda: tensor + 1, lambda: tensor[0], lambda: whole.copy_(tensor), tensor.sum):
         with pytest.raises(InputError, match=r"a part on each rank: octavo\.export"):
             wrong()

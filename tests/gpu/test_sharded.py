@@ -171,11 +171,11 @@ def test_dropout_of_a_part_is_a_part_of_that_of_the_whole():
         state = torch.cuda.get_rng_state()
         for half in halves:
             torch.cuda.manual_seed(5)
-            own = half.own(x).clone().requires_grad_()
+            own = half.local(x).clone().requires_grad_()
             found = half.dropped(own, 0.3)
-            found.backward(half.own(grad))
-            assert torch.equal(found, half.own(wanted))
-            assert torch.equal(own.grad, half.own(whole.grad))
+            found.backward(half.local(grad))
+            assert torch.equal(found, half.local(wanted))
+            assert torch.equal(own.grad, half.local(whole.grad))
             assert torch.equal(torch.cuda.get_rng_state(), state)
     drawn, states = [], []
     for half in (*halves, *halves):

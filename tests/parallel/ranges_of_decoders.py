@@ -39,7 +39,7 @@ def split(model, tensor):
             held.append([indices(*own, padding=rank) if d == dim else indices((0, n)) for d, n in enumerate(shape)])
         block = share_out(shape, held, group)
         module, _, own_name = name.rpartition(".")
-        part = with_block(torch.empty(block.own.local_shape, dtype=parameter.dtype), block)
+        part = with_block(torch.empty(block.local.local_shape, dtype=parameter.dtype), block)
         part.copy_(parameter.detach())
         setattr(model.get_submodule(module), own_name, nn.Parameter(part.held))
         declare(model.get_submodule(module), own_name, block)

@@ -266,7 +266,7 @@ def joined(rounds):
             wanted += [largest, scale_from_amax(largest, 448.0, number == 2)]
         pairs = enumerate(zip(made, wanted, strict=True))
         wrong += [(round, number) for number, (found, want) in pairs if not torch.equal(found, want)]
-    return wrong, joins.ways()
+    return wrong, joins.methods()
 
 
 @contextlib.contextmanager

@@ -66,10 +66,10 @@ def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[st
     found = dict(states)
     for key, value in states.items():
         if isinstance(value, torch.Tensor) and value.dim():
-            if tuple(value.shape) != block.own.local_shape:
+            if tuple(value.shape) != block.local.local_shape:
                 raise InputError(
                     f"the optimizer's state {key!r} of {name} is {list(value.shape)}: of a parameter of {list(block.shape)}, "
-                    f"whose ranks hold parts, a checkpoint stores states of its elements ({list(block.own.local_shape)} on "
+                    f"whose ranks hold parts, a checkpoint stores states of its elements ({list(block.local.local_shape)} on "
                     "this rank) and numbers. Save without the optimizer."
                 )
             found[key] = with_block(value, block)

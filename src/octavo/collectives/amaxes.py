@@ -46,8 +46,8 @@ class Joins:
             self.largest_(amaxes, group)
         return scale_from_amax(amaxes, fp8_max, power_of_two)
 
-    def ways(self) -> list[str]:
-        """The way of each group of GPUs that has joined amaxes, in words."""
+    def methods(self) -> list[str]:
+        """The method of each group of GPUs that has joined amaxes, in words."""
         return [
             f"amaxes of {group.size()} ranks: " + ("by their memory" if isinstance(found, _Memory) else f"by NCCL: {found}")
             for (group, _), found in self._of.items()
@@ -73,7 +73,7 @@ class _Memory:
 
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
         shape = 2, size, ROOM
-        with torch.inference_mode(False):  # training writes what an evaluation has made
+        with torch.inference_mode(False):  # an evaluation may allocate it, and training writes it
             self._slots = symmetric_memory.empty(*shape, dtype=torch.int64, device=device)
             self._slots.zero_()
             torch.cuda.synchronize(device)

@@ -146,13 +146,13 @@ class _AllGather(torch.autograd.Function):
         if _is_plain(pattern):
             return *causal.backward(d_out, q, k, v, out, lse, context, split, scale, gathering), None, None, None, None
         batch, chunk = q.shape[0], split.chunk
-        travel = _Chunks(context, pattern, batch, split)
-        fetching = travel.fetch(torch.stack((k, v)))
+        exchange = _Chunks(context, pattern, batch, split)
+        fetching = exchange.fetch(torch.stack((k, v)))
         grads = Gradients(d_out, q, out, lse, scale=scale, window=pattern.window)
-        own = grads.dq.new_zeros(2, *k.shape)
+        local = grads.dq.new_zeros(2, *k.shape)
         spans = diagonal(pattern, batch, split)
         # The first chunk's pairs with itself hide the gather, the second's the sum over the ranks.
-        grads.add(k, v, [span for span in spans if span.q0 < chunk], *own)
+        grads.add(k, v, [span for span in spans if span.q0 < chunk], *local)
         chunks = fetching.wait()
         parts = {
             number: grads.dq.new_zeros(2, batch, chunk, *k.shape[2:])
@@ -163,9 +163,9 @@ class _AllGather(torch.autograd.Function):
         for plan in earlier(pattern, batch, split):
             if plan is not None:
                 _add_earlier(grads, chunks, parts, plan)
-        summing = travel.give_back(parts, own)
-        grads.add(k, v, [span for span in spans if span.q0 >= chunk], *own)
-        dk, dv = own.add_(summing.wait())
+        summing = exchange.reduce(parts, local)
+        grads.add(k, v, [span for span in spans if span.q0 >= chunk], *local)
+        dk, dv = local.add_(summing.wait())
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
@@ -233,21 +233,21 @@ class _Chunks:
     def fetch(self, kv: Tensor) -> Pending[list[Tensor]]:
         """kv [2, B, L, G, D] → the chunks that this rank reads, by number, [2, B, C, G, D] each; others are empty."""
         size = self.split.size
-        own = dict(zip(self.split.chunks(), kv.chunk(2, 2), strict=True))
-        work, take = self._exchange([[own[number] for number in numbers] for numbers in self.sent], self.received, own)
+        local = dict(zip(self.split.chunks(), kv.chunk(2, 2), strict=True))
+        work, take = self._exchange([[local[number] for number in numbers] for numbers in self.sent], self.received, local)
 
         def chunks() -> list[Tensor]:
-            found = own | {n: part for numbers, parts in take() for n, part in zip(numbers, parts, strict=True)}
+            found = local | {n: part for numbers, parts in take() for n, part in zip(numbers, parts, strict=True)}
             empty = kv.new_empty(2, kv.shape[1], 0, *kv.shape[3:])
             return [found.get(number, empty) for number in range(2 * size)]
 
         return Pending([work], chunks)
 
-    def give_back(self, parts: dict[int, Tensor], own: Tensor) -> Pending[Tensor]:
+    def reduce(self, parts: dict[int, Tensor], local: Tensor) -> Pending[Tensor]:
         """This rank's shares of the gradients of chunks → the sum of all ranks' shares of its two chunks, [2, B, L, G, D]."""
         numbers = self.split.chunks()
-        shape = (2, own.shape[1], self.split.chunk, *own.shape[3:])
-        mine = {number: parts.get(number, own.new_zeros(shape)) for number in numbers}
+        shape = (2, local.shape[1], self.split.chunk, *local.shape[3:])
+        mine = {number: parts.get(number, local.new_zeros(shape)) for number in numbers}
         work, take = self._exchange([[parts[n] for n in chunks] for chunks in self.received], self.sent, mine)
 
         def summed() -> Tensor:

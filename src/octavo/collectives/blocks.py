@@ -166,12 +166,12 @@ class Part:
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Part:
         """The part that a slab of the rank's tensor is."""
         ends = [first + size for first, size in zip(offsets, sizes, strict=True)]
-        kept = tuple(each.cut(*span) for each, *span in zip(self.indices, offsets, ends, strict=True))
+        cut = tuple(each.cut(*span) for each, *span in zip(self.indices, offsets, ends, strict=True))
         counts = self.counts
         if counts is not None:
             inside = (_within(box, offsets, ends) for box in counts)
             counts = tuple(box for box in inside if box is not None)
-        return Part(self.shape, kept, counts)
+        return Part(self.shape, cut, counts)
 
 
 def _within(box: Box, begins: Sequence[int], ends: Sequence[int]) -> Box | None:
@@ -212,8 +212,8 @@ def _left(box: Box, others: Iterable[Box]) -> list[Box]:
 
 def _meet(one: Part, other: Part) -> bool:
     """True if two parts of a whole have a common element."""
-    for mine, theirs in zip(one.indices, other.indices, strict=True):
-        both = sorted([(each.start, each.stop) for each in (*mine.ranges, *theirs.ranges)])
+    for first, second in zip(one.indices, other.indices, strict=True):
+        both = sorted([(each.start, each.stop) for each in (*first.ranges, *second.ranges)])
         if all(stop <= start for (_, stop), (start, _) in itertools.pairwise(both)):  # none overlaps within a part
             return False
     return True
@@ -242,14 +242,14 @@ class Block:
     group: dist.ProcessGroup | None = None
 
     @property
-    def own(self) -> Part:
+    def local(self) -> Part:
         """This rank's."""
         return self.parts[self.rank]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole."""
-        return self.own.shape
+        return self.local.shape
 
     @property
     def is_whole(self) -> bool:
@@ -326,7 +326,7 @@ def declare(module: nn.Module, name: str, block: Block) -> None:
         InputError: the parameter has another shape.
     """
     parameter = module.get_parameter(name)
-    if tuple(parameter.shape) != block.own.local_shape:
+    if tuple(parameter.shape) != block.local.local_shape:
         raise InputError(_other_shape(f"{type(module).__name__}.{name}", tuple(parameter.shape), block))
     if _BLOCKS not in vars(module):
         vars(module)[_BLOCKS] = {}
@@ -373,11 +373,11 @@ def shape_of(tensor: Tensor, blocks: Mapping[Tensor, Block | None]) -> tuple[int
 def undeclared(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     """Around these parameters of modules being whole."""
     there = [(vars(module)[_BLOCKS], name) for module, name in places if name in declared(module)]
-    kept = [(blocks, name, blocks.pop(name)) for blocks, name in there]
+    removed = [(blocks, name, blocks.pop(name)) for blocks, name in there]
     try:
         yield
     finally:
-        for blocks, name, block in kept:
+        for blocks, name, block in removed:
             blocks[name] = block
 
 
@@ -399,7 +399,7 @@ def has_part(tensor: object) -> TypeGuard[Tensor]:
 def part_of(tensor: Tensor) -> Part:
     """The elements that this rank holds of a tensor: plain, a DTensor, or one of a block."""
     held = as_held(tensor)
-    part = tensor.block.own if isinstance(tensor, BlockTensor) else Part.of_all(tensor.shape)
+    part = tensor.block.local if isinstance(tensor, BlockTensor) else Part.of_all(tensor.shape)
     if not isinstance(held, DTensor):
         return part
     (chunk,) = held.__create_chunk_list__()
@@ -419,7 +419,7 @@ def counted_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _other_shape(name: str, shape: tuple[int, ...], block: Block) -> str:
-    return f"{name} is {list(shape)}, and this rank's ranges of {list(block.shape)} make {list(block.own.local_shape)}."
+    return f"{name} is {list(shape)}, and this rank's ranges of {list(block.shape)} make {list(block.local.local_shape)}."
 
 
 class BlockTensor(Tensor):
@@ -439,7 +439,7 @@ class BlockTensor(Tensor):
     @staticmethod
     def __new__(cls: type[BlockTensor], held: Tensor, block: Block) -> BlockTensor:
         """Of the whole's shape. An InputError if `held` has another shape than the rank's part."""
-        if tuple(held.shape) != block.own.local_shape:
+        if tuple(held.shape) != block.local.local_shape:
             raise InputError(_other_shape("a tensor", tuple(held.shape), block))
         new: BlockTensor = Tensor._make_wrapper_subclass(cls, block.shape, dtype=held.dtype, device=held.device)
         new.held, new.block = held, block
@@ -463,7 +463,7 @@ class BlockTensor(Tensor):
 
     def _fill(self, source: Tensor) -> None:
         if isinstance(source, BlockTensor):
-            if source.block is not self.block and source.block.own != self.block.own:
+            if source.block is not self.block and source.block.local != self.block.local:
                 raise InputError("copy_ of a tensor of another block: gather it first, by octavo.export or octavo.save.")
             self.held.copy_(source.held)
         else:
@@ -543,11 +543,11 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 def _take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Have `load_state_dict` take tensors of the same block, and whole ones."""
     for name, block in declared(module).items():
-        key, own = f"{prefix}{name}", module._parameters.get(name)
+        key, parameter = f"{prefix}{name}", module._parameters.get(name)
         value = state.get(key)
-        if not isinstance(value, Tensor) or own is None:
+        if not isinstance(value, Tensor) or parameter is None:
             continue
-        if isinstance(value, BlockTensor) and value.block.own == block.own:
+        if isinstance(value, BlockTensor) and value.block.local == block.local:
             state[key] = value.held
             continue
         if isinstance(value, DTensor) and tuple(value.shape) == block.shape:
@@ -557,6 +557,8 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
                 f"load_state_dict: {key} is {list(value.shape)}, and a rank takes its ranges of {list(block.shape)}: give "
                 "state_dict() of a model with the same ranks, or whole tensors; octavo.load takes checkpoints of others."
             )
-        part = BlockTensor(torch.empty_like(own, dtype=value.dtype, device=value.device if own.is_meta else None), block)
+        part = BlockTensor(
+            torch.empty_like(parameter, dtype=value.dtype, device=value.device if parameter.is_meta else None), block
+        )
         fill(part, value)
         state[key] = part.held

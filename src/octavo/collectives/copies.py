@@ -72,7 +72,7 @@ class PeerMemory:
 
         torch.cuda.synchronize(self._device)  # all have done so at the barrier: no rank writes the present memory any more
         shape = 2, self.size - 1, block
-        with torch.inference_mode(False):  # training writes what an evaluation has reserved
+        with torch.inference_mode(False):  # an evaluation may reserve it, and training writes it
             memory = symmetric_memory.empty(math.prod(shape), dtype=torch.uint8, device=self._device)
             self._handle = symmetric_memory.rendezvous(memory, self._group)
             self._slots = {rank: self._handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.size)}
@@ -95,13 +95,13 @@ class PeerMemory:
         self._last = Exchange(self, *to, *self._events[self._turn])
         return self._last
 
-    def _blocks(self, way: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[int, Tensor]:
+    def _blocks(self, direction: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[int, Tensor]:
         """By rank, the blocks of an exchange in the present slot "to" the other ranks, there, or "from" them, here."""
-        key = way, self._turn, shape, dtype
+        key = direction, self._turn, shape, dtype
         if key not in self._views:
             with torch.inference_mode(False):
                 self._views[key] = {
-                    other: self._block(*((self.rank, other) if way == "to" else (other, self.rank)), shape, dtype)
+                    other: self._block(*((self.rank, other) if direction == "to" else (other, self.rank)), shape, dtype)
                     for other in self.others
                 }
         return self._views[key]
@@ -114,11 +114,11 @@ class PeerMemory:
         """A barrier of all ranks after this rank's copies, on the current stream."""
         self._handle.barrier()
 
-    def times_us(self, ways: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
+    def times_us(self, calls: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
         """Median microseconds of each call, of the slowest rank. Collective."""
         # A collective in flight ends when its last rank comes, and that one waits for none that is not launched yet.
         torch.cuda.synchronize(self._device)
-        found = median_us(*ways, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
+        found = median_us(*calls, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
         times = torch.tensor(found, device=self._device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
         return tuple(times.tolist())
@@ -217,10 +217,10 @@ def _agreed(found: list[str], group: dist.ProcessGroup) -> str:
     return next((reason for reason, _ in others if reason), "")
 
 
-def by_copies(kind: str, block: int, memory: PeerMemory, ways: Callable[[], tuple[Callable[[], object], ...]]) -> bool:
+def by_copies(kind: str, block: int, memory: PeerMemory, calls: Callable[[], tuple[Callable[[], object], ...]]) -> bool:
     """True if copies are faster than NCCL for an exchange of blocks of so many bytes; all ranks find the same. Collective.
 
-    kind: of the exchange. ways: makes calls of it by NCCL and by copies, for a measurement at the second use of a size; sizes
+    kind: of the exchange. calls: returns one by NCCL and one by copies, for a measurement at the second use of a size; sizes
     between two powers of two are one, so that sequences of many lengths are measured a few times.
     """
     key = kind, memory.size, block.bit_length()
@@ -228,7 +228,7 @@ def by_copies(kind: str, block: int, memory: PeerMemory, ways: Callable[[], tupl
         uses = process.exchange_uses[key] = process.exchange_uses.get(key, 0) + 1
         if uses == 1:
             return False
-        process.exchanges[key] = memory.times_us(ways())
+        process.exchanges[key] = memory.times_us(calls())
     by_nccl, copied = process.exchanges[key]
     return copied < by_nccl
 
@@ -239,9 +239,9 @@ def choices(ranks: int | None = None) -> dict[str, str]:
     found = {}
     for (kind, size, bits), (by_nccl, copied) in process.exchanges.items():
         if ranks in (None, size):
-            way = "copies" if copied < by_nccl else "NCCL"
+            faster = "copies" if copied < by_nccl else "NCCL"
             name = f"{kind} of {2 ** (bits - 21)} to {2 ** (bits - 20)} MiB, {size} ranks"
-            found[name] = f"{way} (NCCL {by_nccl:.0f} µs, copies {copied:.0f} µs)"
+            found[name] = f"{faster} (NCCL {by_nccl:.0f} µs, copies {copied:.0f} µs)"
     return found
 
 

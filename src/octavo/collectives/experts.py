@@ -3,7 +3,8 @@
 A copy is sent for each of a token's experts, and its result is sent back, so that every token's results are summed by the
 token's rank: in the order, and to the bits, of one rank that holds all experts.
 
-Legend: T tokens of this rank, V experts per token, C = T · V copies, D ranks, R copies that this rank receives.
+Legend: T tokens of this rank, K experts per token (top-k), C = T · K copies, D ranks, R copies that this rank receives,
+H hidden_size.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class ExpertGroup(Ranks):
         self.local = experts // self.size
 
     @property
-    def own(self) -> slice:
+    def local_experts(self) -> slice:
         """This rank's experts."""
         return slice(self.rank * self.local, (self.rank + 1) * self.local)
 
     def exchange(self, chosen: Tensor) -> Exchange:
-        """Begin the exchange of copies; chosen: int64 [T, V], the experts of each token. Collective."""
+        """Begin the exchange of copies; chosen: int64 [T, K], the experts of each token. Collective."""
         return Exchange(self, chosen)
 
 
@@ -48,7 +49,7 @@ class Exchange:
 
     Attributes:
         tokens: int64 [C], the token of each copy, in the order of experts.
-        rows: int64 [T, V], where each copy is in that order.
+        rows: int64 [T, K], where each copy is in that order.
     """
 
     def __init__(self, group: ExpertGroup, chosen: Tensor) -> None:
@@ -81,15 +82,15 @@ class Exchange:
     @property
     def experts(self) -> Tensor:
         """int64 [R], the expert of each received copy, counted from this rank's first."""
-        own = torch.arange(self.group.local, device=self._received.device).repeat(self.group.size)
-        return own.repeat_interleave(self._received.flatten(), output_size=sum(self._in))
+        local = torch.arange(self.group.local, device=self._received.device).repeat(self.group.size)
+        return local.repeat_interleave(self._received.flatten(), output_size=sum(self._in))
 
     def dispatch(self, copies: Tensor, *, fp8: bool = False) -> Pending[Tensor]:
-        """Send rows [C, K] to the ranks of their experts, and receive [R, K]. Collective."""
+        """Send rows [C, H] to the ranks of their experts, and receive [R, H]. Collective."""
         return self._send(narrow(copies) if fp8 else (copies,), self._out, self._in, copies.dtype)
 
     def collect(self, results: Tensor) -> Pending[Tensor]:
-        """Send rows [R, K] back to the ranks of their tokens, and receive [C, K]. Collective."""
+        """Send rows [R, H] back to the ranks of their tokens, and receive [C, H]. Collective."""
         return self._send((results,), self._in, self._out, results.dtype)
 
     def _send(self, parts: tuple[Tensor, ...], leaving: list[int], arriving: list[int], dtype: torch.dtype) -> Pending[Tensor]:

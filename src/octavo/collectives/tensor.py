@@ -77,8 +77,8 @@ class TensorGroup(Ranks):
     def start_scatter(self, parts: Tensor) -> Pending[Tensor]:
         """Start to sum parts [n · m, C], of which this rank receives its rows [m, C]; the sum is in their dtype."""
         parts = parts.contiguous()
-        own = parts.chunk(self.size)[self.rank]
-        memory = self._memory("sum", own.shape, own.dtype, own.device)
+        local = parts.chunk(self.size)[self.rank]
+        memory = self._memory("sum", local.shape, local.dtype, local.device)
         return self._reducing(parts) if memory is None else self._adding(memory, parts)
 
     def _reducing(self, parts: Tensor) -> Pending[Tensor]:
@@ -125,21 +125,21 @@ class TensorGroup(Ranks):
         if isinstance(memory, str):
             return None
 
-        def ways() -> tuple[Callable[[], object], ...]:
+        def calls() -> tuple[Callable[[], object], ...]:
             if kind == "gather":
                 rows = torch.zeros(shape, dtype=dtype, device=device)
                 return lambda: self._gathering(rows).wait(), lambda: self._copying(memory, rows).wait()
             parts = torch.zeros(shape[0] * self.size, *shape[1:], dtype=dtype, device=device)
             return lambda: self._reducing(parts).wait(), lambda: self._adding(memory, parts).wait()
 
-        return memory if by_copies(kind, block, memory, ways) else None
+        return memory if by_copies(kind, block, memory, calls) else None
 
     @property
     def exchanges(self) -> str:
         """How rows are exchanged, in words; empty before a GPU has."""
         if self._peers is None or isinstance(self._peers, str):
             return f"by NCCL: {self._peers}" if self._peers else ""
-        return "; ".join(f"{exchange}: {way}" for exchange, way in choices(self.size).items())
+        return "; ".join(f"{exchange}: {method}" for exchange, method in choices(self.size).items())
 
     def sum_(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, in place."""
@@ -170,43 +170,43 @@ class TensorGroup(Ranks):
 
     # Differentiable, on hidden states.
 
-    def own(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
         """This rank's rows of x [B, T, …], the same on all ranks: [B, T / n, …]."""
-        return self._own_rows(_flat(x)).unflatten(0, (x.shape[0], -1))
+        return self._local_rows(_flat(x)).unflatten(0, (x.shape[0], -1))
 
-    def _own_rows(self, rows: Tensor) -> Tensor:
+    def _local_rows(self, rows: Tensor) -> Tensor:
         return rows.chunk(self.size)[self.rank]
 
     def gathered(self, x: Tensor) -> Tensor:
         """x [B, T / n, C] of all ranks, [B, T, C], for products of parts of a matrix: their gradients are added up."""
-        made: Tensor = _Exchanged.apply(x, self.gather, self.scatter)
-        return made
+        out: Tensor = _Exchanged.apply(x, self.gather, self.scatter)
+        return out
 
     def scattered(self, x: Tensor) -> Tensor:
         """This rank's rows [B, T / n, C] of the sum of all ranks' x [B, T, C]."""
-        made: Tensor = _Exchanged.apply(x, self.scatter, self.gather)
-        return made
+        out: Tensor = _Exchanged.apply(x, self.scatter, self.gather)
+        return out
 
     def whole(self, x: Tensor) -> Tensor:
         """x [B, T / n, C] of all ranks, [B, T, C], from which all compute the same."""
-        made: Tensor = _Exchanged.apply(x, self.gather, self._own_rows)
-        return made
+        out: Tensor = _Exchanged.apply(x, self.gather, self._local_rows)
+        return out
 
     def words(self, x: Tensor, number: int) -> Tensor:
         """The first `number` columns of x [B, T, C] of all ranks side by side, from which all compute the same."""
-        made: Tensor = _Words.apply(x, self, number)
-        return made
+        out: Tensor = _Words.apply(x, self, number)
+        return out
 
     def dropped(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of this rank's x [B, T / n, C] in training, by its rows of the mask that one rank draws for [B, T, C]."""
-        return self._dropped(x, rate, (*widened(x.shape[:2], self.size), *x.shape[2:]), self.own)
+        return self._dropped(x, rate, (*widened(x.shape[:2], self.size), *x.shape[2:]), self.local)
 
     def dropped_columns(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of this rank's equal part x [B, T, C / n] of columns, by its columns of the mask of one rank."""
         shape = *x.shape[:-1], x.shape[-1] * self.size
         return self._dropped(x, rate, shape, lambda mask: mask.chunk(self.size, -1)[self.rank])
 
-    def _dropped(self, x: Tensor, rate: float, shape: Sequence[int], own: Callable[[Tensor], Tensor]) -> Tensor:
+    def _dropped(self, x: Tensor, rate: float, shape: Sequence[int], local: Callable[[Tensor], Tensor]) -> Tensor:
         """Dropout of x by this rank's part of a mask of this shape."""
         if not rate or x.numel() == 0:
             return x
@@ -215,9 +215,9 @@ class TensorGroup(Ranks):
                 mask, scale = torch.native_dropout(x.new_empty(shape), rate, True)[1], 1 / (1 - rate)
             else:
                 mask, scale = functional.dropout(x.new_ones(shape), rate), None
-            mask = own(mask).clone()
-        made: Tensor = _Dropped.apply(x, mask, scale)
-        return made
+            mask = local(mask).clone()
+        out: Tensor = _Dropped.apply(x, mask, scale)
+        return out
 
     @contextlib.contextmanager
     def forked_rng(self, device: torch.device) -> Iterator[None]:
@@ -259,20 +259,20 @@ class TensorGroup(Ranks):
 
     def shared(self, parameter: Tensor, rows: int) -> Tensor:
         """A parameter whose last rows the ranks of `sharing` hold too: the gradient of these is the sum of theirs."""
-        made: Tensor = _Shared.apply(parameter, self, rows) if rows else parameter
-        return made
+        out: Tensor = _Shared.apply(parameter, self, rows) if rows else parameter
+        return out
 
 
 class Gathering:
     """Rows [m, C] of all ranks, being gathered; `wait` or `parts`, once, return them."""
 
-    def __init__(self, tensor: TensorGroup, rows: Tensor, under_way: Pending[Tensor] | Exchange) -> None:
-        self._tensor, self._rows, self._under_way = tensor, rows, under_way
+    def __init__(self, tensor: TensorGroup, rows: Tensor, pending: Pending[Tensor] | Exchange) -> None:
+        self._tensor, self._rows, self._pending = tensor, rows, pending
 
     def wait(self) -> Tensor:
         """All rows, [n · m, C]."""
-        if isinstance(self._under_way, Pending):
-            return self._under_way.wait().flatten(0, 1).view(self._rows.dtype)
+        if isinstance(self._pending, Pending):
+            return self._pending.wait().flatten(0, 1).view(self._rows.dtype)
         rows = self._rows.new_empty(self._tensor.size * self._rows.shape[0], *self._rows.shape[1:])
         with self.parts() as parts:
             for place, part in zip(rows.chunk(self._tensor.size), parts, strict=True):
@@ -282,18 +282,18 @@ class Gathering:
     @contextlib.contextmanager
     def parts(self) -> Iterator[list[Tensor]]:
         """The rows of each rank, to be read inside."""
-        if isinstance(self._under_way, Pending):
+        if isinstance(self._pending, Pending):
             yield list(self.wait().chunk(self._tensor.size))
             return
-        with self._under_way.blocks() as blocks:
+        with self._pending.blocks() as blocks:
             yield [blocks.get(rank, self._rows) for rank in range(self._tensor.size)]
 
 
-def _added(exchange: Exchange, own: Tensor) -> Tensor:
+def _added(exchange: Exchange, local: Tensor) -> Tensor:
     """The sum of all ranks' blocks, rounded once."""
-    out = torch.empty_like(own)
+    out = torch.empty_like(local)
     with exchange.blocks() as blocks:
-        terms = [blocks.get(rank, own) for rank in range(len(blocks) + 1)]  # in one order on all ranks
+        terms = [blocks.get(rank, local) for rank in range(len(blocks) + 1)]  # in one order on all ranks
         add_up(out.view(1, 1, -1), [term.view(1, 1, -1) for term in terms])
     return out
 
@@ -329,13 +329,13 @@ class _Exchanged(torch.autograd.Function):
     """Rows of x through a collective, those of the gradient through another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return _as(there(_flat(x)), x.shape[0])
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.backward_collective = backward
+        return _as(forward(_flat(x)), x.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _as(ctx.back(_flat(grad)), grad.shape[0]), None, None
+        return _as(ctx.backward_collective(_flat(grad)), grad.shape[0]), None, None
 
 
 class _Words(torch.autograd.Function):
@@ -348,8 +348,8 @@ class _Words(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         start, columns = ctx.tensor.rank * ctx.columns, ctx.columns
-        own = grad[..., start : start + columns]
-        return torch.nn.functional.pad(own, (0, columns - own.shape[-1])), None, None
+        local = grad[..., start : start + columns]
+        return torch.nn.functional.pad(local, (0, columns - local.shape[-1])), None, None
 
 
 class _Dropped(torch.autograd.Function):
@@ -398,5 +398,5 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        own, shared = grad.split([grad.shape[0] - ctx.rows, ctx.rows])
-        return torch.cat([own, ctx.tensor.sum_shared_(shared.contiguous().clone())]), None, None
+        separate, shared = grad.split([grad.shape[0] - ctx.rows, ctx.rows])
+        return torch.cat([separate, ctx.tensor.sum_shared_(shared.contiguous().clone())]), None, None

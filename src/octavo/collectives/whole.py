@@ -28,11 +28,11 @@ def _joined(tensor: BlockTensor) -> Tensor:
     """The parts of all ranks of a block, one after the other, in their places."""
     block, held = tensor.block, tensor.held
     # DTensor's redistribution fails without elements.
-    own = whole_tensor(held).detach().contiguous() if held.numel() else local_of(held).new_empty(held.shape)
+    local_part = whole_tensor(held).detach().contiguous() if held.numel() else local_of(held).new_empty(held.shape)
     group = block.joined_by() if len(block.parts) > 1 else None
-    whole = own.new_empty(block.shape)
+    whole = local_part.new_empty(block.shape)
     for rank, part in enumerate(block.parts):
-        local = own if rank == block.rank else own.new_empty(part.local_shape)
+        local = local_part if rank == block.rank else local_part.new_empty(part.local_shape)
         if local.numel() and group is not None:
             dist.broadcast(local.view(-1).view(torch.uint8), group=group, group_src=rank)  # backends lack some dtypes
         for box in part.counted:

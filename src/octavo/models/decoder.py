@@ -424,7 +424,7 @@ class Decoder(PretrainedInterface):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
         real = functional.pad(mask != 0, (0, padded - input_ids.shape[1]))
         real = real if self.context is None else self.context.split(real)
-        return real if self.tensor is None else self.tensor.own(real)
+        return real if self.tensor is None else self.tensor.local(real)
 
     def _router_losses(self, routings: list[Tensor], share: Tensor | None) -> Tensor | None:
         """This rank's part of the losses of all routers, over all tokens of this forward on all ranks, times their `share`.

@@ -155,7 +155,7 @@ def _adapt_experts(
     adapters.tensor = model.tensor
     sliced = isinstance(adapters, StackedAdapters)  # experts that are whole have no block
     if isinstance(adapters, StackedAdapters):
-        adapters.by_columns = not block.own.has_whole_rows
+        adapters.by_columns = not block.local.has_whole_rows
     rank = indices((0, options.rank))
     of_a = indices((0, adapters.adapter.lora_A.shape[0]))
     whole_rows, whole_columns = (indices((0, size)) for size in block.shape)
@@ -175,7 +175,7 @@ def _share_out(
     parameter, the last, that other ranks hold too.
     """
     assert block is not None
-    adapters.tensor, adapters.by_columns = tensor, not block.own.has_whole_rows
+    adapters.tensor, adapters.by_columns = tensor, not block.local.has_whole_rows
     way, held = ways
     leaves = list(adapters.rows)
     rows = [_rows_of_sources(way, held, name, block.shape[0], part) for part in block.parts]

@@ -26,7 +26,7 @@ def spread_experts(experts: StackedExperts, mesh: DeviceMesh, *, fp8: bool) -> N
     ranks = mesh["expert"]
     group = experts.group = ExpertGroup(ranks.get_group(), experts.count, fp8=fp8)
     for state in (experts.fc1_fp8_state, experts.fc2_fp8_state):
-        state.local_experts, state.buffers.expert_group = group.own, group.group
+        state.local_experts, state.buffers.expert_group = group.local_experts, group.group
         _spread(experts, state.weight_name, ranks)
     for adapters in experts.adapters:
         for name in ("lora_A", "lora_B"):

@@ -111,7 +111,7 @@ class StoredInFp8:
         assert how is not None
         start = _first_row(held)
         first, last = how.rows_to_read(start, start + len(own), held.shape[0])
-        of_matrix = tensor.block.own if isinstance(tensor, BlockTensor) else Part.of_all(tensor.shape)
+        of_matrix = tensor.block.local if isinstance(tensor, BlockTensor) else Part.of_all(tensor.shape)
         part = of_matrix.cut((first, *(0,) * (held.dim() - 1)), (last - first, *held.shape[1:]))
         rows = LocalShard(torch.empty(part.local_shape, dtype=how.dtype, device=own.device), part)
         if isinstance(self.base, Loaded):
