@@ -74,13 +74,13 @@ from octavo.models.replace import (
 )
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor, group_of, part_of_rank, refuse_own_calls
-from octavo.models.tensor_parallel import own_code_message as no_tensor_message
+from octavo.models.tensor_parallel import original_code_message as no_tensor_message
 from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
 from octavo.models.weight_files import Weights
 from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
 from octavo.nn.norm import FLOATS, FLOATS_OF_PYTORCH
 from octavo.parallel.calls import begin, together
-from octavo.parallel.context import check_context, own_code_message
+from octavo.parallel.context import check_context, original_code_message
 from octavo.parallel.coordination import Ranks, all_ranks
 from octavo.parallel.deferred_init import BesideAdapters, CounterInit, FromRank0, Loaded, Values, delayed_init, materialise
 from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_in_fp8, refuse_wrappers, shard
@@ -502,7 +502,7 @@ def _share_sequences(model: nn.Module, sharding: Sharding) -> None:
             for layer in model.layers:
                 layer.self_attention.core_attention.context = model.context  # type: ignore[union-attr]
     elif context is not None and context.strategy != "own":
-        raise InputError(own_code_message(type(model).__name__, context.size))
+        raise InputError(original_code_message(type(model).__name__, context.size))
     tensor = sharding.tensor_group
     for _, layer_state in states_of(model):
         layer_state.context_group = None if context is None else context.group

@@ -16,19 +16,19 @@ pytestmark = ranks.alone
 
 def steps(recipe_name, micro_batches, settings, options):
     """Losses, gradients and reductions of two steps: of blocks in one, and of the first with its MLP apart."""
-    return [_steps(recipe_name, micro_batches, settings, options, apart) for apart in (lambda first: [], fsdp._mlp_apart)]
+    return [_steps(recipe_name, micro_batches, settings, options, apart) for apart in (lambda first: [], fsdp._separate_mlp)]
 
 
 def _steps(recipe_name, micro_batches, settings, options, apart):
     group, reduced = _fsdp_param_group.FSDPParamGroup, []
-    own, reduce = fsdp._mlp_apart, group.post_backward
+    own, reduce = fsdp._separate_mlp, group.post_backward
 
     def post_backward(self, *unused):
         behind_attention = model.layers[0].self_attention.proj.weight.grad is not None
         reduced.append(([parameter._param_fqn for parameter in self.fsdp_params], behind_attention))
         reduce(self, *unused)
 
-    fsdp._mlp_apart, group.post_backward = apart, post_backward
+    fsdp._separate_mlp, group.post_backward = apart, post_backward
     try:
         world.init({})
         recipe = None if recipe_name is None else RECIPES[recipe_name]()
@@ -43,7 +43,7 @@ def _steps(recipe_name, micro_batches, settings, options, apart):
                     loss.backward()
                 losses.append(loss.detach())
     finally:
-        fsdp._mlp_apart, group.post_backward = own, reduce
+        fsdp._separate_mlp, group.post_backward = own, reduce
     return torch.stack(losses), {name: full(parameter.grad) for name, parameter in model.named_parameters()}, reduced
 
 

@@ -131,7 +131,7 @@ def transformed_first():
 def test_a_model_of_one_rank_is_not_trained_on_several():
     for said in ranks.run(2, transformed_first):
         for text, name in zip(said, ("Decoder", "Sequential"), strict=True):
-            assert text.startswith(f"octavo.transform made this {name} before octavo.init")
+            assert text.startswith(f"octavo.transform created this {name} before octavo.init")
             assert text.endswith("Call octavo.init first.")
 
 

@@ -82,7 +82,7 @@ def _faults(spec: ModelSpec, degree: int, spread: bool) -> list[str]:
     return faults
 
 
-def own_code_message(name: str, degree: int) -> str:
+def original_code_message(name: str, degree: int) -> str:
     """The message for a model whose code Octavo cannot split."""
     return (
         f"{KEY} = {degree} splits the matrices of Octavo's decoder, and {name} runs its original code. Set {KEY} = 1: the "

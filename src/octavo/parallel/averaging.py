@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.errors import InputError
 from octavo.kernels.autograd import at_attention
-from octavo.parallel.storages import ALONE, uses_of
+from octavo.parallel.storages import SOLE_OWNER, reference_count
 
 LARGE_BYTES = 2**20
 """Gradients from here on are reduced where they lie: at this size that costs less than a copy into a bucket and out of it."""
@@ -55,8 +55,8 @@ class Average:
         for parameter in self._parameters:
             if parameter not in large:
                 by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        for own in by_kind.values():
-            self._lay_out(own)
+        for parameters_of_kind in by_kind.values():
+            self._lay_out(parameters_of_kind)
         self._ends = self._group_ends([])  # of groups among the large gradients
         self._has_schedule = False
         self._ready: set[Tensor] = set()
@@ -165,7 +165,7 @@ class Average:
         parameter = self._large[self._next]
         assert parameter.grad is not None
         # Autograd can pass a view of memory that the rest of the backward reads.
-        shared = uses_of(parameter.grad) > ALONE
+        shared = reference_count(parameter.grad) > SOLE_OWNER
         if shared or not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
         self._group.append(parameter.grad.detach())
@@ -188,7 +188,7 @@ class Average:
         for share in shares:
             share = torch.view_as_real(share) if share.is_complex() else share
             by_dtype.setdefault(share.dtype, []).append(share)
-        self._works += [self.group.allreduce_coalesced(own, options) for own in by_dtype.values()]
+        self._works += [self.group.allreduce_coalesced(of_dtype, options) for of_dtype in by_dtype.values()]
 
     def _finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Reduce the remaining gradients, and wait."""

@@ -164,12 +164,12 @@ class _Meetings:
             warn(f"{inside[0]}: {text}{_places(missing)}. {_remedy(inside[0])}")
         return inside
 
-    def leave(self, way: str) -> None:
+    def leave(self, reason: str) -> None:
         """Tell the others that this rank makes no more calls."""
         if not self._ended.is_set():
             self._ended.set()
             with contextlib.suppress(RuntimeError):
-                self.store.set(f"ended/{self.rank}", way)
+                self.store.set(f"ended/{self.rank}", reason)
             if threading.current_thread() is not self._thread:
                 self._thread.join(1.0)
 
@@ -181,10 +181,10 @@ def begin(patience: datetime.timedelta | None = None) -> None:
     _meetings()
 
 
-def leave(way: str) -> None:
-    """This rank makes no more calls in this world; way: the reason for the others' message."""
+def leave(reason: str) -> None:
+    """This rank makes no more calls in this world; reason: for the others' message."""
     if process.calls is not None:
-        process.calls.leave(way)
+        process.calls.leave(reason)
         process.calls = None
 
 

@@ -35,11 +35,11 @@ def check_context(
         )
 
 
-def own_code_message(name: str, degree: int) -> str:
+def original_code_message(name: str, degree: int) -> str:
     """The message for a model whose code Octavo cannot split."""
     return (
         f"parallel.context_parallel_degree = {degree} splits the sequences of Octavo's decoder, and {name} runs its original "
-        "code. Set parallel.context_parallel_degree = 1; in a loop of your own the model may split its sequences itself, "
+        "code. Set parallel.context_parallel_degree = 1; in your loop the model may split its sequences itself, "
         "through "
         'octavo.context_parallel, under octavo.transform(model, cp_comm_type="own").'
     )

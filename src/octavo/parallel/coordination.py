@@ -145,8 +145,8 @@ def _ranks(purpose: str, timeout: datetime.timedelta) -> Ranks:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks()
     world: Any = dist.group.WORLD
-    made_for, group = process.rank_groups.get(purpose, (None, world))
-    if made_for is not world:  # the first call, or the first after a shutdown
+    created_in, group = process.rank_groups.get(purpose, (None, world))
+    if created_in is not world:  # the first call, or the first after a shutdown
         shared = purpose == "training" and "gloo" in dist.get_backend_config()
         new: Any = dist.new_group  # its annotated result differs from version to version
         group = world if shared else new(backend="gloo", timeout=timeout)

@@ -18,7 +18,7 @@ def experts_in(module: nn.Module) -> list[StackedExperts]:
 
 @torch.no_grad()
 def spread_experts(experts: StackedExperts, mesh: DeviceMesh, *, fp8: bool) -> None:
-    """Leave this rank's experts alone in a mixture, in place, on a real device or on meta.
+    """Leave only this rank's experts in an MoE layer, in place, on a real device or on meta.
 
     mesh: [replicate, expert_shard, expert], of tensor ranks too; its last dimension divides the experts. fp8: as of
     `ExpertGroup`. Parameters become DTensors of all experts.

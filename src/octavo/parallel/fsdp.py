@@ -119,7 +119,7 @@ def shard(
     # FSDP2 wants gradients of one dtype in a group. Those of FP8 products have the parameters' dtype, as on one rank, so norms
     # and biases in their block, which are small, are gathered in their dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
-    own = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
+    own_dtypes = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     inner = mesh if how.expert_mesh is None else sharding_mesh(how.expert_mesh)
     units = _units(blocks)
     for unit in units:
@@ -129,7 +129,7 @@ def shard(
                 of_dtypes, shared = part, inner
                 if how.expert_mesh is not None:
                     spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
-            policy = own if has_fp8_weights(of_dtypes, how.recipe) else outer
+            policy = own_dtypes if has_fp8_weights(of_dtypes, how.recipe) else outer
             with FrozenBytes():
                 fully_shard(part, mesh=shared, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
@@ -138,9 +138,9 @@ def shard(
     together = _groups_of(behind)
     for group in together:
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
-    policy = own if not blocks and has_fp8_weights(model, how.recipe) else outer
+    policy = own_dtypes if not blocks and has_fp8_weights(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    _use_own_class(model, each_micro_batch_too=how.sync_each_micro_batch)
+    _derive_class(model, each_micro_batch_too=how.sync_each_micro_batch)
     if summed:
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
@@ -172,18 +172,18 @@ def _refuse_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             if other is not owner and not inside.isdisjoint((other, owner)):
                 raise InputError(
                     f"{names[owner]}.{parameter_name} is also a parameter of {names[other] or type(other).__name__}, and over"
-                    " ranks the weights of each block are gathered for this block alone: give each block a parameter of its"
-                    " own, or train on one rank."
+                    " ranks the weights of each block are gathered for this block alone: give each block a separate"
+                    " parameter, or train on one rank."
                 )
 
 
 def _units(blocks: Sequence[nn.Module]) -> list[Unit]:
     """The units of blocks, with experts separate, and in the first block the MLP."""
-    apart = [[*experts_in(block), *(() if number else _mlp_apart(block))] for number, block in enumerate(blocks)]
-    return [[*parts, block] for parts, block in zip(apart, blocks, strict=True)]
+    separate = [[*experts_in(block), *(() if number else _separate_mlp(block))] for number, block in enumerate(blocks)]
+    return [[*parts, block] for parts, block in zip(separate, blocks, strict=True)]
 
 
-def _mlp_apart(first: nn.Module) -> list[nn.Module]:
+def _separate_mlp(first: nn.Module) -> list[nn.Module]:
     """The MLP of a first block that calls it after its attention, or nothing.
 
     No computation after the backward of the first block would hide the reduction of its gradients. Those of the MLP are most of
@@ -195,10 +195,10 @@ def _mlp_apart(first: nn.Module) -> list[nn.Module]:
     mlp = first.layernorm_mlp
     if type(mlp) not in _MLPS or any({"forward", "forward_residual"} & vars(part).keys() for part in (first, mlp)):
         return []
-    own = set(mlp.parameters())
+    parameters = set(mlp.parameters())
     inside = set(mlp.modules())
-    shared = any(p in own for part in first.modules() if part not in inside for p in part.parameters(recurse=False))
-    return [] if shared or not own else [mlp]
+    shared = any(p in parameters for part in first.modules() if part not in inside for p in part.parameters(recurse=False))
+    return [] if shared or not parameters else [mlp]
 
 
 def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -350,7 +350,7 @@ def _refuse_ddp(self: nn.Module) -> None:
     )
 
 
-def _use_own_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
+def _derive_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
     """Give the model a separate class, whose `zero_grad` drops all gradients.
 
     each_micro_batch_too: `set_requires_gradient_sync(False)`, which loops and libraries call to accumulate, leaves the sums
@@ -371,11 +371,11 @@ def _use_own_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
             return
         each_micro_batch.begin(self, sharded_modules(self), last=requires_gradient_sync)
 
-    vars(model).pop(_FSDP_MARK, None)  # FSDP2's own
+    vars(model).pop(_FSDP_MARK, None)  # FSDP2 has set it
     base: Any = type(model)
     marks = {_FSDP_MARK: property(lambda self: True, _refuse_fsdp), _DDP_MARK: property(_refuse_ddp)}
-    own = {"set_requires_gradient_sync": set_requires_gradient_sync} if each_micro_batch_too else {}
-    derive(model, {**marks, **own, "zero_grad": zero_grad})
+    more = {"set_requires_gradient_sync": set_requires_gradient_sync} if each_micro_batch_too else {}
+    derive(model, {**marks, **more, "zero_grad": zero_grad})
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

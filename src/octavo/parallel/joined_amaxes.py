@@ -1,7 +1,7 @@
 """Amaxes of all weights that tensor ranks hold parts of, joined by one exchange where the model's forward begins.
 
-Current scaling casts a weight by its own amax. Each cast would wait for the other ranks; the weights do not change within a
-forward. Those that FSDP2 gathers in FP8 have theirs joined with their shards' (`fsdp2.fp8_gather`).
+Current scaling casts a weight by its amax. Each cast would wait for the other ranks; the weights do not change within a
+forward. Weights that FSDP2 gathers in FP8 have their amaxes joined with those of their shards (`fsdp2.fp8_gather`).
 """
 
 from __future__ import annotations

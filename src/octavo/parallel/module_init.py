@@ -48,8 +48,8 @@ class OwnInit:
         """Fill this rank's part of each named parameter."""
         parts = {name: local_shard(tensor) for name, tensor in named_tensors(model) if name in names}
         # Buffers remain the model's: an initialisation may compute with them.
-        kept = {name: t for name, t in _tensors(model).items() if not isinstance(t, nn.Parameter)}
-        tensors = _stand_ins(model) | kept
+        buffers = {name: t for name, t in _tensors(model).items() if not isinstance(t, nn.Parameter)}
+        tensors = _stand_ins(model) | buffers
         groups = _plan(model, names)
 
         def draw() -> None:
@@ -65,7 +65,7 @@ class _Step:
 
     Attributes:
         name: key of its random state.
-        module: the method's own, or its argument.
+        module: the method's module, or its argument.
         run: calls the method.
         writes: first names of the parameters that it writes; True if its first write draws the whole parameter.
     """
@@ -202,29 +202,29 @@ def _plan(model: nn.Module, names: Collection[str]) -> list[list[_Step]]:
 
 def _writes_of(step: _Step, parameter_of: Mapping[int, str]) -> dict[str, bool]:
     """The parameters that a step writes on meta tensors."""
-    own = dict(step.module.named_parameters())
+    before = dict(step.module.named_parameters())
     mode = _Writes(parameter_of)
     try:
         with mode:
-            after = _run_with(step.module, own, step.run)
+            after = _run_with(step.module, before, step.run)
     except Exception:  # a user's code that reads values cannot run without them: it may write any of these
-        changed = list(own)
+        changed = list(before)
         mode.writes = {}
     else:
-        changed = [name for name in own if after[name] is not own[name]]
-    first_names = (parameter_of.get(_storage(own[name])) for name in changed)
+        changed = [name for name in before if after[name] is not before[name]]
+    first_names = (parameter_of.get(_storage(before[name])) for name in changed)
     return mode.writes | {name: False for name in first_names if name is not None}
 
 
 def _last_draws(steps: Sequence[_Step]) -> list[_Step]:
     """The steps without any whose parameters are all redrawn later."""
-    kept: list[_Step] = []
+    last: list[_Step] = []
     drawn: set[str] = set()
     for step in reversed(steps):
         if not drawn.issuperset(step.writes):
-            kept.append(step)
+            last.append(step)
         drawn.update(name for name, whole in step.writes.items() if whole)
-    return kept[::-1]
+    return last[::-1]
 
 
 def _groups(steps: Sequence[_Step]) -> list[list[_Step]]:

@@ -97,12 +97,12 @@ class _SkipUnusedOutputs(contextlib.AbstractContextManager[None]):
 
 
 def _selectively() -> _Contexts:
-    forward, again = zip(recomputing(), caching(), strict=True)
-    return _PairedContext(*forward), _PairedContext(*again)
+    forward, recomputation = zip(recomputing(), caching(), strict=True)
+    return _PairedContext(*forward), _PairedContext(*recomputation)
 
 
 def _skipping_unused_outputs(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
-    forward, again = contexts()
+    forward, recomputation = contexts()
     if any(part._compiled_call_impl is not None for part in block.modules()):  # its two graphs would save other tensors
-        return forward, again
-    return _PairedContext(forward, discard_copies()), _PairedContext(again, _SkipUnusedOutputs(block))
+        return forward, recomputation
+    return _PairedContext(forward, discard_copies()), _PairedContext(recomputation, _SkipUnusedOutputs(block))

@@ -51,22 +51,22 @@ def round_name(store: Store, rank: int, world: int, timeout: float) -> str:
     Rank 0 draws the name. Every other rank answers with the name that it read and a random token. Once every answer has this
     round's name, rank 0 publishes the tokens under it; a rank that finds its token there is in the same round.
     """
-    own, answered = secrets.token_hex(8), ""  # rank 0's is the name, another rank's its token
+    token, answered = secrets.token_hex(8), ""  # rank 0's is the name, another rank's its token
     deadline = time.monotonic() + timeout
     if rank == 0:
-        store.set(_KEY, own)
+        store.set(_KEY, token)
     while True:
         name = _read(store, _KEY) or ""
         if rank == 0:
             answers = [json.loads(_read(store, f"{_KEY}-answer-{other}") or '["", ""]') for other in range(1, world)]
-            if all(name == own for name, _ in answers):
-                store.set(f"{_KEY}-{own}-tokens", json.dumps([token for _, token in answers]))
-                return own
+            if all(name == token for name, _ in answers):
+                store.set(f"{_KEY}-{token}-tokens", json.dumps([answer for _, answer in answers]))
+                return token
         elif name:
             if name != answered:
-                store.set(f"{_KEY}-answer-{rank}", json.dumps([name, own]))
+                store.set(f"{_KEY}-answer-{rank}", json.dumps([name, token]))
                 answered = name
-            if own in json.loads(_read(store, f"{_KEY}-{name}-tokens") or "[]"):
+            if token in json.loads(_read(store, f"{_KEY}-{name}-tokens") or "[]"):
                 return name
         if time.monotonic() > deadline:
             raise OctavoError(f"rank {rank} of {world} has waited {timeout:g} s for the others to start.")

@@ -32,14 +32,14 @@ class Sharding:
         context: the ranks that share each sequence; None for one.
         tensor_group: the ranks that hold parts of each matrix; None for one.
         recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
-            autocast of any such recipe, and in their own dtype outside of it.
-        param_dtype: of parameters gathered in high precision; None: their own.
+            autocast of any such recipe, and in their dtype outside of it.
+        param_dtype: of parameters gathered in high precision; None: their dtype.
         reduce_dtype: of the sums of gradients; None: that of the gradient.
-        reshard_after_forward: free a block's parameters after its forward and gather them again in backward; "auto":
+        reshard_after_forward: free a block's parameters after its forward and regather them in backward; "auto":
             `octavo.parallel.gathered` decides it before the model is sharded.
         sync_each_micro_batch: sum gradients over the shards in every backward; `set_requires_gradient_sync(False)` then leaves
             out replicas alone.
-        expert_dispatch_fp8: tokens, and gradients of results, travel to their experts in FP8 under an autocast.
+        expert_dispatch_fp8: tokens, and gradients of results, are sent to their experts in FP8 under an autocast.
     """
 
     mesh: DeviceMesh
@@ -94,7 +94,7 @@ def sharding_of(
 
 
 def gather_dtype(config: ParallelConfig, dtype: torch.dtype, params_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of parameters gathered in high precision; None: their own. dtype: of activations."""
+    """The dtype of parameters gathered in high precision; None: their dtype. dtype: of activations."""
     found = dtype if config.param_dtype is None else torch_dtype(config.param_dtype)
     return None if found == params_dtype else found
 
@@ -102,7 +102,7 @@ def gather_dtype(config: ParallelConfig, dtype: torch.dtype, params_dtype: torch
 def check_experts(experts: int, degree: int, shards: int, name: str, tensor: int = 1) -> None:
     """Raise an InputError unless all ranks of an expert group hold equal numbers of experts.
 
-    experts: of a mixture, 0 for none. degree: ranks of the expert group. shards, tensor: ranks of an FSDP group and of a
+    experts: of an MoE layer, 0 for none. degree: ranks of the expert group. shards, tensor: ranks of an FSDP group and of a
     tensor group. name: of the model.
     """
     if degree == 1 or (experts and not experts % degree):

@@ -57,15 +57,15 @@ class LocalShard:
 
         -1 for padding.
         """
-        own = torch.arange(start, stop, device=self.local.device)
+        local = torch.arange(start, stop, device=self.local.device)
         if self.part.is_consecutive:
-            return own + self.part.first
-        found, padding = torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+            return local + self.part.first
+        found, padding = torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
         of_local, of_whole = math.prod(self.local.shape), math.prod(self.shape)
         for indices, size in zip(self.part.indices, self.shape, strict=True):
             of_local, of_whole = of_local // max(1, len(indices)), of_whole // max(1, size)
             places = [torch.arange(run.start, run.stop) for run in indices.ranges] + [torch.full((indices.padding,), -1)]
-            place = torch.cat(places).to(own.device)[own // of_local % len(indices)]
+            place = torch.cat(places).to(local.device)[local // of_local % len(indices)]
             padding |= place < 0
             found += place * of_whole
         return found.masked_fill_(padding, -1)
@@ -89,15 +89,15 @@ class LocalShard:
         if self.part.is_padded:
             self.local.zero_()
         for first, run in self.part.indices[0].runs():
-            own = self.local[first : first + len(run)]
+            piece = self.local[first : first + len(run)]
             if self.part.has_whole_rows:
-                read(own, run.start)
+                read(piece, run.start)
                 continue
-            rows = own.new_empty(len(run), *self.shape[1:])
+            rows = piece.new_empty(len(run), *self.shape[1:])
             read(rows, run.start)
-            part = self.part.cut((first, *(0,) * (own.dim() - 1)), own.shape)
+            part = self.part.cut((first, *(0,) * (piece.dim() - 1)), piece.shape)
             for box in part.boxes:
-                own[box.in_local].copy_(rows[(slice(None), *box.in_whole[1:])])
+                piece[box.in_local].copy_(rows[(slice(None), *box.in_whole[1:])])
 
     @torch.no_grad()
     def clear_padding(self) -> None:
@@ -124,8 +124,8 @@ def local_shard(tensor: Tensor) -> LocalShard:
 
 def spread_rows(whole: Tensor, ranks: DeviceMesh) -> DTensor:
     """Equal numbers of rows of a whole tensor on each rank of a mesh of one dimension; a copy, also on meta."""
-    own = whole.chunk(ranks.size())[ranks.get_local_rank()].clone()
-    return DTensor.from_local(own, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    local = whole.chunk(ranks.size())[ranks.get_local_rank()].clone()
+    return DTensor.from_local(local, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
 
 
 @dataclass(frozen=True)
-class _Other:
+class _PartOfMatrix:
     """Of matrices of which ranks hold parts; their scales belong to those."""
 
     reason: str = "parts of a matrix on several ranks"
@@ -90,12 +90,12 @@ class StoredInFp8:
         """As `base`; a stored weight has to be among its values."""
         if isinstance(self.base, Loaded) and (absent := [name for name in self.weights if name not in self.base.load.names]):
             raise InputError(f"{absent[0]} of {type(model).__name__} is not among the weights that are loaded.")
-        self._others.check(model, self._left(names))
+        self._unstored.check(model, self._left(names))
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill all other tensors, then one stored weight after the other: of each this rank's rows. Collective."""
-        self._others.fill(model, self._left(names))
+        self._unstored.fill(model, self._left(names))
         stored = stored_names(model)
         report: dict[str, list[str]] = defaultdict(list)
         for name, tensor in named_tensors(model):
@@ -105,15 +105,15 @@ class StoredInFp8:
 
     def _fill(self, name: str, key: str, tensor: Tensor) -> str | None:
         """Returns why bytes of a folder are not taken as they are, empty if they are; None where there are none."""
-        state, held, own = self.weights[name], as_held(tensor), local_of(tensor).detach()
+        state, held, local = self.weights[name], as_held(tensor), local_of(tensor).detach()
         module, how = state.module, state.stored
         assert module is not None
         assert how is not None
         start = _first_row(held)
-        first, last = how.rows_to_read(start, start + len(own), held.shape[0])
+        first, last = how.rows_to_read(start, start + len(local), held.shape[0])
         of_matrix = tensor.block.local if isinstance(tensor, BlockTensor) else Part.of_all(tensor.shape)
         part = of_matrix.cut((first, *(0,) * (held.dim() - 1)), (last - first, *held.shape[1:]))
-        rows = LocalShard(torch.empty(part.local_shape, dtype=how.dtype, device=own.device), part)
+        rows = LocalShard(torch.empty(part.local_shape, dtype=how.dtype, device=local.device), part)
         if isinstance(self.base, Loaded):
             rows.load(functools.partial(self.base.load, name))
         else:
@@ -129,14 +129,14 @@ class StoredInFp8:
             for group in of_all:
                 dist.all_reduce(values, group=group)
 
-        weight = rows.local[start - first :][: len(own)]
+        weight = rows.local[start - first :][: len(local)]
         self.note(key, part_of(tensor).shape, _pieces(weight, part_of(tensor)), add_up)
-        bytes_of_rank, stored = own.view(torch.uint8), self._stored(name, tensor, how, start, len(own))
+        bytes_of_rank, stored = local.view(torch.uint8), self._stored(name, tensor, how, start, len(local))
         if stored is not None and stored.data is not None and stored.scale_inv is not None:
             how.put(module, state.weight_name, bytes_of_rank, stored.data, stored.scale_inv)
             return stored.reason
         if stored is not None:  # rounded once, to FP8
-            rows = LocalShard(torch.empty(part.local_shape, dtype=torch.float32, device=own.device), part)
+            rows = LocalShard(torch.empty(part.local_shape, dtype=torch.float32, device=local.device), part)
             rows.load(functools.partial(self.base.load, name))  # type: ignore[union-attr]
             rows.clear_padding()
         skipped, height = start - first, held.shape[0]
@@ -148,10 +148,10 @@ class StoredInFp8:
         if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8) or how.experts is not None:
             return None
         found = self.base.load.stored(name, start, rows, block=not how.one_scale, power_of_two=how.cast.power_of_two)
-        return _Other() if found is not None and isinstance(tensor, BlockTensor) else found
+        return _PartOfMatrix() if found is not None and isinstance(tensor, BlockTensor) else found
 
     @property
-    def _others(self) -> Values:
+    def _unstored(self) -> Values:
         if not isinstance(self.base, Loaded):
             return self.base
         left = frozenset(self.base.load.names) - self.weights.keys()
@@ -170,7 +170,7 @@ def _say(report: Mapping[str, Sequence[str]]) -> None:
     reasons = "; ".join(f"{reason} ({len(names)}: {some(names, 2)})" for reason, names in recast.items())
     warn(
         f"{changed} of {total} matrices of the base, in FP8 in their folder, were cast to FP8 a second time for fp8.recipe, "
-        f'with scales of their own, because of {reasons}. lora.base = "params_dtype" takes their values without a second cast.'
+        f'with other scales, because of {reasons}. lora.base = "params_dtype" takes their values without a second cast.'
     )
 
 
@@ -202,11 +202,11 @@ def store_in_fp8(model: nn.Module, recipe: Recipe) -> None:
         InputError: a layer's recipe needs two layouts of its weight, or another first scale.
     """
     for name, state in states_of(model):
-        weight, module, own = state.weight, state.module, state.under(recipe)
-        if weight is None or module is None or own is None or weight.requires_grad or name == "head":
+        weight, module, of_layer = state.weight, state.module, state.under(recipe)
+        if weight is None or module is None or of_layer is None or weight.requires_grad or name == "head":
             continue
-        refuse(own, name)
-        state.stored = Stored(own.casts[Operand.WEIGHT], weight.dtype, state.experts)
+        refuse(of_layer, name)
+        state.stored = Stored(of_layer.casts[Operand.WEIGHT], weight.dtype, state.experts)
         state.stored.allocate(module, state.weight_name)
 
 

@@ -68,9 +68,9 @@ def _check(module: Any, name: str, checked: Any) -> None:
     """Wrap a function of PyTorch's with a check, once."""
     known: Any = getattr(module, name)
     if not hasattr(known, _MARK):
-        own = checked(known)
-        setattr(own, _MARK, True)
-        setattr(module, name, own)
+        wrapped = checked(known)
+        setattr(wrapped, _MARK, True)
+        setattr(module, name, wrapped)
 
 
 def of_all_ranks(norm: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """PyTorch's state dicts and loss scaling, for models that are split over tensor ranks.
 
-A model's whole state dict is joined from the ranks' parts. An optimizer's states are DTensors of the sharding ranks, so that
-all ranks of a tensor group would write and read theirs under one key without notice: refused. So is a loss scaler, which would
+A model's whole state dict is joined from the ranks' parts. An optimizer's states are DTensors of the sharding ranks: all ranks
+of a tensor group would write and read theirs under one key without notice, which is refused. So is a loss scaler, which would
 skip the step only on ranks whose part has an infinity.
 """
 
@@ -26,12 +26,12 @@ _MARK = "octavo_knows_tensor_ranks"
 
 def check_torch_states() -> None:
     """Have PyTorch join whole state dicts, and refuse what it would do with parts, from now on."""
-    own: dict[str, Callable[[Any], Any]] = {
+    changes: dict[str, Callable[[Any], Any]] = {
         "_get_optim_state_dict": _refusing,
         "_load_optim_state_dict": _refusing,
         "_maybe_full_or_cpu_state_dict": _joining,
     }
-    for name, changed in own.items():
+    for name, changed in changes.items():
         _change(state_dict, name, changed)
     _change(torch.amp.GradScaler, "_unscale_grads_", _refusing_scale)
 
@@ -40,9 +40,9 @@ def _change(owner: Any, name: str, changed: Callable[[Any], Any]) -> None:
     """Put another function in the place of PyTorch's, once."""
     known = getattr(owner, name)
     if not hasattr(known, _MARK):
-        own = changed(known)
-        setattr(own, _MARK, True)
-        setattr(owner, name, own)
+        wrapped = changed(known)
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, wrapped)
 
 
 def _refusing(known: Any) -> Any:

@@ -88,7 +88,7 @@ class State:
         self.tp_process_group: dist.ProcessGroup | None = None
         self.cp_process_group: dist.ProcessGroup | None = None
         self.ep_process_group: dist.ProcessGroup | None = None
-        self._owns_group = False
+        self._created_group = False
 
     def _describe(self, config: InitConfig, degrees: Degrees, *, rank: int, local_rank: int) -> None:
         self.config = config
@@ -232,7 +232,7 @@ def shutdown() -> None:
     """
     calls.leave("octavo.shutdown was called there")
     atexit.unregister(_destroy_at_exit)
-    if state._owns_group and dist.is_initialized():
+    if state._created_group and dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # PyTorch would reuse this mesh, whose groups have ended, for a later, equal one
     state._reset()
@@ -243,7 +243,7 @@ def _destroy_at_exit() -> None:
 
     Not after an exception, which other ranks may not have: they might be waited for.
     """
-    if getattr(sys, "last_type", None) is None and state._owns_group and dist.is_initialized():
+    if getattr(sys, "last_type", None) is None and state._created_group and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
@@ -260,7 +260,7 @@ def _connect(degrees: Degrees, timeout: float) -> None:
         ranks: dict[str, Any] = {} if store is None else {"store": store, "rank": state.rank, "world_size": state.world_size}
         with _met(state.rank, state.world_size):
             dist.init_process_group(backend, timeout=wait, device_id=state.device if on_gpu else None, **ranks)
-        state._owns_group = True
+        state._created_group = True
         atexit.register(_destroy_at_exit)
     calls.begin(wait)
     everyone = all_ranks(wait)
@@ -276,14 +276,14 @@ def _connect(degrees: Degrees, timeout: float) -> None:
     state.rep_rank_process_group = mesh["replicate"].get_group()
     # [data, context, tensor]; consecutive ranks form an expert group.
     layout = torch.arange(degrees.world).view(degrees.data, degrees.context, degrees.tensor)
-    state.dp_process_group = _own_group(layout.permute(1, 2, 0).flatten(0, 1))
-    state.cp_process_group = _own_group(layout.permute(0, 2, 1).flatten(0, 1))
-    state.token_process_group = _own_group(layout.permute(2, 0, 1).flatten(1))
+    state.dp_process_group = _group_of_this_rank(layout.permute(1, 2, 0).flatten(0, 1))
+    state.cp_process_group = _group_of_this_rank(layout.permute(0, 2, 1).flatten(0, 1))
+    state.token_process_group = _group_of_this_rank(layout.permute(2, 0, 1).flatten(1))
     if degrees.expert > 1:
         state.expert_mesh = expert_mesh(state.device.type, degrees)
         state.ep_process_group = state.expert_mesh["expert"].get_group()
     else:
-        state.ep_process_group = _own_group(layout.view(-1, 1))
+        state.ep_process_group = _group_of_this_rank(layout.view(-1, 1))
 
 
 def _refuse_other_configs(configs: list[dict[str, Any]]) -> None:
@@ -301,8 +301,8 @@ def _refuse_of_one_rank(model: Any, _: Any) -> None:
     """A forward pre-hook of models that were created before `octavo.init`."""
     if state.world_size > 1 and model.training and torch.is_grad_enabled():
         raise InputError(
-            f"octavo.transform made this {type(model).__name__} before octavo.init, for one rank: each of the "
-            f"{state.world_size} ranks would train one of its own. Call octavo.init first."
+            f"octavo.transform created this {type(model).__name__} before octavo.init, for one rank: each of the "
+            f"{state.world_size} ranks would train a separate model. Call octavo.init first."
         )
 
 
@@ -325,7 +325,7 @@ def _met(rank: int, world: int) -> Iterator[None]:
 
 
 def _gpu(local: int, gpus: int, *, bound: bool) -> int:
-    """The GPU of a rank; bound: its process may see its own alone (NCCL refuses ranks that share one).
+    """The GPU of a rank; bound: its process may see only that GPU (NCCL refuses ranks that share one).
 
     Raises:
         InputError: there are fewer GPUs than ranks on this host.
@@ -349,12 +349,12 @@ def on_one_host() -> bool:
     return os.environ.get("MASTER_ADDR") in _LOOPBACK or (local_size != "" and local_size == os.environ.get("WORLD_SIZE"))
 
 
-def _own_group(groups: torch.Tensor) -> dist.ProcessGroup | None:
+def _group_of_this_rank(groups: torch.Tensor) -> dist.ProcessGroup | None:
     """The process group of this rank's row of `groups` [groups, ranks]. Collective."""
     if groups.shape[0] == 1:
         return dist.group.WORLD  # the same ranks, without another communicator
-    own: Any = dist.new_subgroups_by_enumeration(groups.tolist())[0]  # annotated otherwise from version to version
-    return own
+    group: Any = dist.new_subgroups_by_enumeration(groups.tolist())[0]  # annotated otherwise from version to version
+    return group
 
 
 def _rank_numbers() -> tuple[int, int, int]:
@@ -400,7 +400,7 @@ def repeat_bits() -> None:
     """Have GPUs compute the same bits every time, in what follows in this process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with a fixed workspace
     torch.use_deterministic_algorithms(True)
-    # Attention of a model's own code: no backward of these repeats on Hopper, with that setting neither.
+    # Attention in a model's original code: no backward of these repeats on Hopper, even with that setting.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

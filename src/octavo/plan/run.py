@@ -47,7 +47,7 @@ from octavo.models.weight_loader import folder_weights
 from octavo.nn.experts import StackedExperts
 from octavo.nn.lora import is_adapter
 from octavo.nn.plain_names import stored_names
-from octavo.parallel.context import check_context, own_code_message
+from octavo.parallel.context import check_context, original_code_message
 from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.stored_base import store_in_fp8
@@ -521,7 +521,7 @@ def _store_base(config: RunConfig, model: torch.nn.Module, recipe: Recipe, *, us
 def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) -> None:
     """Refuse a model whose sequences the ranks of a context group cannot share."""
     if degrees.context > 1 and not isinstance(model, Decoder):
-        raise InputError(own_code_message(type(model).__name__, degrees.context))
+        raise InputError(original_code_message(type(model).__name__, degrees.context))
     if isinstance(model, Decoder):
         spec = model.spec
         check_context(

@@ -23,7 +23,7 @@ from octavo.collectives.work import reduce_scatter
 from octavo.kernels.attention.join import add_up
 from octavo.parallel.fsdp2.adapter import Group, Parameter, groups_of
 from octavo.parallel.fsdp2.sizes import one_is_large
-from octavo.parallel.storages import ALONE, uses_of
+from octavo.parallel.storages import SOLE_OWNER, reference_count
 
 LARGE_BYTES = 256 * 2**20
 """Of a gradient among others from which on its copy takes longer than one more collective."""
@@ -87,7 +87,7 @@ class _Reduction:
         device, stream = group.device, group.reduction_stream
         self.running.wait(device)
         # Autograd can pass a view of memory that the rest of the backward writes.
-        own = [gradient if uses_of(gradient) <= ALONE else gradient.clone() for gradient in gradients.values()]
+        own = [gradient if reference_count(gradient) <= SOLE_OWNER else gradient.clone() for gradient in gradients.values()]
         stream.wait_stream(device.current_stream())
         with device.stream(stream):
             for parameter, gradient in zip(gradients, own, strict=True):
