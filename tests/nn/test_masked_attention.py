@@ -25,13 +25,13 @@ def patterns():
     real = torch.rand(2, TOKENS) > 0.1
     real[:, :3] = torch.tensor([True, False, True])
     position_ids = torch.arange(TOKENS).where(torch.rand(2, TOKENS) > 0.01, 0)
-    holes = pattern_of(position_ids, real, 2, TOKENS)
-    assert holes.holes is not None
-    assert holes.documents
+    padded = pattern_of(position_ids, real, 2, TOKENS)
+    assert padded.real_tokens is not None
+    assert padded.documents
     return {
-        "window": holes.with_window(50),
+        "window": padded.with_window(50),
         "wide window": pattern_of(None, real, 2, TOKENS).with_window(500),
-        "not causal": Pattern(TOKENS, causal=False, holes=holes.holes),
+        "not causal": Pattern(TOKENS, causal=False, real_tokens=padded.real_tokens),
     }
 
 
@@ -59,12 +59,16 @@ def test_bands_are_the_whole_mask(name, monkeypatch):
     assert max(made) <= 150 * TOKENS
 
 
-@pytest.mark.parametrize("name", ["window", "wide window", "holes"])
+@pytest.mark.parametrize("name", ["window", "wide window", "padding"])
 def test_dropout_is_drawn_again_in_backward(name, monkeypatch):
     """Attention is linear in v, so the gradient of v is the forward of its weights with the same draws: out · w = v · dv."""
     monkeypatch.setattr(attention, "MASKED_PAIRS", 150 * TOKENS)
     found = patterns()
-    pattern = {**found, "holes": Pattern(TOKENS, holes=found["window"].holes), "wide window": Pattern(TOKENS, window=500)}[name]
+    pattern = {
+        **found,
+        "padding": Pattern(TOKENS, real_tokens=found["window"].real_tokens),
+        "wide window": Pattern(TOKENS, window=500),
+    }[name]
     q, k, v = inputs()
     out = attend(q, k, v, pattern, scale=None, dropout=0.5)
     weights = torch.randn_like(out)
@@ -82,7 +86,9 @@ def test_one_band_makes_its_mask_once(monkeypatch):
     assert made == [1]
 
 
-@pytest.mark.parametrize("pattern", [Pattern(4, documents=((0, 2),)), Pattern(4, holes=torch.ones(3, 4).bool()), Pattern(5)])
+@pytest.mark.parametrize(
+    "pattern", [Pattern(4, documents=((0, 2),)), Pattern(4, real_tokens=torch.ones(3, 4).bool()), Pattern(5)]
+)
 def test_a_pattern_of_another_batch_is_refused(pattern):
     x = torch.randn(2, 4, 2, 8)
     with pytest.raises(InputError, match=r"is for \d (samples|tokens), and there are [24]: create another"):

@@ -87,7 +87,7 @@ def _shapes(*tensors: Tensor) -> str:
 def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> None:
     if not pattern.causal:
         raise InputError("context parallelism computes causal attention: set context_parallel_degree = 1 for any other.")
-    if pattern.holes is not None:
+    if pattern.real_tokens is not None:
         raise InputError(
             "attention_mask has padding between real tokens, which context parallelism does not compute: pad sequences at an "
             "end, or set context_parallel_degree = 1."

@@ -31,13 +31,13 @@ FREE = Only((), "")
 """Any value is a no-op: names for debugging, sizes for a warm-up."""
 
 _TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's tensor_parallel_degree."
-_GRAD = "Gradients are made in backward and go to .grad."
+_GRAD = "Backward computes gradients into .grad."
 _OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
 _SPLIT = "A parameter is one matrix here: take slices of its rows."
 _SOFTMAX = "Scores are scaled and go through a plain softmax; layers of octavo.compat.te have more."
 _CONTEXT = "Call set_context_parallel_group, or octavo.init with a context_parallel_degree for a whole model."
 _DECODER = "Cross-attention: octavo.compat.te, with layer_type='decoder' or attention_type='cross'."
-_THD = "Pass [B, T, …] and a mask that keeps documents apart, or use octavo.compat.te, which packs sequences."
+_THD = "Pass [B, T, …] and a mask that separates documents, or use octavo.compat.te, which packs sequences."
 
 _PARALLEL = {
     "name": FREE,
@@ -131,7 +131,7 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
 def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise an InputError unless all arguments are known and have no-op values.
 
-    method: takes the arguments; its own parameters complete the suggestions for an unknown name.
+    method: takes the arguments; its parameters complete the suggestions for an unknown name.
     """
     arguments = ARGUMENTS[layer]
     for name, value in given.items():
@@ -209,7 +209,7 @@ def check_mask(argument: str, name: str) -> bool:
 
 
 def window_of(size: Any, *, causal: bool) -> int | None:
-    """The keys that a query sees, its own included, for Transformer Engine's `window_size`; None for all.
+    """The keys that a query sees, with that at its position, for Transformer Engine's `window_size`; None for all.
 
     Raises:
         InputError: it is not a pair of numbers, or a window of attention that is not causal.
@@ -218,7 +218,7 @@ def window_of(size: Any, *, causal: bool) -> int | None:
         return None
     pair = tuple(size)
     if len(pair) != 2 or not all(isinstance(part, int) for part in pair) or pair[0] < 0 or pair[1] not in (0, -1):
-        raise InputError(f"window_size={size!r} is not supported: give (w, 0), for w keys before a query's own, or None.")
+        raise InputError(f"window_size={size!r} is not supported: give (w, 0), for w keys before a query's position, or None.")
     if not causal:
         raise InputError(f'window_size={size!r} without a causal mask is not supported: use a mask type "causal", or None.')
     return int(pair[0]) + 1
@@ -244,7 +244,7 @@ def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
         return None
     columns = (rotary if isinstance(rotary, Tensor) else rotary[0]).shape[-1]
     fits = columns == head_dim or (columns < head_dim and columns % 2 == 0)
-    how = f"{head_dim} as a head, or an even number of fewer, which then rotate alone"
+    how = f"{head_dim} as a head, or an even number of fewer, of which only these rotate"
     if not isinstance(rotary, Tensor):
         if rotary[0].dim() != 3:
             raise InputError(
@@ -288,7 +288,7 @@ def check_dropout(argument: str, rate: float) -> None:
 Init = Callable[[Tensor], Any]
 """Fills a weight in place, as `torch.nn.init.normal_` does."""
 Tracker = Callable[[], Any]
-"""Gives an object whose `fork(name)` is a context with random numbers of its own: `octavo.state.get_rng_state_tracker`."""
+"""Gives an object whose `fork(name)` is a context with separate random numbers: `octavo.state.get_rng_state_tracker`."""
 
 
 class Creation(TypedDict, total=False):
@@ -309,7 +309,7 @@ class Draws:
     name: str | None = None
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """A context of its own for each use."""
+        """A separate context for each use."""
         if self.tracker is None:
             return contextlib.nullcontext()
         return self.tracker().fork(*(() if self.name is None else (self.name,)))

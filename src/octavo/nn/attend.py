@@ -2,7 +2,7 @@
 
 ranks that share the sequence   `octavo.collectives.attention`
 padding between tokens, without window and dropout
-                                `octavo.nn.holes`: pieces by the kernels below, without a mask
+                                `octavo.nn.padding`: pieces by the kernels below, without a mask
 a caller's mask                 PyTorch's `scaled_dot_product_attention`
 other padding between tokens, or a window with dropout
                                 the same with a mask of 2²⁴ pairs at a time, rebuilt in backward
@@ -38,7 +38,7 @@ from octavo.kernels.attention.cached import is_caching
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, accumulated, attention, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative
-from octavo.nn.holes import around_holes
+from octavo.nn.padding import padded_attention
 from octavo.nn.rotary import Handover
 
 MASKED_PAIRS = 1 << 24
@@ -78,21 +78,21 @@ def attend(
         return context_attention(q, k, v, context, pattern, scale)
     if isinstance(pattern, Tensor):
         return scaled_dot_product(q, k, v, pattern, causal=False, scale=scale, dropout=dropout)
-    samples_of = pattern.documents if pattern.holes is None else pattern.holes
-    for what, made, there in (("tokens", pattern.tokens, k.shape[1]), ("samples", len(samples_of) or len(q), len(q))):
-        if made != there:
-            raise InputError(f"the attention pattern is for {made} {what}, and there are {there}: create another.")
+    samples_of = pattern.documents if pattern.real_tokens is None else pattern.real_tokens
+    for what, expected, there in (("tokens", pattern.tokens, k.shape[1]), ("samples", len(samples_of) or len(q), len(q))):
+        if expected != there:
+            raise InputError(f"the attention pattern is for {expected} {what}, and there are {there}: create another.")
     if q.shape[1] != k.shape[1]:
-        if pattern.causal or pattern.documents or pattern.holes is not None:
+        if pattern.causal or pattern.documents or pattern.real_tokens is not None:
             raise InputError(
                 f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: kernels align these differently. Give as "
                 'many of both, or attn_mask_type="no_mask".'
             )
         return _sdpa(q, k, v, None, False, scale, dropout)
     scale_ = q.shape[-1] ** -0.5 if scale is None else scale
-    if pattern.holes is not None and pattern.causal and pattern.window is None and not dropout:
-        return around_holes(q, k, v, pattern, scale_)
-    if pattern.holes is not None or (pattern.window is not None and dropout):
+    if pattern.real_tokens is not None and pattern.causal and pattern.window is None and not dropout:
+        return padded_attention(q, k, v, pattern, scale_)
+    if pattern.real_tokens is not None or (pattern.window is not None and dropout):
         return _masked(q, k, v, pattern, scale, dropout)
     if pattern.window is not None or (not dropout and (is_caching() or _prefers_pieces(q, k, pattern))):
         out: Tensor = _Pieces.apply(q, k, v, pattern, scale_, handover)
@@ -103,8 +103,8 @@ def attend(
     for sample in range(q.shape[0]):
         parts = []
         for first, end in pattern.bounds(sample):
-            own_q, own_k, own_v = (x[sample : sample + 1, first:end] for x in (q, k, v))
-            parts.append(_sdpa(own_q, own_k, own_v, None, pattern.causal, scale, dropout))
+            q_, k_, v_ = (x[sample : sample + 1, first:end] for x in (q, k, v))
+            parts.append(_sdpa(q_, k_, v_, None, pattern.causal, scale, dropout))
         samples.append(torch.cat(parts, 1))
     return torch.cat(samples)
 
@@ -113,7 +113,7 @@ def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
     """Name of the kernel that `attend` takes without dropout, for reports."""
     if not q.is_cuda:
         return "PyTorch on the CPU"
-    if pattern.holes is not None and pattern.window is not None:
+    if pattern.real_tokens is not None and pattern.window is not None:
         return "PyTorch with a mask"
     if flash.takes(q, k, causal=pattern.causal, window=pattern.window):
         return f"FlashAttention-4 {flash.VERSION}"
@@ -136,8 +136,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | No
     parts = []
     for queries, keys in pattern.bands(MASKED_PAIRS):
         band = q[:, queries], k[:, keys], v[:, keys], queries, keys
-        alone = queries.stop - queries.start == pattern.tokens
-        parts.append(of_band(*band) if alone else checkpoint(of_band, *band, use_reentrant=False))
+        is_all = queries.stop - queries.start == pattern.tokens
+        parts.append(of_band(*band) if is_all else checkpoint(of_band, *band, use_reentrant=False))
     return torch.cat(parts, 1)
 
 

@@ -188,8 +188,8 @@ class DotProductAttention(ContextParallel):
         taken = isinstance(attention_mask, Attending)  # samples first
         _check_shapes(query_layer, key_layer, value_layer, first=self.sequence_first and not taken)
         if isinstance(attention_mask, Attending):
-            made: Tensor = attention_mask.core(self, query_layer, key_layer, value_layer)
-            return made
+            out: Tensor = attention_mask.core(self, query_layer, key_layer, value_layer)
+            return out
         causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
         if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
             return query_layer.flatten(2)
@@ -396,17 +396,17 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
     def _qkv(self, x: Tensor, delta: Tensor | None, first: bool | None, rotation: Rotation | None = None) -> tuple[Tensor, ...]:
         """The residual stream, and the joint product or with a rotation its parts."""
         if self.input_layernorm:
-            made: tuple[Tensor, ...] = forward_residual(self.layernorm_qkv, x, delta, first, rotation=rotation)
-            return made
+            outputs: tuple[Tensor, ...] = forward_residual(self.layernorm_qkv, x, delta, first, rotation=rotation)
+            return outputs
         h = x if delta is None else x + delta
         y = self.qkv(h, first)
         return h, *((y,) if rotation is None else rotation.composed(y))
 
     def _handover(self) -> Handover | None:
-        """None if the gradients of queries, keys and values have readers: norms, hooks, or an attention of the caller's."""
+        """None if norms, hooks or a user's attention read the gradients of queries, keys and values."""
         core = self.core_attention
-        own = type(core) is DotProductAttention and "forward" not in vars(core) and self.q_norm is None
-        if torch.compiler.is_compiling() or not (own and self.input_layernorm) or has_hooks(core):
+        built_in = type(core) is DotProductAttention and "forward" not in vars(core) and self.q_norm is None
+        if torch.compiler.is_compiling() or not (built_in and self.input_layernorm) or has_hooks(core):
             return None
         qkv = self.layernorm_qkv
         return None if qkv.streams_norm or has_hooks(qkv) else Handover()

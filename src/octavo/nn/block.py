@@ -39,7 +39,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
     """
 
     separate_dropout = False
-    """With `parallel_attention_mlp` and `hidden_dropout`: drop from attention and MLP by themselves, not from their sum."""
+    """With `parallel_attention_mlp` and `hidden_dropout`: dropout of attention and of the MLP separately, not of their sum."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class TransformerLayer(ContextParallel, ResidualLayer):
             h, attended = forward_residual(self.inter_attention, h, delta, inter, None, is_first_microbatch)
         if self.parallel:
             h, out = forward_residual(self.layernorm_mlp, h, None, is_first_microbatch)
-            apart = self.separate_dropout
-            out = self._dropped(attended) + self._dropped(out) if apart else self._dropped(attended + out)
+            separate = self.separate_dropout
+            out = self._dropped(attended) + self._dropped(out) if separate else self._dropped(attended + out)
             # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
             h = h + out if self.layernorm is None else self.layernorm(h, out)
             return (h, None) if return_residual else h

@@ -35,9 +35,9 @@ class Words(Slice):
 
     def local(self, ids: Tensor) -> Tensor:
         """Ids counted from this rank's first: `ELSEWHERE` of other ranks' words, `UNKNOWN` outside of the vocabulary."""
-        own = (ids >= self.first) & (ids < self.first + self.number)
+        local = (ids >= self.first) & (ids < self.first + self.number)
         known = (ids >= 0) & (ids < self.vocabulary)
-        return torch.where(own, ids - self.first, torch.where(known, ELSEWHERE, UNKNOWN))
+        return torch.where(local, ids - self.first, torch.where(known, ELSEWHERE, UNKNOWN))
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
-"""Experts: each runs two products over its own tokens. Nothing waits for the sizes of groups.
+"""Experts: each runs two products over its tokens. No kernel waits for the sizes of groups.
 
 Legend: T tokens, K experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size, R rows of all experts. Under
-expert parallelism a rank has E and R of its own, and copies of tokens in place of tokens.
+expert parallelism E and R are this rank's, and T counts received copies of tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StackedExperts(nn.Module):
 
     Parameters: fc1_weight [E · F or E · 2F, H] and fc2_weight [E · H, F], the matrices of all experts one after the other; with
     a gated activation all gates of an expert, then all its ups. FSDP2 shards rows: any number of ranks can hold parts of any
-    number of experts. FP8 scales are an expert's own. The weight of a token multiplies the input of the second product.
+    number of experts. Each expert has separate FP8 scales. The weight of a token multiplies the input of the second product.
 
     Children `lora_fc1` and `lora_fc2`, both or none, are adapters of frozen matrices.
     """
@@ -68,7 +68,7 @@ class StackedExperts(nn.Module):
         self.fc1_fp8_state = ModuleState(self, "fc1_weight", experts=count)
         self.fc2_fp8_state = ModuleState(self, "fc2_weight", experts=count)
         self.group: ExpertGroup | None = None
-        """The ranks over which the experts are spread; this one's parameters are those of its own."""
+        """The ranks over which the experts are distributed; the parameters are those of this rank's experts."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -140,8 +140,8 @@ class _Trip:
 class _ExpertsFunction(torch.autograd.Function):
     """Permutation, first product, activation, second product, sum of copies.
 
-    Copies travel behind the cast of the first weight, and in backward behind that of the second; gradients of the input behind
-    the products of the weights' gradients. Results of forward travel in the open.
+    Dispatch overlaps the cast of the first weight, and in backward that of the second; the combine of the input's gradients
+    overlaps the products of the weights' gradients. The combine of forward is exposed.
     """
 
     @staticmethod

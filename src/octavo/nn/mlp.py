@@ -387,10 +387,10 @@ class LayerNormMLP(NormedLayer):
     both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.arguments.ACTIVATIONS`,
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
     `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
-    for backward but computed again, to the same bits; under `torch.compile` the compiler decides on what is saved. The
+    for backward but recomputed, to the same bits; under `torch.compile` the compiler decides on what is saved. The
     attribute `gate_rows`: gate and up alternate in blocks of so many rows; ffn_hidden_size: all of gate, then all of up. The
     attribute `chunks`: the tokens run in so many chunks, one after the other, in forward and in backward, with the temporaries
-    of one. Several imply `checkpoint`; each is a tensor of its own for the scales of current and rowwise scaling, and the
+    of one. Several imply `checkpoint`; each is a separate tensor to the scales of current and rowwise scaling, and the
     gradients of weights are summed in their dtype.
 
     Raises:

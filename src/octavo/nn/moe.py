@@ -154,8 +154,8 @@ class LayerNormMoE(ResidualLayer):
     def _computed(self, x: Tensor, scores: Tensor, chosen: Tensor, first: bool | None) -> Tensor:
         """The experts' result [T, H] of x [T, H]; that of slices by way of the tokens of all tensor ranks."""
         if self.tensor is None or self.experts.group is not None:
-            made: Tensor = self.experts(x, scores, chosen, first)
-            return made
+            out: Tensor = self.experts(x, scores, chosen, first)
+            return out
         of_all = self.tensor.gathered(x[None])[0], self.tensor.gathered(scores[None])[0], self.tensor.gather(chosen)
         return self.tensor.scattered(self.experts(*of_all, first)[None])[0]
 
@@ -214,7 +214,7 @@ def balancing_loss(routing: Tensor, tokens_per_expert: Tensor, top_k: int) -> Te
     """E · Σₑ (share of the tokens sent to e) · (mean probability of e), over all layers: float32 [].
 
     routing: float32 [layers, 2E + 2], as `LayerNormMoE` returns it, of this rank's tokens. tokens_per_expert: float32 [E],
-    summed over layers and ranks; the gradient goes through the probabilities alone. The sum over ranks is the loss of all
+    summed over layers and ranks; the gradient flows only through the probabilities. The sum over ranks is the loss of all
     tokens.
     """
     tokens = tokens_per_expert.sum() / top_k
@@ -252,7 +252,7 @@ def routing_metrics(routing: Tensor, top_k: int) -> dict[str, Any]:
 class _Router(torch.autograd.Function):
     """x [T, H] itself, for the experts, and its float32 product with weight [E, H]ᵀ.
 
-    Backward adds the gradient by the experts where it multiplies, so that the two are not summed in a pass of their own.
+    Backward adds the gradient by the experts where it multiplies, so that no separate pass sums the two.
     """
 
     @staticmethod

@@ -37,7 +37,7 @@ def _warning(register: Callable[..., Any]) -> Callable[..., Any]:
     def warned(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
             f"a hook of a {type(self).__name__} inside of a fused layer never runs: norm and products are one computation. "
-            "Hook the layer around (ffn, self_attention), or keep the model's own code: octavo.transform(blocks='own').",
+            "Hook the layer around (ffn, self_attention), or run the model's original code: octavo.transform(blocks='own').",
             stacklevel=2,
         )
         return register(self, *args, **kwargs)
@@ -97,21 +97,23 @@ class _Plain:
         super().__init_subclass__(**options)
         if places is not None:  # not of a class that is derived of one of these
             cls.places, cls.__name__ = places, cls.__bases__[1].__name__  # the layer's, which users and libraries read
-            for name, (owner, own) in places.items():
-                setattr(cls, name, _at(owner, own))
+            for name, (owner, attribute) in places.items():
+                setattr(cls, name, _at(owner, attribute))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.places:
-            owner, own = self.places[name]
-            target, name = (getattr(self, owner), own) if own else (self, owner)
+            owner, attribute = self.places[name]
+            target, name = (getattr(self, owner), attribute) if attribute else (self, owner)
             setattr(target, name, value)
         else:
             super().__setattr__(name, value)
 
 
-def _at(owner: str, own: str) -> property:
-    if own:
-        return property(lambda self: getattr(getattr(self, owner), own), None, lambda self: delattr(getattr(self, owner), own))
+def _at(owner: str, attribute: str) -> property:
+    if attribute:
+        return property(
+            lambda self: getattr(getattr(self, owner), attribute), None, lambda self: delattr(getattr(self, owner), attribute)
+        )
     return property(lambda self: getattr(self, owner), None, lambda self: delattr(self, owner))
 
 
@@ -230,9 +232,10 @@ def _put_first(module: nn.Module, parts: dict[str, nn.Module]) -> None:
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
-    """Parameters, buffers, modules and FP8 products in layers with plain names → their stored names; others have their own.
+    """Parameters, buffers, modules and FP8 products in layers with plain names → their stored names.
 
-    Wrappers around the model or inside of it, such as `torch.compile`'s, may lengthen the names.
+    All others are stored under their names. Wrappers around the model or inside of it, such as `torch.compile`'s, may lengthen
+    the names.
     """
     found: dict[str, str] = {}
     for prefix, layer in model.named_modules(remove_duplicate=False):
@@ -252,5 +255,5 @@ def _names_in(layer: nn.Module) -> Iterator[str]:
 
 
 def has_plain_names(module: nn.Module) -> bool:
-    """True for a layer of `use_plain_names`, or a part of it with fused names of its own."""
+    """True for a layer of `use_plain_names`, or a part of it that has fused names."""
     return isinstance(module, _Plain)

@@ -45,10 +45,10 @@ class Handover:
     def take(self, grads: Sequence[Tensor | None]) -> list[Gradient | None]:
         """The gradients of q, k and v: sums where some were given, else autograd's `grads`."""
         sums, self._sums = self._sums, [None] * 3
-        for grad, own in zip(grads, sums, strict=True):
-            if own is not None and (grad is None or any(grad.stride())):
+        for grad, summed in zip(grads, sums, strict=True):
+            if summed is not None and (grad is None or any(grad.stride())):
                 raise RuntimeError("queries, keys and values have another reader than attention: their gradients are lost.")
-        return [grad if own is None else own for grad, own in zip(grads, sums, strict=True)]
+        return [grad if summed is None else summed for grad, summed in zip(grads, sums, strict=True)]
 
 
 class Rotation(NamedTuple):
@@ -72,7 +72,7 @@ class Rotation(NamedTuple):
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
         if self.cos is not None and self.sin is not None:
             q, k = reference.rope(q, self.cos, self.sin), reference.rope(k, self.cos, self.sin)
-        # A view of the values would keep the whole joint product for backward.
+        # A view of the values would keep the whole joint product alive until backward.
         return q, k, v.contiguous()
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,9 +87,9 @@ def plain_attention(
     outs, tops = [], []
     for first in range(0, q.shape[1], at_once):
         rows = slice(first, min(first + at_once, q.shape[1]))
-        alone = rows.stop - rows.start == q.shape[1]
+        is_all = rows.stop - rows.start == q.shape[1]
         given = q[:, rows], k, v, rows
-        out, top = band(*given) if alone else checkpoint(band, *given, use_reentrant=False)
+        out, top = band(*given) if is_all else checkpoint(band, *given, use_reentrant=False)
         outs.append(out)
         tops.append(top)
     return torch.cat(outs, 1), torch.stack(tops).amax(0)

@@ -86,7 +86,7 @@ class Sight(NamedTuple):
 
 def attend_segments(
     q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Span], sight: Sight, *, scale: float, scores: Scores = NOTHING,
-    mask: Tensor | None = None, dropout: float = 0.0, top: bool = False, told: Callable[[str], None] | None = None,
+    mask: Tensor | None = None, dropout: float = 0.0, top: bool = False, report: Callable[[str], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """out [B, Tq, H, Dv], 0 without a key, and with `top` the largest logit of each head, float32 [H]; differentiable once.
 
@@ -99,7 +99,7 @@ def attend_segments(
         mask: bool [B or 1, H or 1, Tq, Tk], True where a query attends to a key, for one segment of all queries and keys.
         dropout: the probability with which a softmax's value is dropped.
         top: also give the largest logits.
-        told: called with `LIBRARY` or `PLAIN` if that computes it.
+        report: called with `LIBRARY` or `PLAIN` if that computes it.
     """
     plain = top or scores.beyond_sink() or (scores.sink is not None and (dropout or mask is not None))
     if not (plain or dropout or mask is not None) and v.shape[-1] == q.shape[-1]:
@@ -109,27 +109,27 @@ def attend_segments(
             whole: Tensor = _Segments.apply(q, k, v, scores.sink, spans, sight.window, scale)
             return whole, None
     plain = plain or scores.sink is not None
-    if told is not None:
-        told(PLAIN if plain else LIBRARY)
+    if report is not None:
+        report(PLAIN if plain else LIBRARY)
     cut = _cut(q, [segment[:4] for segment in segments]), *(_cut(x, [(*s[:2], *s[4:6]) for s in segments]) for x in (k, v))
-    made: list[Tensor] = []
+    parts_of_segments: list[Tensor] = []
     tops = [torch.full((q.shape[2],), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)]
-    for segment, own_q, own_k, own_v in zip(segments, *cut, strict=True):
-        queries, keys = own_q.shape[1], own_k.shape[1]
-        if not (queries and keys and len(own_q)):
-            made.append(own_q.new_zeros(*own_q.shape[:3], v.shape[-1]))
+    for segment, segment_q, segment_k, segment_v in zip(segments, *cut, strict=True):
+        queries, keys = segment_q.shape[1], segment_k.shape[1]
+        if not (queries and keys and len(segment_q)):
+            parts_of_segments.append(segment_q.new_zeros(*segment_q.shape[:3], v.shape[-1]))
             continue
         see = _seeing(sight, mask, queries, keys, q.device)
         if plain:
             terms = scores.of(slice(segment.b0, segment.b1), queries, keys)
             distance = _distances(sight, queries, keys, q.device)
-            part, largest = plain_attention(own_q, own_k, own_v, see, distance, terms, scale=scale, dropout=dropout)
+            part, largest = plain_attention(segment_q, segment_k, segment_v, see, distance, terms, scale=scale, dropout=dropout)
             tops.append(largest)
         else:
             causal = sight == (None, 0, sight.bottom_right) and queries == keys and mask is None
-            part = _by_library(own_q, own_k, own_v, see, causal=causal, scale=scale, dropout=dropout)
-        made.append(part)
-    out = _put_together(made, segments, q, v.shape[-1])
+            part = _by_library(segment_q, segment_k, segment_v, see, causal=causal, scale=scale, dropout=dropout)
+        parts_of_segments.append(part)
+    out = _put_together(parts_of_segments, segments, q, v.shape[-1])
     if not out.requires_grad:  # no pair at all: gradients are 0 all the same
         out = out + sum(x[:0].sum() for x in (q, k, v))
     return out, torch.stack(tops).amax(0) if top else None
@@ -203,9 +203,9 @@ def _by_library(
     parts = []
     for first in range(0, q.shape[1], at_once):
         rows = slice(first, min(first + at_once, q.shape[1]))
-        alone = rows.stop - rows.start == q.shape[1]
+        is_all = rows.stop - rows.start == q.shape[1]
         given = q[:, rows], k, v, rows
-        parts.append(of_band(*given) if alone else checkpoint(of_band, *given, use_reentrant=False))
+        parts.append(of_band(*given) if is_all else checkpoint(of_band, *given, use_reentrant=False))
     return torch.cat(parts, 1)
 
 
@@ -231,13 +231,13 @@ def _by_samples(ranges: Sequence[Range]) -> Iterator[tuple[tuple[int, int], list
         yield samples, list(group)
 
 
-def _put_together(made: list[Tensor], segments: Sequence[Span], q: Tensor, size: int) -> Tensor:
+def _put_together(of_segments: list[Tensor], segments: Sequence[Span], q: Tensor, size: int) -> Tensor:
     """[B, Tq, H, size], 0 where there is no segment."""
 
     def nothing(samples: int, tokens: int) -> Tensor:
         return q.new_zeros(samples, tokens, q.shape[2], size)
 
-    rows, at, following = [], 0, iter(made)
+    rows, at, following = [], 0, iter(of_segments)
     for (b0, b1), group in _by_samples([segment[:4] for segment in segments]):
         parts, token = [], 0
         for _, _, first, end in group:

@@ -84,7 +84,7 @@ class Call(Given, _attention.Attending):
         with layer.draws() if dropout else contextlib.nullcontext():
             return attend_segments(
                 q, k, v, segments, sight, scale=scale, scores=scores, mask=mask, dropout=dropout, top=top,
-                told=lambda way: self._say(said(way), way),
+                report=lambda way: self._say(said(way), way),
             )  # fmt: skip
 
     def _reasons(

@@ -2,7 +2,7 @@
 
 Causal attention within documents and a sliding window is, for every query, one interval of keys. So no pattern needs a mask of
 T × T: it is a list of spans, each of which a kernel for plain causal or full attention computes. Only padding inside a sequence
-(`holes`) is no interval.
+(`real_tokens`) is not an interval.
 
 Shapes: B batch, T tokens.
 """
@@ -57,16 +57,16 @@ class Pattern:
         tokens: T, of the whole sequence, also on a rank that holds a part of it.
         causal: no query attends to a later key.
         documents: for each sample the first token of each of its documents, ascending from 0; empty: one document a sample.
-        \t            A query attends only to keys of its document.
+            A query attends only to keys of its document.
         window: number of keys that a query attends to at most, including its own position; None for all.
-        holes: bool [B, T], False for padding between real tokens, to which no other token attends; None without.
+        real_tokens: bool [B, T], False for padding, to which no other token attends, if some is between real tokens.
     """
 
     tokens: int
     causal: bool = True
     documents: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
-    holes: Tensor | None = field(default=None, compare=False)
+    real_tokens: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.window is not None and (not isinstance(self.window, int) or self.window < 1 or not self.causal):
@@ -95,10 +95,10 @@ class Pattern:
 
     @functools.cached_property
     def real_first(self) -> RealFirst:
-        """The pattern with its real tokens in front, where there are holes and no window."""
-        assert self.holes is not None
+        """The pattern with its real tokens in front, where padding is between real tokens, without a window."""
+        assert self.real_tokens is not None
         spans: list[Span] = []
-        for sample, real in enumerate(self.holes):
+        for sample, real in enumerate(self.real_tokens):
             before = torch.cat((torch.zeros(1, dtype=torch.int64), real.cumsum(0)))  # real tokens before each place
             at = int(before[-1])  # padding follows all real tokens
             for first, end in self.bounds(sample):
@@ -110,8 +110,8 @@ class Pattern:
                     if last > low:
                         spans.append(Span(sample, sample + 1, at, at + count, low, last, False))
                     at += count
-        order = (~self.holes).to(torch.int8).argsort(dim=1, stable=True)
-        return RealFirst(order, (~self.holes).gather(1, order), tuple(spans))
+        order = (~self.real_tokens).to(torch.int8).argsort(dim=1, stable=True)
+        return RealFirst(order, (~self.real_tokens).gather(1, order), tuple(spans))
 
     def mask(self, batch: int, device: torch.device, queries: slice | None = None, keys: slice | None = None) -> Tensor:
         """bool [B, 1, queries, keys], True where a query attends to a key; all T of both by default."""
@@ -129,9 +129,9 @@ class Pattern:
                 starts[sample, list(firsts)] = 1
             number = starts.cumsum(1).to(device)
             seen &= number[:, None, queries, None] == number[:, None, None, keys]
-        if self.holes is not None:
+        if self.real_tokens is not None:
             # A padded query sees itself, so that no row of the softmax is empty.
-            seen &= self.holes.to(device)[:, None, None, keys] | (ahead == 0)
+            seen &= self.real_tokens.to(device)[:, None, None, keys] | (ahead == 0)
         return seen
 
     def bands(self, pairs: int) -> Iterator[tuple[slice, slice]]:
@@ -169,19 +169,19 @@ def pattern_of(
         )
     cuts = torch.zeros(batch, whole, dtype=torch.bool)
     cuts[:, :tokens] = begins
-    holes = None
+    real_tokens = None
     edges = real[:, 1:] != real[:, :-1]
     if bool((edges.sum(1) > 2).any()) or bool(((edges.sum(1) == 2) & real[:, 0]).any()):
-        holes = torch.ones(batch, whole, dtype=torch.bool)
-        holes[:, :tokens] = real
+        real_tokens = torch.ones(batch, whole, dtype=torch.bool)
+        real_tokens[:, :tokens] = real
     else:
         cuts[:, 1:tokens] |= edges
     cuts[:, tokens:] = True
     if not bool(cuts.any()):
-        return Pattern(whole, holes=holes)
+        return Pattern(whole, real_tokens=real_tokens)
     cuts[:, 0] = True
     documents = tuple(tuple(row.nonzero().flatten().tolist()) for row in cuts)
-    return Pattern(whole, documents=documents, holes=holes)
+    return Pattern(whole, documents=documents, real_tokens=real_tokens)
 
 
 def _on_host(

@@ -68,7 +68,7 @@ def test_half_precision_and_a_result_that_is_kept():
     with forward:
         out = attend(*ours, pattern, scale=None)
     with again, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("octavo.nn.holes.Attended", refused)
+        patched.setattr("octavo.nn.padding.Attended", refused)
         assert torch.equal(attend(*ours, pattern, scale=None), out)
     wanted = written_out(*(x.double() for x in exact), pattern, 8**-0.5)
     assert out.dtype == torch.bfloat16

@@ -19,13 +19,16 @@ from octavo.kernels.attention.pieces import Attended, Gradients
 from octavo.kernels.autograd import refuse_second_derivative
 
 
-def around_holes(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
-    """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D] by a causal pattern with holes and without a window."""
-    out: Tensor = _AroundHoles.apply(q, k, v, pattern, scale)
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
+    """q [B, T, H, D], k and v [B, T, G, D] → [B, T, H, D].
+
+    pattern: causal, with padding between real tokens, without a window.
+    """
+    out: Tensor = _PaddedAttention.apply(q, k, v, pattern, scale)
     return out
 
 
-class _AroundHoles(torch.autograd.Function):
+class _PaddedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float) -> Tensor:
         order, padded, spans = pattern.real_first
@@ -35,7 +38,7 @@ class _AroundHoles(torch.autograd.Function):
         def compute() -> tuple[Tensor, Tensor]:
             attended = Attended(q, scale=scale)
             attended.add(k, v, spans)
-            attended.add_key(_own_logits(q, k, padded, scale), _for_queries(v, q))
+            attended.add_key(_diagonal_logits(q, k, padded, scale), _for_queries(v, q))
             return attended.result()
 
         out, lse = once(compute)
@@ -52,12 +55,12 @@ class _AroundHoles(torch.autograd.Function):
         grads = Gradients(d_out, q, out, lse, scale=scale)
         dk, dv = (torch.zeros(x.shape, dtype=grads.dq.dtype, device=x.device) for x in (k, v))
         grads.add(k, v, pattern.real_first.spans, dk, dv)
-        own = (_own_logits(q, k, padded, scale) - lse).exp().transpose(1, 2)[..., None]  # 0 for real tokens
+        diagonal = (_diagonal_logits(q, k, padded, scale) - lse).exp().transpose(1, 2)[..., None]  # 0 for real tokens
         wide, groups = d_out.to(dv.dtype), k.shape[2]
-        slope = own * scale * (wide * (_for_queries(v, q).to(wide.dtype) - out)).sum(-1, keepdim=True)
+        slope = diagonal * scale * (wide * (_for_queries(v, q).to(wide.dtype) - out)).sum(-1, keepdim=True)
         grads.dq += slope * _for_queries(k, q)
         dk += (slope * q).unflatten(2, (groups, -1)).sum(3)
-        dv += (own * wide).unflatten(2, (groups, -1)).sum(3)
+        dv += (diagonal * wide).unflatten(2, (groups, -1)).sum(3)
         dq, dk, dv = (_put_back(grad.to(q.dtype), order) for grad in (grads.dq, dk, dv))
         return dq, dk, dv, None, None
 
@@ -72,7 +75,7 @@ def _put_back(x: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(x).scatter_(1, order[..., None, None].expand(x.shape), x)
 
 
-def _own_logits(q: Tensor, k: Tensor, padded: Tensor, scale: float) -> Tensor:
+def _diagonal_logits(q: Tensor, k: Tensor, padded: Tensor, scale: float) -> Tensor:
     """Logits of each query with the key at its position, [B, H, T], float32 or wider; −∞ for real tokens, whose spans have
     them."""
     wide = torch.promote_types(q.dtype, torch.float32)
