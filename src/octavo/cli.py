@@ -203,7 +203,7 @@ def _train(run_file: str, config: RunConfig, console: Console, stop: StopRequest
     _say_start(run_file, console)
     from octavo.run.finished import finished
     from octavo.run.paths import check_paths
-    from octavo.watchdog.processes import garbage_kept, signals_held
+    from octavo.watchdog.processes import signals_held, without_garbage_collection
 
     if (found := finished(config)) is not None:
         config.tell_notes()
@@ -211,7 +211,7 @@ def _train(run_file: str, config: RunConfig, console: Console, stop: StopRequest
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return result
     check_paths(config)
-    with signals_held(), garbage_kept():
+    with signals_held(), without_garbage_collection():
         from octavo.train.trainer import Trainer
 
     return Trainer(config, console=console).train(stop=stop)

@@ -80,7 +80,7 @@ class Matrices(Mapping[str, nn.Parameter]):
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         for joined in self._chosen:
             for name, part in self._parts(joined, joined.parameter):
-                if self._is_own(name):
+                if self._is_of_this_rank(name):
                     itself = not self._spread and len(joined.names) == 1 and part.shape == joined.parameter.shape
                     itself = itself and joined.block is None
                     itself = itself and self._order_is_kept(joined)
@@ -185,7 +185,7 @@ class Matrices(Mapping[str, nn.Parameter]):
         """True if the rows of the one matrix are those of the parameter, in their order."""
         return self._way is None or self._way.table.join(joined.name) is None
 
-    def _is_own(self, name: str) -> bool:
+    def _is_of_this_rank(self, name: str) -> bool:
         return not self._spread or self.owners[name] == dist.get_rank()
 
     def _share_out(self) -> dict[str, int]:

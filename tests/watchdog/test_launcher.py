@@ -48,14 +48,14 @@ def test_the_code_is_that_of_the_first_that_failed_and_the_others_are_ended(code
 
 def test_ranks_are_minded_while_the_store_is_being_made(monkeypatch, tmp_path):
     """Its import of torch takes long on a busy host; a rank that waits for rank 0 to say a fault would say it again."""
-    keep_store, ended = launcher.keep_store, threading.Event()
+    serve_store, ended = launcher.serve_store, threading.Event()
 
     def slow(*arguments):
         assert ended.wait(100)
-        return keep_store(*arguments)
+        return serve_store(*arguments)
 
     kill = Supervisor.kill
-    monkeypatch.setattr(launcher, "keep_store", slow)
+    monkeypatch.setattr(launcher, "serve_store", slow)
     monkeypatch.setattr(Supervisor, "kill", lambda processes: (kill(processes), ended.set()))
     script = f"sys.exit(2) if rank == 0 else time.sleep(50)\nopen({str(tmp_path / 'said')!r}, 'w').close()"
     assert run(2, script) == 2
@@ -80,7 +80,7 @@ def test_a_store_that_cannot_be_made_ends_the_ranks(monkeypatch):
     def fails(*_):
         raise OSError("no more files")
 
-    monkeypatch.setattr(launcher, "keep_store", fails)
+    monkeypatch.setattr(launcher, "serve_store", fails)
     with pytest.raises(OSError, match="no more files"):
         run(2, "time.sleep(250)")
 

@@ -16,7 +16,7 @@ from octavo.errors import InputError, OctavoError
 from octavo.supervision import Process, start_time
 from octavo.watchdog import diagnosis
 from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
-from octavo.watchdog.processes import SharedPage, garbage_kept
+from octavo.watchdog.processes import SharedPage, without_garbage_collection
 from octavo.watchdog.watchdog import PeerFailed, Watchdog, is_consequence
 
 pytestmark = ranks.alone
@@ -192,7 +192,7 @@ def test_a_kernel_that_has_no_descriptors_of_processes_and_no_shared_pages(monke
         process.kill()
         child.wait()
         assert process.ended()
-    page, progress = SharedPage.own(), Progress(1, 2, 3, "data")
+    page, progress = SharedPage.create(), Progress(1, 2, 3, "data")
     progress.write(page.memory)
     assert Progress.read(page.memory) == progress
     assert SharedPage.of(os.getpid(), page.descriptor) is None
@@ -201,7 +201,7 @@ def test_a_kernel_that_has_no_descriptors_of_processes_and_no_shared_pages(monke
 
 def test_a_page_can_be_read_after_the_death_of_its_process():
     code = "from octavo.watchdog.processes import SharedPage; from octavo.watchdog.diagnosis import Progress; "
-    code += "p = SharedPage.own(); "
+    code += "p = SharedPage.create(); "
     code += (
         "print(p.descriptor, flush=True); input(); Progress(1, 17, 2, 'backward').write(p.memory); print(flush=True); input()"
     )
@@ -315,7 +315,7 @@ def test_peer_failed_is_an_octavo_error():
 def test_garbage_collection_is_paused_and_left_as_it_was(enabled):
     try:
         (gc.enable if enabled else gc.disable)()
-        with contextlib.suppress(ImportError), garbage_kept():
+        with contextlib.suppress(ImportError), without_garbage_collection():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled() == enabled

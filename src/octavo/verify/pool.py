@@ -31,7 +31,7 @@ from typing import Any
 from octavo.errors import EXIT_FAILED, InputError, OctavoError, RunStopped, warn
 from octavo.job_ranks import refuse_ranks_of_ranks
 from octavo.supervision import Supervisor, die_with_parent, signal_name
-from octavo.watchdog.launcher import keep_store, rank_environment
+from octavo.watchdog.launcher import rank_environment, serve_store
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.01
@@ -63,7 +63,7 @@ class Pool:
         listening = self._context.enter_context(socket.create_server((_HOST, 0), backlog=128))
         self._port = listening.getsockname()[1]
         self._server = _Server(self._variables)
-        self._store = keep_store(listening, self._port)
+        self._store = serve_store(listening, self._port)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

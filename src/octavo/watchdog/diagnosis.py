@@ -30,7 +30,7 @@ Kind = Literal["failed", "input", "killed", "silent", "lost", "stuck", "left", "
 class Progress:
     """The position of a rank's main thread."""
 
-    training: int = 0  # number of the training in this process; a second one counts its steps from 1 again
+    training: int = 0  # number of the training in this process; a second one restarts its steps at 1
     step: int = 0
     phases: int = 0  # entered in this step
     phase: str = START  # or "data", "forward", "backward", "optimizer", "checkpoint", "validation", another word
@@ -110,7 +110,7 @@ class Failure:
         have, were, wait = ("has", "was", "and the others wait for it") if one else ("have", "were", "and the others wait")
         if self.kind == "stuck" and len(self.ranks) == world:
             wait = "so a collective hangs: is the network up?"
-        restart = "The other ranks end now; started again, the run continues from its newest checkpoint."
+        restart = "The other ranks end now; after a restart the run continues from its newest checkpoint."
         return {
             "failed": f"{ranks} failed {where}: {self.detail}",
             "killed": f"{ranks} {were} killed {where} (SIGKILL by hand, out of memory, or a crash). {restart}",

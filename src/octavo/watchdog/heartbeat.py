@@ -49,7 +49,7 @@ class _Peer:
 class _Request:
     """The main thread has raised and asks for the diagnosis."""
 
-    own: Failure | None
+    failure: Failure | None
     """The failure if its exception is the first; None if the run only received a stop signal."""
     uncertain: bool
     """The exception may be the consequence of another rank's failure."""
@@ -93,12 +93,12 @@ class HeartbeatThread:
         self._thread.start()
         self._met.wait(self.timeout)
 
-    def diagnose(self, own: Failure | None, *, uncertain: bool) -> Failure | None:
+    def diagnose(self, failure: Failure | None, *, uncertain: bool) -> Failure | None:
         """The reason for the job's end, after the main thread raised; None if the run only received a stop signal."""
-        self._request = _Request(own, uncertain, time.monotonic())
+        self._request = _Request(failure, uncertain, time.monotonic())
         os.write(self._wake_in, b".")
-        if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and own is not None:
-            self.failure = replace(own, found_by=self.rank, host=self._host)  # the store does not answer
+        if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and failure is not None:
+            self.failure = replace(failure, found_by=self.rank, host=self._host)  # the store does not answer
             self.report()
         return self.failure
 
@@ -140,21 +140,21 @@ class HeartbeatThread:
         if orphaned():
             os._exit(EXIT_FAILED)
         ended, request = self._ended, self._request
-        own = self._own_heartbeat(ended)
-        self.store.set(f"heartbeat-{self.rank}", diagnosis.to_json(own))
+        heartbeat = self._next_heartbeat(ended)
+        self.store.set(f"heartbeat-{self.rank}", diagnosis.to_json(heartbeat))
         if ended:
             return True
         dead = self._dead_ranks()  # before reading: the last heartbeat of a dead rank is then in the store
         self._read_heartbeats()
         posted = self.store.check(["failure"])
-        failure = Failure.from_json(self.store.get("failure")) if posted else self._find_failure(own, dead, request)
+        failure = Failure.from_json(self.store.get("failure")) if posted else self._find_failure(heartbeat, dead, request)
         if failure is not None:
             self._agree(failure)
-        elif request is not None and request.own is None:
+        elif request is not None and request.failure is None:
             self._answered.set()
         return failure is not None
 
-    def _own_heartbeat(self, ended: str) -> Heartbeat:
+    def _next_heartbeat(self, ended: str) -> Heartbeat:
         now, progress = time.monotonic(), self.progress()
         # At most the time that this thread ran: a job that was suspended as a whole, and resumed, is not late.
         elapsed = min(now - self._polled, 2 * self._interval)
@@ -196,24 +196,24 @@ class HeartbeatThread:
     def _peer_progress(self) -> dict[int, Progress]:
         return {rank: peer.progress for rank, peer in self._peers.items()}
 
-    def _find_failure(self, own: Heartbeat, dead: list[int], request: _Request | None) -> Failure | None:
+    def _find_failure(self, heartbeat: Heartbeat, dead: list[int], request: _Request | None) -> Failure | None:
         """The failure, as far as this rank can see."""
         found = self._killed(dead) or self._silent(self._peers, self.timeout)
         if found is not None:
             return found
         if request is None:
-            stuck = diagnosis.stuck(self._peer_heartbeats() | {self.rank: own}, self.timeout)
+            stuck = diagnosis.stuck(self._peer_heartbeats() | {self.rank: heartbeat}, self.timeout)
             if stuck is None:
                 return None
             # A frozen rank looks stuck too, but cannot end itself.
             return self._silent(stuck.ranks, (_LOST_INTERVALS - 1) * self._interval) or stuck
         if not request.uncertain:
-            return request.own
+            return request.failure
         lost = self._silent(self._peers, _LOST_INTERVALS * self._interval)
         if lost is not None:
             return replace(lost, kind="lost")
         waited_enough = time.monotonic() - request.since > _PATIENCE_INTERVALS * self._interval
-        return diagnosis.left(self._peer_heartbeats()) or (request.own if waited_enough else None)
+        return diagnosis.left(self._peer_heartbeats()) or (request.failure if waited_enough else None)
 
     def _agree(self, failure: Failure) -> None:
         """Agree with all ranks on one failure; one rank of each host reports it."""
@@ -234,7 +234,7 @@ class HeartbeatThread:
         request = self._request
         found = self._killed(self._dead_ranks())
         if found is None and request is not None and not request.uncertain:
-            found = request.own
+            found = request.failure
         if found is not None:
             self._agree(found)
         elif not self._ended:

@@ -52,7 +52,7 @@ def launch(
         for rank in range(ranks):
             processes.start(command, rank_environment(rank, ranks, port))
         with ThreadPoolExecutor(1) as thread:  # importing it takes as long as the ranks' imports, and a rank may fail before
-            store = thread.submit(keep_store, listening, port)
+            store = thread.submit(serve_store, listening, port)
             _wait(processes, store, timeout=timeout, grace=grace)
         return _exit_code(processes, ranks, stopped)
 
@@ -101,13 +101,13 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The user's environment with torchrun's variables."""
     # With threads for all cores in each, ranks on a CPU would wait for one another.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
-    own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     store = {"MASTER_ADDR": _HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     job = {"TORCHELASTIC_RUN_ID": "octavo", "TORCHELASTIC_RESTART_COUNT": 0}
-    return threads | dict(os.environ) | {name: str(value) for name, value in (own | store | job).items()}
+    return threads | dict(os.environ) | {name: str(value) for name, value in (of_rank | store | job).items()}
 
 
-def keep_store(listening: socket.socket, port: int) -> object:
+def serve_store(listening: socket.socket, port: int) -> object:
     """The ranks' store in this process, on a socket that listens at this port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -69,7 +69,7 @@ def signals_held() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def garbage_kept() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Pause garbage collection during imports, whose objects are permanent: it took 0.9 of 6.7 seconds of a training's
     imports."""
     enabled = gc.isenabled()
@@ -160,7 +160,7 @@ class SharedPage:
         self.memory, self.descriptor = memory, descriptor
 
     @classmethod
-    def own(cls) -> SharedPage:
+    def create(cls) -> SharedPage:
         """A new page to write; with descriptor −1 it cannot be shared."""
         try:
             descriptor = os.memfd_create("octavo-watchdog", os.MFD_CLOEXEC)

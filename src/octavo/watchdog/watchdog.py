@@ -91,7 +91,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.world > 1:
-            self._page = SharedPage.own()
+            self._page = SharedPage.create()
             self._advance(self.progress)
             default: Any = _get_default_store()  # its class lacks `clone` in the annotations of earlier versions
             # The prefix separates consecutive watchdogs of one job.
@@ -125,7 +125,7 @@ class Watchdog:
             raise
         if failure is None or (failure.kind == "store" and error is None):
             self._stop(heartbeat, _DONE if error is None else " ".join(str(error).split()) or _INTERRUPTED)
-        elif error is not None and self._is_own(error, failure):
+        elif error is not None and self._is_of_this_rank(error, failure):
             error.reported = True  # type: ignore[attr-defined]
             # At exit, since the destructors of broken process groups abort, or wait for dead ranks.
             atexit.register(exit_without_destructors, error.exit_code if isinstance(error, OctavoError) else EXIT_FAILED)
@@ -146,10 +146,10 @@ class Watchdog:
             return heartbeat.failure
         if _is_stop(error):
             return heartbeat.diagnose(None, uncertain=False)
-        own = Failure.of_error(_own_part(error, self.rank) or error, self.rank, self.progress)
-        return heartbeat.diagnose(own, uncertain=is_consequence(error, self.rank))
+        failure = Failure.of_error(_part_of_rank(error, self.rank) or error, self.rank, self.progress)
+        return heartbeat.diagnose(failure, uncertain=is_consequence(error, self.rank))
 
-    def _is_own(self, error: BaseException, failure: Failure) -> bool:
+    def _is_of_this_rank(self, error: BaseException, failure: Failure) -> bool:
         """True if the error is the failure, or explains itself on this rank, such as the same InputError on every rank."""
         if failure.ranks == (self.rank,) and failure.kind in ("failed", "input"):
             return True
@@ -165,7 +165,7 @@ def is_consequence(error: BaseException, rank: int) -> bool:
 
     Messages of another rank begin with "rank 2 …"; distributed checkpointing raises the exceptions of all ranks on each.
     """
-    if isinstance(getattr(error, "failures", None), dict) and _own_part(error, rank) is None:
+    if isinstance(getattr(error, "failures", None), dict) and _part_of_rank(error, rank) is None:
         return True
     named = _RANK_PREFIX.match(str(error))
     if isinstance(error, OctavoError) and named is not None and int(named[1]) != rank:
@@ -176,7 +176,7 @@ def is_consequence(error: BaseException, rank: int) -> bool:
     )
 
 
-def _own_part(error: BaseException, rank: int) -> BaseException | None:
+def _part_of_rank(error: BaseException, rank: int) -> BaseException | None:
     """This rank's exception out of one that joins several in `failures`: {rank: (exception, traceback)}."""
     failures = getattr(error, "failures", None)
     part = failures.get(rank) if isinstance(failures, dict) else None
