@@ -185,7 +185,7 @@ class Product:
         return [algorithm for algorithm in distinct.values() if _splits(algorithm) <= 1]
 
     def _heuristic(self, workspace: int) -> list[_Algorithm]:
-        """cuBLAS's algorithms that need no more bytes of workspace, its favourite first."""
+        """cuBLAS's algorithms that need no more bytes of workspace, in the order of its heuristic."""
         preference, most = ctypes.c_void_p(), ctypes.c_uint64(workspace)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))

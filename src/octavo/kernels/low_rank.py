@@ -1,4 +1,4 @@
-"""Kernels that pack LoRA's adapters as one pair of matrices, take the pair's gradients apart, and add its product.
+"""Kernels that pack LoRA's adapters as one pair of matrices, split the pair's gradients, and add its product.
 
 By PyTorch's operations that is up to seven launches for each matrix with adapters, of a few microseconds each, and up to four
 in backward.

@@ -22,7 +22,7 @@ _CHUNK, _COLUMNS, _WARPS = 32, 2048, 4
 _PARTS, _FEW_COLUMNS = 16, 256
 """Parts that the second kernel reads at once, and most columns of a program."""
 _IDS = 1024
-"""Ids of a program that makes the keys."""
+"""Ids of a program that computes the keys."""
 
 
 @triton.jit

@@ -160,7 +160,7 @@ def quantize_rows(rows: Tensor, routes: Routes, quantizer: Quantizer) -> Quantiz
 def add_copies(y: Tensor, rows: Tensor, tile: int) -> Tensor:
     """The sum of each token's rows of y [R, C], in float32 and rounded once: [T, C], of y's dtype.
 
-    rows: whole numbers [T, V], as in `Routes`. tile: `TILE` runs the kernel.
+    rows: whole numbers [T, K], as in `Routes`. tile: `TILE` runs the kernel.
     """
     tokens, top_k = rows.shape
     if tile != TILE:

@@ -7,7 +7,7 @@ waits. Elsewhere rows are exact, and their counts are read on the host.
 A GPU needs no sort: blocks of copies are counted by expert, the counts summed over blocks, and each copy placed after those
 before it, in three launches instead of some forty of PyTorch's.
 
-Legend: T tokens, V experts per token (top-k), E experts, R rows.
+Legend: T tokens, K experts per token (top-k), E experts, R rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _BLOCKS = 1024
 
 @dataclass(frozen=True)
 class Routes:
-    """One forward of mixture of experts: the token of each row and the rows of each token.
+    """One forward of a mixture of experts (MoE): the token of each row and the rows of each token.
 
     Attributes:
         tokens: int32 [R], the token of each row; -1 for a row of zeros.
-        rows: int32 [T, V], the row of each copy of a token.
+        rows: int32 [T, K], the row of each copy of a token.
         experts: int32 [R / tile], the expert of each tile of rows; E after the last expert's rows.
         ends: int32 [E], the end of each expert's rows.
         tile: rows of a tile, `TILE` or 1.
@@ -153,7 +153,7 @@ def launch(chosen: Tensor, experts: int) -> Routes:
 def make_routes(chosen: Tensor, experts: int, tile: int | None = None) -> Routes:
     """Sort the copies of tokens by expert, in the order of tokens.
 
-    chosen: int64 [T, V], the experts of each token. tile: `TILE` or 1; that of the device if absent.
+    chosen: int64 [T, K], the experts of each token. tile: `TILE` or 1; that of the device if absent.
     """
     tile = tile_of_device(chosen.device) if tile is None else tile
     if tile == TILE and chosen.device.type == "cuda":
