@@ -57,11 +57,13 @@ def _nothing(_):
 
 
 def _own_share_alone(_):
-    def give_back(self, parts, own):
-        mine = [parts.get(n, own.new_zeros(2, own.shape[1], self.split.chunk, *own.shape[3:])) for n in self.split.chunks()]
+    def reduce(self, parts, local):
+        mine = [
+            parts.get(n, local.new_zeros(2, local.shape[1], self.split.chunk, *local.shape[3:])) for n in self.split.chunks()
+        ]
         return Pending([], lambda: torch.cat(mine, 2))
 
-    return give_back
+    return reduce
 
 
 def _first_alone(_):
@@ -284,7 +286,7 @@ ODD = {"model": {"source": "llama-1b", "config": {"vocab_size": 128261}}}  # wor
 CUT = {"model": {"source": "llama-1b", "config": {"intermediate_size": 224}}}  # 3.5 blocks of gate and up a rank
 OTHER = {
     "gradients of keys are not given back": Fault(
-        ((attention._Chunks, "give_back", _own_share_alone),), ("gradient layers.1.self_attention.qkv",), CONTEXT,
+        ((attention._Chunks, "reduce", _own_share_alone),), ("gradient layers.1.self_attention.qkv",), CONTEXT,
         source="mistral-7b",
     ),
     "gradients of others' keys are lost": Fault(
