@@ -1,4 +1,4 @@
-"""Collectives of context and expert parallelism, with the attention that overlaps them, and parameters that ranks share out.
+"""Collectives of tensor, context and expert parallelism, the attention that overlaps them, and parameters held in parts.
 
 May import kernels and the levels above, but not config.
 """

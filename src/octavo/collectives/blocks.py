@@ -1,4 +1,4 @@
-"""Which elements of a parameter each rank of a group holds, where no placement of DTensors says it.
+"""The elements of a parameter that each rank of a group holds, where no DTensor placement can express them.
 
 A joined matrix [query rows | key rows | value rows] is split by ranges of each; key and value rows may be shared by several
 ranks; a vocabulary is padded. A rank's tensor is plain: its ranges of each dimension, concatenated. FSDP2 then shards that
@@ -75,7 +75,7 @@ class Indices:
             first += len(each)
 
     def cut(self, start: int, stop: int) -> Indices:
-        """Those from `start` to `stop` of the part."""
+        """The indices from `start` to `stop` of the part."""
         found = [each[max(0, start - first) : max(0, stop - first)] for first, each in self.runs()]
         held = len(self) - self.padding
         return Indices(tuple(each for each in found if each), max(0, stop - max(start, held)))
@@ -113,7 +113,7 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the rank's tensor, with padding."""
+        """Shape of the rank's tensor, with padding."""
         return tuple(map(len, self.indices))
 
     @property
@@ -248,7 +248,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole."""
         return self.local.shape
 
     @property
@@ -320,7 +320,7 @@ def _fault(part: Part) -> str | None:
 
 
 def declare(module: nn.Module, name: str, block: Block) -> None:
-    """Say that a parameter of a module, plain or sharded by FSDP2, is this rank's part of a block.
+    """Declare a parameter of a module, plain or sharded by FSDP2, as this rank's part of a block.
 
     Raises:
         InputError: the parameter has another shape.
@@ -438,7 +438,7 @@ class BlockTensor(Tensor):
 
     @staticmethod
     def __new__(cls: type[BlockTensor], held: Tensor, block: Block) -> BlockTensor:
-        """Of the whole's shape. An InputError if `held` has another shape than the rank's part."""
+        """A tensor of the whole's shape. Raises InputError if `held` has another shape than the rank's part."""
         if tuple(held.shape) != block.local.local_shape:
             raise InputError(_other_shape("a tensor", tuple(held.shape), block))
         new: BlockTensor = Tensor._make_wrapper_subclass(cls, block.shape, dtype=held.dtype, device=held.device)
@@ -533,7 +533,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 
 def _give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Have `state_dict()` show that its tensors are parts; with `keep_vars` they stay the parameters."""
+    """Hook: `state_dict()` returns `BlockTensor`s; with `keep_vars` they stay the parameters."""
     for name, block in declared(module).items():
         value = state.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter | BlockTensor):
@@ -541,7 +541,7 @@ def _give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 
 
 def _take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Have `load_state_dict` take tensors of the same block, and whole ones."""
+    """Hook: `load_state_dict` accepts tensors of the same block, and whole ones."""
     for name, block in declared(module).items():
         key, parameter = f"{prefix}{name}", module._parameters.get(name)
         value = state.get(key)

@@ -33,7 +33,7 @@ from octavo.process import process
 T = TypeVar("T")
 
 LEAST_BYTES = 2**20
-"""Of a rank's block that may be copied; smaller ones go by NCCL."""
+"""Smallest block of a rank that may be copied; smaller ones use NCCL."""
 _ALIGNMENT = 256
 """Bytes: of a block's begin, for products that read it."""
 _HIDE_CYCLES = 400_000
@@ -54,7 +54,7 @@ class PeerMemory:
         self._room = 0
         self._handle: Any = None
         self._slots: dict[int, Tensor] = {}
-        """Of each rank: [2, other ranks, room] bytes."""
+        """Each rank's memory, [2, other ranks, room] bytes."""
         self._views: dict[Any, dict[int, Tensor]] = {}
         self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(2)]
         self._turn = 0
@@ -62,7 +62,7 @@ class PeerMemory:
         process.peer_memories.add(self)
 
     def reserve(self, block: int) -> None:
-        """Have room for blocks of so many bytes. Collective where it has not."""
+        """Grow to room for blocks of so many bytes; collective if it grows."""
         block = -(-block // _ALIGNMENT) * _ALIGNMENT
         if block <= self._room:
             return
@@ -81,7 +81,7 @@ class PeerMemory:
 
     @property
     def bytes(self) -> int:
-        """Of this rank's memory."""
+        """Size of this rank's memory."""
         return 2 * (self.size - 1) * self._room
 
     def begin(self, shape: tuple[int, ...], dtype: torch.dtype) -> Exchange:
@@ -96,7 +96,7 @@ class PeerMemory:
         return self._last
 
     def _blocks(self, direction: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[int, Tensor]:
-        """By rank, the blocks of an exchange in the present slot "to" the other ranks, there, or "from" them, here."""
+        """Blocks of an exchange in the current slot, by rank: "to" the others, in their memory, or "from" them, in this one."""
         key = direction, self._turn, shape, dtype
         if key not in self._views:
             with torch.inference_mode(False):
@@ -246,5 +246,5 @@ def choices(ranks: int | None = None) -> dict[str, str]:
 
 
 def memory_bytes() -> int:
-    """Of this process, that other ranks write, which PyTorch's allocator does not count."""
+    """Bytes of this process's memory that other ranks write, which PyTorch's allocator does not count."""
     return sum(memory.bytes for memory in process.peer_memories)

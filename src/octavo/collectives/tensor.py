@@ -51,9 +51,9 @@ class TensorGroup(Ranks):
         self.size = dist.get_world_size(group) if size is None else size
         self.rank = dist.get_rank(group) if rank is None else rank
         self._peers: PeerMemory | str | None = None
-        """For exchanges by copies; the reason where the ranks have none; None before the first exchange of a GPU."""
+        """Memory for exchanges by copies, or the reason why there is none; None before the first exchange of a GPU."""
         self._together: dict[int, Tensor] = {}
-        """Of a parameter's id, within a forward: what takes its place, so that gradients are summed at once."""
+        """Views that replace parameters within a forward, by id, so that one collective sums their gradients."""
 
     def start_gather(self, rows: Tensor) -> Gathering:
         """Begin to gather rows [m, C] of any dtype, FP8 too, from all ranks."""
@@ -99,7 +99,7 @@ class TensorGroup(Ranks):
     def summed(
         self, product: Callable[[slice], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, parts: bool
     ) -> Tensor:
-        """As `scatter`, for parts that are still to be computed; shape: [m, C] of the sum.
+        """`scatter` of parts that are still to be computed; shape: [m, C] of the sum.
 
         product: computes some of the rows [n · m, C]. parts: a rank's rows justify a separate product, so that the other ranks'
         rows are sent while this rank's are computed.

@@ -238,7 +238,7 @@ def _remember(thread: _Thread, active: _Active | None) -> None:
 
 
 def _warn_of_other_thread() -> None:
-    """Say once that the context of another thread is not that of a layer on this one."""
+    """Warn once that a layer runs on a thread without the autocast that another thread is in."""
     if "autocast of another thread" not in process.said:
         process.said.add("autocast of another thread")
         warnings.warn(
@@ -251,7 +251,7 @@ def _warn_of_other_thread() -> None:
 
 @torch.compiler.disable
 def _warn_without_fp8(device: torch.device) -> None:
-    """Say once that layers on this device stay in high precision."""
+    """Warn once that layers on this device stay in high precision."""
     if device not in process.said:
         process.said.add(device)
         warnings.warn(

@@ -160,9 +160,9 @@ class ScaleBuffer:
         process.scale_buffers[self.number] = self
         self.scale = torch.full((_FIRST_CAPACITY,), math.nan, device=device)
         self.begun_from = [_NEVER] * _FIRST_CAPACITY
-        """By index of a slot: the number of the first session that finds all its entries begun, and reads no flag."""
+        """By index of a slot: number of the first session in which all its entries have begun, so that it reads no flag."""
         self.partly_from = [_NEVER] * _FIRST_CAPACITY
-        """The number of the first session that finds one of its entries begun."""
+        """By index of a slot: number of the first session in which one of its entries has begun."""
         self.waiting: dict[int, Waiting] = {}
         """By index of a slot: entries that may get their first scale in the next update."""
         self._pending: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags being copied to the host
@@ -402,7 +402,7 @@ class BufferSet:
         self.tensor_group: dist.ProcessGroup | None = None
         """Ranks with parts of each operand, which all cast by one scale."""
         self.joins = Joins()
-        """Of amaxes before a cast."""
+        """Joins of amaxes before a cast."""
         self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
         self._used = {False: 0, True: 0}
         self.deferred: weakref.WeakKeyDictionary[Session, list[tuple[ScaleBuffer, Tensor]]] = weakref.WeakKeyDictionary()
@@ -560,11 +560,11 @@ _threads: OfThread[_Thread] = OfThread("scales", _Thread)
 of_thread = _threads.local
 """`.state.session`: the current outermost autocast of this thread, or the last one, of a forward."""
 default = BufferSet()
-"""Of layers outside of `transform`."""
+"""Buffers of layers outside of `transform`."""
 
 
 def _default() -> BufferSet:
-    """For `pickle`."""
+    """The default set of the process that unpickles."""
     return default
 
 
@@ -631,7 +631,7 @@ def joins_forward(group: dist.ProcessGroup) -> bool:
 
 
 def update_after_backward(thread: _Thread | None = None) -> None:
-    """Let the outermost running backward update the gradients' scales at its end."""
+    """Queue the update of the gradients' scales at the end of the outermost running backward."""
     thread = thread or _threads.here()
     task = checkpoints.graph_task()
     if task in (-1, thread.task) or checkpoints.is_nested_backward():

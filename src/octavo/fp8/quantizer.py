@@ -244,7 +244,7 @@ class LinearQuantizer:
         return x
 
     def recomputed_input(self) -> Quantizer:
-        """For a forward kernel repeated in backward: the bits of forward, in the layout of the weight gradient."""
+        """Quantizer for a forward kernel that backward repeats: the same bits, in the layout of the weight gradient."""
         if self.recipe is None:
             return Quantizer(self.out_dtype)
         kind = self.recipe.casts[Operand.INPUT].format

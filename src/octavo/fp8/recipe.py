@@ -56,7 +56,7 @@ class Cast:
     delayed: bool = False
     """The scale comes from the amaxes of earlier steps, not from the tensor itself."""
     power_of_two: bool = False
-    """Of one scale a tensor: it is rounded down to a power of two."""
+    """One scale a tensor is rounded down to a power of two."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Recipe:
 
     name: ClassVar[str]
     granularities: ClassVar[tuple[Granularity, Granularity]] = (Granularity.TENSOR, Granularity.TENSOR)
-    """Of inputs and gradients of outputs, and of weights."""
+    """Granularity of inputs and output gradients, and of weights."""
 
     casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
     """The cast of each operand, the same for both products that it enters."""

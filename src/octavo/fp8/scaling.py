@@ -262,7 +262,7 @@ def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
 
 
 def reset(slot: Slot) -> None:
-    """Let a slot begin anew, with an empty history."""
+    """Reset a slot: no scale, and an empty history."""
     fill(slot, torch.tensor(math.nan), torch.zeros(1))
 
 
@@ -494,7 +494,7 @@ def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: 
 
 
 def reset_states(model: nn.Module) -> None:
-    """Let every slot of a model begin anew, with an empty history, and drop cached FP8 weights."""
+    """Reset every slot of a model to no scale and an empty history, and drop cached FP8 weights."""
     for _, state in states_of(model):
         state.weight_cache = None
         for slot in state.slots.values():

@@ -1,7 +1,9 @@
 """The products of a matrix that is split over a tensor group, by rows or by columns.
 
-    columns of the result (rows of the weight)      x [m, K] of this rank's tokens is gathered, y [n · m, N / n]
-    rows of the weight's columns                    x [n · m, K / n], y [m, N] is this rank's rows of the sum of all ranks'
+Legend: n ranks, m tokens of a rank, weight [N, K].
+
+    `ColumnParallelGemms`   weight [N / n, K]: x [m, K] of each rank is gathered, y is [n · m, N / n]
+    `RowParallelGemms`      weight [N, K / n]: x is [n · m, K / n], y [m, N] is this rank's rows of the sum over the ranks
 
 In FP8, gathers send the bytes, and sums are in the compute dtype. Backward saves this rank's tokens of a gathered input, and
 regathers them. With one scale a tensor all ranks cast with it, since the amaxes of an operand are joined over the group: given
@@ -17,7 +19,8 @@ and gather:
     and x [n · m, K / n]             finer than on one rank        are counted per rank
     weight                           of the rank's rows and columns, in both layouts
 
-So blocks are those of one rank where tokens, rows and columns of a rank are multiples of 128, and else begin with the rank's.
+So blocks are those of one rank where a rank's tokens, rows and columns are multiples of 128; otherwise each rank's blocks begin
+at its first row.
 
 A product of gathered rows starts with this rank's rows, concurrently with the gather of the others, if it is long enough to pay
 for a second launch. In backward, gathers of inputs and sums of gradients overlap the products of the weights' gradients.
@@ -227,7 +230,7 @@ class ColumnParallelGemms(_TensorGemms):
         self.shared = shared
 
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
-        """Of all tokens."""
+        """The output has the tokens of all ranks."""
         return widened(leading, self.tensor.size)
 
     def input(self, producer: Producer, *, rowwise: bool = True) -> QuantizedTensor:
@@ -253,13 +256,13 @@ class ColumnParallelGemms(_TensorGemms):
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
-        """As `LinearGemms`; the input that it returns is gathered, but for scales of rows or blocks."""
+        """As `LinearGemms`; the returned input is gathered, unless it has scales of rows or blocks."""
         w = self.restored_weight(w, rowwise=True)
         y, gathered = self._output(x, w, bias, for_weight=self.wants_weight and not self._of_rows)
         return y, x if self.wants_weight and self._of_rows else gathered, w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """As `LinearGemms`; of the input this rank's rows."""
+        """As `LinearGemms`; the input is this rank's rows."""
         inputs = x if self.wants_weight or self.recomputes_output else NOTHING
         if self._of_rows and not self.recomputes_output:
             inputs = QuantizedTensor(None, None, *inputs[2:])
@@ -314,12 +317,12 @@ class RowParallelGemms(_TensorGemms):
     _flight: _Gathering | None = None
     """The pending gather of the output's gradient."""
     _flight_of_columns: Pending[QuantizedTensor] | None = None
-    """The same of its cast for the weight's gradient, with scales of rows or blocks."""
+    """The pending gather of its columnwise cast for the weight's gradient, with scales of rows or blocks."""
     _gathered: QuantizedTensor = NOTHING
     """The gathered output gradient in the layout of the weight's gradient, saved from `grad_input` to `grad_weight`."""
 
     def output_shape(self, leading: Sequence[int]) -> tuple[int, ...]:
-        """Of this rank's tokens."""
+        """The output has this rank's tokens."""
         return narrowed(leading, self.tensor.size)
 
     def output(self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
@@ -350,7 +353,7 @@ class RowParallelGemms(_TensorGemms):
     def both_gradients(
         self, dy: QuantizedTensor, x: QuantizedTensor, w: QuantizedTensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `LinearGemms`, the input's first; dy: of `grad_output`."""
+        """As `LinearGemms`, with the gradient of the input first; dy: from `grad_output`."""
         dx = self.grad_input(dy, w) if self.wants_x else None
         return dx, self.grad_weight(dy, x) if self.wants_weight else None
 

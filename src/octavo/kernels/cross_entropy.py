@@ -223,7 +223,7 @@ def launch(
 
 
 def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
-    """For a kernel: the losses of the rows, float32 [N], the FP8 gradient where one is wanted, and its largest value."""
+    """Outputs of a kernel: losses of the rows, float32 [N], the FP8 gradient where one is requested, and its largest value."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     return (losses, None, 1.0) if grad_scale is None or fp8 is None else (losses, fp8, torch.finfo(fp8.dtype).max)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.kernels.tiles import cdiv
 
 LEAST_COLUMNS, LEAST_ELEMENTS = 8192, 1 << 25
-"""Of a sum by the kernel: cuBLAS adds to narrower matrices at the memory's speed."""
+"""Smallest sum of the kernel: cuBLAS adds to narrower matrices at the memory's speed."""
 MOST_BETWEEN = 128
 """Columns of the narrow operand up to which adding is bound by memory."""
 MOST_PARTS = 4
@@ -216,7 +216,7 @@ def launch_unpack(joint_b: Tensor, adapters: int, runs: Sequence[Run], length: i
 
 
 def _filled(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As many as a launch takes."""
+    """The tensors, filled up to the number that a launch takes."""
     return [*tensors, *[tensors[0]] * (MOST_PARTS - len(tensors))]
 
 

@@ -189,7 +189,7 @@ def norm_rows(
 def _load_gradients(
     dy_ptr, h_ptr, weight_ptr, residual_ptr, mean, rstd, c, inside, CENTRE: tl.constexpr, ONE_PLUS: tl.constexpr
 ):
-    """Of a block of a row: dy, the normed values, their gradient, and the residual's."""
+    """dy, the normed values, their gradient and the residual's gradient of a block of a row."""
     dy = load_float32(dy_ptr, c, inside)
     h = load_float32(h_ptr, c, inside)
     residual = 0.0

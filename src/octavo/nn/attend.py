@@ -58,7 +58,7 @@ def attend(
         scale: None for D^-½.
         dropout: the probability with which a softmax's value is dropped.
         context: the ranks that share each sequence.
-        handover: to the rotation that produced q, k and v, if nothing else reads their gradients.
+        handover: passes gradients to the rotation that produced q, k and v, if nothing else reads them.
 
     Raises:
         InputError: the pattern is of another number of tokens, these ranks cannot compute it, or causal attention has other
@@ -128,7 +128,7 @@ def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float | None, dropout: float) -> Tensor:
-    """Band by band of the queries, so that no mask of T × T is there, nor saved for backward."""
+    """Attention of a band of queries at a time: no mask of T × T exists or is saved for backward."""
 
     def of_band(q: Tensor, k: Tensor, v: Tensor, queries: slice, keys: slice) -> Tensor:
         return _sdpa(q, k, v, pattern.mask(q.shape[0], q.device, queries, keys), False, scale, dropout)

@@ -91,7 +91,7 @@ def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = 
 
 
 class Attending(abc.ABC):
-    """How a call attends if no mask and no pattern is given; passed in place of `attention_mask`."""
+    """A custom attention computation, passed in place of `attention_mask`."""
 
     @abc.abstractmethod
     def core(self, layer: DotProductAttention, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -114,9 +114,9 @@ class ContextParallel(nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "all_gather",
     ) -> None:
-        """Share sequences with the ranks of a group: inputs, rotary angles too, are then those of this rank's tokens, as
-        `octavo.context_parallel.split` gives them. None ends it. `cp_global_ranks` and `cp_stream` are Transformer Engine's,
-        and not needed.
+        """Share sequences with the ranks of a group: inputs and rotary angles are then those of this rank's tokens, as
+        `octavo.context_parallel.split` returns them. None ends it. `cp_global_ranks` and `cp_stream` are accepted for
+        Transformer Engine's callers, and unused.
         """
         self._share_sequences(cp_group, cp_comm_type)
 
@@ -161,7 +161,7 @@ class DotProductAttention(ContextParallel):
         self.context: ContextGroup | None = None
         """The ranks that share each sequence."""
         self.tensor: TensorGroup | None = None
-        """The ranks with other heads, whose dropout is drawn separately."""
+        """The ranks with the other heads; each draws its dropout separately."""
 
     def _share_sequences(self, group: dist.ProcessGroup | None, strategy: str) -> None:
         self.context = None if group is None else ContextGroup(group, strategy)
@@ -268,7 +268,7 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
     """
 
     tensor: TensorGroup | None = None
-    """The ranks that have other heads: inputs and results are this rank's tokens."""
+    """The ranks with the other heads; inputs and results have this rank's tokens."""
 
     def __init__(
         self,

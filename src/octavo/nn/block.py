@@ -130,7 +130,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
             self.layernorm_mlp.streams_norm = apply_residual_connection_post_layernorm
         self.layernorm: nn.Module | None = None
         self.inter_attention: nn.Module | None = None
-        """Of a decoder: between attention and MLP, to the output of an encoder, by a call's `inter`."""
+        """Cross-attention of a decoder, between attention and MLP; its pattern is a call's `inter`."""
         if output_layernorm:
             how: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
             self.layernorm = NORM_LAYERS[normalization](hidden_size, layernorm_epsilon, **how)
@@ -195,7 +195,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         return (h, out) if self.layernorm is None else (self.layernorm(h, out), None)
 
     def set_skip_output(self, skip_output: bool) -> None:
-        """In a recomputation of this layer: skips products whose results are only added to the stream."""
+        """Skip products whose results are only added to the stream; for a recomputation of this layer."""
         last = self.layernorm_mlp if self.experts is None else self.layernorm_moe.experts
         last.skip_output = skip_output and self.layernorm is None
         if self.parallel:

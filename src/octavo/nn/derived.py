@@ -1,4 +1,4 @@
-"""Gives a module's class one more method, and finds the class whose code a module runs."""
+"""Adds methods to one module's class, and finds the class that a user or library wrote."""
 
 from __future__ import annotations
 

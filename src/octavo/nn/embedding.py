@@ -1,7 +1,8 @@
 """The embedding of token ids, whose gradient is added to that of a tied head.
 
-Autograd would write a second gradient of the size of the vocabulary, read both and write their sum. One node of its graph gives
-out the rows and the weight that the head reads, so it has both gradients at once: rows are added to the head's in place.
+Autograd would write a second gradient of the size of the vocabulary, read both and write their sum. Here one autograd node
+returns the rows and the weight that the head reads. It receives both gradients at once, and adds the rows to the head's in
+place.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Words(Slice):
 
 @dataclass(eq=False)
 class SharedWeight:
-    """The weight of an embedding and a head in one forward: the parameter, and its values out of the embedding's node.
+    """The weight of an embedding and a tied head in one forward: the parameter, and its values from the embedding's node.
 
-    A user of `of(weight)` must return a gradient with no other references, since it is written in place.
+    The consumer of `of(weight)` must return a gradient without other references: the embedding's backward writes into it.
     """
 
     parameter: Tensor | None = None
@@ -75,12 +76,11 @@ class Embedding(nn.Embedding):
         super().__init__(words, columns, dtype=params_dtype, device=device)
         self.padding_idx = padding + words if padding is not None and padding < 0 else padding
         self.dtype = dtype
-        """Of the result."""
+        """Dtype of the result."""
         self.words: Words | None = None
-        """The rows that this rank holds of a vocabulary that a tensor group shares: the result is then of this rank's
-        tokens."""
+        """This rank's rows of a vocabulary that a tensor group shares; the result then has this rank's tokens."""
         self.in_decoder = False
-        """The decoder runs a forward, and reads its rank's tokens."""
+        """A forward of the decoder is running, which reads this rank's tokens."""
 
     def forward(self, input: Tensor, shared: SharedWeight | None = None) -> Tensor:
         """The rows of the ids `input` [...]: [..., K]. shared: is filled, for a head with the same weight.

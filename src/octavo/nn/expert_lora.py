@@ -23,7 +23,7 @@ from octavo.nn.lora import Adapter
 
 
 class StackedAdapter(Adapter):
-    """As and Bs of a stack of matrices [E · N, K], one below the other: `lora_A` [E · r, K], `lora_B` [E · N, r]."""
+    """Adapters of stacked matrices [E · N, K], stacked alike: `lora_A` [E · r, K], `lora_B` [E · N, r]."""
 
     def __init__(
         self, count: int, in_features: int, rows: int, rank: int, dtype: torch.dtype, device: torch.device | str
@@ -75,7 +75,7 @@ class StackedAdapters(nn.Module):
     tensor: TensorGroup | None = None
     """The ranks that hold other slices of every expert."""
     by_columns = False
-    """They are of columns."""
+    """True if this rank holds columns of the adapted weight."""
 
     def __init__(
         self, leaf: str, count: int, in_features: int, rows: int, rank: int, scale: float,

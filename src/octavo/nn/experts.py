@@ -43,7 +43,7 @@ class StackedExperts(nn.Module):
     """
 
     skip_output = False
-    """As that of `octavo.nn.LayerNormMLP`."""
+    """As `LayerNormMLP.skip_output`."""
     lora_fc1: StackedAdapters
     lora_fc2: StackedAdapters
 
@@ -80,7 +80,7 @@ class StackedExperts(nn.Module):
 
     @property
     def adapters(self) -> tuple[StackedAdapters, ...]:
-        """Those of the first and of the second product, or none."""
+        """The adapters of the first and of the second product, or none."""
         return (self.lora_fc1, self.lora_fc2) if "lora_fc1" in self._modules else ()
 
     @property
@@ -305,7 +305,7 @@ class _AdapterBackward:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Those of A and B of both."""
+        """Gradients of A and B of both products."""
         pairs = zip(self._adapters, self._found[::2], self._found[1::2], strict=True)
         return [matrix for one, d_a, d_b in pairs for matrix in one.gradients(d_a, d_b)]
 

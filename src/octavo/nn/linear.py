@@ -139,7 +139,7 @@ def _with_repetition(*tensors: Tensor | None) -> QuantizedTensor:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """FP8 products of operands that are cast already; run eagerly, and read by a compiler."""
+    """FP8 products of operands that are already cast; in eager and in compiled code."""
 
     @staticmethod
     def forward(
@@ -351,7 +351,7 @@ class Linear(nn.Linear):
     """
 
     skip_output = False
-    """Set in a recomputation that does not use the result: its product in FP8 does not run, and the result has no values."""
+    """Set in a recomputation whose result is unused: the FP8 product does not run, and the result is uninitialised."""
     tensor: TensorGroup | None = None
     """The ranks with other columns of the weight: inputs are this rank's columns of all tokens, outputs this rank's tokens."""
     return_bias = False  # defaults of the class serve `from_linear`
@@ -397,7 +397,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None, *, return_input: bool = False) -> Any:
         """input [..., in_features] → [..., out_features]; is_first_microbatch: `first` of `LinearQuantizer`.
 
-        return_input: the input that the product reads before its cast to FP8 is returned last. Here it is `input` itself.
+        return_input: also return, last, the product's input before its cast to FP8, which here is `input` itself.
         """
         check_input(self, input, size=self.weight.shape[1], dtypes=FLOATS_OF_PYTORCH)
         bias: Tensor | None = None if self.return_bias else self.bias
@@ -441,11 +441,11 @@ class NormedLayer(ResidualLayer):
     _matrices: Callable[[], list[tuple[Tensor, Tensor | None, Init | None]]]
     """Weight, bias and `init_method` of each product."""
     _products: Callable[..., tuple[Tensor, ...]]
-    """The products of a norm's result, each with separate gradients: all that a compiler needs."""
+    """The products of a norm's result as separate autograd functions, for compiled code."""
     _fused: Callable[..., tuple[Tensor, ...]]
-    """Norm and products as one autograd function; also gives the residual stream, in front."""
+    """Norm and products as one autograd function; returns the residual stream first."""
     _with_adapters: Callable[..., tuple[Tensor, ...]]
-    """`_fused` of a layer with adapters, whose inputs the kernels store; not in compiled code."""
+    """`_fused` for a layer with adapters, whose inputs the kernels store; not in compiled code."""
 
     adapted = False
     """True if a weight of this layer has adapters."""
@@ -454,9 +454,9 @@ class NormedLayer(ResidualLayer):
     draws: Draws
     zero_centered_gamma = False
     tensor: TensorGroup | None = None
-    """The ranks that hold other rows of the first weight: inputs are this rank's tokens."""
+    """The ranks with the other rows of the first weight; inputs have this rank's tokens."""
     streams_norm = False
-    """`forward_residual` returns the norm's output, in the compute dtype, as the residual stream, instead of its input."""
+    """`forward_residual` returns the norm's output in the compute dtype as the residual stream, not the norm's input."""
 
     def __init__(self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, make: dict[str, Any]) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ class LayerNormLinear(NormedLayer):
     """
 
     shared_rows = 0
-    """Rows of the weight, the last, that other ranks of a tensor group hold too."""
+    """Last rows of the weight that other ranks of the tensor group hold too."""
 
     def __init__(
         self,

@@ -399,7 +399,7 @@ class LayerNormMLP(NormedLayer):
 
     chunks = 1
     skip_output = False
-    """As that of `Linear`, in every dtype; the product's operands are not computed either."""
+    """As `Linear.skip_output`, in every dtype; the product's operands are not computed either."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The feed-forward half of a block as a mixture of experts (MoE): norm, router, experts.
 
-No token is dropped. The router runs in float32. In training, experts may be chosen otherwise than by the largest probabilities,
-from only this call's tokens on this rank; in evaluation they are not.
+No token is dropped. The router runs in float32. Assignments other than by the largest probabilities apply in training only, to
+this call's tokens on this rank.
 
 Legend: T tokens, K experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size.
 """
@@ -67,7 +67,7 @@ class LayerNormMoE(ResidualLayer):
     """
 
     tensor: TensorGroup | None = None
-    """The ranks that hold other slices of the experts, or others of them: inputs and outputs are this rank's tokens."""
+    """The ranks with other slices of the experts, or with other experts; inputs and outputs have this rank's tokens."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class LayerNormMoE(ResidualLayer):
         return h, unflat(y, input.shape), self._routing(logits, chosen, counted)
 
     def _computed(self, x: Tensor, scores: Tensor, chosen: Tensor, first: bool | None) -> Tensor:
-        """The experts' result [T, H] of x [T, H]; that of slices by way of the tokens of all tensor ranks."""
+        """The experts' result [T, H] of x [T, H]. Slices of experts compute it from the gathered tokens of all tensor ranks."""
         if self.tensor is None or self.experts.group is not None:
             out: Tensor = self.experts(x, scores, chosen, first)
             return out
@@ -165,7 +165,7 @@ class LayerNormMoE(ResidualLayer):
         return scores / scores.sum(-1, keepdim=True) if self.config.normalized else scores, chosen
 
     def _assign(self, logits: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `_route`, by the other assignments; the gradient flows only through the weights."""
+        """`_route` for the other assignments; the gradient flows only through the weights."""
         config = self.config
         if config.assignment == "balanced":
             chosen = assignment.round_robin(logits, config.top_k)
@@ -250,9 +250,9 @@ def routing_metrics(routing: Tensor, top_k: int) -> dict[str, Any]:
 
 
 class _Router(torch.autograd.Function):
-    """x [T, H] itself, for the experts, and its float32 product with weight [E, H]ᵀ.
+    """x [T, H] for the experts, unchanged, and the logits x · weightᵀ, float32 [T, E]; weight [E, H].
 
-    Backward adds the gradient by the experts where it multiplies, so that no separate pass sums the two.
+    Backward adds the experts' gradient of x inside its product, so that no separate pass sums the two.
     """
 
     @staticmethod

@@ -80,7 +80,7 @@ class NormForm(NamedTuple):
     zero_centered: bool = False
 
     def of(self, weight: Tensor, bias: Tensor | None) -> NormParameters:
-        """With its parameters."""
+        """This form with parameters."""
         return NormParameters(self.kind, weight, bias, self.eps, self.zero_centered)
 
 
@@ -323,7 +323,7 @@ class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]
 
 
 NORM_LAYERS: dict[str, type[_Norm]] = {norm.normalization: norm for norm in (LayerNorm, RMSNorm)}
-"""By the name of the normalisation."""
+"""Name of a normalisation → its layer."""
 
 
 class L2Normalization(nn.Module):

@@ -181,7 +181,7 @@ def use_plain_names(layer: TransformerLayer) -> TransformerLayer:
 
 
 def _take_stored_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Have `load_state_dict` take a state dict of an older version, by the stored names, too."""
+    """Hook: `load_state_dict` also accepts a state dict of an older version, with the stored names."""
     for name in _names_in(layer):  # of both names in one state dict the stored one is left, as an unexpected key
         if (stored := prefix + stored_name(name)) in state_dict and prefix + name not in state_dict:
             state_dict[prefix + name] = state_dict.pop(stored)

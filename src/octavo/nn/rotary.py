@@ -25,12 +25,12 @@ Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 class Handover:
     """Gradients from attention to its `Rotation`, bypassing autograd, which does not support sums in a kernel's order.
 
-    Autograd gets NaN in their place: whoever reads between the two sees that there is nothing.
+    Autograd gets NaN in their place, so that a reader between the two notices.
     """
 
     def __init__(self) -> None:
         self.expected = False
-        """A backward of the rotation is going to `take`."""
+        """The rotation's backward will call `take`."""
         self._sums: list[Accumulated | None] = [None] * 3
 
     def give(self, gradients: Sequence[Gradient], dtype: torch.dtype) -> tuple[Tensor, ...]:

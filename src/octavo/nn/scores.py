@@ -41,7 +41,7 @@ class Scores(NamedTuple):
         return self.bias is not None or self.slopes is not None or bool(self.cap)
 
     def of(self, samples: slice, queries: int, keys: int) -> Scores:
-        """Those of some samples, from their first queries and keys on."""
+        """The terms of some samples, for their first queries and keys."""
         bias, slopes = self.bias, self.slopes
         if bias is not None:
             bias = bias[samples if bias.shape[0] > 1 else slice(None), :, :queries, :keys]

@@ -192,7 +192,7 @@ def _distances(sight: Sight, queries: int, keys: int, device: torch.device) -> C
 def _by_library(
     q: Tensor, k: Tensor, v: Tensor, see: Callable[[slice], Tensor | None], *, causal: bool, scale: float, dropout: float
 ) -> Tensor:
-    """By PyTorch's function, a band of queries at a time where it needs a mask."""
+    """Attention by PyTorch's function, a band of queries at a time where it needs a mask."""
     if causal:
         return scaled_dot_product(q, k, v, None, causal=True, scale=scale, dropout=dropout)
 

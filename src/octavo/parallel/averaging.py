@@ -24,11 +24,11 @@ from octavo.parallel.storages import SOLE_OWNER, reference_count
 LARGE_BYTES = 2**20
 """Gradients from here on are reduced where they lie: at this size that costs less than a copy into a bucket and out of it."""
 GROUP_BYTES = 32 * 2**20
-"""Of large gradients in a group at least, without attentions: fewer kernels wait for multiprocessors and for other ranks."""
+"""Least bytes of a group of large gradients, without attentions: fewer kernels wait for multiprocessors and other ranks."""
 GROUP_BYTES_BETWEEN_ATTENTIONS = 256 * 2**20
-"""The same between two attentions, which end groups too."""
+"""Least bytes of a group between two attentions, which end groups too."""
 BUCKET_BYTES = 128 * 2**20
-"""Of small gradients together: enough for the full rate of the links."""
+"""Bytes of a bucket of small gradients: enough for the full rate of the links."""
 _ALIGNMENT = 64
 """Elements: every gradient in a bucket begins at a multiple, so that optimizers read it in whole vectors."""
 

@@ -38,7 +38,7 @@ _ASK_SECONDS = 5.0
 """Until the missing ranks are asked where they are."""
 _ANSWER_SECONDS = 2.0
 _BLOCKED_SECONDS = 20.0
-"""In one collective, without an end, after which a rank counts as blocked: longer than the transfer of a large tensor."""
+"""Time in one collective after which a rank counts as blocked: longer than the transfer of a large tensor."""
 _WARN_SECONDS = 60.0
 _GO = "go"
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")

@@ -189,7 +189,7 @@ class BesideAdapters:
     seed: int
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """As `base`, of its tensors."""
+        """`base`'s check of its tensors."""
         self.base.check(model, [name for name in names if not is_adapter(name)])
 
     @torch.no_grad()

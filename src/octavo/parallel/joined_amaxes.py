@@ -23,7 +23,7 @@ from octavo.kernels.quantize.quantized import Quantizer
 
 
 def join_weights(model: nn.Module) -> None:
-    """Have each forward of a model of tensor ranks join its weights' amaxes at once, where it casts by them."""
+    """Register hooks that join the weights' amaxes over tensor ranks before each forward that casts with them."""
     weights = _Weights(model)
     model.register_forward_pre_hook(weights.join, prepend=True, with_kwargs=True)
     model.register_forward_hook(weights.forget, always_call=True)

@@ -119,7 +119,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _stand_ins(model: nn.Module) -> dict[str, Tensor]:
-    """Of all parameters and buffers a `_stand_in` on meta."""
+    """A `_stand_in` on meta for each parameter and buffer."""
     blocks = parameters_of(model)
     return {name: _stand_in(t, blocks.get(t), "meta") for name, t in _tensors(model).items()}
 

@@ -22,7 +22,7 @@ from octavo.nn.block import TransformerLayer
 from octavo.nn.moe import LayerNormMoE
 
 _Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
-"""Of a forward, and of its recomputation."""
+"""Contexts of a forward and of its recomputation."""
 
 
 def recomputed(block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from octavo.collectives.tensor import TensorGroup
 
 
 def sum_together(model: nn.Module, tensor: TensorGroup, parts: Sequence[nn.Module]) -> None:
-    """Have each forward of these parts of a model sum the gradients of its replicated parameters at once."""
+    """Register hooks with which each forward of these parts sums its replicated parameters' gradients at once."""
     alike = {parameter for parameter, block in parameters_of(model).items() if block is None or block.is_whole}
     shared_out = [
         module for part in parts for module in part.modules() if module is not part and isinstance(module, FSDPModule)

@@ -36,7 +36,7 @@ _METHODS = ("save_pretrained", "push_to_hub")
 
 
 def save_whole(model: nn.Module) -> None:
-    """Have the methods that write a sharded model, or a module of it, gather whole weights first; all ranks call them.
+    """Make the methods that write a sharded model, or a module of it, gather whole weights first; all ranks call them.
 
     And refuse a file of one rank's shards, by `torch.save` or safetensors.
     """
@@ -86,7 +86,7 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
 
 
 def _needed(model: Any, sharded: Mapping[int, nn.Parameter], given: Mapping[str, Any]) -> Collection[int]:
-    """Those of the sharded parameters, by `id`, that a method reads: of a model with PEFT's adapters these and embeddings."""
+    """The sharded parameters, by `id`, that a method reads; of a model with PEFT's adapters only these and embeddings."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return sharded
@@ -145,7 +145,7 @@ def _marked() -> Iterator[None]:
 
 
 def _mark_shards(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any) -> None:
-    """Have the shards of a state dict raise an error in a pickle or in a file of safetensors."""
+    """Make the shards of a state dict raise an error in a pickle or a safetensors file."""
     for name in module._parameters:
         tensor = state.get(f"{prefix}{name}")
         if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):  # not those of `keep_vars`

@@ -49,7 +49,7 @@ class LocalShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole."""
         return self.part.shape
 
     def numbers(self, start: int, stop: int) -> Tensor:

@@ -71,7 +71,7 @@ Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
 
 @dataclass(frozen=True)
 class _PartOfMatrix:
-    """Of matrices of which ranks hold parts; their scales belong to those."""
+    """The result for a matrix that ranks hold in parts: its scales belong to parts."""
 
     reason: str = "parts of a matrix on several ranks"
     data: Tensor | None = None
@@ -87,7 +87,7 @@ class StoredInFp8:
     note: Note
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """As `base`; a stored weight has to be among its values."""
+        """As `base`, which must have a value for each stored weight."""
         if isinstance(self.base, Loaded) and (absent := [name for name in self.weights if name not in self.base.load.names]):
             raise InputError(f"{absent[0]} of {type(model).__name__} is not among the weights that are loaded.")
         self._unstored.check(model, self._left(names))
@@ -162,7 +162,7 @@ class StoredInFp8:
 
 
 def _say(report: Mapping[str, Sequence[str]]) -> None:
-    """Say on the first rank which matrices of an FP8 folder are stored otherwise than there, and why."""
+    """Warn on the first rank about matrices of an FP8 folder that were cast a second time, with the reasons."""
     recast = {reason: names for reason, names in report.items() if reason}
     if not recast or os.environ.get("RANK", "0") != "0":
         return
@@ -183,7 +183,7 @@ def _first_row(held: Tensor) -> int:
 
 
 def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, int], Tensor]]]:
-    """What this rank counts of a part, with the numbers of the elements in the whole."""
+    """The elements of a part that this rank counts, with their numbers in the whole."""
     if part.counts_all:
         yield local, LocalShard(local, part).numbers
         return
@@ -194,7 +194,7 @@ def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, 
 
 
 def store_in_fp8(model: nn.Module, recipe: Recipe) -> None:
-    """Let a model on the meta device, which is not sharded yet, store its frozen weights in FP8.
+    """Store the frozen weights of a model in FP8; it is on the meta device, and not sharded yet.
 
     Weights that are trained, or not in FP8, do not change. Experts have separate scales, one per matrix.
 

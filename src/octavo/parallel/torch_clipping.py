@@ -25,7 +25,7 @@ _KNOWN = "octavo_norm_of_all_ranks"
 
 
 def refuse_torch_clipping(model: nn.Module) -> None:
-    """Have PyTorch's norms and whole tensors raise an InputError for the parameters and gradients of this model."""
+    """Make PyTorch's norms and `full_tensor` raise an InputError for parameters and gradients of this model."""
     for parameter, block in parameters_of(model).items():
         of_part = block is not None and not block.is_whole
         _mark(parameter, of_part)

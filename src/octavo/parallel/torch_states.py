@@ -25,7 +25,7 @@ _MARK = "octavo_knows_tensor_ranks"
 
 
 def check_torch_states() -> None:
-    """Have PyTorch join whole state dicts, and refuse what it would do with parts, from now on."""
+    """Patch PyTorch to join whole state dicts, and to refuse operations that would use parts."""
     changes: dict[str, Callable[[Any], Any]] = {
         "_get_optim_state_dict": _refusing,
         "_load_optim_state_dict": _refusing,

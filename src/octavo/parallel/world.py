@@ -397,7 +397,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> InitConfig:
 
 
 def repeat_bits() -> None:
-    """Have GPUs compute the same bits every time, in what follows in this process."""
+    """Make GPU computations of this process deterministic from now on."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats only with a fixed workspace
     torch.use_deterministic_algorithms(True)
     # Attention in a model's original code: no backward of these repeats on Hopper, even with that setting.

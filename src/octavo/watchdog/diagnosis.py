@@ -123,7 +123,7 @@ class Failure:
 
 
 def to_json(record: Heartbeat | Failure) -> str:
-    """For the store."""
+    """JSON for the store."""
     return json.dumps(asdict(record))
 
 

@@ -209,7 +209,7 @@ def _takes(routes: Routes, *sizes: int) -> bool:
 
 
 def _of_pytorch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """In bfloat16; groups are rows of a or, for two matrices, ranges of the summed dimension."""
+    """PyTorch's grouped product, bfloat16; groups are rows of a or, for two matrices, ranges of the summed dimension."""
     if a.shape[0] == 0:
         return a.new_zeros(0, b.shape[-1])
     return torch._grouped_mm(a, b, offs=ends)
@@ -324,7 +324,7 @@ def grouped_mm_of_each(
 
 
 def _lengthened(x: Tensor, rows: int) -> Tensor:
-    """With zeros below."""
+    """x with zeros appended, so many rows in all."""
     return x if len(x) == rows else functional.pad(x, (0, 0, 0, rows - len(x)))
 
 
