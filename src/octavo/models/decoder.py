@@ -189,7 +189,7 @@ class Decoder(PretrainedInterface):
         Args:
             input_ids: int64 [B, T]; needed.
             attention_mask: [B, T], 0 for padding, to which no token attends. position_ids: int64 [B, T] or [1, T]; a position
-            that is not the previous one plus 1 begins a new document, and attention \t                stays within documents.
+            that is not the previous one plus 1 begins a new document, and attention stays within documents.
             On the host it costs a GPU no wait. behind: only None: further arguments are keyword arguments, since Hugging Face's
             have another order.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.

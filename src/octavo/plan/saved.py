@@ -64,7 +64,7 @@ class Setup:
         context: ranks that share each sequence.
         tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one rank's part of the
         model. expert: ranks over which experts are split, each whole with tensor ranks too; each rank is assumed to get an
-        equal share of \t            the tokens' copies.
+        equal share of the tokens' copies.
         frozen: parameters that are not trained; frozen_of_block: of the block with the fewest of them.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
