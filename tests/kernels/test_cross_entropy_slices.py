@@ -48,7 +48,7 @@ def joined(logits, target, scale, objective, *, shape=None, fp8=None, count=3, p
     if shape is None:
         found = [slices.statistics(part, target, one, objective) for part, one in zip(given, words, strict=True)]
     else:
-        how = {"keep": scale is not None, "shape": shape}
+        how = {"reread": scale is not None, "shape": shape}
         found = [slices.launch_statistics(part, target, one, objective, **how) for part, one in zip(given, words, strict=True)]
     of_slices, losses, gradients = torch.stack(found), [], []
     for part, one in zip(given, words, strict=True):
