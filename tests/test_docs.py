@@ -296,11 +296,12 @@ def test_what_two_gpus_lose_is_in_benchmarks():
     rate = both["tokens_per_second"]
     assert both["reshard_after_forward"] is False
     of_mean, of_slow = 100 * (1 - 2 * rate / (fast + slow)), 100 * (1 - rate / slow)
-    assert f"train {of_mean:.1f}% less each than their mean alone, {of_slow:.1f}% less than the slower one" in text
+    assert f"{of_mean:.1f}% less" in text
+    assert f"{of_slow:.1f}% less than the slower one" in text
     for name, said in (("16k", "1.25"), ("8k", "1.30")):
         speeds = {row["entry"]: row for row in rows_of(f"sharded-llama-8b-{name}")}
         assert f"{float(ratio_of(speeds['octavo-delayed'], speeds['torch-bf16'])):.2f}" == said
-    assert "in FP8 1.25 and 1.30 times as fast as compiled PyTorch in bf16" in text
+    assert "1.25 and 1.30 times as fast as compiled PyTorch in bf16" in text
 
 
 def test_figures_of_long_sequences_that_two_gpus_share_are_in_benchmarks():
