@@ -1,5 +1,5 @@
-"""Old names: scripts for Transformer Engine and SageMaker's model parallel library (SMP) run on Octavo without a changed line.
+"""Runs scripts written for Transformer Engine or SageMaker's model parallel library (SMP) on Octavo, unchanged.
 
-`python -m octavo.compat SCRIPT …` runs a script; `octavo.compat.te.install()` and `octavo.compat.smp.install()` give the names
-to a program of one's own. What each name does here is in docs/migrating.md. May import train and the levels above.
+`python -m octavo.compat SCRIPT …` runs a script; `octavo.compat.te.install()` and `octavo.compat.smp.install()` make the names
+importable in your program. docs/migrating.md lists what each name does. May import train and the levels above.
 """

@@ -1,4 +1,4 @@
-"""Changes to classes, modules and functions of other packages that can be taken back."""
+"""Patches to classes, modules and functions of other packages that can be undone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The import finder: gives the old libraries' module names to modules of Octavo, in a process and in those that it spawns.
 
-A shim is a table: old module → Octavo's modules and the names taken from each. A module of the old name is a real module with a
-spec and no code of its own; objects keep Octavo's module as theirs, so that they are pickled by a name that every process
-finds. Nothing is written into anyone's packages. Loads no torch.
+A shim is a table: old module → Octavo's modules and the names taken from each. A module of the old name is a module object with
+a spec but without code; objects keep Octavo's module as `__module__`, so that they are pickled by a name that every process
+finds. Nothing is written into installed packages. Loads no torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Shim:
         root: its package, such as "torch.sagemaker".
         library: its name in messages.
         modules: every old module → the names in it.
-        ways: missing name → the way to the same end; dotted names count for all below.
-        absent: other packages of the library, of which nothing is here; `ways` has the way for each.
+        ways: missing name → what to use instead; dotted names apply to all names below.
+        absent: other packages of the library, which have no shim; `ways` has the remedy for each.
         begin: a module whose `apply` runs when the root is imported, and returns the function that undoes it.
         before: modules that the root imports, so that they are its attributes.
         version: a module with the `__version__` of the installed package that it stands for; None for a part of another.
@@ -125,7 +125,7 @@ class Finder(MetaPathFinder):
         if absent:
             raise MissingModule(way_of(fullname, self.shim.ways), fullname)
         known = [name.rpartition(".")[2] for name in self.shim.modules] + self._names(fullname.rpartition(".")[0])
-        # The name of the root: `from module import name` goes on to its own message if it is the missing name.
+        # The name of the root: for a missing name `from module import name` then raises its usual error.
         raise MissingModule(way_of(fullname, self.shim.ways, known), self.shim.root)
 
     def owns(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class _Loader(Loader):
                 importlib.import_module(child)
 
     def get_code(self, name: str) -> None:
-        """None: the module has no code of its own."""
+        """None: the module has no code."""
         return
 
 
@@ -209,7 +209,7 @@ def install(shim: Shim, *, replace: bool = False) -> None:
 
 
 def uninstall(shim: Shim) -> None:
-    """Take the old names away from this process; objects that were made by them live on."""
+    """Remove the old names from this process; existing objects stay valid."""
     finder = installed(shim)
     if finder is None:
         return

@@ -1,4 +1,4 @@
-"""The errors for a name of the old libraries that is not here: the name, and the way to the same end.
+"""The errors for names of the old libraries that Octavo does not have; each says what to use instead.
 
 One is an ImportError and one an AttributeError, so that `try: import …` and `hasattr` go on as with any missing name.
 """

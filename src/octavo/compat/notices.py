@@ -1,4 +1,4 @@
-"""Lines that the old names print once: what has no effect here, or another one."""
+"""Messages logged once when an old name has no effect in Octavo, or a different one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""SageMaker's SDK as far as its estimator goes, for scripts that start jobs: `octavo.launch` under its names. Loads no torch.
+"""The shim of SageMaker's SDK, for scripts that start jobs: `octavo.launch` under the SDK's names. Loads no torch.
 
-Only where the SDK is not installed: with it, such a script means the cloud. `--replace-installed` takes the names there too.
+Installed only where the SDK is not: with the SDK, such a script targets the cloud. `--replace-installed` overrides that.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ from octavo.launch import faults
 
 SHIMS = (TE, SMP)
 LINES = "OCTAVO_COMPAT_LINES"
-"""Environment variable: 1 writes output line by line, so that ranks that share a log do not split each other's lines."""
+"""Environment variable: 1 makes output line-buffered, so that ranks with a common log do not split each other's lines."""
 
 _SECONDS_OF_THREADS = 0.1
 
 
 def install_all() -> None:
-    """Install every shim, and answer an uncaught error of Octavo's with its message and its exit code."""
+    """Install every shim, and turn an uncaught error of Octavo's into its message and exit code."""
     try:
         for shim in (*SHIMS, *BESIDE):
             finder.install(shim)
@@ -48,10 +48,10 @@ def install_all() -> None:
 
 
 def _let_threads_end() -> None:
-    """Wait for the threads of torch.distributed on a CPU to free collectives of the last backward.
+    """Wait until the threads of torch.distributed on a CPU have freed the collectives of the last backward.
 
-    These refer to an object of Python. A thread that frees one while the process is taken down aborts it, after all its work: 4
-    of 20 trainings on two ranks without the wait, none of 24 with it.
+    These refer to a Python object. A thread that frees one during interpreter shutdown aborts the process, after all its work:
+    4 of 20 trainings on two ranks without the wait, none of 24 with it.
     """
     if "torch.distributed" in sys.modules:
         time.sleep(_SECONDS_OF_THREADS)
@@ -64,13 +64,13 @@ def _excepthook(before: Callable[..., Any], job: faults.Faults | None) -> Callab
         said = isinstance(error, OctavoError)
         line = f"{_place(trace)}{error}" if said else _line(error)
         printed = line if said else "".join(traceback.format_exception(kind, error, trace))
-        # An error that another rank of the job has printed is not printed again.
+        # An error that another rank of the job has printed is not printed a second time.
         shown = job is None or isinstance(error, KeyboardInterrupt) or job.record(printed, line)
         if not isinstance(error, OctavoError):
             if shown:
                 before(kind, error, trace)
             return
-        # Not sys.stderr: torch.distributed's own hook holds it back, and drops it when this one raises.
+        # Not sys.stderr: torch.distributed's hook buffers it, and drops it when this one raises.
         with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
             if shown:
                 warn(line)

@@ -1,4 +1,4 @@
-"""Names of distutils that scripts import, for Python 3.12 and newer: versions that compare, and words for true and false."""
+"""Parts of distutils (`LooseVersion`, `StrictVersion`, `strtobool`) for scripts on Python 3.12, which no longer has it."""
 
 from __future__ import annotations
 

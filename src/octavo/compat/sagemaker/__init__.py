@@ -1,5 +1,5 @@
-"""SageMaker's SDK for jobs of this machine: its estimator and trainer, their arguments, and how a job is laid out for a script.
+"""SageMaker's estimator and trainer for jobs on this machine: their arguments, and the folders that a job's script sees.
 
-The jobs themselves are of `octavo.launch`, which has these names too. Nothing imports torch: an estimator answers in
-milliseconds, and runs on a machine without it.
+`octavo.launch` runs the jobs and exports these names too. Nothing imports torch: an estimator checks its arguments in
+milliseconds, on machines without torch too.
 """

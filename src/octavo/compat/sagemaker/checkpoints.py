@@ -1,7 +1,7 @@
-"""Checkpoints of a job at the address that SageMaker keeps them at: there before the script starts, and after its end.
+"""`checkpoint_s3_uri` of a job: checkpoints are in /opt/ml/checkpoints before the script starts, and at the address afterwards.
 
-A local folder is linked into the job, so that several jobs share it, and a job resumes from another's. A remote address is
-copied into the job's folder first, and gets its files at the end of the job, however it ends; SageMaker copies all the time.
+A local folder is linked into the job, so that several jobs share it, and one job resumes from another's. From a remote address
+checkpoints are copied into the job's folder first, and back when the job ends, even if it fails; SageMaker copies continuously.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Checkpoints:
     remote: str | None = None
 
     def lay(self, folder: Path, key: str) -> None:
-        """Make the folder in a job's.
+        """Create the checkpoint folder inside a job's folder.
 
         Raises:
-            InputError: the address cannot be read, or the linked folder cannot be made.
+            InputError: the address cannot be read, or the linked folder cannot be created.
         """
         target = folder / self.inside
         if self.local is None:

@@ -1,6 +1,6 @@
 """Code of a job: `source_dir` and dependencies, copied into the job's folder.
 
-Version control, caches, and folders of jobs, whose channels are links to data, are left out.
+Version control, caches, and folders of jobs (whose channels are links to data) are left out.
 """
 
 from __future__ import annotations

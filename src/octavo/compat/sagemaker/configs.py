@@ -1,7 +1,7 @@
-"""Configuration classes of `ModelTrainer`, by the names of SageMaker's SDK, version 3: values by keyword.
+"""Configuration classes of `ModelTrainer`, named as in SageMaker's SDK, version 3; values are given by keyword.
 
-They check names, and `SMP` its values; `octavo.compat.sagemaker.trainer` says what a value means here. The SDK's own objects
-are taken in their place.
+They check names, and `SMP` also its values; `octavo.compat.sagemaker.trainer` interprets the values. The SDK's objects are
+accepted in their place.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class MPI(DistributedConfig):
 
 
 def value_of(config: Any, name: str) -> Any:
-    """A value of a configuration, of the SDK's own classes too, whose unset values are objects; None if unset.
+    """A value of a configuration, None if unset. Also for the SDK's classes, whose unset values are marker objects.
 
     config: a dictionary too.
     """

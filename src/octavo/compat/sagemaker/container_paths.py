@@ -1,4 +1,4 @@
-"""SageMaker's folders below /opt/ml, in hyperparameters and variables, as the folders of a job on this machine."""
+"""Replaces SageMaker's paths below /opt/ml, in hyperparameters and variables, by the folders of a job on this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An estimator's `instance_type` and `distribution` on this machine: the ranks, and SMP's configuration.
+"""Ranks and SMP's configuration of a job, from an estimator's `instance_type` and `distribution` on this machine.
 
-Contradictions are refused here, before a folder is made: degrees that do not divide the ranks, FP8 on GPUs without it, keys of
-other libraries. A job runs on this host: a note names GPUs of the type that it lacks.
+Contradictions are refused before a folder is created: degrees that do not divide the ranks, FP8 on GPUs without it, keys of
+other libraries. A job runs on this host: a note names GPUs of the instance type that the host lacks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEYS = {
 _SWITCHES = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards", "delayed_parameter_initialization")
 _TRUE = ("1", "1.0", "true", "yes", "on", "t", "y")
 _SMDDP = (
-    'distribution["smdistributed"]["dataparallel"]: SageMaker\'s collectives are not here. Ranks start as with '
+    'distribution["smdistributed"]["dataparallel"]: SageMaker\'s collectives are not available. Ranks start as with '
     '"torch_distributed", and the backend "smddp" is NCCL, or gloo without GPUs.'
 )
 _RANK_GIB = 0.5
@@ -71,7 +71,7 @@ class Distribution(NamedTuple):
     Attributes:
         ranks: several ranks.
         parameters: SMP's, checked; None without SMP.
-        notes: what another library takes the place of.
+        notes: libraries that are replaced.
     """
 
     ranks: bool
@@ -338,7 +338,7 @@ def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any]
             degrees = ("a degree of " if len(larger) == 1 else "degrees of ") + _and(larger)
             divide = "divides" if len(larger) == 1 else "divide"
             found.append(
-                f"context_parallel_degree = 1 keeps whole sequences{tokens} on each rank: {degrees} {divide} their activations"
+                f"context_parallel_degree = 1 puts whole sequences{tokens} on each rank: {degrees} {divide} their activations"
                 if context == 1
                 else f"context_parallel_degree is {context}: {degrees} {divide} activations further"
             )
@@ -346,7 +346,7 @@ def memory_advice(given: Mapping[str, Any] | None, parameters: Mapping[str, Any]
             over = "all ranks" if most == ranks else f"all {most} ranks with the same part of a matrix"
             found.append(f"hybrid_shard_degree = {shard}: {most} shards parameters and states over {over}")
     if hyperparameters.get("activation_checkpointing") in (0, "0", False):
-        found.append("activation_checkpointing = 1 keeps less for backward")
+        found.append("activation_checkpointing = 1 saves less for backward")
     if isinstance(size := hyperparameters.get("train_batch_size"), int) and size > 1:
         found.append(f"train_batch_size = {size} can be lower")
     return "; ".join(found)

@@ -1,8 +1,8 @@
-"""A script's view of its job: SageMaker's variables, arguments and files.
+"""What a job's script receives: SageMaker's environment variables, arguments and files.
 
-Hyperparameters keep their types: SageMaker carries them as JSON. For the estimator they arrive as its training toolkit hands
-them over: arguments are `str(value)`, sorted by name; in variables they are JSON, and text as it is. For the trainer they
-arrive as its drivers do it: JSON in both, and text that is JSON counts as its value. SMP's configuration is the hyperparameter
+Hyperparameters keep their types: SageMaker stores them as JSON. For the estimator the script gets them as from its training
+toolkit: arguments are `str(value)`, sorted by name; variables hold JSON, and text unchanged. For the trainer, as from its
+drivers: JSON in both, and text that is JSON counts as its value. SMP's configuration is the hyperparameter
 `mp_parameters`; it becomes an argument only for a script that declares it, since others would refuse it.
 """
 
@@ -50,10 +50,10 @@ def check_hyperparameters(
             found[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"hyperparameters[{name!r}] = {value!r} cannot be handed over: {error}. Give text, numbers, true or false."
+                f"hyperparameters[{name!r}] = {value!r} cannot be passed on: {error}. Give text, numbers, true or false."
             ) from None
         if not _is_text("".join((arguments or arguments_of)({name: found[name]}))):
-            raise InputError(f"hyperparameters[{name!r}] = {value!r} has a character that no argument can carry.")
+            raise InputError(f"hyperparameters[{name!r}] = {value!r} has a character that no argument can contain.")
     return found
 
 
@@ -71,7 +71,7 @@ def check_variables(values: Mapping[str, Any]) -> dict[str, str]:
         if not name or "=" in name or not _is_text(name):
             raise InputError(f"environment: {name!r} is no name of a variable.")
         if not _is_text(value):
-            raise InputError(f"environment[{name!r}] = {value!r} has a character that no variable can carry.")
+            raise InputError(f"environment[{name!r}] = {value!r} has a character that no variable can contain.")
     return found
 
 
@@ -156,7 +156,7 @@ def variables_of(
         framework["sagemaker_torch_distributed_enabled"] = True
     resources = resources_of(instance_type)
     group = {"instance_group_name": "homogeneousCluster", "instance_type": instance_type, "hosts": [HOST]}
-    own: dict[str, Any] = {
+    variables: dict[str, Any] = {
         "hosts": [HOST],
         "current_host": HOST,
         "current_instance_type": instance_type,
@@ -194,9 +194,11 @@ def variables_of(
         "host_count": 1,
         "current_host_rank": 0,
     }
-    own["training_env"] = dict(own, job_name=folder.name, is_master=True, master_hostname=HOST, hyperparameters=handed)
-    own |= {f"channel_{name}": path for name, path in channels.items()}
-    found = {f"SM_{name.upper()}": _text(value) for name, value in own.items()} | {"TRAINING_JOB_NAME": folder.name}
+    variables["training_env"] = dict(
+        variables, job_name=folder.name, is_master=True, master_hostname=HOST, hyperparameters=handed
+    )
+    variables |= {f"channel_{name}": path for name, path in channels.items()}
+    found = {f"SM_{name.upper()}": _text(value) for name, value in variables.items()} | {"TRAINING_JOB_NAME": folder.name}
     return found | {f"SM_HP_{encoding.name(name).upper()}": encoding.variable(value) for name, value in handed.items()}
 
 
@@ -229,23 +231,23 @@ def input_config(channels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment for a job, which has another current folder and ranks of its own."""
+    """This process's environment, adapted for a job: it has another current folder and other ranks."""
     found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(__file__).absolute().parent.parent.parent)  # where Octavo is not installed, but imported from a folder
-    # The folder that gives a script the old names is the script's: the job's other processes have no uncaught errors of it.
+    # Only the script needs the folder with the shims; it would change uncaught errors of the job's other processes.
     site = Path(root, "octavo", "compat", "site").resolve()
     paths = [path for path in paths if Path(path).resolve() != site]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if root in paths else [root])])
-    found["OCTAVO_COMPAT_LINES"] = "1"  # the log follows the run, and ranks do not split each other's lines
+    found["OCTAVO_COMPAT_LINES"] = "1"  # line-buffered: the log is current, and ranks do not split each other's lines
     return found
 
 
-def joined(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+def joined(variables: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """A job's variables with those given for its script, whose PYTHONPATH goes before that of the job."""
-    found = {**own, **given}
+    found = {**variables, **given}
     if "PYTHONPATH" in given:
-        found["PYTHONPATH"] = os.pathsep.join(part for part in (given["PYTHONPATH"], own.get("PYTHONPATH")) if part)
+        found["PYTHONPATH"] = os.pathsep.join(part for part in (given["PYTHONPATH"], variables.get("PYTHONPATH")) if part)
     return found
 
 

@@ -1,7 +1,7 @@
 """`octavo.launch.PyTorch`: the estimator of SageMaker's SDK, for jobs of this machine.
 
 A script and the call that starts it need no change but the import. The script runs as ranks of this host through
-`octavo.compat`, with SageMaker's variables, arguments and folders. Every fault of the call is found before a folder is made.
+`octavo.compat`, with SageMaker's variables, arguments and folders. Mistakes in the call are found before a folder is created.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PyTorch:
 
     Args:
         entry_point: the script, a .py file; inside of `source_dir` if that is given.
-        source_dir: a folder that is taken along, and the current folder of the script.
+        source_dir: a folder that is copied into the job, and the current folder of the script.
         hyperparameters: arguments of the script, `--name value`; also SM_HP_NAME and SM_HPS.
         instance_type: a kind of machine, with or without "ml.": one rank for each of its GPUs, as far as this machine has them;
             on a machine without GPUs as many ranks on its CPU. "local_gpu": the GPUs of this machine; "local": its CPU.
@@ -41,7 +41,7 @@ class PyTorch:
         checkpoint_s3_uri: a folder that is /opt/ml/checkpoints of each job, or a remote address, copied into it before the
             script starts and from it at the end. Without it, checkpoints stay in the job's folder.
         checkpoint_local_path: a folder in /opt/ml/checkpoints in its place.
-        sdk: other arguments of the SDK; those that mean nothing here are named once.
+        sdk: other arguments of the SDK; those without meaning on this machine are named once.
 
     Raises:
         InputError: an unknown argument, or arguments that contradict each other or this machine.
@@ -165,14 +165,14 @@ class PyTorch:
         if other:
             raise InputError(f"attach: unknown argument {next(iter(other))!r}. Known: training_job_name, output_path.")
         found = job.find(jobs_of(folder)[0], training_job_name)
-        made = cls.__new__(cls)
+        estimator = cls.__new__(cls)
         record = job.read(found.folder / "job.json").get("estimator")
         if not isinstance(record, dict):
             raise InputError(f"{found.folder / 'job.json'} is not the record of a job: its estimator is missing.")
-        vars(made).update(record)
-        made._hyperparameters = vars(made).pop("hyperparameters")
-        made.environment, made.latest_training_job, made.jobs = {}, found, [found]
-        return made
+        vars(estimator).update(record)
+        estimator._hyperparameters = vars(estimator).pop("hyperparameters")
+        estimator.environment, estimator.latest_training_job, estimator.jobs = {}, found, [found]
+        return estimator
 
     def _newest(self) -> Job:
         if self.latest_training_job is None:
@@ -206,11 +206,11 @@ class PyTorch:
 
     def _record(self) -> dict[str, Any]:
         """The fields that `attach` restores, without variables, which may be secrets."""
-        kept = (
+        stored = (
             "entry_point", "source_dir", "instance_type", "instance_count", "output_path", "base_job_name", "dependencies",
             "checkpoint_s3_uri", "checkpoint_local_path",
         )  # fmt: skip
-        values = {name: getattr(self, name) for name in kept}
+        values = {name: getattr(self, name) for name in stored}
         return values | {
             "distribution": None if self.distribution is None else dict(self.distribution),
             "hyperparameters": self._hyperparameters,

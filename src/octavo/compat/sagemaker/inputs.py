@@ -38,9 +38,7 @@ class TrainingInput:
                     f"TrainingInput: {name} = {value!r} is not there: a channel is a folder of files, {allowed!r}."
                 )
             if name in _MEANINGLESS and value is not None:
-                raise InputError(
-                    f"TrainingInput: {name} = {value!r} changes the files, and Octavo hands them over as they are."
-                )
+                raise InputError(f"TrainingInput: {name} = {value!r} changes the files, and Octavo passes them on unchanged.")
             if name not in _PLAIN and name not in _MEANINGLESS:
                 raise InputError(f"TrainingInput: unknown argument {name!r}. Known: s3_data, {', '.join(_PLAIN)}.")
         self.s3_data = s3_data
@@ -53,7 +51,7 @@ class FileSystemInput:
         file_system_id: means nothing here.
         file_system_type: means nothing here.
         directory_path: the folder, as this machine has it mounted.
-        file_system_access_mode: "ro" or "rw"; the folder's own permissions count.
+        file_system_access_mode: "ro" or "rw"; the folder's permissions apply.
         content_type: means nothing here.
     """
 
@@ -106,7 +104,7 @@ def _address(key: str, value: Any) -> str:
         value = mounted(value.directory_path, key)
     if isinstance(value, TrainingInput):
         value = value.s3_data
-    config = getattr(value, "config", None)  # SageMaker's own classes
+    config = getattr(value, "config", None)  # SageMaker's classes
     if isinstance(config, Mapping):
         source = config.get("DataSource", {})
         value = source.get("S3DataSource", {}).get("S3Uri")
@@ -127,7 +125,7 @@ def _address(key: str, value: Any) -> str:
 
 
 def lay(channel: str, address: str, folder: Path, key: str = "inputs") -> Path:
-    """Make the folder of a channel in `folder`; returns it. key: the argument, for messages.
+    """Create the folder of a channel in `folder`; returns it. key: the argument, for messages.
 
     Raises:
         InputError: the address cannot be read, or names nothing.

@@ -1,4 +1,4 @@
-"""The names of a job's arguments in messages: those of the estimator, or of the trainer, whichever the user has written."""
+"""Names of a job's arguments for messages: the estimator's or the trainer's, whichever the user called."""
 
 from __future__ import annotations
 

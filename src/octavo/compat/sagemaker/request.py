@@ -1,6 +1,6 @@
-"""What a job is asked to do, by the estimator or by the trainer: both are faces of the same job.
+"""The request for a job, common to the estimator and the trainer.
 
-Every fault that needs no folder is found by `Request.check`.
+`Request.check` finds every mistake that can be found without a folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         entry: the script.
-        source_dir: the folder that is taken along; None for the script alone.
+        source_dir: the folder that is copied into the job; None for the script alone.
         hyperparameters: of the script, checked.
         environment: further variables, checked.
         instance_type: a kind of machine.
@@ -80,11 +80,11 @@ class Request:
         self.script()
         self.layout()
         jobs_of(self.output, self.keys.output)
-        self.kept()
+        self.checkpoint_folder()
         code.check_dependencies(self.dependencies)
 
     def script(self) -> tuple[Path, Path]:
-        """The folder to take along, or the script's own, and the script in it.
+        """The folder to copy, or the folder of the script, and the script in it.
 
         Raises:
             InputError: one of them is not there, or is no Python script.
@@ -124,7 +124,7 @@ class Request:
             keys=self.keys,
         )
 
-    def kept(self) -> Checkpoints:
+    def checkpoint_folder(self) -> Checkpoints:
         """The folder and address of checkpoints.
 
         Raises:

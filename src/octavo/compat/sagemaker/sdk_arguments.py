@@ -1,4 +1,4 @@
-"""Arguments of the SDK's estimator beside those of `PyTorch`: without meaning on one's own machine, or refused with the way."""
+"""Arguments of the SDK's estimator and trainer that Octavo accepts without effect, or refuses with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SageMaker's session and role, for scripts that hand them to an estimator: names without an account behind them."""
+"""SageMaker's session and role, for scripts that pass them to an estimator; no AWS account is involved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.errors import InputError
 
 
 class Session:
-    """A session of no cloud: an estimator takes it, and asks it nothing.
+    """A session without a cloud; an estimator accepts and ignores it.
 
     Attributes:
         boto_region_name: that of `boto_session`, for scripts that look an image up by it; "local" without one.
@@ -32,7 +32,7 @@ class Session:
         self.default_bucket_prefix = default_bucket_prefix
 
     def default_bucket(self) -> str:
-        """The name that the SDK gives the bucket of an account, `sagemaker-REGION-ACCOUNT`; no bucket is made.
+        """The name that the SDK gives the bucket of an account, `sagemaker-REGION-ACCOUNT`; no bucket is created.
 
         Raises:
             InputError: there is no `boto_session` to ask for the account.
@@ -67,5 +67,5 @@ def retrieve(*others: Any, **options: Any) -> str:
 
 
 def get_execution_role(sagemaker_session: Any = None, use_default: bool = False) -> str:
-    """A role of nobody: jobs run under this user."""
+    """A placeholder role: jobs run under this user."""
     return "local"

@@ -1,4 +1,4 @@
-"""Start of a job: its folder, its command and its supervisor; and the wait for its end."""
+"""Starts a job (its folder, its command, its supervisor) and waits for its end."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Kind = TypeVar("Kind", bound=Job)
 
 
 class Checked(NamedTuple):
-    """A job without faults, before it has a folder.
+    """A checked job, before it has a folder.
 
     Attributes:
-        root: the folder of code, or the script's own.
+        root: the folder of code, or the script's folder.
         script: in it.
         files: of code.
         layout: the processes.
@@ -59,7 +59,7 @@ class Checked(NamedTuple):
 
 
 def check(request: Request, given: Any) -> Checked:
-    """Find every fault of a job that can be found before it has a folder. given: its channels, as `fit` takes them.
+    """Find every mistake that can be found before the job has a folder. given: its channels, as `fit` takes them.
 
     Raises:
         InputError: there is one.
@@ -77,7 +77,7 @@ def check(request: Request, given: Any) -> Checked:
     if script not in files and not any(file.samefile(script) for file in files):
         raise InputError(f"{keys.entry} = {request.entry!r} is left out by ignore_patterns = {list(request.ignored)!r}.")
     _mapped(request, Path(), channels)
-    return Checked(root, script, files, request.layout(), jobs, remote, request.kept(), channels)
+    return Checked(root, script, files, request.layout(), jobs, remote, request.checkpoint_folder(), channels)
 
 
 def start(
@@ -88,8 +88,8 @@ def start(
     Args:
         request: what it is to do.
         given: its channels, as `fit` takes them.
-        job_name: its name; None: one is made.
-        record: the arguments of the face that has asked for it, stored with the job.
+        job_name: its name; None: a new one from script and time.
+        record: the arguments of the estimator or trainer, stored with the job.
         waits: the job ends with this process.
         kind: class of the result.
 
@@ -97,14 +97,14 @@ def start(
         InputError: nothing was started.
     """
     keys = request.keys
-    root, script, files, layout, jobs, remote, kept, channels = check(request, given)
+    root, script, files, layout, jobs, remote, checkpoints, channels = check(request, given)
     folder = job.make_folder(jobs, job_name or job.new_name(request.base_job_name or script.stem)).absolute()
     try:
         for part in ("code", "input/config", "input/data", "model", "output/data"):
             (folder / part).mkdir(parents=True)
         code.copy(files, root, folder / "code")
         code.copy_dependencies(request.dependencies, folder / "code")
-        kept.lay(folder, keys.checkpoints)
+        checkpoints.lay(folder, keys.checkpoints)
         laid = {
             name: str(inputs.lay(name, address, folder / "input" / "data", keys.inputs)) for name, address in channels.items()
         }
@@ -120,7 +120,7 @@ def start(
             "source": str(root),
             "inputs": channels,
             "send_to": remote,
-            "send_checkpoints": [kept.inside, kept.remote, keys.checkpoints] if kept.remote else None,
+            "send_checkpoints": [checkpoints.inside, checkpoints.remote, keys.checkpoints] if checkpoints.remote else None,
             "output_key": keys.output,
             "max_run": request.max_run,
             "runtime_key": keys.runtime,
@@ -213,7 +213,7 @@ def _say_literals(folder: Path, hyperparameters: Mapping[str, Any]) -> None:
                 if literal not in handed:
                     warn(
                         f"{path.relative_to(folder / 'code')}, line {number} names {literal}, which a job of this machine has "
-                        f"in its folder: use SageMaker's variables (SM_MODEL_DIR and the like), or hand it over as a "
+                        f"in its folder: use SageMaker's variables (SM_MODEL_DIR and the like), or pass it as a "
                         "hyperparameter."
                     )
                     return
@@ -256,7 +256,7 @@ def _command(
 
 
 def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind: type[Kind]) -> Kind:
-    """Start the job's supervisor, and wait until it has it in hand."""
+    """Start the job's supervisor, and wait until it controls the job."""
     with (folder / "log.txt").open("ab") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", "octavo.launch.supervisor", str(folder)],
@@ -269,11 +269,11 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
     found = kind(folder)
 
     def in_hand() -> bool:
-        return (folder / "state.json").is_file() or not folder.is_dir()  # a script may remove its own folder at once
+        return (folder / "state.json").is_file() or not folder.is_dir()  # a script may remove its job's folder at once
 
     try:
         while not in_hand():
-            if supervisor.poll() is not None and not in_hand():  # asked again: a short job may have run in between
+            if supervisor.poll() is not None and not in_hand():  # checked a second time: a short job may have run in between
                 text = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
                 raise InputError(f"the job could not be started: {text[-1] if text else 'its supervisor ended'}.")
             found.until(lambda: in_hand() or supervisor.poll() is not None, 1.0)
@@ -289,7 +289,7 @@ def _supervise(folder: Path, variables: Mapping[str, str], *, waits: bool, kind:
 
 @atexit.register
 def _at_exit() -> None:
-    """Say what becomes of jobs whose end this process has not seen."""
+    """Log what happens to jobs that are still running when this process ends."""
     for started, supervisor, waits in process.started_jobs:
         running = supervisor.poll() is None
         if running:

@@ -1,8 +1,8 @@
 """`octavo.launch.ModelTrainer`: the trainer of SageMaker's SDK, version 3, for jobs of this machine.
 
-It starts the job that `octavo.launch.PyTorch` starts: ranks, folders, channels and refusals are the same, in the words of this
-call. What differs is what differs there: hyperparameters become arguments as JSON. A job has no limit of time unless one is
-given, where the SDK's has an hour.
+It starts the same jobs as `octavo.launch.PyTorch`: ranks, folders, channels and refusals are the same, with this call's
+argument names. As in the SDK, hyperparameters become arguments as JSON. Unlike in the SDK (one hour), a job has no time limit
+unless one is given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KINDS = {
 
 
 class ModelTrainer:
-    """A training script with its configuration, to be run by `train`. Values by keyword, the SDK's own objects too.
+    """A training script with its configuration, to be run by `train`. Values by keyword; the SDK's objects work too.
 
     Args:
         training_mode: both of `Mode` mean this machine.
@@ -58,7 +58,7 @@ class ModelTrainer:
         training_input_mode: "File" or "FastFile".
         environment: further variables of the script.
         hyperparameters: arguments of the script, or the path of a JSON or YAML file with them.
-        sdk: other arguments of the SDK; those that mean nothing here are named once.
+        sdk: other arguments of the SDK; those without meaning on this machine are named once.
 
     Raises:
         InputError: an unknown argument, or arguments that contradict each other or this machine.

@@ -1,4 +1,4 @@
-"""A job by the names of SageMaker's SDK, version 3."""
+"""`TrainingJob` of SageMaker's SDK, version 3: a running or finished job, under the SDK's names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TrainingJob(Job):
         return self.name
 
     def refresh(self) -> TrainingJob:
-        """The job: its attributes are those of now in any case."""
+        """The job; its attributes are always current."""
         return self
 
     def wait(  # type: ignore[override]

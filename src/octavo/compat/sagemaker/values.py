@@ -1,6 +1,6 @@
-"""Values of `ModelTrainer`'s arguments: configurations of their class, texts, channels, and hyperparameters of a file.
+"""Checks the values of `ModelTrainer`'s arguments: configuration objects, texts, channels, hyperparameters from a file.
 
-The SDK's own objects are taken, by the names of their classes, and dictionaries of a configuration's values.
+The SDK's objects are accepted too, recognized by class name, and dictionaries of a configuration's values.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def channels_of(given: Any, key: str) -> dict[str, Any]:
         if not is_a(channel, "InputData", "Channel") or not name:
             raise InputError(f"{key}: {one!r}: give InputData(channel_name=…, data_source=…).")
         if name in found:
-            raise InputError(f"{key}: two channels are called {name!r}: give each a name of its own, or one folder with both.")
+            raise InputError(f"{key}: two channels are called {name!r}: rename one, or give one folder with both.")
         found[name] = _address(channel, f"{key}[{name!r}]")
     return found
 

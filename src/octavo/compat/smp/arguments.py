@@ -1,4 +1,4 @@
-"""Arguments of PyTorch's FullyShardedDataParallel around a transformed model: by position as there, read or refused."""
+"""Reads or refuses the arguments of PyTorch's FullyShardedDataParallel around a transformed model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEUTRAL = [
     "use_orig_params",
     "post_param_init_fn",
 ]
-"""Arguments without effect on results: Octavo shards by blocks, gathers ahead, and keeps parameters apart."""
+"""Arguments without effect on results: Octavo shards block by block, prefetches, and never flattens parameters."""
 
 
 @dataclass
@@ -52,19 +52,19 @@ def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     _refuse(values.pop("process_group", None), values.pop("cpu_offload", None), values)
     for name in _NEUTRAL:
         values.pop(name, None)
-    own = {name: values.pop(name) for name in list(values) if name in Given.__dataclass_fields__}
+    given = {name: values.pop(name) for name in list(values) if name in Given.__dataclass_fields__}
     if values:
         raise TypeError(f"FullyShardedDataParallel() got an unexpected keyword argument {next(iter(values))!r}")
-    strategy = own.get("sharding_strategy")
+    strategy = given.get("sharding_strategy")
     if strategy is not None and not isinstance(strategy, ShardingStrategy):
         name = str(strategy).rpartition(".")[2].upper()
         if name not in ShardingStrategy.__members__:
             raise unknown("sharding_strategy", str(strategy), ShardingStrategy.__members__)
         raise InputError(f"sharding_strategy={strategy!r} is no ShardingStrategy: give ShardingStrategy.{name}.")
-    if own.get("mixed_precision") is None:
-        own["mixed_precision"] = MixedPrecision()
-    _check_precision(own["mixed_precision"])
-    return Given(**own)
+    if given.get("mixed_precision") is None:
+        given["mixed_precision"] = MixedPrecision()
+    _check_precision(given["mixed_precision"])
+    return Given(**given)
 
 
 def _refuse(process_group: Any, cpu_offload: Any, values: dict[str, Any]) -> None:
@@ -75,8 +75,8 @@ def _refuse(process_group: Any, cpu_offload: Any, values: dict[str, Any]) -> Non
         )
     if getattr(cpu_offload, "offload_params", bool(cpu_offload)):
         raise InputError(
-            "FullyShardedDataParallel(cpu_offload=…): parameters stay on their device here. Leave it out; offload_wrapper "
-            "keeps activations in host memory."
+            "FullyShardedDataParallel(cpu_offload=…): parameters are not offloaded. Leave it out; offload_wrapper "
+            "offloads activations to host memory."
         )
     for name in ("ignored_modules", "ignored_states", "device_mesh"):
         value = values.pop(name, None)

@@ -1,4 +1,4 @@
-"""Saves in the background: SMP's queue of them, and the error of one that failed. Loads no torch."""
+"""Asynchronous saves of checkpoints: SMP's queue, and the error that a failed save raises. Loads no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AsyncCallsQueue:
         self._executor: ThreadPoolExecutor | None = None
 
     def schedule(self, function: Any) -> int:
-        """Run a function behind those that are under way; its number."""
+        """Queue a function; returns the save's number."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # a process that ends waits for its thread
         self._calls.append((self._count, self._executor.submit(function)))
@@ -33,8 +33,8 @@ class AsyncCallsQueue:
     ) -> list[int]:
         """The numbers of the saves that have ended, of all if `blocking`.
 
-        The last three arguments are SMP's and Megatron's, without effect: a save ends on all ranks of its group at once, since
-        its metadata are written last.
+        The last three arguments are SMP's and Megatron's and have no effect: a save ends on all ranks of its group at once,
+        since its metadata are written last.
 
         Raises:
             CheckpointingException: a save failed.
@@ -42,7 +42,7 @@ class AsyncCallsQueue:
         ended = []
         while self._calls and (blocking or self._calls[0][1].done()):
             number, future = self._calls.pop(0)
-            error = future.exception()  # PyTorch's is no Exception, and has those of all ranks
+            error = future.exception()  # PyTorch's error is no Exception, and holds those of all ranks
             if error is not None:
                 cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
                 raise CheckpointingException(f"asynchronous save {number} failed: {type(cause).__name__}: {cause}") from error

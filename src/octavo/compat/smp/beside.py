@@ -1,7 +1,7 @@
-"""Names of other packages that SMP's scripts import, for machines without them. Loads no torch.
+"""Stand-ins for modules of other packages (smdistributed, megatron, distutils) that SMP's scripts import. Loads no torch.
 
-Each is found after everything that is installed. Until the script imports SageMaker's and Megatron's names, they are not there
-for `importlib.util.find_spec`, by which libraries ask for a whole package.
+Installed packages go first. `importlib.util.find_spec`, by which libraries look for a whole package, finds SageMaker's and
+Megatron's names only after the script has imported them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEGATRON = Shim(
         "megatron.core.dist_checkpointing.core": _MAPPING,
         "megatron.core.dist_checkpointing.mapping": _MAPPING,
     },
-    {"megatron": "Install Megatron-LM for it: of that package the error of asynchronous saves alone is here."},
+    {"megatron": "Install Megatron-LM for it: Octavo has only that package's error of asynchronous saves."},
     absent_only=True,
 )
 

@@ -1,7 +1,7 @@
-"""SMP's distributed checkpoints on PyTorch's: `save`, `async_save`, `load`.
+"""SMP's distributed checkpoints (`save`, `async_save`, `load`), in the format of torch.distributed.checkpoint.
 
-A DTensor of more ranks than the process group has is saved as this rank's rows (SMP's local checkpoints: a folder a rank).
-Parts of matrices, of tensor ranks, are saved by the shard groups of all of them together: `octavo.compat.smp.tensor_folders`.
+A DTensor over more ranks than the process group is saved as this rank's rows (SMP's local checkpoints: one folder per rank).
+With tensor parallelism the shard groups of all tensor ranks save together: `octavo.compat.smp.tensor_folders`.
 Reading one of PyTorch's checkpoints unpickles its metadata, as PyTorch itself does: read only folders that you trust.
 """
 
@@ -42,12 +42,12 @@ from octavo.storage import folder_fault, local_path
 
 
 def _is_remote(path: Any) -> bool:
-    """True for an address, which goes through fsspec; a Path is none, since it has lost a slash."""
+    """True for a URL, which is opened with fsspec; a Path never is, since it drops a slash."""
     return isinstance(path, str) and _REMOTE.match(path) is not None
 
 
 def _place(path: Any) -> str:
-    """An address that fsspec knows, with its kind in small letters, or a path with the home folder for ~.
+    """A URL with a scheme known to fsspec, in lower case, or a path with ~ expanded.
 
     Raises:
         InputError: neither, or of a kind that needs another package.
@@ -61,18 +61,18 @@ def _place(path: Any) -> str:
 
 
 def _folder(path: Any) -> Path:
-    """A path with the home folder for ~; one that a Path has made of an address is refused with the address."""
+    """A path with ~ expanded; a Path that was built from a URL is refused, with the URL in the message."""
     return expanded(str(path), "checkpoint_id") if isinstance(path, Path) else local_path(path, "checkpoint_id")
 
 
 def _check_writable(path: Any) -> None:
-    """Refuse a path at which no folder can be made."""
+    """Refuse a path at which no folder can be created."""
     if path is not None and not _is_remote(path) and (fault := folder_fault(_folder(path))):
         raise InputError(f"save: checkpoint_id = {str(path)!r} cannot be used: {fault}")
 
 
 _PREPARED = ContextVar("octavo_prepared", default=False)
-"""Within a save of this module, whose state PyTorch's own functions write as it is."""
+"""True within a save of this module: PyTorch's patched functions then write the state unchanged."""
 _REMOTE = re.compile(r"[A-Za-z][\w+.-]+://|[A-Za-z][\w+.-]+::")
 
 
@@ -100,7 +100,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
 @dataclass
 class PyTorchDistSaveShardedStrategy:
-    """A value for `sharded_strategy`, whose one choice is PyTorch's format."""
+    """The only value for `sharded_strategy`: PyTorch's format."""
 
     backend: str = "torch_dist"
     version: int = 1
@@ -146,9 +146,9 @@ def async_save(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> None:
-    """`save` in a thread, of a copy in host memory; `maybe_finalize_async_calls` waits for it and raises its error.
+    """`save` a copy in host memory from a background thread; `maybe_finalize_async_calls` waits for it and raises its error.
 
-    Over another group than a sharded model's, its replicas or all ranks it writes before it returns.
+    Over a group that is neither a sharded model's, nor its replicas', nor all ranks, it writes before it returns.
     """
     if storage_writer is None:
         _check_writable(checkpoint_id)
@@ -160,7 +160,7 @@ def async_save(
         _write(state, checkpoint_id, storage_writer, planner, over)
         return
     copied = tree_map(_copied, state)
-    alone = group is None  # this rank has no others to agree with
+    alone = group is None  # one rank: no agreement needed
     (queue or DEFAULT_ASYNC_REQUEST_QUEUE).schedule(
         lambda: _write(copied, checkpoint_id, storage_writer, planner, group, alone=alone)
     )
@@ -210,8 +210,8 @@ def load(
         at_any = ""
         if "Size mismatch" in str(fault):
             at_any = (
-                " A folder of one rank's rows, and optimizer.state_dict() in a local state, load at the degrees that saved "
-                "them; states over model.process_group, and FSDP.optim_state_dict(model, optimizer), load at any."
+                " A folder of one rank's rows, and optimizer.state_dict() in a local state, load only at the degrees that "
+                "saved them; states over model.process_group, and FSDP.optim_state_dict(model, optimizer), load at any."
             )
         raise InputError(
             f"load: the checkpoint {str(path)!r} does not fit this state dict: {str(fault).rstrip('.')}. Load into the "
@@ -221,22 +221,22 @@ def load(
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
-    """Make an optimizer's states, by a step with gradients of zero that changes no parameter.
+    """Create an optimizer's states by a step with zero gradients, which changes no parameter.
 
-    skip_empty_param: parameters without elements on this rank get a state too; it has none either.
+    skip_empty_param: no effect: a parameter without elements on this rank gets a state without elements.
     """
     if optimizer.state:
         return
     rates = [(group, group["lr"]) for group in optimizer.param_groups]
-    kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    for parameter, _ in kept:
+    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    for parameter, _ in gradients:
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for group, rate in rates:
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
     optimizer.step()
     for group, rate in rates:
         group["lr"] = rate
-    for parameter, grad in kept:
+    for parameter, grad in gradients:
         parameter.grad = grad
     for states in optimizer.state.values():
         if isinstance(step := states.get("step"), Tensor):
@@ -260,7 +260,7 @@ def _write(
 
 
 def _together(call: str, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """The meeting of all ranks for a call; none for a call of some of them."""
+    """A barrier of all ranks for a call; none for a call of some of them."""
     return together(f"torch.sagemaker's {call}") if group is None else contextlib.nullcontext()
 
 
@@ -270,7 +270,7 @@ def _place_of(checkpoint_id: Any, writer: Any) -> str | None:
 
 
 def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | None) -> None:
-    """Refuse several folders for what the ranks of a group write as one checkpoint. Collective."""
+    """Refuse different folders for one checkpoint that the ranks of a group write together. Collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     given: list[Any] = [None] * dist.get_world_size(group)
@@ -284,10 +284,10 @@ def _check_folder(checkpoint_id: Any, writer: Any, group: dist.ProcessGroup | No
 
 
 def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state with this rank's rows in place of DTensors of ranks outside of the group, and DTensors in place of other rows.
+    """A state in which DTensors that extend beyond the group are replaced by this rank's rows, and local rows by DTensors.
 
-    The same of ShardedTensors, which a local state of PyTorch's own FSDP has. Among several ranks it is without the views of
-    them that `use_orig_params` adds: other ranks have other views by the same names.
+    Likewise for ShardedTensors, which a local state of PyTorch's FSDP has. With several ranks it leaves out the views of
+    them that `use_orig_params` adds: other ranks have different views under the same names.
     """
     members = set(dist.get_process_group_ranks(group)) if group is not None else None
 
@@ -321,12 +321,12 @@ def _of_group(state: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _is_among(members: set[int] | None, value: ShardedTensor) -> bool:
-    """True if all shards of the tensor are these ranks'."""
+    """True if these ranks hold all shards of the tensor."""
     return members is None or members.issuperset(dist.get_process_group_ranks(value._process_group or dist.group.WORLD))
 
 
 def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
-    """True for a tensor in the memory of one of these, and for one without elements beside them."""
+    """True for a tensor that shares memory with one of these, and for an empty one."""
     if not shards or not isinstance(value, Tensor) or isinstance(value, ShardedTensor | DTensor):
         return False
     memory = value.untyped_storage().data_ptr()
@@ -334,7 +334,7 @@ def _is_view(value: Any, shards: list[ShardedTensor]) -> bool:
 
 
 def _covers(members: set[int], value: Tensor) -> bool:
-    """True if the ranks hold all rows between them, of a tensor rank's part: those of one replica at least."""
+    """True if the ranks together hold all rows of a tensor rank's part: at least one replica."""
     return any(members.issuperset(replica) for replica in tensor_folders.replicas_of_part(value))
 
 
@@ -345,12 +345,12 @@ def _shards_of(members: set[int], value: Tensor) -> set[int]:
 
 
 def of_models(state: Any, group: dist.ProcessGroup | None) -> Any:
-    """A state for PyTorch's own `save` and `load`: `_of_group` of one with a model's state in it, and any other as it is."""
+    """A state for PyTorch's `save` and `load`: `_of_group` if it contains a model's state, else unchanged."""
     return _of_group(state, group) if next(states_in(state), None) is not None else state
 
 
 def to_save(state: Any, group: dist.ProcessGroup | None, writer: Any) -> tuple[Any, dist.ProcessGroup | None]:
-    """(a state for PyTorch's own `save`, the ranks that save it together). Collective over the tensor ranks of a group."""
+    """(a state for PyTorch's `save`, the ranks that save it together). Collective over the tensor ranks of a group."""
     if _PREPARED.get():
         return state, group
     return _prepared(state, group, _place_of(None, writer), of_models)
@@ -366,14 +366,14 @@ def _prepared(
 
 
 def read_back(state: dict[str, Any], rows: Mapping[str, Any]) -> None:
-    """Put what was read into `_of_group` of a state into the state."""
+    """Copy values that were loaded into `_of_group(state)` back into the state."""
     for key in state:
         if key in rows:
             state[key] = _loaded(state[key], rows[key])
 
 
 def _loaded(old: Any, new: Any) -> Any:
-    """The loaded form of `old`: its own tensors, dictionaries and lists, filled in place; tuples anew; else `new`."""
+    """`old` after a load: tensors, dictionaries and lists filled in place, tuples rebuilt, other values replaced by `new`."""
     if isinstance(old, Mapping | list):
         for key in [key for key in old if key in new] if isinstance(old, Mapping) else range(len(old)):
             old[key] = _loaded(old[key], new[key])  # type: ignore[index]
@@ -391,15 +391,15 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _made(members: list[int]) -> Any:
-    world, made = process.background_groups.get(tuple(members), (None, None))
-    return made if world is dist.group.WORLD else None
+def _gloo_group(members: list[int]) -> Any:
+    world, group = process.background_groups.get(tuple(members), (None, None))
+    return group if world is dist.group.WORLD else None
 
 
 def make_background_groups(groups: list[list[int]]) -> None:
-    """Make gloo groups for saves in the background, since two threads may not share one. Collective over all ranks."""
+    """Create gloo groups for background saves, since two threads may not share one. Collective over all ranks."""
     for members in groups:
-        if len(members) > 1 and _made(members) is None:
+        if len(members) > 1 and _gloo_group(members) is None:
             process.background_groups[tuple(members)] = dist.group.WORLD, dist.new_group(members, backend="gloo")
 
 
@@ -408,8 +408,8 @@ def _background_group(group: dist.ProcessGroup | None) -> tuple[bool, dist.Proce
     if not dist.is_initialized():
         return True, None
     members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    made = _made(members)
-    return made is not None or len(members) == 1, made
+    found = _gloo_group(members)
+    return found is not None or len(members) == 1, found
 
 
 def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planner: Any, group: Any) -> dict[str, Any]:
@@ -422,8 +422,8 @@ def load_optimizer(model_state: Mapping[str, Any], key: str, reader: Any, planne
             continue
         state[name] = b""
         if hasattr(found, "size"):
-            own = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
-            alike = own if has_part(own) and own.shape == found.size else None
+            parameter = model_state.get(path[2]) if path[1] == "state" and len(path) > 3 else None
+            alike = parameter if has_part(parameter) and parameter.shape == found.size else None
             dtype = found.properties.dtype
             state[name] = torch.zeros(found.size, dtype=dtype) if alike is None else torch.zeros_like(alike, dtype=dtype)
     state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)

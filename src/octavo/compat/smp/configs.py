@@ -1,4 +1,4 @@
-"""SMP's two configurations: of `torch.sagemaker.init`, and of experts. `octavo migrate` checks scripts by them: no torch."""
+"""SMP's configurations of `torch.sagemaker.init` and of experts (`MoEConfig`). No torch: `octavo migrate` uses them too."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class SmpConfig(Section):
 
 @dataclass
 class MoEConfig:
-    """SMP's configuration of experts: its names and defaults. `transform` refuses values that it does not have.
+    """SMP's configuration of experts: its names and defaults. `transform` refuses unsupported values.
 
     Attributes:
-        smp_moe: False: nothing below counts, and the model's config decides.
+        smp_moe: False: the fields below are ignored, and the model's config decides.
         random_seed: without effect: generators and initial values have the `random_seed` of `torch.sagemaker.init`.
-        moe_load_balancing: as in `[moe]`. "sinkhorn" is that of Megatron-LM; of "balanced" SMP publishes no definition, and
-            tokens visit the experts round robin.
+        moe_load_balancing: as in `[moe]`. "sinkhorn" is Megatron-LM's; SMP publishes no definition of "balanced", for which
+            tokens are routed to the experts round robin.
         global_token_shuffle: False.
-        moe_all_to_all_dispatcher: without effect: either exchange gives the same numbers.
-        moe_aux_loss_coeff, moe_z_loss_coeff: of means over the layers, where Megatron-LM adds them up.
+        moe_all_to_all_dispatcher: no effect: both dispatchers give the same numbers.
+        moe_aux_loss_coeff, moe_z_loss_coeff: apply to means over the layers; Megatron-LM sums over layers.
         use_cpu_initialization: without effect: initial values are the same on every device.
 
     Raises:
@@ -65,4 +65,4 @@ class MoEConfig:
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise InputError(f"MoEConfig: {name} = {value!r} is no coefficient: use a number from 0, which is none.")
+                raise InputError(f"MoEConfig: {name} = {value!r} is no coefficient: use a number of at least 0.")

@@ -18,7 +18,7 @@ from octavo.errors import InputError
 class ParamInit:
     """The function that FSDP's `param_init_fn` takes.
 
-    For a transformed model it only says that Octavo initialises: by the model's own rule, the same on any number of ranks. For
+    For a transformed model it only marks that Octavo initializes it: by the model's rule, the same on any number of ranks. For
     any other model PyTorch's FSDP calls it with each module.
     """
 
@@ -26,7 +26,7 @@ class ParamInit:
         self.initer = initer
 
     def __call__(self, module: nn.Module) -> None:
-        """Give the module's own parameters memory and initial values."""
+        """Give the module's direct parameters memory and initial values."""
         self.initer.init(module)
 
 
@@ -35,12 +35,12 @@ class DelayedParamIniter:
 
     Args:
         model: transformed, or any other for PyTorch's FSDP.
-        init_method_using_config: fills the own parameters of a module, for models that are neither transformed nor of
+        init_method_using_config: fills the direct parameters of a module, for models that are neither transformed nor of
             Hugging Face.
         verbose: log the parameters.
 
     Raises:
-        InputError: `init_method_using_config` for a transformed model: its parameters are joined, and other modules.
+        InputError: `init_method_using_config` for a transformed model, whose modules and fused parameters it does not know.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DelayedParamIniter:
         return ParamInit(self)
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """For FSDP's `post_param_init_fn`: ties weights again. A transformed model keeps its ties."""
+        """For FSDP's `post_param_init_fn`: restores tied weights. A transformed model's stay tied."""
 
         def tie(module: Any) -> None:
             if transformed(self.model) is None and hasattr(module, "tie_weights"):
@@ -68,7 +68,7 @@ class DelayedParamIniter:
         return tie
 
     def count_num_params(self, module: nn.Module, *args: nn.Parameter) -> None:
-        """Count the given parameters as initialised, or else the module's own."""
+        """Count the given parameters, or else the module's direct ones, as initialized."""
         self.counted += sum(p.numel() for p in (args or module.parameters(recurse=False)))
 
     @contextlib.contextmanager
@@ -86,8 +86,8 @@ class DelayedParamIniter:
 
     @torch.no_grad()
     def init(self, module: nn.Module) -> None:
-        """Memory and initial values for the own parameters of a module of a model that is not transformed."""
-        own = list(module.parameters(recurse=False))
+        """Memory and initial values for the direct parameters of a module, in a model that is not transformed."""
+        parameters = list(module.parameters(recurse=False))
         device = default_device() or torch.device("cpu")
         if self.method is not None:
             self.method(module)
@@ -102,5 +102,5 @@ class DelayedParamIniter:
             method(module)
         move_buffers_to_device(module, device)
         self.count_num_params(module)
-        if self.verbose and own:
-            get_logger().info("%s: %d parameters initialised", type(module).__name__, sum(p.numel() for p in own))
+        if self.verbose and parameters:
+            get_logger().info("%s: %d parameters initialised", type(module).__name__, sum(p.numel() for p in parameters))

@@ -1,10 +1,10 @@
-"""One checkpoint over several folders: ranks of one save that give PyTorch's writer different ones.
+"""One checkpoint in several folders, for scripts whose ranks give PyTorch's writer different folders in one save.
 
-SMP's example scripts write a folder for each `ep_rank`, over `model.process_group`, each of a whole model, and one for each
-`tp_rank`. Here parameters are those of the ranks of all folders. So each folder gets the metadata of the whole checkpoint,
-with paths relative to it: `../ep2-1/__1_0.distcp`. PyTorch's reader needs nothing else, at any degrees, while the folders stay
-beside each other. What is a tensor rank's own (`octavo.compat.smp.tensor_folders`) is in its folder's metadata alone. Addresses
-have no relative paths: several of them are refused.
+SMP's example scripts write a folder for each `ep_rank`, over `model.process_group`, each with a whole model, and one for each
+`tp_rank`. In Octavo the ranks of all folders together hold the parameters. So each folder gets the metadata of the whole
+checkpoint, with relative paths: `../ep2-1/__1_0.distcp`. PyTorch's reader needs nothing else, at any degrees, while the folders
+stay next to each other. Entries of a single tensor rank (`octavo.compat.smp.tensor_folders`) are only in its folder's metadata.
+URLs have no relative paths: several of them are refused.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 
-from octavo.compat.smp.tensor_folders import own_of_folder
+from octavo.compat.smp.tensor_folders import entries_of_folder
 from octavo.errors import InputError
 
 _METHODS = ("prepare_local_plan", "prepare_global_plan", "finish")
 _ATTEMPTS = 8
-"""To write a folder's metadata beside another replica."""
+"""Attempts to write a folder's metadata while another replica writes it."""
 
 
 class _Folder(str):
-    """A rank's folder, as the `storage_data` of its plan on the way to the coordinator."""
+    """A rank's folder, sent to the coordinator as the `storage_data` of its plan."""
 
     __slots__ = ()
 
 
 def patched() -> dict[str, Callable[..., Any]]:
-    """Methods of `FileSystemWriter` by name, around PyTorch's own ones."""
+    """Replacements for methods of `FileSystemWriter`, by name; each calls PyTorch's."""
     local, everywhere, finish = (getattr(FileSystemWriter, name) for name in _METHODS)
 
     def prepare_local_plan(self: Any, plan: Any) -> Any:
@@ -52,7 +52,7 @@ def patched() -> dict[str, Callable[..., Any]]:
 
     def finish_one(self: Any, metadata: Any, results: list[list[Any]]) -> None:
         # Replicas that write one folder at once have one temporary file: the rename of one takes it from the other, which has
-        # removed the metadata just before. Whoever finds it gone writes it again, so that the last one's rename stays.
+        # removed the metadata just before. A replica that finds it missing writes it again, so that the last rename stays.
         for attempt in range(_ATTEMPTS):
             try:
                 finish(self, metadata, results)
@@ -68,28 +68,28 @@ def patched() -> dict[str, Callable[..., Any]]:
         if not folders:
             finish_one(self, metadata, results)
             return
-        own = self.path
+        path = self.path
         try:
-            # The coordinator's own folder last: with it the checkpoint is complete.
-            for home in sorted(set(folders), key=lambda folder: folder == str(own)):
+            # The coordinator's folder last: with it the checkpoint is complete.
+            for home in sorted(set(folders), key=lambda folder: folder == str(path)):
                 self.path = self.fs.init_path(home)
                 seen = [_seen_from(home, *pair) for pair in zip(folders, results, strict=True)]
                 here = [results[rank] for rank, folder in enumerate(folders) if folder == home]
-                finish_one(self, *own_of_folder(metadata, seen, here))
+                finish_one(self, *entries_of_folder(metadata, seen, here))
         finally:
-            self.path = own
+            self.path = path
 
     return dict(zip(_METHODS, (prepare_local_plan, prepare_global_plan, finish_all), strict=True))
 
 
 def patched_reader() -> dict[str, Callable[..., None]]:
-    """`FileSystemReader.set_up_storage_reader`, which names a folder of the checkpoint that is not beside the others."""
-    own = FileSystemReader.set_up_storage_reader
+    """A `FileSystemReader.set_up_storage_reader` that names a missing folder of the checkpoint."""
+    original = FileSystemReader.set_up_storage_reader
 
     def set_up_storage_reader(self: Any, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.fs, FileSystem):
             _check_beside(str(self.path), metadata)
-        own(self, metadata, is_coordinator, *args, **kwargs)
+        original(self, metadata, is_coordinator, *args, **kwargs)
 
     return {"set_up_storage_reader": set_up_storage_reader}
 
@@ -101,8 +101,8 @@ def _check_beside(home: str, metadata: Any) -> None:
     if lost:
         names = ", ".join(map(repr, lost))
         raise InputError(
-            f"load: the checkpoint in {home!r} has shards in {names}, where no folder is. The folders of one checkpoint, of "
-            "each ep_rank or tp_rank, stay beside each other: put them back, or load another checkpoint."
+            f"load: the checkpoint in {home!r} has shards in {names}, which do not exist. The folders of one checkpoint, one "
+            "for each ep_rank or tp_rank, must stay next to each other: put them back, or load another checkpoint."
         )
 
 

@@ -1,11 +1,11 @@
-"""A transformed model in FullyShardedDataParallel: Octavo's sharding with the arguments of PyTorch's FSDP1.
+"""FullyShardedDataParallel around a transformed model: Octavo's sharding behind the arguments of PyTorch's FSDP1.
 
-`ShardedModel` is a subclass of PyTorch's class, which makes one where it is given a transformed model
+`ShardedModel` is a subclass of PyTorch's class, whose constructor returns one when given a transformed model
 (`octavo.compat.smp.patches`). Octavo shards block by block whatever auto_wrap_policy says; rotary tables stay float32.
 
 How `sharding_strategy` and hybrid_shard_degree H combine, as SMP has it:
 
-    H = 0     the strategy's own: FULL_SHARD, SHARD_GRAD_OP over all ranks; HYBRID_SHARD, _HYBRID_SHARD_ZERO2 over those of a
+    H = 0     by strategy: FULL_SHARD, SHARD_GRAD_OP over all ranks; HYBRID_SHARD, _HYBRID_SHARD_ZERO2 over those of a
               host; NO_SHARD over none
     H = 1     NO_SHARD
     H > 1     over H ranks, replicated beyond: HYBRID_SHARD, or _HYBRID_SHARD_ZERO2 if that is given
@@ -29,7 +29,7 @@ from octavo.compat.notices import say_once
 from octavo.compat.smp import arguments, slices, state_dicts
 from octavo.compat.smp.checkpoint import make_background_groups
 from octavo.compat.smp.delayed import ParamInit
-from octavo.compat.smp.init import given_names, made, replica_group
+from octavo.compat.smp.init import cached, given_names, replica_group
 from octavo.compat.smp.init import state as smp_state
 from octavo.compat.smp.transform import Transformed, transformed, whole_weights
 from octavo.compat.smp.utils import clip_by_pytorch
@@ -59,7 +59,7 @@ class ShardedModel(FullyShardedDataParallel):
     Attributes:
         module: the model itself.
         process_group, rank, world_size: the ranks that a parameter is sharded over.
-        sharding_strategy: what holds.
+        sharding_strategy: the strategy in effect.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -99,11 +99,11 @@ class ShardedModel(FullyShardedDataParallel):
 
     @property
     def sharded_model(self) -> ShardedModel:
-        """Itself, by a name that wrappers forward."""
+        """This object, under a name that wrappers forward."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """The model's, so that its calls and state pass through."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,11 +112,11 @@ class ShardedModel(FullyShardedDataParallel):
         except AttributeError:
             return getattr(nn.Module.__getattr__(self, "_fsdp_wrapped_module"), name)
 
-    # By the names of modules, as PyTorch's FSDP outside of `summon_full_params`: rules of classes look parameters up by those.
+    # Module names as in PyTorch's FSDP outside of `summon_full_params`: per-class rules look parameters up by them.
     named_parameters, named_buffers = nn.Module.named_parameters, nn.Module.named_buffers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModel:
-        """`nn.Module.apply`; parameters are this rank's parts."""
+        """`nn.Module.apply`; parameters are this rank's shards."""
         nn.Module.apply(self, fn)
         return self
 
@@ -125,7 +125,7 @@ class ShardedModel(FullyShardedDataParallel):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients on this rank; the next one outside sums all of them over the ranks."""
+        """Backwards inside accumulate gradients on this rank; the next one outside reduces the sum over the ranks."""
         model = self.module
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(False)
@@ -145,11 +145,11 @@ class ShardedModel(FullyShardedDataParallel):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The state by the type of the `state_dict_type` context around; without one whole, by Hugging Face's names."""
+        """The state in the type of the surrounding `state_dict_type` context; without one whole, with Hugging Face's names."""
         state = state_dicts.model_state(self.module, self.state_settings)
         if destination is None:
             return state
-        destination.update({f"{prefix}{name}": value for name, value in state.items()})  # of a module around
+        destination.update({f"{prefix}{name}": value for name, value in state.items()})  # called by an enclosing module
         return destination
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -158,13 +158,13 @@ class ShardedModel(FullyShardedDataParallel):
 
     @property
     def stack(self) -> Decoder | Blocks | None:
-        """The module that runs Octavo's blocks; None for a model's own code."""
+        """The module that runs Octavo's blocks; None for the model's original code."""
         model: Any = self.module
         stack = model if isinstance(model, Decoder) else getattr(model, "blocks", None)
         return stack if isinstance(stack, Decoder | Blocks) else None
 
     def offload(self) -> None:
-        """Keep saved activations of Octavo's blocks in host memory from now on."""
+        """Offload saved activations of Octavo's blocks to host memory from now on."""
         if self.stack is not None and not self._offloads:
             self._offloads = True
             self.stack.run_block = offloaded(self.stack.run_block, smp_state.activation_loading_horizon)
@@ -173,17 +173,17 @@ class ShardedModel(FullyShardedDataParallel):
 def _load_inside(
     module: ShardedModel, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
 ) -> None:
-    """Load a state dict of a module around, which looks at the tensors of each module inside: they find themselves."""
-    own = {name[len(prefix) :]: state.pop(name) for name in [name for name in state if name.startswith(prefix)]}
-    lost, unexpected = state_dicts.load_model_state(module.module, own, module.state_settings, strict=False)
+    """Hook of an enclosing module's load_state_dict: load this model's entries and remove them from the state."""
+    entries = {name[len(prefix) :]: state.pop(name) for name in [name for name in state if name.startswith(prefix)]}
+    lost, unexpected = state_dicts.load_model_state(module.module, entries, module.state_settings, strict=False)
     missing += [f"{prefix}{name}" for name in lost]
-    state |= {f"{prefix}{name}": own[name] for name in unexpected}
+    state |= {f"{prefix}{name}": entries[name] for name in unexpected}
     tensors = nn.Module.state_dict(module.module, keep_vars=True, prefix=f"{prefix}_fsdp_wrapped_module.")
     state |= {name: tensor.detach() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def resolved(degree: int, given: ShardingStrategy | None, tensor: int = 1) -> tuple[int, ShardingStrategy]:
-    """(ranks that a parameter is sharded over, 0 for all; the strategy that holds), by the table of this module.
+    """(ranks that a parameter is sharded over, 0 for all; the strategy in effect), by the table of this module.
 
     tensor: ranks that hold parts of each matrix, which are neighbours.
     """
@@ -212,7 +212,7 @@ def _overridden(degree: int, given: ShardingStrategy | None, strategy: ShardingS
 
 
 def _is_on(model: nn.Module, device: torch.device) -> bool:
-    """True for a model that `transform` has placed on the device already: the one of a single rank, with weights."""
+    """True for a model that `transform` has already placed on the device: with a single rank, and with weights."""
     return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -226,24 +226,24 @@ def _sharding(
     model: nn.Module, noted: Transformed, precision: MixedPrecision, degree: int, strategy: ShardingStrategy
 ) -> Sharding | None:
     """Ranks and dtypes; also sets the dtype that the model computes in."""
-    own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    compute = precision.param_dtype or own
+    params_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    compute = precision.param_dtype or params_dtype
     if isinstance(model, Decoder):
         model.dtype = compute
         check_tensor(model.spec, ranks.tp_size, spread=ranks.ep_size > 1, dtype=compute)
     else:
         compute_in(model, compute, ranks.device)
-    base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=own, strategy=noted.cp_comm_type)
+    base = sharding_of(ranks, DelayedScaling(), dtype=compute, params_dtype=params_dtype, strategy=noted.cp_comm_type)
     if base is None:
         return None
     if not isinstance(model, Decoder):
-        refuse_float32_parameters(model, own, "Give torch.sagemaker.transform dtype=torch.float32.")
+        refuse_float32_parameters(model, params_dtype, "Give torch.sagemaker.transform dtype=torch.float32.")
     mesh = _mesh(degree, base.mesh)
     return replace(
         base,
         mesh=mesh,
         expert_mesh=_expert_mesh(mesh.size(-1), base),
-        reduce_dtype=precision.reduce_dtype or precision.param_dtype or own,
+        reduce_dtype=precision.reduce_dtype or precision.param_dtype or params_dtype,
         reshard_after_forward=strategy not in _ZERO2,
     )
 
@@ -251,7 +251,7 @@ def _sharding(
 def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
     """[replicate, shard] with `degree` ranks a shard group, or [shard]."""
     if degree in (0, usual.size(-1)):
-        return cast("DeviceMesh", made("dense", usual.size(-1), lambda: usual))
+        return cast("DeviceMesh", cached("dense", usual.size(-1), lambda: usual))
     tensor, each = ranks.tp_size, ranks.world_size // ranks.tp_size
     if each % degree or degree % ranks.cp_size:
         several = f", of tensor_parallel_degree {tensor}" if tensor > 1 else ""
@@ -266,7 +266,7 @@ def _mesh(degree: int, usual: DeviceMesh) -> DeviceMesh:
         mesh = init_device_mesh(ranks.device.type, (each // degree, degree, tensor), mesh_dim_names=names)
         return mesh["hybrid_shard"] if degree == each else mesh["replicate", "hybrid_shard"]
 
-    return cast("DeviceMesh", made("dense", degree, make))
+    return cast("DeviceMesh", cached("dense", degree, make))
 
 
 def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
@@ -282,7 +282,7 @@ def _expert_mesh(degree: int, base: Sharding) -> DeviceMesh | None:
         )
     return cast(
         "DeviceMesh",
-        made("expert", degree, lambda: expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree))),
+        cached("expert", degree, lambda: expert_mesh(ranks.device.type, replace(ranks.degrees, hybrid_shard=degree))),
     )
 
 
@@ -297,7 +297,7 @@ def _values(model: nn.Module, noted: Transformed, init: Any, *, sync: bool) -> C
     """The source of the model's values.
 
     Raises:
-        InputError: another function for initial values than DelayedParamIniter's, or weights of rank 0 that stay there.
+        InputError: a `param_init_fn` other than DelayedParamIniter's, or weights of rank 0 without sync_module_states.
     """
     on_meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     several = ranks.world_size > 1
@@ -305,7 +305,7 @@ def _values(model: nn.Module, noted: Transformed, init: Any, *, sync: bool) -> C
         load = whole_weights(model) if ranks.rank == 0 else None
         return lambda: FromRank0(load, all_ranks())
     if sync and ranks.tp_size > 1:
-        # Rank 0 has its own parts alone: parts that are there already stay.
+        # Rank 0 already has its parts of the matrices: they stay.
         check_same_weights(model, all_ranks())
     elif sync and several:
         load = _Own(model) if ranks.rank == 0 else None
@@ -334,7 +334,7 @@ def _values(model: nn.Module, noted: Transformed, init: Any, *, sync: bool) -> C
 
 
 class _Own:
-    """A model's own tensors, from before it is sharded."""
+    """A weight source: the model's tensors before it is sharded."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}

@@ -33,26 +33,26 @@ class _Given:
 
 
 def given_names() -> contextlib.AbstractContextManager[None]:
-    """Refusals inside have the names of the configuration given to `init`."""
+    """Errors raised inside use the key names of the configuration given to `init`."""
     return users_names(_Given.where)
 
 
 def _last_mesh() -> tuple[int, Any] | None:
-    """(ranks of a replica, its mesh, None where all ranks are one) of the newest model in FSDP."""
-    made = [
+    """(ranks of a replica, its mesh; None if all ranks are one replica) of the newest model in FSDP."""
+    meshes = [
         (key, mesh)
         for key, (of, mesh) in process.shard_meshes.items()
         if of is world.state.mesh and key[0] in ("dense", "plain")
     ]
-    if not made:
+    if not meshes:
         return None
-    (kind, degree), mesh = made[-1]
+    (kind, degree), mesh = meshes[-1]
     inside = degree * world.state.tp_size if kind == "dense" else degree
     return (inside, mesh) if mesh is not None else (world.state.world_size, None)
 
 
-def made(kind: str, degree: int, make: Callable[[], Any]) -> Any:
-    """The mesh or group of a kind and a degree, made once; the newest that is asked for comes last."""
+def cached(kind: str, degree: int, make: Callable[[], Any]) -> Any:
+    """The mesh or group of a kind and a degree, created once; the most recently requested one is last."""
     found = process.shard_meshes.pop((kind, degree), None)
     if found is None or found[0] is not world.state.mesh:
         found = world.state.mesh, make()
@@ -61,7 +61,7 @@ def made(kind: str, degree: int, make: Callable[[], Any]) -> Any:
 
 
 def replica_group(degree: int) -> dist.ProcessGroup:
-    """The ranks of this rank's replica, of `degree` shards of each tensor rank's parts. Collective at first."""
+    """The ranks of this rank's replica, of `degree` shards of each tensor rank's parts. The first call is collective."""
     ranks = world.state
     inside = degree * ranks.tp_size
     if inside == ranks.world_size:
@@ -71,14 +71,14 @@ def replica_group(degree: int) -> dist.ProcessGroup:
     def make() -> Any:
         return dist.new_subgroups_by_enumeration(torch.arange(ranks.world_size).view(-1, inside).tolist())[0]
 
-    found: dist.ProcessGroup = made("replica", degree, make)
+    found: dist.ProcessGroup = cached("replica", degree, make)
     return found
 
 
 class Ranker:
     """Ranks by replica: `torch.sagemaker.state.ranker`.
 
-    With hybrid_shard_degree 0 the strategy of FullyShardedDataParallel says what a replica is: that of the newest model.
+    With hybrid_shard_degree 0 the replica follows from the sharding strategy of the newest FullyShardedDataParallel model.
     """
 
     def get_rep_rank(self, rank: int) -> int:
@@ -132,7 +132,7 @@ class SmpState:
         """The ranks of this rank's replica of the model; None without ranks."""
         ranks, last = world.state, _last_mesh()
         inside = ranks.world_size // ranks.degrees.replicate if last is None else last[0]
-        if ranks.tp_size > 1 and ("replica", inside // ranks.tp_size) in process.shard_meshes:  # not of PyTorch's own FSDP
+        if ranks.tp_size > 1 and ("replica", inside // ranks.tp_size) in process.shard_meshes:  # not of PyTorch's FSDP
             return replica_group(inside // ranks.tp_size)
         if last is not None:
             return ranks.world_process_group if last[0] == ranks.world_size else last[1].get_group("hybrid_shard")
@@ -154,7 +154,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     """Start the process groups and lay out the ranks.
 
     Args:
-        config: SMP's configuration; or the path of a JSON file with it; None: what the estimator handed over, else defaults.
+        config: SMP's configuration, or the path of a JSON file with it; None: the one set by the estimator, else defaults.
 
     Raises:
         InputError: an unknown key, text that is no JSON, or a degree that does not fit.
@@ -197,6 +197,6 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
         raise InputError(f"torch.sagemaker.init: {where} is no JSON ({error}): {text[:60]!r}.") from None
     if not isinstance(values, dict):
         raise InputError(
-            f'torch.sagemaker.init: {where} is {text[:60]!r}, and not an object such as {{"hybrid_shard_degree": 8}}.'
+            f'torch.sagemaker.init: {where} is {text[:60]!r}: give an object such as {{"hybrid_shard_degree": 8}}.'
         )
     return values, where

@@ -1,6 +1,6 @@
-"""Messages of Octavo's levels in the names that an SMP script has: keys of `torch.sagemaker.init`, and torchrun's options.
+"""Translates Octavo's error messages to the names that an SMP script uses: keys of `torch.sagemaker.init`, torchrun's options.
 
-Below, a degree is a key of a run file, and the number of ranks an option of `octavo train`. A script has neither.
+Octavo's messages name keys of run files and options of `octavo train`, which a script does not have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NAMES = (
     (re.compile(r", or start more ranks with --ranks \([^)]*\)"), ""),
     (re.compile(r"\(--ranks (\d+)\)"), r"(torchrun --nproc-per-node=\1)"),
     (re.compile(r"\bparallel\.(?=[a-z])(?<!octavo\.parallel\.)"), ""),
-    (re.compile(r'"all_gather" or "a2a"'), '"all_gather"'),  # Octavo's third exchange is not SMP's
+    (re.compile(r'"all_gather" or "a2a"'), '"all_gather"'),  # "a2a" is not an option of SMP's
     (re.compile(r"\boctavo\.init\b"), "torch.sagemaker.init"),
 )
 _DEGREES = re.compile(r"_degree\b")
@@ -24,7 +24,7 @@ _SAID = "Degrees are keys of"
 
 @contextlib.contextmanager
 def users_names(where: str = "torch.sagemaker.init") -> Iterator[None]:
-    """Refusals inside have the names of the script; where: the source of its configuration."""
+    """Errors raised inside use the script's names; where: the source of its configuration."""
     try:
         yield
     except InputError as error:

@@ -1,4 +1,4 @@
-"""SMP's layers: attention modules, and the names of its blocks for policies."""
+"""SMP's attention modules, and the class names of its blocks, which wrapping policies use."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FlashSelfAttention(FlashGroupedQueryAttention):
 
 
 class LlamaFlashAttention(LlamaAttention):
-    """Llama's attention of transformers, whose kernel PyTorch chooses.
+    """transformers' Llama attention through scaled_dot_product_attention.
 
     Scripts give every layer `LlamaFlashAttention(config)`. Without `layer_idx` a layer takes the first layer of the
     cache that is still empty.
@@ -103,10 +103,10 @@ class LlamaFlashAttention(LlamaAttention):
         cache: Any = None,
         **others: Any,
     ) -> Any:
-        """transformers' forward; a layer without `layer_idx` takes its own part of the cache first.
+        """transformers' forward; a layer without `layer_idx` first finds its part of the cache.
 
-        hidden_states: [B, T, H]. past_key_values, cache: the same argument by its names in earlier and later versions of
-        transformers, of which any version takes either here.
+        hidden_states: [B, T, H]. past_key_values, cache: two names of one argument in different versions of
+        transformers; both are accepted with any version.
         """
         if past_key_values is not None and cache is not None and past_key_values is not cache:
             raise InputError(

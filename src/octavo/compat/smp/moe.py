@@ -1,4 +1,4 @@
-"""SMP's configuration of experts, as Octavo's [moe], and the name of its layer of experts."""
+"""Translates SMP's `MoEConfig` to Octavo's [moe] settings, and defines the class name of SMP's expert layers."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from octavo.errors import InputError
 from octavo.nn.moe import LayerNormMoE
 
 _NO_SHUFFLE = (
-    "global_token_shuffle = True: tokens are not shuffled between ranks, and need not be, since none is dropped and the "
-    "balancing loss counts those of all ranks. Set it to False."
+    "global_token_shuffle = True: tokens are not shuffled between ranks, which is unnecessary, since none is dropped and the "
+    "balancing loss counts the tokens of all ranks. Set it to False."
 )
 
 
 class _Name(type):
-    """Layers of experts are instances of SMP's name for them."""
+    """Metaclass: Octavo's layers of experts count as instances of SMP's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, LayerNormMoE)
 
 
 class MoELayer(nn.Module, metaclass=_Name):
-    """A name for policies and `isinstance`: the experts of a transformed model."""
+    """The experts of a transformed model, for wrapping policies and `isinstance`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise InputError(
-            "MoELayer is a name for policies here: torch.sagemaker.transform makes the experts of a model. For a layer "
-            "of your own take octavo.nn.LayerNormMoE."
+            "MoELayer is only for wrapping policies: torch.sagemaker.transform creates the experts of a model. For a layer "
+            "in your model use octavo.nn.LayerNormMoE."
         )
 
 
 def moe_of(config: Any) -> MoeConfig | None:
-    """The settings of a `config` of `transform`; None for one that asks for nothing.
+    """The [moe] settings of a `config` of `transform`; None for one that sets nothing.
 
     Raises:
-        InputError: it asks for what Octavo does not have, or is no MoEConfig.
+        InputError: a setting that Octavo does not support, or no MoEConfig.
     """
     if config is None or config == {}:
         return None
     if not isinstance(config, MoEConfig):
         raise InputError(
-            f"transform(config={config!r}): it is a MoEConfig, or left out; Octavo reads the model's own config from the model."
+            f"transform(config={config!r}): give a MoEConfig, or leave it out; the model's config is read from the model."
         )
     if not config.smp_moe:
         return None
@@ -62,12 +62,12 @@ def moe_of(config: Any) -> MoeConfig | None:
 
 
 def _tell(config: MoEConfig) -> None:
-    """Say once what is another thing here, or has no effect."""
+    """Log once which fields differ from SMP's meaning or have no effect."""
     if config.moe_z_loss_coeff or (config.moe_load_balancing == "aux_loss" and config.moe_aux_loss_coeff):
         say_once(
             "MoEConfig",
-            "MoEConfig: the losses of routers are means over the layers, and part of the loss that the model returns. "
-            "Megatron-LM, from which SMP has its experts, adds layers up, in the gradients alone: docs/migrating.md.",
+            "MoEConfig: router losses are means over the layers, and part of the loss that the model returns. "
+            "Megatron-LM, whose experts SMP uses, sums over layers, in the gradients only: docs/migrating.md.",
         )
     if config.moe_load_balancing in ("sinkhorn", "balanced") and config.moe_aux_loss_coeff not in (
         0,
@@ -76,22 +76,23 @@ def _tell(config: MoEConfig) -> None:
         say_once(
             "MoEConfig.moe_aux_loss_coeff",
             f"MoEConfig(moe_aux_loss_coeff={config.moe_aux_loss_coeff:g}) has no effect with moe_load_balancing="
-            f'"{config.moe_load_balancing}", which has no loss: "aux_loss" has.',
+            f'"{config.moe_load_balancing}", which has no loss: use "aux_loss".',
         )
     if config.moe_load_balancing == "balanced":
         say_once(
             "MoEConfig.balanced",
-            'MoEConfig(moe_load_balancing="balanced"): SMP publishes no definition; in training token t visits k experts '
-            "from k·t on in turn, whatever its probabilities.",
+            'MoEConfig(moe_load_balancing="balanced"): SMP publishes no definition; in training token t is routed to k experts '
+            "from number k·t on, whatever its probabilities.",
         )
     if config.random_seed != MoEConfig.random_seed:
         say_once(
-            "MoEConfig.random_seed", "MoEConfig(random_seed=…) has no effect: that of torch.sagemaker.init seeds experts too."
+            "MoEConfig.random_seed",
+            "MoEConfig(random_seed=…) has no effect: random_seed of torch.sagemaker.init seeds experts too.",
         )
     if not config.moe_all_to_all_dispatcher:
         say_once(
             "MoEConfig.dispatcher",
-            "MoEConfig(moe_all_to_all_dispatcher=False) has no effect: any exchange has the same result.",
+            "MoEConfig(moe_all_to_all_dispatcher=False) has no effect: both dispatchers have the same result.",
         )
     if config.use_cpu_initialization:
         say_once(

@@ -1,8 +1,8 @@
-"""Optimizer states of a sharded model by name, as FSDP1's functions give and take them.
+"""Optimizer states of a sharded model by parameter name, in the form of FSDP1's functions (`FSDP.optim_state_dict`).
 
 `{"state": {parameter: {"exp_avg": …}}, "param_groups": [{…, "params": [parameter, …]}]}`, whose tensors are whole or DTensors
-by the type of the `state_dict_type` context around. The local type has DTensors too, as `optimizer.state_dict()` has: without
-them ranks that share a folder would write over each other's rows.
+by the type of the surrounding `state_dict_type` context. The local type has DTensors too, like `optimizer.state_dict()`:
+without them ranks that share a folder would write over each other's rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Se
     names, blocks = names_of(model), parameters_of(model)
     config, full = settings.optim, settings.kind is StateDictType.FULL_STATE_DICT
     to_cpu = bool(getattr(config, "offload_to_cpu", False))
-    kept = not (full and getattr(config, "rank0_only", False)) or not dist.is_initialized() or dist.get_rank() == 0
+    returned = not (full and getattr(config, "rank0_only", False)) or not dist.is_initialized() or dist.get_rank() == 0
 
     def convert(value: Any, block: Block | None) -> Any:
         if not isinstance(value, Tensor):
@@ -49,19 +49,19 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Se
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for group in optimizer.param_groups:
-        own = [_name(names, parameter) for parameter in group["params"]]
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": own})
-        for name, parameter in zip(own, group["params"], strict=True):
+        parameters = [_name(names, parameter) for parameter in group["params"]]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": parameters})
+        for name, parameter in zip(parameters, group["params"], strict=True):
             if parameter in optimizer.state:
                 converted = {key: convert(value, blocks[parameter]) for key, value in optimizer.state[parameter].items()}
-                if kept:
+                if returned:
                     state[name] = converted
-    return {"state": state, "param_groups": groups} if kept else {}
+    return {"state": state, "param_groups": groups} if returned else {}
 
 
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:
     if id(parameter) not in names:
-        raise InputError("the optimizer has a parameter that is not the model's: make it from model.parameters() after FSDP.")
+        raise InputError("the optimizer has a parameter that is not the model's: create it from model.parameters() after FSDP.")
     return names[id(parameter)]
 
 
@@ -70,7 +70,7 @@ def optim_state_to_load(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     """A state of `optim_state`, of any type, as `optimizer.load_state_dict` takes it.
 
     Raises:
-        InputError: the state lacks one of the model's parameters that it has states for, or has one of another shape.
+        InputError: the state lacks a parameter of the optimizer, or has one of another shape.
     """
     names, blocks = names_of(model), parameters_of(model)
     numbers: dict[str, int] = {}
@@ -106,15 +106,15 @@ def _groups(
     groups = []
     by_first = {clean(group["params"][0]): group for group in given or [] if group.get("params")}
     for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
-        saved = by_first.get(own[0], {}) if own else {}
+        parameters = [names[id(parameter)] for parameter in group["params"]]
+        saved = by_first.get(parameters[0], {}) if parameters else {}
         values = {key: saved.get(key, value) for key, value in group.items() if key != "params"}
-        groups.append({**values, "params": [numbers[name] for name in own]})
+        groups.append({**values, "params": [numbers[name] for name in parameters]})
     return groups
 
 
 def _as_part(name: str, value: Any, parameter: Tensor) -> Any:
-    """A state as the optimizer keeps it: sharded as its parameter where it has that one's shape."""
+    """A state in the optimizer's form: sharded like its parameter if it has the parameter's shape."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     part = local_shard(parameter)

@@ -1,16 +1,16 @@
-"""Changes to PyTorch by the first import of torch.sagemaker, in this process: names of classes and modules, all undone later.
+"""Patches to PyTorch, applied by the first import of torch.sagemaker and undone by `uninstall()`.
 
-* `FullyShardedDataParallel(transformed model, …)` makes a `ShardedModel`; its static functions know one. Any other model gets
-  PyTorch's own, with `post_param_init_fn`, which SMP's has, and with the ranks of `init` (`octavo.compat.smp.plain`).
+* `FullyShardedDataParallel(transformed model, …)` returns a `ShardedModel`, which its static functions accept. Other models get
+  PyTorch's FSDP with SMP's argument `post_param_init_fn` and with the ranks of `init` (`octavo.compat.smp.plain`).
 * `FullStateDictConfig` takes SMP's `translate_on_save`.
-* Wrappers for recomputation and offloading around Octavo's blocks do it as Octavo does: with the scales of the forward, and
-  ahead of backward; `apply_activation_checkpointing` finds the blocks (`octavo.compat.smp.recompute`).
-* PyTorch's own `save` and `load` take a local state of a `ShardedModel` as its shards.
-* `FileSystemWriter` writes one checkpoint to several folders, and `FileSystemReader` names one that is not there
-  (`octavo.compat.smp.folders`), and finds those of another tensor degree (`octavo.compat.smp.tensor_folders`).
-* `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; functions of
-  checkpoints take `coordinator_rank` as a global rank.
-* Other packages' names and files of scripts: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
+* Wrappers for recomputation and offloading around Octavo's blocks use Octavo's: with the scales of the forward, and prefetched
+  for backward; `apply_activation_checkpointing` finds the blocks (`octavo.compat.smp.recompute`).
+* PyTorch's `save` and `load` treat a local state of a `ShardedModel` as its shards.
+* `FileSystemWriter` writes one checkpoint to several folders; `FileSystemReader` names a missing one
+  (`octavo.compat.smp.folders`) and finds folders of another tensor degree (`octavo.compat.smp.tensor_folders`).
+* `load_sharded_optimizer_state_dict` reads a state for a `ShardedModel`; `destroy_process_group` waits for saves; checkpoint
+  functions take `coordinator_rank` as a global rank.
+* For other packages and for `torch.load`: `octavo.compat.smp.substitutes`, `octavo.compat.smp.safe_globals`.
 
 Classes and functions are changed in place, since a script may have taken them from torch before it imports torch.sagemaker.
 """
@@ -49,7 +49,7 @@ from octavo.nn.norm import ResidualLayer
 
 
 def apply() -> Callable[[], None]:
-    """Make the changes; returns the function that takes them back."""
+    """Apply the patches; returns the function that undoes them."""
     changes = Changes()
     _construct(changes)
     _static(changes)
@@ -82,7 +82,7 @@ def _construct(changes: Changes) -> None:
             if inner is not None:
                 raise InputError(
                     f"FullyShardedDataParallel around {type(found).__name__}, in which {inner} is transformed: wrap the "
-                    "transformed model itself, and put the result into the module around it."
+                    "transformed model itself, and put the result into the enclosing module."
                 )
         return object.__new__(cls)
 
@@ -128,7 +128,7 @@ def _set_state_dict_type(models: list[ShardedModel], kind: Any, model_config: An
 
 
 def _one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one model, for the list of those in a module."""
+    """A function of one `ShardedModel`, applied to all of them in a module."""
 
     @functools.wraps(function)
     def call(models: list[ShardedModel], *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _static(changes: Changes) -> None:
 
 
 def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours` for the list of ShardedModels in a module, behind any wrapper; PyTorch's for any other model."""
+    """`ours` for the ShardedModels in a module, inside any wrapper; PyTorch's function for other models."""
 
     @functools.wraps(theirs)
     def choose(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -223,9 +223,9 @@ def _wrappers(changes: Changes) -> None:
     @functools.wraps(recompute)
     def recomputed(self: Any, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
-        own = getattr(self.checkpoint_fn, "func", None) is checkpoint  # no function of the script's
-        if own and any(isinstance(layer, ResidualLayer) for layer in block.modules()):
-            # PyTorch's way would be one of two, with the same numbers, and would recompute outside of the FP8 autocast.
+        plain = getattr(self.checkpoint_fn, "func", None) is checkpoint  # no function of the script's
+        if plain and any(isinstance(layer, ResidualLayer) for layer in block.modules()):
+            # PyTorch's wrapper would recompute a second time, with the same numbers, and outside of the FP8 autocast.
             return checkpoint(block, *args, use_reentrant=False, context_fn=recomputing, **kwargs)
         return recompute(self, *args, **kwargs)
 
@@ -296,7 +296,7 @@ def _checkpoints(changes: Changes) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A local state's rows are saved as shards: ranks would write over each other's by the same names."""
+        """Save a local state's rows as shards: under the same names ranks would overwrite each other's."""
         state, group = (
             (state_dict, process_group) if no_dist else checkpoints.to_save(state_dict, process_group, storage_writer)
         )

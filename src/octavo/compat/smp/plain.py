@@ -1,10 +1,10 @@
-"""PyTorch's own FSDP around a model that was never transformed, with the ranks of `torch.sagemaker.init`.
+"""PyTorch's FSDP around models that are not transformed, with the process groups of `torch.sagemaker.init`.
 
-A strategy within hosts takes its groups from hybrid_shard_degree, and from the ranks of a host where that is 0. PyTorch takes
-them from the devices that a process sees: a single one on a CPU, where no rank then averaged its gradients with another.
+Hybrid strategies shard over hybrid_shard_degree ranks, or over the ranks of a host if that is 0. PyTorch would use the number
+of devices that a process sees: one on a CPU, so that no rank would average its gradients with another.
 
-Its optimizer states are loaded as shards over the group of the model, as SMP's `process_group` asks. PyTorch's function makes
-shards over all ranks, of which FSDP with smaller groups takes the wrong rows.
+Optimizer states are loaded as shards over the model's group, as SMP's `process_group` argument requests. PyTorch's function
+creates shards over all ranks, of which FSDP with smaller groups would use the wrong rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 from octavo.compat.smp.fsdp import IN_HOST, resolved
-from octavo.compat.smp.init import is_initialized, made
+from octavo.compat.smp.init import cached, is_initialized
 from octavo.compat.smp.init import state as smp_state
 from octavo.errors import InputError
 from octavo.parallel.world import state as ranks
@@ -44,14 +44,14 @@ def with_ranks(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     if given.arguments.get("process_group") is not None or given.arguments.get("device_mesh") is not None:
         return args, kwargs  # of the script, or of the FSDP around
     degree, strategy = resolved(smp_state.hybrid_shard_degree, given.arguments.get("sharding_strategy"))
-    if degree == 1:  # of a hybrid strategy over groups of one rank PyTorch makes NO_SHARD within each
+    if degree == 1:  # PyTorch turns a hybrid strategy over groups of one rank into NO_SHARD within each
         strategy = ShardingStrategy.NO_SHARD
     given.arguments["sharding_strategy"] = strategy
     if strategy in IN_HOST:
-        mesh = made("plain", degree, lambda: _mesh(degree))
+        mesh = cached("plain", degree, lambda: _mesh(degree))
         given.arguments["process_group"] = mesh.get_group("hybrid_shard"), mesh.get_group("replicate")
     else:
-        made("plain", 0, lambda: None)  # over all ranks, also NO_SHARD, whose group they are
+        cached("plain", 0, lambda: None)  # over all ranks, also NO_SHARD, whose group they are
     return given.args[1:], given.kwargs
 
 
@@ -67,7 +67,7 @@ def _mesh(degree: int) -> DeviceMesh:
 
 
 def group_of(state: Mapping[str, Any], given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group that a sharded state is split over, where it is not all ranks; None else. given: the script's."""
+    """The group that a sharded state is split over; None if it is all ranks. given: the script's group."""
     found = next((value._process_group for value in state.values() if isinstance(value, ShardedTensor)), given)
     return None if found is None or dist.get_world_size(found) == dist.get_world_size() else found
 

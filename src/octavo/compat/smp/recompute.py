@@ -1,7 +1,7 @@
-"""`apply_activation_checkpointing` on a transformed model: the part that it names, or that stands for what it names.
+"""`apply_activation_checkpointing` on a transformed model: maps a script's choice of layers to Octavo's blocks.
 
-SMP leaves the decoder layers of a mixture of experts in place, so scripts name them: MixtralDecoderLayer and its like. Here
-each of them is a block of Octavo's, which is then recomputed. A choice of nothing is said: only memory would tell of it.
+SMP leaves the decoder layers of MoE models in place, so scripts choose classes such as MixtralDecoderLayer. In Octavo each of
+them is a block, which is then recomputed. If a choice matches nothing, a message says so: it would only show in memory.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def apply(changes: Changes) -> None:
             taken |= found
             return found
 
-        # One after the other, each part once: a choice may count, as that of every second layer.
+        # In order, each module once: a choice may count calls, for example to select every second layer.
         for choice in (named, in_its_place):
             theirs(model, checkpoint_wrapper_fn, choice)
             if taken:
                 return None
         say_once(
             "apply_activation_checkpointing",
-            "apply_activation_checkpointing: check_fn chooses no part of the transformed model, so nothing is recomputed. "
+            "apply_activation_checkpointing: check_fn selects no module of the transformed model, so nothing is recomputed. "
             "Blocks are torch.sagemaker.tensor_parallel.transformer.TransformerLayer.",
         )
         return None
@@ -65,7 +65,7 @@ def apply(changes: Changes) -> None:
 
 
 def _takes(check_fn: Callable[[nn.Module], bool], layer: type[nn.Module]) -> bool:
-    """True if a choice takes instances of a class that the model no longer has; one that reads them takes none."""
+    """True if check_fn selects a class that the model no longer contains; False if it reads attributes of instances."""
     empty = layer.__new__(layer)
     nn.Module.__init__(empty)
     with contextlib.suppress(AttributeError):

@@ -1,8 +1,8 @@
-"""Names that `torch.load` takes in a checkpoint that a script wrote by `torch.save`: since PyTorch 2.6 it loads weights only.
+"""Classes that `torch.load(weights_only=True)`, the default since PyTorch 2.6, accepts in checkpoints of SMP's scripts.
 
-SMP's examples save, beside tensors, a count of parameters, which is a scalar of numpy, numpy's random state, with an array,
-and the model's config. A local state of PyTorch's own FSDP has ShardedTensors. Their classes hold data alone, and are
-named here one by one; all other names stay refused, and nothing is unpickled without the check.
+Besides tensors, SMP's examples `torch.save` a parameter count (a numpy scalar), numpy's random state (with an array), and the
+model's config. A local state of PyTorch's FSDP contains ShardedTensors. All these classes hold only data and are listed one by
+one; all other classes stay refused, and nothing is unpickled without this check.
 """
 
 from __future__ import annotations
@@ -67,15 +67,17 @@ _SHARDED = (
 
 
 def admit_data() -> Callable[[], None]:
-    """Let `torch.load` take these; returns the function that takes all names of this module away."""
+    """Register these with `torch.load`; returns the function that removes all names of this module."""
     ours = (*_SCALARS, *_ARRAYS, *_DTYPES, *_SHARDED)
     before = get_safe_globals()
     add_safe_globals([one for one in ours if one not in before])
 
     def undo() -> None:
-        kept = [one for one in get_safe_globals() if one in before or (one not in ours and one not in process.safe_configs)]
+        remaining = [
+            one for one in get_safe_globals() if one in before or (one not in ours and one not in process.safe_configs)
+        ]
         clear_safe_globals()
-        add_safe_globals(kept)
+        add_safe_globals(remaining)
         process.safe_configs.clear()
 
     return undo

@@ -1,4 +1,4 @@
-"""SMP's modules and names (`torch.sagemaker`, of its version 2), and where Octavo has them. Loads no torch."""
+"""Table of the modules and names of SMP version 2 (`torch.sagemaker`) → where Octavo implements them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ WAYS = {
     "torch.sagemaker.checkpoint.constants": "Leave its keys out of the state.",
     "torch.sagemaker.distributed.checkpoint.s3_filesystem": "Give s3:// URLs to save and load, which open them with fsspec.",
     "path_to_file_system": "Give a folder, or a URL for fsspec: DistributedFileSystemReader and -Writer open it.",
-    "compute_auto_checkpoint_interval": "Save every so many steps of your own choice.",
-    "_Interval": "Save every so many steps of your own choice.",
+    "compute_auto_checkpoint_interval": "Save every so many steps as you choose.",
+    "_Interval": "Save every so many steps as you choose.",
     "dp_rank": "Data-parallel ranks are state.rank // (cp_size * tp_size).",
 }
 
@@ -91,6 +91,6 @@ def install(*, replace_installed: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take SMP's names away from this process; PyTorch's FSDP is as it was."""
+    """Remove SMP's names from this process and undo the patches of PyTorch."""
     for shim in (SHIM, *beside.SHIMS):
         finder.uninstall(shim)

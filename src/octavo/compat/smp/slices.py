@@ -1,9 +1,9 @@
-"""Context parallelism for scripts that split their own sequences, as SMP's examples do: the parts are joined again.
+"""Context parallelism for scripts that split sequences themselves, as SMP's examples do: the slices are gathered.
 
-Octavo's decoder takes whole sequences, shifts the labels, and splits then. SMP's takes each rank's two chunks of tokens and
-labels (chunks r and 2n−1−r of 2n), whose targets are wrong at the seams. Given parts, the ranks of a sequence gather them:
-tokens and labels, whole numbers that cost next to nothing. Given the same on every rank, they are whole already. The first
-forward decides; a later one of the other kind is refused.
+Octavo's decoder takes whole sequences, shifts the labels, and then splits. SMP's takes each rank's two chunks of tokens and
+labels (chunks r and 2n−1−r of 2n), whose targets are wrong at the boundaries. Given slices, the ranks of a sequence gather
+them: only token ids and labels, which costs next to nothing. Inputs that are equal on all ranks are whole sequences already.
+The first forward decides; a later one of the other kind is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ORDER = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 def join_inputs(model: nn.Module, context: ContextGroup) -> None:
-    """Let a decoder of several ranks a sequence take parts of sequences."""
+    """Let a decoder under context parallelism accept slices of sequences."""
     model.register_forward_pre_hook(_Joined(context), prepend=True, with_kwargs=True)
 
 
@@ -43,12 +43,12 @@ class _Joined:
         elif same and self.parts and not _constant(tensors["input_ids"]):
             raise InputError(
                 "the ranks of each sequence were given parts of it before, and the same tokens now: give all of them either "
-                "the whole sequences or their own two chunks, in every forward."
+                "the whole sequences or each rank's two chunks, in every forward."
             )
         elif not same and not self.parts:
             raise InputError(
                 "the ranks of each sequence were given whole sequences before, and different tokens now: give all of them "
-                "either the same whole sequences or their own two chunks, in every forward."
+                "either the same whole sequences or each rank's two chunks, in every forward."
             )
         if not self.parts:
             return args, kwargs

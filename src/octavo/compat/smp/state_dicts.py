@@ -5,7 +5,7 @@
     LOCAL_STATE_DICT     this rank's rows, which share the parameters' memory; and the FP8 state
     SM_LOCAL_STATE_DICT  the same
 
-The FP8 state, scales and amax histories, is bytes under the key `FP8`, so that a continued training has those of before.
+The FP8 state (scales and amax histories) is bytes under the key `FP8`, so that training resumes with the same scales.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 class SMStateDictType(Enum):
-    """SMP's own type."""
+    """SMP's additional type, a local one."""
 
     SM_LOCAL_STATE_DICT = "sm_local_state_dict"
 
@@ -73,7 +73,7 @@ class WrongState(InputError, RuntimeError):
 
 
 class Fp8State(bytes):
-    """The FP8 state in a state dict, with a reference to its model: its entries are the model's tensors, under any prefix.
+    """The FP8 state in a state dict, with a reference to the model whose tensors are the other entries, under any prefix.
 
     A file has plain bytes in its place, which `weights_only` loads without this class.
     """
@@ -93,7 +93,7 @@ class Fp8State(bytes):
         return self
 
     def loaded(self, data: Any) -> Any:
-        """The entry after a checkpoint was read into the state dict around: the model has its FP8 state."""
+        """Called after a checkpoint was read into the state dict: restores the model's FP8 state."""
         model = self.model()
         if model is None or not isinstance(data, bytes):
             return data
@@ -110,7 +110,7 @@ def states_in(state: Any) -> Iterator[Fp8State]:
 
 
 def with_shards(state: Mapping[Any, Any], among: Callable[[Tensor], bool]) -> dict[Any, Any]:
-    """A state dict with parts of tensors in place of this rank's rows of models, if `among` one save are the other rows.
+    """A state dict whose local rows of models are replaced by shards of the whole tensors, if the ranks `among` hold all rows.
 
     Raises:
         InputError: these rows are no longer a model's.
@@ -134,7 +134,7 @@ def _shards(
             continue
         if not isinstance(value, Tensor) or value.data_ptr() != local_shard(tensor).local.data_ptr():
             raise InputError(
-                f"{prefix}{name} of a local state dict is not the model's own tensor, and ranks that share a folder would "
+                f"{prefix}{name} of a local state dict is not the model's tensor, and ranks that share a folder would "
                 "write over each other's rows: save state_dict() as it is, or a SHARDED_STATE_DICT."
             )
         found[f"{prefix}{name}"] = tensor.detach()
@@ -150,13 +150,13 @@ def clean(name: str) -> str:
 
 def stored_names_of(model: nn.Module) -> dict[str, str]:
     """`stored_names` without wrappers: a model's names → those of its states, of parameters and buffers."""
-    return {clean(own): clean(stored) for own, stored in stored_names(model).items()}
+    return {clean(name): clean(stored) for name, stored in stored_names(model).items()}
 
 
 def sharded_in(model: Any) -> list[Any]:
-    """Every `ShardedModel` that `model` is or has inside, under wrappers of any kind.
+    """Every `ShardedModel` in `model`, itself included, inside wrappers of any kind.
 
-    A wrapper that forwards attributes also has the model's, so that only the dictionary of an object says whose they are. One
+    A wrapper that forwards attributes seems to have the model's, so only the object's `__dict__` shows which are its. One
     that hides its model from `modules()` forwards `sharded_model`.
     """
     modules = getattr(model, "modules", None)
@@ -181,7 +181,7 @@ def typed(owners: list[Any], settings: Settings) -> Iterator[None]:
 def sm_state_dict_type(
     model: Any, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """State dicts of `model` inside are of this type, SMP's or FSDP's. In PyTorch's own FSDP, SMP's type is the local one.
+    """Inside, state dicts of `model` have this type, SMP's or FSDP's. For PyTorch's FSDP, SMP's type is the local one.
 
     Raises:
         InputError: nothing in the model is sharded.
@@ -200,7 +200,7 @@ def sm_state_dict_type(
 
 @contextlib.contextmanager
 def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *configs: Any) -> Iterator[None]:
-    """PyTorch's local type. With `use_orig_params` it saves a flat parameter that it refuses to load beside its views."""
+    """PyTorch's local type. With `use_orig_params` it saves a flat parameter and its views, but refuses to load both."""
 
     def drop(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
         for inside in ("", "_fsdp_wrapped_module."):
@@ -218,8 +218,8 @@ def _native_local(model: nn.Module, native: list[FullyShardedDataParallel], *con
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by stored name, a tied one once under Octavo's first name."""
     way, stored, blocks = conversion_of(model), stored_names_of(model), parameters_of(model)
-    kept = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    state = {name: with_block(tensor, blocks.get(tensor)) for name, tensor in kept.items()}
+    tensors = {clean(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    state = {name: with_block(tensor, blocks.get(tensor)) for name, tensor in tensors.items()}
     return {stored.get(name, name): tensor for name, tensor in state.items() if way is None or name not in way.tied}
 
 
@@ -233,7 +233,7 @@ def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
     if settings.kind is StateDictType.SHARDED_STATE_DICT:
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     else:
-        # Detached from hooks of FSDP2 that some versions of PyTorch keep on the rows, which torch.save would pickle.
+        # Detached: some versions of PyTorch leave hooks of FSDP2 on the rows, which torch.save would pickle.
         state = {name: local_shard(tensor).local.detach() for name, tensor in tensors.items()}
     if getattr(settings.model, "offload_to_cpu", False) and settings.kind is StateDictType.SHARDED_STATE_DICT:
         state = {name: tensor.cpu() for name, tensor in state.items()}
@@ -243,14 +243,14 @@ def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
 def _full(model: nn.Module, tensors: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     way = conversion_of(model) if getattr(config, "translate_on_save", True) else None
     everywhere, to_cpu = not getattr(config, "rank0_only", False), getattr(config, "offload_to_cpu", False)
-    kept = everywhere or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    returned = everywhere or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor).detach()
-        if kept:
+        if returned:
             whole = whole.cpu() if to_cpu else whole.clone()
             state |= {name: whole} if way is None else way.split(name, whole)
-    if way is not None and kept:
+    if way is not None and returned:
         state |= {way.names(tied)[0]: state[way.names(first)[0]] for tied, first in way.tied.items()}
     return state
 
@@ -269,7 +269,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     given = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
     local = settings.kind in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
     weights = {id(getattr(one.module, part, None)): one for _, one in states_of(model) for part in one.parts}
-    products = {clean(name): weights[id(own)] for name, own in model.named_parameters() if id(own) in weights}
+    products = {clean(name): weights[id(p)] for name, p in model.named_parameters() if id(p) in weights}
     products = {stored.get(name, name): one for name, one in products.items()}
     missing, used = [], set()
     for name, tensor in tensors.items():
@@ -309,7 +309,7 @@ def load_fp8(model: nn.Module, data: Any) -> None:
 
 
 def _found(name: str, given: Mapping[str, Any], way: Conversion | None) -> tuple[Any, set[str]]:
-    """(the value for a parameter, by Octavo's name or made of Hugging Face's tensors; the names used)."""
+    """(the value for a parameter, by Octavo's name or converted from Hugging Face's tensors; the names used)."""
     if name in given:
         return given[name], {name}
     names = () if way is None else way.names(name)

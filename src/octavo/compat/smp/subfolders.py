@@ -1,4 +1,4 @@
-"""SMP's limit of the number of checkpoints in a folder."""
+"""SMP's `limit_num_subdirs`: removes the oldest checkpoints of a folder."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Replacements for parts of other packages that published SMP scripts ask for and this machine lacks; each is said once.
+"""Replacements for parts of other packages that published SMP scripts need and this machine lacks; each use is logged once.
 
 * The process-group backend "smddp" of SageMaker's containers is NCCL, or gloo without GPUs.
 * `attn_implementation="flash_attention_2"` of transformers without flash-attn is its default: models of `transform` compute
   attention by Octavo's kernels whatever it says, and other models by PyTorch's.
-* `num_key_value_heads=None` of Mistral's and Mixtral's configurations, by AWS's script without that argument, is the number of
-  attention heads, as in transformers 4; version 5 refuses it. Nothing is said.
+* `num_key_value_heads=None` in Mistral's and Mixtral's configurations, as AWS's script passes by default, means the number of
+  attention heads, as in transformers 4; version 5 refuses it. This one is not logged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _instead(found: re.Match[str]) -> str:
 
 
 def flash_attention(changes: Changes) -> None:
-    """Let transformers take a request for flash-attn, where that is absent, as one for its default."""
+    """Let transformers replace a request for flash-attn by its default if flash-attn is not installed."""
     from transformers.modeling_utils import PreTrainedModel
     from transformers.utils import is_flash_attn_2_available
 
@@ -64,7 +64,7 @@ def flash_attention(changes: Changes) -> None:
             return theirs(self, attn_implementation, *args, **kwargs)
         say_once(
             "flash_attn",
-            f'attn_implementation="{attn_implementation}": flash-attn is not here. Models of torch.sagemaker.transform compute '
+            f'attn_implementation="{attn_implementation}": flash-attn is not installed. Models of transform() compute '
             "attention by Octavo's kernels, others by PyTorch's.",
         )
         return theirs(self, None, *args, **kwargs)

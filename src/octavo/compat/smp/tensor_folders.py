@@ -1,12 +1,12 @@
-"""Checkpoints of tensor ranks: their shard groups save together, to a folder `tp{n}-{r}` for each of them or to one for all.
+"""SMP's checkpoints under tensor parallelism: all tensor ranks save together, to a folder `tp{n}-{r}` each or to one for all.
 
-SMP's example scripts save over `model.process_group`, the ranks with one tensor rank's parts, to `tp{n}-{r}`. Here the groups
-of all tensor ranks make one checkpoint, whose tensors are whole, and which loads at any degree. With a folder for each of them,
-what is no part of a matrix stays each tensor rank's own, such as the states of its random generators: it is in the checkpoint
-under a name with the rank, which the metadata of its folder leaves out.
+SMP's example scripts save over `model.process_group`, the ranks with one tensor rank's parts, to `tp{n}-{r}`. In Octavo the
+groups of all tensor ranks write one checkpoint, whose tensors are whole, and which loads at any degree. With one folder each,
+entries that are no part of a matrix, such as the states of random generators, are stored per tensor rank: under a name with
+the rank, which the metadata of the rank's folder leaves out.
 
-A reader of a folder without a checkpoint takes those of `tp{n}-{r}` in it, or beside it where it is itself called so; and those
-of `ep{n}-{r}`, which SMP's scripts write for each `ep_rank` (`octavo.compat.smp.folders`).
+A reader of a folder without a checkpoint uses the folders `tp{n}-{r}` in it, or next to it if it has such a name itself;
+likewise `ep{n}-{r}`, which SMP's scripts write for each `ep_rank` (`octavo.compat.smp.folders`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from octavo.errors import InputError
 from octavo.parallel import world
 from octavo.parallel.shards import replicas_of
 
-_OWN = "octavo_tp"
-"""The names of what is a tensor rank's own begin so, with the rank behind it."""
+_PER_RANK = "octavo_tp"
+"""Prefix of the names of per-rank entries, before the tensor rank."""
 _FOLDER = re.compile(r"(tp|ep)(\d+)-(\d+)")
 
 
@@ -41,7 +41,7 @@ class Among(NamedTuple):
 
     Attributes:
         group: the ranks; None for all.
-        folders: "one" or "each" for parts of tensor ranks, which are all the group's; None where there are none.
+        folders: one folder ("one") or one per tensor rank ("each"); None without tensor parallelism.
     """
 
     group: dist.ProcessGroup | None
@@ -49,20 +49,20 @@ class Among(NamedTuple):
 
 
 def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Among:
-    """The ranks that save a state which a script saves over a group: those of all tensor ranks, for parts of theirs.
+    """The ranks that must save a state together: all tensor ranks, if the state has their parts, else the script's group.
 
     place: the folder. Collective over these ranks.
 
     Raises:
-        InputError: the folders of the ranks are neither one nor one for each tensor rank, or one for the rows of several.
+        InputError: the ranks give neither one folder nor one for each tensor rank, or one for the local rows of several.
     """
     ranks, part = world.state, next(_parts_in(state), None)
     if part is None:
         return Among(group)
     members = set(range(ranks.world_size)) if group is None else set(dist.get_process_group_ranks(group))
-    if ranks.tp_size == 1:  # parts of ranks that are no tensor ranks of octavo.init
+    if ranks.tp_size == 1:  # a mesh other than the tensor ranks of octavo.init
         if group is not None:
-            replicas_of(part)  # refuses those that some ranks would save in part
+            replicas_of(part)  # refuses states that some ranks would save in part
         return Among(group)
     if members.issuperset(dist.get_process_group_ranks(ranks.tp_process_group)):
         return Among(group, "one")
@@ -88,22 +88,22 @@ def among(state: Any, group: dist.ProcessGroup | None, place: str | None) -> Amo
 
 
 def separated(state: Any, of: Among, place: str | None) -> Any:
-    """A state as the ranks save it together: with a folder for each tensor rank, what is its own under a name of its own.
+    """A state as the ranks save it together: with a folder for each tensor rank, per-rank entries get names with the rank.
 
     Raises:
-        InputError: one folder, for tensors that are others on each tensor rank and no parts.
+        InputError: one folder, although tensors that are no parts of a matrix differ between tensor ranks.
     """
     if of.folders is None:
         return state
-    shared, own = _split(state)
+    shared, per_rank = _split(state)
     if of.folders == "each":
-        return {**shared, f"{_OWN}{world.state.tp_rank}": own}
-    _check_one_folder(own, of.group, place)
+        return {**shared, f"{_PER_RANK}{world.state.tp_rank}": per_rank}
+    _check_one_folder(per_rank, of.group, place)
     return state
 
 
 def replicas_of_part(value: Tensor) -> list[list[int]]:
-    """The ranks of each replica that hold shards of this tensor rank's part, of whole experts too, in their order."""
+    """For each replica the ranks that hold shards of this tensor rank's part, or of whole experts, in order."""
     held, ranks = as_held(value), world.state
     replicas = replicas_of(held)
     if not _is_spread(held):
@@ -112,7 +112,7 @@ def replicas_of_part(value: Tensor) -> list[list[int]]:
 
 
 def _parts_in(state: Any) -> Iterator[Tensor]:
-    """Parts of matrices and whole experts in a state, and parts of the models whose rows are in it."""
+    """Parts of matrices and whole experts in a state, also of the models whose local rows it contains."""
     if isinstance(state, BlockTensor) or _is_spread(state):
         yield state
     elif isinstance(state, Mapping):
@@ -125,31 +125,31 @@ def _parts_in(state: Any) -> Iterator[Tensor]:
 
 
 def _is_spread(entry: Any) -> bool:
-    """True for a tensor of which the shards are on several tensor ranks, as those of whole experts."""
+    """True for a tensor whose shards are on several tensor ranks, such as whole experts."""
     if not isinstance(entry, DTensor):
         return False
     return len({rank % world.state.tp_size for rank in entry.device_mesh.mesh.flatten().tolist()}) > 1
 
 
 def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """(what is of all tensor ranks: parts of matrices, whole experts; this tensor rank's own), each in their places."""
+    """(entries shared by the tensor ranks: parts of matrices, whole experts; this rank's entries), both nested as before."""
     shared: dict[Any, Any] = {}
-    own: dict[Any, Any] = {}
+    per_rank: dict[Any, Any] = {}
     for key, entry in state.items():
         if isinstance(entry, Mapping) and entry:
             parts, others = _split(entry)
             shared |= {key: parts} if parts else {}
-            own |= {key: others} if others else {}
+            per_rank |= {key: others} if others else {}
         elif isinstance(entry, BlockTensor) or _is_spread(entry):
             shared[key] = entry
         else:
-            own[key] = entry
-    return shared, own
+            per_rank[key] = entry
+    return shared, per_rank
 
 
-def _check_one_folder(own: Mapping[Any, Any], group: dist.ProcessGroup | None, place: str | None) -> None:
-    """Refuse one folder for tensors that are other ones on each tensor rank. Collective."""
-    tensors = dict(_tensors_in(own))
+def _check_one_folder(per_rank: Mapping[Any, Any], group: dist.ProcessGroup | None, place: str | None) -> None:
+    """Refuse one folder for tensors that differ between tensor ranks. Collective."""
+    tensors = dict(_tensors_in(per_rank))
     sharded = [name for name, value in tensors.items() if isinstance(value, DTensor)]
     digests = {name: _digest(value) for name, value in tensors.items() if name not in sharded}
     given: list[Any] = [None] * dist.get_world_size(group)
@@ -179,20 +179,20 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _check_apart(place: str | None) -> None:
-    """Refuse one folder for the rows of several tensor ranks, which would write over each other's. Collective over them."""
+    """Refuse one folder for local rows of several tensor ranks, which would overwrite each other. Collective over them."""
     given: list[Any] = [None] * world.state.tp_size
     dist.all_gather_object(given, place, group=world.state.tp_process_group)
     if place is not None and len(set(given)) < len(given):
         raise InputError(
-            f"save: several tensor ranks give the folder {place!r} for rows of their own: have tp_rank in its name, or give "
+            f"save: several tensor ranks give the folder {place!r} for their local rows: have tp_rank in its name, or give "
             "process_group=model.process_group, whose ranks have all rows."
         )
 
 
-def own_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tuple[Any, list[Any]]:
-    """(metadata, results) of a folder, in which what is its tensor rank's own has its name, and that of others is left out.
+def entries_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tuple[Any, list[Any]]:
+    """(metadata, results) of a folder: entries of its tensor rank under their plain names, without those of other tensor ranks.
 
-    here: the results of the folder's own ranks.
+    here: the results of the folder's ranks.
     """
     owners = {found[0] for each in here for result in each if (found := _owner(result.index.fqn)) is not None}
     assert len(owners) <= 1, owners
@@ -207,32 +207,32 @@ def own_of_folder(metadata: Any, results: list[Any], here: list[Any]) -> tuple[A
 
     paths = {name: path[1:] if _owner(name) else path for name, path in (metadata.planner_data or {}).items()}
     told = replace(metadata, state_dict_metadata=entries(metadata.state_dict_metadata), planner_data=entries(paths))
-    kept = [
+    named_results = [
         [replace(one, index=replace(one.index, fqn=name)) for one in each if (name := renamed(one.index.fqn)) is not None]
         for each in results
     ]
-    return told, kept
+    return told, named_results
 
 
 def _owner(name: str) -> tuple[str, str] | None:
-    """(the tensor rank, the name without it) of an entry that is one's own."""
+    """(the tensor rank, the name without it) of a per-rank entry."""
     first, _, rest = name.partition(".")
-    return (first, rest) if re.fullmatch(rf"{_OWN}\d+", first) else None
+    return (first, rest) if re.fullmatch(rf"{_PER_RANK}\d+", first) else None
 
 
 def patched_reader() -> dict[str, Callable[..., Any]]:
-    """`FileSystemReader.read_metadata`, which finds the folders of tensor ranks."""
-    own = FileSystemReader.read_metadata
+    """A `FileSystemReader.read_metadata` that finds the folders of tensor ranks."""
+    original = FileSystemReader.read_metadata
 
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
         settle(self)
-        return own(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return {"read_metadata": read_metadata}
 
 
 def settle(reader: Any) -> None:
-    """Have a reader of a folder without a checkpoint read that of a tensor or expert rank, if there is one.
+    """Point a reader of a folder without a checkpoint to that of a tensor or expert rank, if there is one.
 
     Raises:
         InputError: there are folders of several degrees.

@@ -33,13 +33,13 @@ _MARK = "octavo_smp"
 
 @dataclass
 class Transformed:
-    """Settings of `transform` for the later sharding of its model.
+    """Settings of `transform`, stored on its model until FullyShardedDataParallel shards it.
 
     Attributes:
         cp_comm_type: exchange of keys and values.
         from_rank0: rank 0 has the weights.
-        layers: classes of the decoder layers that SMP would have left in place, those with experts.
-        weights: those of rank 0, whole, where a rank's model has parts of them alone.
+        layers: classes of decoder layers with experts, which SMP leaves in place.
+        weights: rank 0's whole weights, if each rank's model has only parts of them.
     """
 
     cp_comm_type: str
@@ -49,7 +49,7 @@ class Transformed:
 
 
 def whole_weights(model: nn.Module) -> Load | None:
-    """Those of rank 0 for a transformed model of tensor ranks; None for any other."""
+    """Rank 0's whole weights, for a transformed model with tensor parallelism; None for any other."""
     noted = transformed(model)
     return None if noted is None or noted.weights is None else WeightLoader(model, noted.weights)
 
@@ -61,7 +61,7 @@ def transformed(model: nn.Module) -> Transformed | None:
 
 
 class Output(CausalLMOutput):
-    """A model's result. One without a loss is used as its logits too, as in `out.sum()`."""
+    """A model's result. Without a loss it also acts as its logits, as in `out.sum()`."""
 
     def __getattr__(self, name: str) -> Any:
         logits = self.get("logits")
@@ -81,15 +81,15 @@ def transform(
     """Put Octavo's blocks into a model, for `FullyShardedDataParallel`, or as it is on one rank.
 
     Args:
-        model: with weights, which it keeps; or on the meta device, where it then stays until FSDP.
-        device: of the result; the model's own when absent.
-        dtype: of parameters; their own when absent.
-        config: a `MoEConfig`, which goes before the model's config; None: losses of experts by the model's config.
+        model: with weights, which are used; or on the meta device, where it stays until FSDP.
+        device: of the result; the model's if absent.
+        dtype: of parameters; unchanged if absent.
+        config: a `MoEConfig`, which overrides the model's config; None: expert losses by the model's config.
         load_state_dict_from_rank0: rank 0 has the weights; FSDP with sync_module_states=True gives them to the others.
         cp_comm_type: exchange of keys and values, "p2p" or "all_gather".
 
     Raises:
-        InputError: an argument that asks for what Octavo does not have, or parameters of several dtypes.
+        InputError: an unsupported argument, or parameters of several dtypes.
     """
     moe = moe_of(config)
     admit_config(getattr(model, "config", None))
@@ -116,8 +116,8 @@ def transform(
     with given_names():
         seed = state.config.random_seed
         options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)
-        # Ranks share no model before FSDP, which shards it: which layouts of weights stay is decided there.
-        # But of a tensor rank's matrices each has its part from here on, which no rank could compare later.
+        # FSDP decides later which weight layouts are cached, since it shards the model.
+        # But from here on each tensor rank has only its part of a matrix, so the ranks could not compare them later.
         if tensor and not load_state_dict_from_rank0:
             check_same_weights(model, all_ranks())
         how: Any = {"dtype": params_dtype, "params_dtype": params_dtype, "strategy": cp_comm_type}
@@ -148,7 +148,7 @@ def _refuse_unwrapped(model: nn.Module, inputs: Any) -> None:
     if state.cp_size > 1 and getattr(model, "context", None) is None:
         raise InputError(
             f"context_parallel_degree = {state.cp_size}: wrap the transformed model in FullyShardedDataParallel before its "
-            "first forward, which joins the ranks of a sequence."
+            "first forward; it sets up the ranks that share a sequence."
         )
     if state.tp_size > 1 and getattr(model, "token_group", None) is None:
         raise InputError(

@@ -77,7 +77,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
 
 def clip_by_pytorch(model: nn.Module, max_norm: float, norm_type: float) -> Any:
-    """PyTorch's `clip_grad_norm_`, which takes each rank's tensors alone: refused where ranks hold ranges of parameters."""
+    """PyTorch's `clip_grad_norm_`, which sees only each rank's tensors: refused where ranks hold ranges of parameters."""
     if any(block is not None for block in parameters_of(model).values()):
         raise InputError(
             f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): ranks hold ranges of this model's parameters, some "

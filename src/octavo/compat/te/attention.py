@@ -1,6 +1,6 @@
-"""Transformer Engine's attention layers: those of `octavo.nn`, with its masks, sequence first, causal and with dropout.
+"""Transformer Engine's attention layers on those of `octavo.nn`, with its masks and defaults: sequence first, causal, dropout.
 
-Calls that these do not have, and cross-attention, are `octavo.compat.te.core`'s.
+`octavo.compat.te.core` computes cross-attention and all calls that the layers of `octavo.nn` do not support.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _format(argument: str, name: Any) -> str:
 
 
 def _packed(argument: str, values: dict[str, Any]) -> bool:
-    """True for packed sequences; they are one sample for the layer of `octavo.nn`."""
+    """True for packed sequences, which are passed to the layer of `octavo.nn` as one sample."""
     packed = _format(argument, values[argument]) == "thd"
     if packed:
         values[argument] = "bshd"
@@ -40,7 +40,7 @@ def _packed(argument: str, values: dict[str, Any]) -> bool:
 
 
 def _prepare(attention: Any, taken: dict[str, Any], values: dict[str, Any], *, cross: bool = False) -> None:
-    """Bring the parts of an `octavo.nn.MultiheadAttention` to Transformer Engine's names, order and kinds."""
+    """Give the submodules of an `octavo.nn.MultiheadAttention` Transformer Engine's names, order and classes."""
     attention.interleaved, attention.grouped = taken["rotary_pos_interleaved"], taken["qkv_weight_interleaved"]
     attention.attention_type, attention.rows_grouped = "cross" if cross else "self", attention.grouped
     make = {"dtype": values.get("params_dtype"), "device": values.get("device")}
@@ -55,7 +55,7 @@ def _prepare(attention: Any, taken: dict[str, Any], values: dict[str, Any], *, c
 
 
 def _order(attention: Any) -> None:
-    """Put parts in Transformer Engine's order, by which an optimizer's state numbers parameters: norms of heads first."""
+    """Register submodules in Transformer Engine's order (q/k norms first), since optimizer states number parameters by it."""
     modules = attention._modules
     for name in ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value", "core_attention", "proj"):
         if name in modules:
@@ -63,12 +63,12 @@ def _order(attention: Any) -> None:
 
 
 def _first(attention: Any) -> Any:
-    """The first product, with the norm in front of it or without one."""
+    """The query/key/value product, with or without its fused norm."""
     return attention.layernorm_qkv if attention.input_layernorm else attention.qkv
 
 
 def _special(attention: Any) -> bool:
-    """True if `octavo.nn` computes no call of this layer by itself."""
+    """True if every call of this layer needs `octavo.compat.te.core`."""
     return attention.attention_type == "cross" or attention.interleaved or not attention.grouped
 
 
@@ -82,9 +82,9 @@ def _taken(values: dict[str, Any]) -> dict[str, Any]:
 def _attention_mask(call: Call, attention: Any, x: Tensor, rotary: Any) -> tuple[Any, str | None]:
     """`attention_mask` for the layer of `octavo.nn`, and its mask type. x: its hidden states."""
     batch, tokens = (x.shape[1], x.shape[0]) if attention.sequence_first else (x.shape[0], x.shape[1])
-    apart = isinstance(rotary, tuple) and len(rotary) == 2 and rotary[0] is not rotary[1]
-    apart = apart and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # others for keys
-    if apart or _special(attention) or not call.is_plain(attention.core_attention, tokens, tokens):
+    separate = isinstance(rotary, tuple) and len(rotary) == 2 and rotary[0] is not rotary[1]
+    separate = separate and all(isinstance(angles, Tensor) and angles.dim() == 4 for angles in rotary)  # others for keys
+    if separate or _special(attention) or not call.is_plain(attention.core_attention, tokens, tokens):
         return call, None
     return call.native(batch, attention.heads, tokens, tokens, x.device)
 
@@ -182,8 +182,8 @@ class DotProductAttention(OneRank, Stateless, _attention.DotProductAttention, me
                 f"num_attention_heads={self.heads} and num_gqa_groups={self.groups}."
             )
         q, k, v = (x[None] if packed else x.transpose(0, 1) if order == "sbhd" else x for x in parts)
-        made: Any = super().forward(q, k, v, call)
-        out, top = made if isinstance(made, tuple) else (made, None)
+        result: Any = super().forward(q, k, v, call)
+        out, top = result if isinstance(result, tuple) else (result, None)
         out = out[0] if packed else out.transpose(0, 1) if order == "sbhd" else out
         return (out, top) if self.return_max_logit else out
 
@@ -218,9 +218,10 @@ def _unstacked(
 
 
 class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metaclass=Kind):
-    """Joint query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first.
+    """Fused query/key/value product, rotary embedding, attention and output product; with `input_layernorm` a norm first.
 
-    attention_type "cross": keys and values are those of `encoder_output`.
+
+    attention_type "cross": keys and values come from `encoder_output`.
     """
 
     __module__ = "transformer_engine.pytorch.attention.multi_head_attention"  # by which clients tell it
@@ -270,14 +271,14 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
         )  # fmt: skip
         if encoder_output is not None and encoded is None:
             raise InputError(
-                "MultiheadAttention: encoder_output beside attention_type='self', whose keys are of hidden_states. Pass "
+                "MultiheadAttention: encoder_output with attention_type='self', whose keys come from hidden_states. Pass "
                 "attention_type='cross' to the constructor, or leave encoder_output out."
             )
         rest["inference_params"] = inference_params
         x = hidden_states[None] if self.packed else hidden_states
         mask, base = _attention_mask(call, self, x, rotary_pos_emb)
-        made = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **rest)
-        return _unpacked(made) if self.packed else made
+        result = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, attn_mask_type=base, **rest)
+        return _unpacked(result) if self.packed else result
 
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
@@ -293,17 +294,17 @@ def _batched(x: Tensor | None, first: bool, packed: bool) -> Tensor | None:
     return x[None] if packed else x.transpose(0, 1) if first else x
 
 
-def _unpacked(made: Any) -> Any:
+def _unpacked(result: Any) -> Any:
     """The one sample of packed sequences; biases as they are."""
-    if isinstance(made, tuple):
-        return tuple(x[0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in made)
-    return made[0]
+    if isinstance(result, tuple):
+        return tuple(x[0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in result)
+    return result[0]
 
 
 class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kind):
     """x + attention(norm(x)), then h + mlp(norm(h)); a block of timm's or Hugging Face's may be a subclass.
 
-    layer_type "decoder": between both cross-attention to `encoder_output` (`inter_attention`).
+    layer_type "decoder": with cross-attention to `encoder_output` in between (`inter_attention`).
     """
 
     __module__ = "transformer_engine.pytorch.transformer"  # by which clients tell it
@@ -357,15 +358,15 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
     ) -> Any:
         """hidden_states [T, B, hidden], with "bshd" [B, T, hidden], with "thd" [T, hidden] → the same shape.
 
-        attention_mask: bool, True where nothing is attended to; for mask types with "padding" and "arbitrary". Of a decoder
-        cu_seqlens_q is of the hidden states, also of their own keys, and cu_seqlens_kv of `encoder_output`; a bias is that of
-        both attentions.
+        attention_mask: bool, True for masked positions; for mask types with "padding" and "arbitrary". In a decoder layer
+        cu_seqlens_q describes queries and keys of self-attention, cu_seqlens_kv `encoder_output`; a bias applies to both
+        attentions.
         """
         attention: Any = self.self_attention
         first, decodes = attention.sequence_first, self.inter_attention is not None
         hidden_states = hidden_states.to(compute_dtype(hidden_states))  # the residual stream of an autocast has its dtype
         arguments = {"checkpoint_core_attention": checkpoint_core_attention, **others}
-        own, inter = dict(arguments), None
+        for_self, inter = dict(arguments), None
         if decodes:
             encoded = _batched(encoder_output, first, self.packed)
             encoded = None if encoded is None else encoded.to(hidden_states.dtype)
@@ -373,39 +374,39 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
                 self.inter_settings, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal,
                 enc_dec_attn_mask, arguments, packed=self.packed, encoded=encoded,
             )  # fmt: skip
-            own |= {
+            for_self |= {
                 "cu_seqlens_kv": arguments.get("cu_seqlens_q"),
                 "cu_seqlens_kv_padded": arguments.get("cu_seqlens_q_padded"),
                 "max_seqlen_kv": arguments.get("max_seqlen_q"),
             }
         call, rest = Call.of(
-            self.settings, self_attn_mask_type, window_size, bottom_right_diagonal, attention_mask, own, packed=self.packed,
-            own_keys=True,
+            self.settings, self_attn_mask_type, window_size, bottom_right_diagonal, attention_mask, for_self,
+            packed=self.packed, own_keys=True,
         )  # fmt: skip
         rest["inference_params"] = inference_params
         others = {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask}
         for name in [name for name, value in others.items() if value is not None and not decodes]:
             raise InputError(
-                f"TransformerLayer: {name} beside layer_type='encoder', which has no cross-attention. Pass "
+                f"TransformerLayer: {name} with layer_type='encoder', which has no cross-attention. Pass "
                 f"layer_type='decoder' to the constructor, or leave {name} out."
             )
         x = hidden_states[None] if self.packed else hidden_states
         mask, base = _attention_mask(call, attention, x, rotary_pos_emb)
-        made = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, self_attn_mask_type=base, inter=inter, **rest)
-        return _unpacked(made) if self.packed else made
+        result = super().forward(x, mask, rotary_pos_emb, is_first_microbatch, self_attn_mask_type=base, inter=inter, **rest)
+        return _unpacked(result) if self.packed else result
 
     def set_context_parallel_group(
         self, cp_group: dist.ProcessGroup | None, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Share sequences with the ranks of a group; None ends it."""
         if self.inter_attention is not None and cp_group is not None:
-            raise InputError("set_context_parallel_group of a decoder layer: context parallelism takes self-attention alone.")
+            raise InputError("set_context_parallel_group of a decoder layer: context parallelism supports self-attention only.")
         attention: Any = self.self_attention
         attention.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
 
 def _inter(values: dict[str, Any], settings: Settings) -> _attention.MultiheadAttention:
-    """Attention of a decoder layer between its own and the MLP, with the layer's arguments."""
+    """A decoder layer's cross-attention, with the layer's arguments."""
     names = (
         "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon", "init_method",
         "output_layer_init_method", "layer_number", "num_gqa_groups", "bias", "normalization", "zero_centered_gamma",

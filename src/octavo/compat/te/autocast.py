@@ -1,4 +1,4 @@
-"""Transformer Engine's contexts: FP8 for products by its recipes, with its arguments in its order."""
+"""Transformer Engine's contexts (`fp8_autocast`, `fp8_model_init`, …) and checks of FP8 support, on `octavo.fp8_autocast`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Entered(NamedTuple):
 
 @contextlib.contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Around a training that saves FP8 state as tensors, as Composer's: it is saved so anyway.
+    """No effect: asks for FP8 state as tensors, in which form Octavo always saves it. Composer enters it around training.
 
     Raises:
         InputError: `torch.onnx` exports inside; `enabled` is no bool.
@@ -50,7 +50,7 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
 
 
 _entered: OfThread[list[Entered]] = OfThread("te", list)
-"""The autocasts that a thread has entered, the innermost last. In Transformer Engine there is one list for all threads."""
+"""The autocasts that this thread has entered, innermost last. (Transformer Engine has one list for all threads.)"""
 
 
 def innermost() -> Entered | None:
@@ -69,8 +69,8 @@ def autocast(
 ) -> Iterator[None]:
     """Run the products of layers inside in FP8 by `recipe`, delayed scaling when absent.
 
-    amax_reduction_group: ranks that join their amaxes; None: all. calibrating: without FP8, record the amaxes of inputs and
-    weights for it (`octavo.fp8.calibration`).
+    amax_reduction_group: ranks over which amaxes are reduced; None: all. calibrating: without FP8, record the amaxes of inputs
+    and weights for it (`octavo.fp8.calibration`).
 
     Raises:
         InputError: a recipe that Octavo does not have.
@@ -105,7 +105,7 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Layers inside keep their parameters in `params_dtype`, as outside: more exact than FP8 alone, and said once.
+    """No effect, logged once: layers store their parameters in `params_dtype` inside as outside, more exact than FP8 alone.
 
     Raises:
         InputError: `preserve_high_precision_init_val`: the parameters themselves are in high precision.
@@ -116,7 +116,7 @@ def quantized_model_init(
             "get_high_precision_init_val(). Leave it out, and read the parameter itself."
         )
     if enabled:
-        message = "fp8_model_init: parameters keep their own dtype, and products run in FP8 under fp8_autocast as ever."
+        message = "fp8_model_init: parameters stay in params_dtype; products run in FP8 under fp8_autocast."
         say_once("quantized_model_init", message)
     yield
 

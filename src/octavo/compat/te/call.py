@@ -1,4 +1,4 @@
-"""The keys of a call of Transformer Engine's attention: mask type, window, masks, lengths, padding.
+"""Arguments of a call of Transformer Engine's attention that say which keys a query attends to: masks, window, lengths.
 
 Each argument is used or checked: one that contradicts another, or the tensors, is refused. The result is a mask for the layers
 of `octavo.nn`, or a list of segments.
@@ -37,7 +37,7 @@ def mask_type(argument: str, kind: Any) -> str:
 
 
 class Settings:
-    """A layer's own mask type, window and cap, for calls without."""
+    """A layer's mask type, window and cap, for calls that pass none."""
 
     def __init__(self, kind: str, window: Any, bottom_right: bool | None, softcap: float | None) -> None:
         self.kind, self.window, self.bottom_right = kind, window_pair(window), bottom_right
@@ -45,28 +45,28 @@ class Settings:
         self.softcap = cap_of(softcap)
         causal = "causal" in kind
         self.native = (self.window[0], 0) if self.window is not None and causal else None
-        """A window that the layer of `octavo.nn` computes by itself, in causal calls."""
+        """The window that the layer of `octavo.nn` applies itself, in causal calls."""
 
     @classmethod
     def take(cls, values: dict[str, Any], name: str, prefix: str = "") -> Settings:
-        """Those of a constructor's arguments, which are removed. name: of the mask type. prefix: of the others."""
+        """The settings in a constructor's arguments, removed from them. name: of the mask type. prefix: of the others."""
         kind = mask_type(name, values.pop(name))
         window, bottom_right = (values.pop(f"{prefix}{part}") for part in ("window_size", "bottom_right_diagonal"))
         return cls(kind, window, bottom_right, values.pop("softcap", None))
 
     def native_arguments(self, name: str) -> dict[str, Any]:
-        """Mask type and window for the layer of `octavo.nn`, the nearest that it has."""
+        """The nearest mask type and window that the layer of `octavo.nn` supports."""
         return {name: "causal" if "causal" in self.kind else "no_mask", "window_size": self.native}
 
 
 @dataclass(frozen=True)
 class Given:
-    """A call.
+    """The arguments of one call of attention.
 
     Attributes:
         given: its arguments by `TAKEN`.
         encoded: hidden states of an encoder, [B, Tk, hidden].
-        own_keys: keys are of the tokens of the queries, so that lengths of the queries are those of the keys.
+        own_keys: self-attention: queries and keys come from the same tokens and have the same lengths.
     """
 
     settings: Settings
@@ -79,21 +79,21 @@ class Given:
     encoded: Tensor | None = None
     own_keys: bool = False
     read: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Lengths on the host, read once a call; a recomputation in backward has those of its forward."""
+    """Lengths on the host, read once a call; recomputation in backward reuses those of its forward."""
 
     @classmethod
     def of(
         cls, settings: Settings, kind: Any, window: Any, bottom_right: bool | None, mask: Any, arguments: dict[str, Any], *,
         packed: bool = False, encoded: Tensor | None = None, own_keys: bool = False,
     ) -> tuple[Self, dict[str, Any]]:  # fmt: skip
-        """The call, and the arguments that it has no answer for."""
+        """The call, and the arguments that it does not handle."""
         given = {name: value for name, value in arguments.items() if name in TAKEN and value is not None}
         rest = {name: value for name, value in arguments.items() if name not in TAKEN}
         kind = settings.kind if kind is None else mask_type("attn_mask_type", kind)
         window = settings.window if window is None else window_pair(window)
         right = settings.bottom_right if bottom_right is None else bottom_right
-        again = given.get("checkpoint_core_attention", False)
-        check_flags("attention", bottom_right_diagonal=right or False, checkpoint_core_attention=again)
+        recompute = given.get("checkpoint_core_attention", False)
+        check_flags("attention", bottom_right_diagonal=right or False, checkpoint_core_attention=recompute)
         bias = check_terms(given)
         check_cap_alone(cap_of(given.get("softcap", settings.softcap)), bias)
         call = cls(
@@ -120,7 +120,7 @@ class Given:
         return cap_of(self.given.get("softcap", self.settings.softcap))
 
     def is_plain(self, core: Any, queries: int, keys: int) -> bool:
-        """True if a layer of `octavo.nn` computes it, at most with a mask."""
+        """True if a layer of `octavo.nn` supports the call, with at most a mask."""
         if self.packed or any(name in self.given for name in LENGTHS) or self.bias != "no_bias" or self.cap:
             return False
         if self.given.get("checkpoint_core_attention") or getattr(core, "softmax_offset", None) is not None:
@@ -152,7 +152,7 @@ class Given:
         return (found if found is not None else mask_and_type(kind, self.mask, everything, shape, device)[0]), base
 
     def _check_samples(self, queries: int, keys: int) -> None:
-        """Raise an InputError unless max_seqlen_… and pad_between_seqs are true of samples without lengths."""
+        """Raise an InputError unless max_seqlen_… and pad_between_seqs fit samples without lengths."""
         self._check_padding({})
         masks = self._masks()
         for name, mask, tokens in zip(LONGEST, masks, (queries, keys), strict=True):
@@ -163,7 +163,7 @@ class Given:
                 check_longest(name, given, longest)
 
     def _check_padding(self, padded: dict[str, bool], *, full: bool = False) -> None:
-        """Raise an InputError unless pad_between_seqs is true.
+        """Raise an InputError if pad_between_seqs contradicts the lengths.
 
         padded: by `_PLACES`, True where sequences have gaps. full: sequences leave no token for padding.
         """
@@ -173,19 +173,15 @@ class Given:
         if not isinstance(pads, bool):
             raise InputError(f"pad_between_seqs={pads!r}: give True, False or None.")
         if pads and not self.packed:
-            raise InputError(
-                'pad_between_seqs=True is of packed sequences ("thd"): samples have their padding by lengths or masks.'
-            )
+            raise InputError('pad_between_seqs=True is for packed sequences ("thd"): for samples give lengths or masks.')
         if pads and not padded and not full:
             raise InputError(
-                "pad_between_seqs=True without the places of the sequences, which are shorter than the tokens: give "
+                "pad_between_seqs=True without the offsets of the sequences, which are shorter than the tokens: give "
                 "cu_seqlens_q_padded and cu_seqlens_kv_padded."
             )
         if not pads and any(padded.values()):
             name = next(name for name, gaps in padded.items() if gaps)
-            raise InputError(
-                f"pad_between_seqs=False, and by {name} there is padding between them: pass True, or leave it out."
-            )
+            raise InputError(f"pad_between_seqs=False, but {name} has padding between sequences: pass True, or leave it out.")
 
     def _aligned_right(self) -> bool:
         if self.kind in ("causal", "padding_causal"):
@@ -193,9 +189,9 @@ class Given:
         return True if self.kind.endswith("bottom_right") or self.bottom_right is None else self.bottom_right
 
     def _say(self, reasons: dict[str, bool], way: str) -> None:
-        """Say once for what a call has no kernel."""
+        """Log once which feature of a call has no kernel."""
         for what in [what for what, there in reasons.items() if there]:
-            say_once(f"attention: {what}, {way}", f"attention with {what} runs in {way}, and not in a kernel of Octavo's.")
+            say_once(f"attention: {what}, {way}", f"attention with {what} runs in {way}, not in a fused kernel.")
 
     def segments(self, q: Tensor, k: Tensor) -> tuple[list[Span], Tensor | None]:
         """The segments, and for "arbitrary" the mask, True where a query attends to a key."""
@@ -275,7 +271,7 @@ class Given:
         return self.mask[0], self.mask[1]
 
     def _copied_mask(self) -> Any:
-        """Padding masks for a recomputation, which has those of its forward; others, of Tq × Tk, are not copied."""
+        """Copies of padding masks for recomputation, which needs those of its forward; Tq × Tk masks are not copied."""
         if "padding" not in self.kind:
             return self.mask
         if isinstance(self.mask, tuple | list):
@@ -289,21 +285,21 @@ class Given:
         return self.read.get(name)
 
     def _check_masks(self, segments: list[Span]) -> None:
-        """Raise an InputError if masks beside lengths have other ones."""
+        """Raise an InputError if masks contradict the lengths."""
         if self.mask is None:
             return
         masks = self._masks()
         lengths = [one.q1 - one.q0 for one in segments], [one.k1 - one.k0 for one in segments]
-        for name, mask, own in zip(LENGTHS, masks, lengths, strict=False):
+        for name, mask, expected in zip(LENGTHS, masks, lengths, strict=False):
             fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4
-            fits = fits and tuple(mask.shape[:3]) == (len(own), 1, 1) and mask.shape[3] >= max(own, default=0)
+            fits = fits and tuple(mask.shape[:3]) == (len(expected), 1, 1) and mask.shape[3] >= max(expected, default=0)
             if fits:
-                padded = torch.arange(mask.shape[3])[None] >= torch.tensor(own, dtype=torch.int64)[:, None]
+                padded = torch.arange(mask.shape[3])[None] >= torch.tensor(expected, dtype=torch.int64)[:, None]
                 fits = torch.equal(mask[:, 0, 0].cpu(), padded)
             if not fits:
                 raise InputError(
-                    f"attention_mask of {shown(mask)} beside {name} has other lengths: leave one of the two out, or give bool "
-                    f"{[len(own), 1, 1, max(own, default=0)]}, True for padding."
+                    f"attention_mask of {shown(mask)} contradicts {name}: leave one of the two out, or give bool "
+                    f"{[len(expected), 1, 1, max(expected, default=0)]}, True for padding."
                 )
 
     def _alike(self) -> bool:
@@ -318,5 +314,5 @@ class Given:
         if ends is None and name == "cu_seqlens_kv" and self.own_keys:
             return self._positions("cu_seqlens_q", tokens)
         if ends is None:
-            raise InputError(f"no {name}: packed sequences take it, of the queries and of the keys.")
+            raise InputError(f"no {name}: packed sequences need it, for queries and for keys.")
         return positions(ends if padded is None else [min(end, tokens) for end in padded], tokens)

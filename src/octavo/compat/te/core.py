@@ -1,7 +1,7 @@
-"""The computation of a call of Transformer Engine's attention: lengths, biases and kinds of softmax beyond `octavo.nn`.
+"""Computes calls of Transformer Engine's attention that `octavo.nn` does not support: lengths, biases, kinds of softmax.
 
-Self-attention of samples without lengths stays with `octavo.nn`'s layers. Everything else is a list of segments, computed by
-`octavo.nn.segments`, and what no kernel computes there is named once. Queries without a key, and padding, have the result 0.
+Self-attention of samples without lengths uses `octavo.nn`'s layers. Everything else becomes a list of segments, computed by
+`octavo.nn.segments`; features without a fused kernel are logged once. Queries without a key, and padding, have the result 0.
 
 Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head dimension.
 """
@@ -48,7 +48,7 @@ def set_softmax(core: Any, softmax_type: str, heads: int, make: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Call(Given, _attention.Attending):
-    """A call and its computation."""
+    """A call, with the methods that compute it."""
 
     def core(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """softmax(…) · v of q [B, Tq, H, D], k and v [B, Tk, G, D] → [B, Tq, H·D]; with return_max_logit a pair."""
@@ -69,8 +69,8 @@ class Call(Given, _attention.Attending):
     def _segmented(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         if layer.context is not None:
             raise InputError(
-                "context parallelism takes self-attention of whole samples: leave out cu_seqlens, biases, kinds of softmax and "
-                "caps, or call set_context_parallel_group(None)."
+                "context parallelism supports self-attention of whole samples: leave out cu_seqlens, biases, softmax types "
+                "and caps, or call set_context_parallel_group(None)."
             )
         segments, mask = self.segments(q, k)
         left, right = self.window or (-1, -1)
@@ -90,7 +90,7 @@ class Call(Given, _attention.Attending):
     def _reasons(
         self, scores: Scores, sight: Sight, mask: Tensor | None, dropout: float, sizes: bool, top: bool
     ) -> Callable[[str], dict[str, bool]]:
-        """By the way that computes a call, what it is taken for, True where it is there."""
+        """Implementation → features that need it → True if this call has them."""
         terms = {
             f"core_attention_bias_type={self.bias!r}": scores.bias is not None or scores.slopes is not None,
             "softcap": bool(scores.cap),
@@ -138,7 +138,7 @@ class Call(Given, _attention.Attending):
     def context(
         self, layer: Any, x: Tensor, delta: Tensor | None, rotary: Any, first: bool | None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `Attending` says: products, rotation, norms of heads and attention of a layer."""
+        """Implements `Attending`: products, rotation, q/k norms and attention of a layer."""
         q_angles, k_angles = self._angles(layer, rotary, x)
         before = q_angles is not None and not layer.norm_first and layer.q_norm is None
         fused = before and q_angles is k_angles and not layer.interleaved and layer.grouped and self.encoded is None
@@ -173,8 +173,9 @@ class Call(Given, _attention.Attending):
             return angles, angles
         both = rotary if isinstance(rotary, tuple) and len(rotary) == 2 else (rotary, rotary)
         tokens = x.shape[1], x.shape[1] if self.encoded is None else self.encoded.shape[1]
-        made: list[Any] = []
+        rotations: list[Any] = []
         for name, angles, count in zip(LENGTHS, both, tokens, strict=False):
             check_angles(angles, layer.head_dim)
-            made.append(tables(angles, self._positions(name, count)[None]))
-        return (made[0], made[0]) if both[0] is both[1] and tokens[0] == tokens[1] and self._alike() else (made[0], made[1])
+            rotations.append(tables(angles, self._positions(name, count)[None]))
+        same = both[0] is both[1] and tokens[0] == tokens[1] and self._alike()
+        return rotations[0], rotations[0 if same else 1]

@@ -1,7 +1,7 @@
-"""Cross-attention's products in an attention layer: the query of its input, key and value of an encoder's output.
+"""Projections of cross-attention: queries from the layer's input, keys and values from an encoder's output.
 
-Parameters are Transformer Engine's: `layernorm_query` (with a norm) or `query_layer`, and `key_value`, of key_weight and
-value_weight, or with `fuse_qkv_params` one weight.
+Parameters have Transformer Engine's names: `layernorm_query` (with a norm) or `query_layer`, and `key_value`, with key_weight
+and value_weight, or with `fuse_qkv_params` one weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_cross(attention: Any, *, fused: bool) -> None:
 def crossed(
     layer: Any, x: Tensor, delta: Tensor | None, encoded: Tensor | None, first: bool | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The stream, queries of x [B, T, H, D], keys and values of the encoder's output [B, Tk, G, D]."""
+    """The residual stream, queries of x [B, T, H, D], keys and values of the encoder's output [B, Tk, G, D]."""
     if encoded is None:
         raise InputError("cross-attention takes encoder_output: give hidden states of the encoder.")
     if layer.input_layernorm:

@@ -1,4 +1,4 @@
-"""Transformer Engine's default device is the GPU; a machine without one runs the same script on its CPU."""
+"""The default device of new layers: the GPU, as in Transformer Engine; the CPU on a machine without one."""
 
 from __future__ import annotations
 

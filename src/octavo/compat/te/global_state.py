@@ -1,6 +1,6 @@
-"""Transformer Engine's `FP8GlobalStateManager`: what its clients ask of it, by the autocasts of this process.
+"""Transformer Engine's `FP8GlobalStateManager`, for libraries that query it: answers come from this process's autocasts.
 
-Scales and histories belong to layers here, so there is no global state to reset, to reduce or to copy.
+Scales and histories belong to layers in Octavo, so there is no global state to reset, reduce or copy.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class FP8GlobalStateManager(metaclass=_Manager):
 
     @classmethod
     def get_fp8_group(cls) -> dist.ProcessGroup | None:
-        """The ranks whose amaxes the innermost autocast joins; None: all."""
+        """The ranks over which the innermost autocast reduces amaxes; None: all."""
         current = autocast.innermost()
         return None if current is None else current.group
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """False: parameters keep their own dtype."""
+        """False: parameters are stored in `params_dtype`."""
         return False
 
     @classmethod

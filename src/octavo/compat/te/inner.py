@@ -1,6 +1,6 @@
-"""Layers of `octavo.nn` inside of Transformer Engine's: they compute as before, and clients read of them what those have.
+"""Gives the `octavo.nn` layers inside Transformer Engine's layers the attributes that libraries read of Transformer Engine's.
 
-A client walks `model.modules()` for layers with `fp8_meta`, or asks each for `use_bias` and `tp_size`.
+A library walks `model.modules()` for layers with `fp8_meta`, or reads `use_bias` and `tp_size` of each. Results are the same.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _READABLE: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def make_readable(layer: nn.Module) -> None:
-    """Give the layers inside of `layer` what clients read, in place."""
+    """Give the layers inside `layer` the attributes that libraries read, in place."""
     for module in layer.modules():
         if module is layer:
             continue
         if type(module) in _READABLE:
             module.__class__ = _READABLE[type(module)]
-            module.is_made = True  # type: ignore[assignment]
+            module.is_constructed = True  # type: ignore[assignment]
         elif "tp_size" not in vars(module):  # attention, whose class chooses its kernels
             module.tp_size, module.tp_group, module.sequence_parallel = OneRank.tp_size, None, False  # type: ignore[assignment]

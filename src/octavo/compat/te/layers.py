@@ -1,4 +1,4 @@
-"""Transformer Engine's linear layers and norms: those of `octavo.nn` with its positions, defaults and names of arguments."""
+"""Transformer Engine's linear layers and norms: those of `octavo.nn`, with the order, defaults and names of its arguments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Kind(type):
     octavo: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        own = vars(cls).get("octavo")
-        return super().__instancecheck__(instance) or (own is not None and isinstance(instance, own))
+        octavo_class = vars(cls).get("octavo")
+        return super().__instancecheck__(instance) or (octavo_class is not None and isinstance(instance, octavo_class))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The layer, whose `reset_parameters` takes parameters from the meta device from now on."""
+        """Construct the layer; afterwards `reset_parameters` moves parameters off the meta device."""
         layer = super().__call__(*args, **kwargs)
-        layer.is_made = True
+        layer.is_constructed = True
         return layer
 
 

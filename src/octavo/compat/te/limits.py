@@ -1,5 +1,5 @@
-"""Values that Transformer Engine's names refuse here, and arguments that do not fit each other: checked in a call by these
-functions, and read by them in a script by `octavo migrate`, so that the two cannot differ.
+"""Checks of values that are refused under Transformer Engine's names, and of arguments that contradict each other. Calls use
+these functions, and `octavo migrate` applies them to a script, so that the two cannot differ.
 
 Loads no torch. A tensor is any value but None: its shape and numbers are checked where they are used.
 """
@@ -21,7 +21,7 @@ TAKEN = (
     *LENGTHS, *LONGEST, "pad_between_seqs", "core_attention_bias_type", "core_attention_bias",
     "alibi_slopes", "softcap", "checkpoint_core_attention",
 )  # fmt: skip
-"""Arguments of a call that `octavo.compat.te.core.Call` has an answer for."""
+"""Arguments of a call that `octavo.compat.te.core.Call` handles."""
 ATTENTION_TYPES = ("self", "cross")
 LAYER_TYPES = ("encoder", "decoder")
 OF_BLACKWELL = ("MXFP8BlockScaling", "NVFP4BlockScaling")
@@ -44,7 +44,7 @@ def cap_of(value: Any) -> float:
 
 
 def check_kind(argument: str, value: Any, known: tuple[str, ...]) -> str:
-    """`value`, which is one of a few texts; an InputError otherwise."""
+    """`value` if it is one of the choices; an InputError otherwise."""
     if value not in known:
         raise unknown(argument, str(value), known)
     return str(value)
@@ -71,7 +71,7 @@ def split_sizes(parameters_split: Any, rows: int) -> dict[str, int]:
 
 
 def check_layer(layer: str, values: Mapping[str, Any]) -> None:
-    """Arguments of a layer's constructor that do not fit each other; absent ones have their defaults.
+    """Check a layer's constructor for arguments that contradict each other; absent ones have their defaults.
 
     Raises:
         InputError: they do not.
@@ -83,11 +83,11 @@ def check_layer(layer: str, values: Mapping[str, Any]) -> None:
     if split is not None and rows is not None:
         split_sizes(split, rows)
     if layer == "TransformerLayer" and values.get("layer_type") == "decoder" and values.get("parallel_attention_mlp"):
-        raise InputError("TransformerLayer(layer_type='decoder', parallel_attention_mlp=True) has no form. Leave one out.")
+        raise InputError("TransformerLayer(layer_type='decoder', parallel_attention_mlp=True) is not defined. Leave one out.")
 
 
 def check_terms(given: Mapping[str, Any]) -> str:
-    """The kind of bias of a call of attention, by its arguments.
+    """The kind of bias of an attention call, from its arguments.
 
     Raises:
         InputError: an unknown kind, a bias without its kind, or a kind without its bias.
@@ -101,20 +101,20 @@ def check_terms(given: Mapping[str, Any]) -> str:
             "'post_scale_bias' take one, the others none."
         )
     if given.get("alibi_slopes") is not None and bias != "alibi":
-        raise InputError(f"alibi_slopes beside core_attention_bias_type={bias!r}: pass 'alibi'.")
+        raise InputError(f"alibi_slopes with core_attention_bias_type={bias!r}: pass 'alibi'.")
     return str(bias)
 
 
 def check_cap_alone(cap: float, bias: str) -> None:
-    """Raise an InputError for a cap beside a bias."""
+    """Raise an InputError for a cap together with a bias."""
     if cap and bias != "no_bias":
         raise InputError(f"softcap={cap} with core_attention_bias_type={bias!r} is not supported: leave one out.")
 
 
 def check_lengths(given: Mapping[str, Any], *, own_keys: bool, packed: bool = False) -> None:
-    """Cumulative lengths of a call that go together.
+    """Check that the cumulative lengths of a call are complete.
 
-    own_keys: keys are of the tokens of the queries, so that lengths of the queries are those of the keys. packed: of packed
+    own_keys: self-attention: queries and keys have the same lengths. packed: of packed
     sequences, which have lengths.
 
     Raises:
@@ -128,16 +128,16 @@ def check_lengths(given: Mapping[str, Any], *, own_keys: bool, packed: bool = Fa
     if not (q and kv):
         there, missing = LENGTHS[:2] if q else LENGTHS[1::-1]
         told = f"{there} without {missing}" if q or kv else "no cu_seqlens_q and cu_seqlens_kv"
-        raise InputError(f"{told}: sequences are of queries and of keys, so give both.")
+        raise InputError(f"{told}: queries and keys both have sequences, so give both.")
     if q_padded != kv_padded:
         raise InputError("cu_seqlens_q_padded and cu_seqlens_kv_padded go together: give both, or none.")
 
 
 def check_rotation(given: Mapping[str, Any]) -> None:
-    """Arguments of `apply_rotary_pos_emb` beside the tensors.
+    """Check the arguments of `apply_rotary_pos_emb` other than tensors.
 
     Raises:
-        InputError: another format, a flag that is none, a rank that is none of `cp_size`, lengths that the format has not or
+        InputError: another format, a flag that is no bool, a rank outside `cp_size`, lengths that the format does not take or
             lacks, or start positions of shared sequences.
     """
     order, size, rank = given.get("tensor_format", "sbhd"), given.get("cp_size", 1), given.get("cp_rank", 0)
@@ -157,9 +157,9 @@ def check_rotation(given: Mapping[str, Any]) -> None:
 
 
 def check_recipe(recipe: Any, owner: str) -> None:
-    """The fields of a recipe object that an autocast takes.
+    """Check the fields of a recipe object given to an autocast.
 
-    owner: the call that the script has, which messages name.
+    owner: the call in the script, for messages.
 
     Raises:
         InputError: a recipe of Blackwell, or a field's value that Octavo does not have.
@@ -167,7 +167,7 @@ def check_recipe(recipe: Any, owner: str) -> None:
     name = type(recipe).__name__
     if name in OF_BLACKWELL:
         raise InputError(
-            f"{name} is of Blackwell's units, which Octavo does not use. Use Float8BlockScaling or Float8CurrentScaling."
+            f"{name} needs Blackwell, which Octavo does not support. Use Float8BlockScaling or Float8CurrentScaling."
         )
     for key in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, key, False):
@@ -185,9 +185,7 @@ def check_recipe(recipe: Any, owner: str) -> None:
     for field in dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ():
         usual, value = _USUAL.get(field.name, field.default), getattr(recipe, field.name)
         if (field.name in _USUAL or field.name.startswith("fp8_gemm_")) and value != usual:
-            raise InputError(
-                f"{owner}({field.name}={value!r}): Octavo's recipe has nothing of the kind; leave it at {usual!r}."
-            )
+            raise InputError(f"{owner}({field.name}={value!r}): Octavo's recipe has no such setting; leave it at {usual!r}.")
     allowed = ("Format.E4M3",) if name == "Float8BlockScaling" else ("Format.HYBRID", "Format.E4M3")
     if str(getattr(recipe, "fp8_format", allowed[0])) not in allowed:
         raise InputError(f"{owner}(fp8_format={recipe.fp8_format!s}): it takes {' or '.join(allowed)}.")

@@ -1,6 +1,6 @@
-"""Masks in Transformer Engine's sense, True where nothing is attended to, as those of `octavo.nn`, True where something is.
+"""Converts Transformer Engine's masks (True: masked) to those of `octavo.nn` (True: attended to).
 
-Queries and keys are the same tokens here. The result of a query without any key is 0. Shapes: B batch, T tokens.
+For self-attention. The result of a query without any key is 0. Shapes: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.errors import InputError, unknown
 
 PLAIN = {"causal": "causal", "causal_bottom_right": "causal", "no_mask": "no_mask"}
-"""Mask types without a mask, of as many queries as keys, so that bottom right is top left."""
+"""Mask types without a mask; with as many queries as keys, bottom-right and top-left alignment are the same."""
 TYPES = (*PLAIN, "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
 
 
@@ -33,8 +33,8 @@ def window_pair(window: Any) -> tuple[int, int] | None:
 
 
 def without_effect(kind: str) -> None:
-    """Warn of a mask beside a type that has none."""
-    message = f"attention_mask has no effect beside {kind!r}: it has for 'arbitrary' and mask types with 'padding'."
+    """Warn of a mask given with a mask type that uses none."""
+    message = f"attention_mask has no effect with {kind!r}: use 'arbitrary' or a mask type with 'padding'."
     warnings.warn(message, stacklevel=3)  # which Python shows once
 
 

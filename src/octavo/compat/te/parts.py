@@ -1,7 +1,7 @@
-"""Query, key and value as three parameters: Transformer Engine's layers have them without `fuse_qkv_params`, its default.
+"""Query, key and value as three parameters, as Transformer Engine's layers have them by default (`fuse_qkv_params=False`).
 
-Scripts fill them by name, as from a Hugging Face model. A layer of `octavo.nn` reads one matrix grouped by key-value head:
-each forward joins it from the three, a copy that stays until backward.
+Scripts load them by name, for example from a Hugging Face model. A layer of `octavo.nn` reads one matrix grouped by key-value
+head: each forward concatenates the three, a copy that is saved for backward.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class State(ModuleState):
 
 
 class Parts(nn.Module):
-    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` are there in a forward.
+    """Base of layers with query_weight, key_weight, value_weight, and biases; `weight` and `bias` exist during a forward.
 
-    With other names their rows follow one another.
+    With other names the rows of the parts are concatenated in order.
     """
 
     names: tuple[str, ...] = PARTS
     way = "with fuse_qkv_params=True"
-    """How the layer is made that has one parameter."""
+    """The argument that creates the layer with one parameter, for messages."""
     groups: int
     init_method: Init | None
     joined: tuple[Tensor, Tensor | None] | None
@@ -77,7 +77,7 @@ class Parts(nn.Module):
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own, with its parameters joined once."""
+        """`Linear.forward`, with the parameters concatenated once."""
         self.joined = self._join("weight"), self._join("bias")  # type: ignore[assignment]
         try:
             return super().forward(*args, **kwargs)
@@ -85,7 +85,7 @@ class Parts(nn.Module):
             self.joined = None
 
     def reset_parameters(self) -> None:
-        """Initial values for each part by itself."""
+        """Initial values for each part separately."""
         if isinstance(self, _linear.LayerNormLinear):
             reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.zero_centered_gamma)
         with self.draws():
@@ -112,7 +112,7 @@ class LayerNormLinear(Parts, _linear.LayerNormLinear):
 
 
 def separate(layer: Any, heads: int, groups: int, init_method: Init | None = None) -> None:
-    """Give a layer with one joint parameter three, in place; `init_method` fills each anew."""
+    """Split a layer's fused parameter into three, in place; `init_method` initializes each again."""
 
     def cut(whole: Tensor) -> tuple[Tensor, ...]:
         return split_qkv(whole, heads, groups)
@@ -124,16 +124,16 @@ def separate(layer: Any, heads: int, groups: int, init_method: Init | None = Non
 
 
 def separate_rows(layer: Any, names: tuple[str, ...]) -> None:
-    """Give a layer with one parameter several of as many rows each, in place, with initial values for each."""
+    """Split a layer's parameter into several with equally many rows, in place, each with initial values."""
     _into(layer, names, lambda whole: whole.chunk(len(names)))
     layer.reset_parameters()
 
 
 def _into(layer: Any, names: tuple[str, ...], cut: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
-    own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
+    whole = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
     layer.__class__ = LayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else Linear
     layer.names, layer.joined = names, None
-    for kind, parameter in own.items():
+    for kind, parameter in whole.items():
         parts = [None] * len(names) if parameter is None else cut(parameter.detach())
         for name, part in zip(names, parts, strict=True):
             layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))
@@ -141,7 +141,7 @@ def _into(layer: Any, names: tuple[str, ...], cut: Callable[[Tensor], tuple[Tens
 
 
 def rejoined(state: dict[str, Any], at: str, layer: Any, counts: Mapping[str, int], *, grouped: bool) -> None:
-    """Convert parts of a state dict, in place, to the one or several parameters of `layer`. at: its prefix.
+    """Convert entries of a state dict, in place, to the one or several parameters of `layer`. at: its prefix.
 
     counts: part → its heads. grouped: the rows of one parameter are in groups, as many as the last part has heads; else the
     parts follow one another.

@@ -1,8 +1,8 @@
-"""Transformer Engine's recipe objects: values that compare and print as there. `octavo.fp8.recipe.coerce` reads them.
+"""Transformer Engine's recipe classes, which compare and print as the originals. `octavo.fp8.recipe.coerce` converts them.
 
-Fields are those of version 2.20. MXFP8 and NVFP4 are values too, which autocast refuses: Hopper has units for neither. A value
-of the wrong kind is one message, with the name that the script has: Accelerate and others make recipes of their own arguments.
-Loads no torch: `octavo migrate` makes recipes by these classes.
+Fields are those of version 2.20. MXFP8 and NVFP4 can be constructed, but autocast refuses them: Hopper supports neither. A
+wrong value gives one message, with the name that the script uses: Accelerate and others build recipes from their arguments.
+Loads no torch: `octavo migrate` constructs these classes too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MAKERS = {
     "lightning_fabric": "TransformerEnginePrecision(recipe=…): DelayedScaling",
     "composer": "precision_config: DelayedScaling",
 }
-"""Package that makes recipes → the call in which its users write their fields."""
+"""Package that constructs recipes → the call in which its users set their fields."""
 
 
 def named(cls: Any) -> Any:
-    """Make a class of recipes say what is wrong with a field in one message, and remember who made an object."""
+    """Class decorator: a wrong field raises one InputError, and objects store which call their fields were written in."""
     init = cls.__init__
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         maker = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         owner = MAKERS.get(maker, type(self).__name__)
         try:
@@ -43,7 +43,7 @@ def named(cls: Any) -> Any:
             raise InputError(_told(error, owner)) from None
         object.__setattr__(self, "written_in", owner)
 
-    cls.__init__ = made
+    cls.__init__ = checked
     return cls
 
 
@@ -172,11 +172,11 @@ class DelayedScaling(Recipe):
     def __post_init__(self, interval: int, override_linear_precision: tuple[bool, bool, bool]) -> None:
         _check(self)
         assert not any(override_linear_precision), (
-            f"override_linear_precision={override_linear_precision}: products run in FP8, and it is of Transformer Engine 1. "
+            f"override_linear_precision={override_linear_precision} is of Transformer Engine 1; all products run in FP8. "
             "Leave it out."
         )
         assert self.backward_override is None, (
-            f"backward_override={self.backward_override!r}: delayed scaling has None alone. Leave it out."
+            f"backward_override={self.backward_override!r}: delayed scaling takes only None. Leave it out."
         )
 
 
@@ -209,7 +209,7 @@ class Float8CurrentScaling(Recipe):
 @named
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
-    """Scales of 1×128 pieces and 128×128 blocks."""
+    """A scale for each 1×128 or 128×128 block."""
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3

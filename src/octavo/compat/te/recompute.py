@@ -1,4 +1,4 @@
-"""Transformer Engine's `checkpoint`, and its random generators of tensor-parallel ranks."""
+"""Transformer Engine's activation checkpointing (`checkpoint`), and its RNG states tracker of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CudaRNGStatesTracker(RngStateTracker):
 
 
 class _Restored(contextlib.AbstractContextManager[None]):
-    """A recomputation: the tracker's states of its forward."""
+    """Context of a recomputation: restores the RNG tracker's states of its forward."""
 
     def __init__(self, tracker: Callable[[], Any]) -> None:
         self._tracker, self._states = tracker, tracker().get_states()
@@ -48,7 +48,7 @@ def get_activation_recompute_contexts() -> tuple[
 ]:
     """The contexts of a checkpointed forward and of its recomputation, `context_fn` of PyTorch's `checkpoint`.
 
-    Layers also find the scales of their forward without them.
+    Layers find the scales of their forward without them, too.
     """
     return recomputing()
 
@@ -59,9 +59,9 @@ def prepare_te_modules_for_fsdp(fsdp_root: Any) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, computed again in backward with the scales and random numbers of its forward.
+    """`function(*args, **kwargs)`, recomputed in backward with the scales and random numbers of its forward.
 
-    Transformer Engine's own arguments: use_reentrant (both ways give the same numbers), get_rng_state_tracker,
+    Transformer Engine's arguments: use_reentrant (both give the same numbers), get_rng_state_tracker,
     distribute_saved_activations and tp_group.
 
     Raises:
@@ -88,14 +88,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             pairs.append((contextlib.nullcontext(), _Restored(tracker)))
         if user_context is not None:
             pairs.append(user_context())
-        forward, again = zip(*pairs, strict=True)
-        return _Nested(forward), _Nested(again)
+        forward, recomputation = zip(*pairs, strict=True)
+        return _Nested(forward), _Nested(recomputation)
 
     return _checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **options, **kwargs)
 
 
 class _Nested(contextlib.AbstractContextManager[None]):
-    """Contexts that are entered together, as often as there are recomputations."""
+    """Contexts that are entered together; reusable, for several recomputations."""
 
     def __init__(self, contexts: tuple[Any, ...]) -> None:
         self._contexts = contexts

@@ -1,6 +1,6 @@
-"""Transformer Engine's rotary position embedding: angles, and their use inside and outside of a layer.
+"""Transformer Engine's rotary position embedding: its angles, and their application inside and outside of a layer.
 
-Interleaved angles turn neighbouring columns of a head, others its two halves. Columns are reordered for the former, so that
+Interleaved angles rotate neighbouring columns of a head, others its two halves. Columns are reordered for the former, so that
 both are one computation, in float32.
 """
 
@@ -86,7 +86,7 @@ def tables(freqs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """
     if at.numel() and int(at.max()) >= len(freqs):
         raise InputError(
-            f"rotary angles are there for {len(freqs)} positions: a token has position {int(at.max())}. Make more."
+            f"rotary angles cover {len(freqs)} positions: a token has position {int(at.max())}. Compute more angles."
         )
     at = at.to(freqs.device)
     angles = freqs[:, 0, 0].float()[at.clamp(min=0)].masked_fill((at < 0)[..., None], 0.0)
@@ -118,9 +118,9 @@ def apply_rotary_pos_emb(
     """`t`, [T, B, H, D], for "bshd" [B, T, H, D] or for "thd" [T, H, D], rotated by the angles `freqs` [T or more, 1, 1, Dr].
 
     Contiguous, whatever the strides of `t`.
-    `fused` is without effect: both ways compute in float32. start_positions: int [B], the position of each sequence's first
-    token. cu_seqlens: of "thd", where sequences begin and end; their positions begin at 0. cp_size, cp_rank: ranks that share
-    each sequence, in 2 · cp_size chunks, of which this one has two.
+    `fused` has no effect: both implementations compute in float32. start_positions: int [B], the position of each sequence's
+    first token. cu_seqlens: of "thd", where sequences begin and end; their positions begin at 0. cp_size, cp_rank: ranks that
+    share each sequence, in 2 · cp_size chunks, of which this one has two.
 
     Raises:
         InputError: another format, angles that do not fit, positions beyond them, start positions that are not one for each

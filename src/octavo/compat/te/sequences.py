@@ -1,7 +1,7 @@
-"""Lengths and places of the sequences of a batch, from Transformer Engine's cumulative lengths or padding masks.
+"""Lengths and offsets of the sequences of a batch, from Transformer Engine's cumulative lengths or padding masks.
 
-They are read on the host at each call, a wait for the device unless the tensor is on the CPU. Nothing is cached: a tensor
-written through `.data`, or by a kernel, shows no sign of it.
+They are read on the host at each call, which waits for the device unless the tensor is on the CPU. Nothing is cached: writes
+through `.data` or by a kernel could not be detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def shown(value: Any) -> str:
-    """Dtype and shape of a tensor, the class of all else, for messages."""
+    """Dtype and shape of a tensor, the class name of other objects, for messages."""
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -39,7 +39,8 @@ def cumulative(name: str, tensor: Any) -> tuple[int, ...]:
 
 
 def lengths_of(mask: Tensor) -> tuple[int, ...]:
-    """The tokens of each sample by a padding mask, bool [B, 1, 1, T], True for padding, which has to stand behind them.
+    """The number of tokens of each sample, from a padding mask, bool [B, 1, 1, T], True for padding, which must be on the
+    right.
 
     Raises:
         InputError: padding in front of a token.
@@ -48,13 +49,13 @@ def lengths_of(mask: Tensor) -> tuple[int, ...]:
     if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
         raise InputError(
             "attention_mask has padding in front of tokens: with other numbers of queries than keys, a bias, a sink, "
-            "ALiBi or a cap, padding has to stand behind them. Move it there, or give cu_seqlens_q and cu_seqlens_kv."
+            "ALiBi or a cap, padding must be on the right. Move it there, or give cu_seqlens_q and cu_seqlens_kv."
         )
     return tuple((~padded).sum(1).tolist())
 
 
 def check_longest(name: str, given: Any, longest: int) -> None:
-    """Check max_seqlen_q or max_seqlen_kv, which sets the size of nothing here: it only has to be true.
+    """Check max_seqlen_q or max_seqlen_kv. Octavo does not need it, but a wrong value is refused.
 
     Raises:
         InputError: it is no whole number, or below the longest sequence.
@@ -72,7 +73,7 @@ def check_longest(name: str, given: Any, longest: int) -> None:
 def places(
     name: str, ends: Sequence[int], padded: Sequence[int] | None, tokens: int, *, packed: bool
 ) -> list[tuple[int, int, int]]:
-    """(sample, first, end) of each sequence: one behind the other if `packed`, else one a sample.
+    """(sample, first, end) of each sequence: concatenated if `packed`, else one a sample.
 
     Args:
         name: cu_seqlens_q or cu_seqlens_kv.
@@ -81,7 +82,7 @@ def places(
         tokens: of all packed sequences, or of a sample.
 
     Raises:
-        InputError: a sequence is longer than its place.
+        InputError: a sequence is longer than the room between offsets.
     """
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     if not packed:
@@ -99,9 +100,7 @@ def places(
         raise InputError(f"{name}_padded has {len(begins)} entries: {name} has {len(ends)}.")
     for at, (length, (first, following)) in enumerate(zip(lengths, itertools.pairwise(begins), strict=True)):
         if length > following - first:
-            raise InputError(
-                f"{name}: sequence {at} has {length} tokens, and by {name}_padded a place for {following - first}."
-            )
+            raise InputError(f"{name}: sequence {at} has {length} tokens, but {name}_padded leaves {following - first}.")
     last = max((first + length for first, length in zip(begins, lengths, strict=False)), default=0)
     if last > tokens:
         raise InputError(f"{name}: sequences end at token {last}, and there are {tokens}.")

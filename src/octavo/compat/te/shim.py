@@ -1,4 +1,4 @@
-"""Transformer Engine's modules and names, of version 2.20, and where Octavo has them. Loads no torch."""
+"""Table of Transformer Engine 2.20's modules and names → where Octavo implements them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _TENSORS = "Octavo's parameters stay torch.nn.Parameter, and FP8 copies of them 
 WAYS = {
     "jax": "Octavo is for PyTorch alone.",
     "make_graphed_callables": "octavo.graphed(model) records a training step as a CUDA graph.",
-    "get_cpu_offload_context": "octavo.transform(model, offload=True) keeps saved activations in host memory.",
-    "InferenceParams": "Octavo's layers train and keep no cache of keys and values.",
+    "get_cpu_offload_context": "octavo.transform(model, offload=True) offloads saved activations to host memory.",
+    "InferenceParams": "Octavo's layers are for training and have no key-value cache.",
     "initialize_ub": "Tensor-parallel communication is set for a whole model, by octavo.init's tensor_parallel_degree.",
     "CustomRecipe": _FP4,
     "Float8Tensor": _TENSORS,

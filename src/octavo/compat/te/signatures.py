@@ -1,7 +1,7 @@
-"""Arguments of Transformer Engine's layers in their order, with its defaults: data, from version 2.20.
+"""Argument names of Transformer Engine's layers in their order, with their defaults: data, from version 2.20.
 
-`bound` turns a call into names, drops what one tensor-parallel rank makes a no-op, and leaves the rest to
-`octavo.nn.arguments`, which refuses by name what Octavo does not have.
+`bound` maps a call to names, drops arguments that have no effect with one tensor-parallel rank, and leaves the rest to
+`octavo.nn.arguments`, which refuses unsupported arguments by name.
 """
 
 from __future__ import annotations

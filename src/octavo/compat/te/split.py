@@ -1,6 +1,6 @@
-"""Layers whose rows are several parameters, by names: `parameters_split` of Transformer Engine's Linear and LayerNormLinear.
+"""Linear layers with several named parameters for one weight: `parameters_split` of Transformer Engine's linear layers.
 
-Each forward joins them, as `octavo.compat.te.parts` does with query, key and value.
+Each forward concatenates them, as `octavo.compat.te.parts` does with query, key and value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.nn import linear as _linear
 
 
 class HighPrecisionResults:
-    """Base: a call asks for no result in FP8, which Octavo does not have."""
+    """Base: refuses calls that ask for a result in FP8."""
 
     def forward(
         self,
@@ -41,7 +41,7 @@ class Split(HighPrecisionResults, Parts, Products):
     way = "without parameters_split"
 
     def reset_parameters(self, defer_init: bool | None = False) -> None:
-        """As that of the other layers."""
+        """As in the other layers."""
         if not defer_init:
             self.take_from_meta()
             Parts.reset_parameters(self)
@@ -62,13 +62,13 @@ class SplitLayerNormLinear(Split, _linear.LayerNormLinear):  # type: ignore[misc
 def split(layer: Any, parameters_split: Any) -> None:
     """Give a layer the parameters that `parameters_split` names, in place of `weight` and `bias`."""
     sizes = split_sizes(parameters_split, layer.out_features)
-    own = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
+    whole = {kind: layer._parameters.pop(kind, None) for kind in ("weight", "bias")}
     for name in sizes:
         if f"{name}_weight" in layer._parameters or hasattr(type(layer), f"{name}_weight"):
             raise InputError(f"parameters_split={parameters_split!r}: the layer has another {name}_weight. Take another name.")
     layer.__class__ = SplitLayerNormLinear if isinstance(layer, _linear.LayerNormLinear) else SplitLinear
     layer.names, layer.joined = tuple(sizes), None
-    for kind, parameter in own.items():
+    for kind, parameter in whole.items():
         parts = [None] * len(sizes) if parameter is None else parameter.detach().split(list(sizes.values()))
         for name, part in zip(sizes, parts, strict=True):
             layer.register_parameter(f"{name}_{kind}", None if part is None else nn.Parameter(part.clone()))

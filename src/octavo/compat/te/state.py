@@ -1,7 +1,7 @@
-"""FP8 scales and histories of the layers in a state dict, under Transformer Engine's `_extra_state`.
+"""FP8 state of Transformer Engine's layers: scales and histories in a state dict (`_extra_state`), and `fp8_meta`.
 
-Parameters have Transformer Engine's names and order of rows: gate above up, and query, key and value as one or as three
-parameters, which load either way. The entry is bytes in a uint8 tensor, never unpickled.
+Parameters have Transformer Engine's names and order of rows: gate before up, and query, key and value as one or as three
+parameters; both forms load. The entry is bytes in a uint8 tensor, never unpickled.
 """
 
 from __future__ import annotations
@@ -64,26 +64,26 @@ def decode(module: nn.Module, state: Tensor) -> None:
         return
     recipe = DelayedScaling(**header | {"fp8_format": Format[header["fp8_format"]]})
     object.__setattr__(recipe, "native", False)
-    named = {stored: own for own, stored in stored_names(module).items()}
+    named = {stored: name for name, stored in stored_names(module).items()}
     records = {record_name(name, named): tensor for name, tensor in _load(data[4 + size :]).items()}
     load_state_records(module, records, recipe)
 
 
 WAYS = {
     **dict.fromkeys(("fp8_meta", "quantizers", "fp8_initialized"), "octavo.fp8.inspect(layer) shows scales and histories."),
-    **dict.fromkeys(("fp8", "fp8_calibration"), "Whether FP8 is on is known inside of fp8_autocast alone."),
-    "primary_weights_in_fp8": "Parameters keep their own dtype.",
-    **dict.fromkeys(("backward_dw", "need_backward_dw"), "Gradients of weights are made in backward."),
+    **dict.fromkeys(("fp8", "fp8_calibration"), "Whether FP8 is on is known only inside fp8_autocast."),
+    "primary_weights_in_fp8": "Parameters are stored in params_dtype.",
+    **dict.fromkeys(("backward_dw", "need_backward_dw"), "Gradients of weights are computed in backward."),
     **dict.fromkeys(
         ("get_weight_workspace", "get_fp8_weights_scratchpad", "set_fp8_weights", "get_quantized_weight"),
-        "FP8 weights live in a forward, or with is_first_microbatch in those of a step.",
+        "FP8 weights exist during a forward, or with is_first_microbatch during the forwards of a step.",
     ),
     **dict.fromkeys(
         (
             "init_fp8_metadata", "init_fp8_meta_tensors", "set_meta_tensor", "fp8_init", "prepare_forward", "pre_forward",
             "end_forward", "set_activation_dtype", "set_tensor_parallel_attributes",
         ),
-        "A forward within fp8_autocast makes the FP8 state: leave the call out.",
+        "A forward within fp8_autocast creates the FP8 state: leave the call out.",
     ),
     **dict.fromkeys(
         ("get_fp8_params", "get_fp8_meta_tensors", "reset_fp8_meta_tensors", "adjust_amax_history_length"),
@@ -113,8 +113,8 @@ class Stateful(Named):
         """
         if tp_group is not None and dist.get_world_size(tp_group) > 1:
             raise InputError(
-                f"set_tensor_parallel_group with a group of {dist.get_world_size(tp_group)} ranks: a layer by itself is not "
-                "split here. Leave it out; octavo.init's tensor_parallel_degree splits a whole decoder."
+                f"set_tensor_parallel_group with a group of {dist.get_world_size(tp_group)} ranks: a single layer is not "
+                "split. Leave it out; octavo.init's tensor_parallel_degree splits a whole decoder."
             )
 
     def __init__(self, **arguments: Any) -> None:
@@ -127,15 +127,15 @@ class Stateful(Named):
         return encode(self)
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore them; those of Transformer Engine's own layers are not read, which is said once."""
+        """Restore them; a state that Transformer Engine wrote is skipped, which is logged once."""
         vars(self)["loaded_state"] = state if is_ours(state) else None
         if is_ours(state):
             decode(self, state)
         elif isinstance(state, Tensor) and state.numel():
             say_once(
                 KEY,
-                "this checkpoint has FP8 scales of Transformer Engine's, which are pickled and not read: weights are loaded, "
-                "and the amax histories begin anew.",
+                "this checkpoint has Transformer Engine's FP8 scales, which are pickled and therefore skipped: weights are "
+                "loaded, and the amax histories start empty.",
             )
 
 
@@ -156,7 +156,7 @@ class Meta(dict[str, Any]):
 
 
 class Copy(Tensor):
-    """A copy of scales or histories, of which a write raises an InputError; what is computed from it is a plain tensor."""
+    """A read-only copy of scales or histories: writes raise an InputError; results computed from it are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -181,27 +181,27 @@ class Scaling(NamedTuple):
 
 
 class Resettable:
-    """Base of layers whose `reset_parameters` takes parameters from the meta device, as Transformer Engine's.
+    """Base of layers whose `reset_parameters` moves parameters off the meta device, as Transformer Engine's does.
 
     Attributes:
-        is_made: the constructor is done, which leaves parameters where they are.
+        is_constructed: the constructor, which leaves parameters on the meta device, has returned.
     """
 
-    is_made = False
+    is_constructed = False
 
     def reset_parameters(self, defer_init: bool | None = False) -> None:
-        """Initial values; parameters on the meta device come to the GPU, or to the CPU without one. defer_init: nothing."""
+        """Initialize; parameters on the meta device get memory on the GPU, or the CPU without one. defer_init: do nothing."""
         if not defer_init:
             self.take_from_meta()
             super().reset_parameters()  # type: ignore[misc]
 
     def take_from_meta(self) -> None:
-        """Give own parameters on the meta device memory, once the layer is made.
+        """Give this module's parameters on the meta device memory, once the layer is constructed.
 
         Not under a dispatch mode: deferred initialisation runs `reset_parameters` on meta tensors to see what it writes.
         """
         layer: Any = self
-        if not layer.is_made or _get_current_dispatch_mode() is not None:
+        if not layer.is_constructed or _get_current_dispatch_mode() is not None:
             return
         for name, parameter in list(layer._parameters.items()):
             if parameter is not None and parameter.is_meta:
@@ -211,7 +211,7 @@ class Resettable:
 
 
 class OneRank(Named):
-    """Base of layers of one tensor-parallel rank, with what clients read of that."""
+    """Base of layers with one tensor-parallel rank, with the attributes that libraries read about it."""
 
     tp_size = 1
     tp_group = None
@@ -219,15 +219,15 @@ class OneRank(Named):
 
 
 class Readable(Resettable, OneRank):
-    """Base of layers with products, with what clients read of them."""
+    """Base of layers with products, with the attributes that libraries read of them."""
 
     parallel_mode = None
     return_bias: bool
 
     @property
     def use_bias(self) -> bool:
-        """True if the layer has a bias besides that of its norm."""
-        names = (name for name, own in self._parameters.items() if own is not None and "layer_norm" not in name)
+        """True if the layer has a bias, not counting its norm's."""
+        names = (name for name, parameter in self._parameters.items() if parameter is not None and "layer_norm" not in name)
         return any("bias" in name for name in names)
 
     @property
@@ -282,12 +282,12 @@ class Stateless(Resettable, Named):
 
 
 def _add_entry(module: Stateless, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Of a script that keeps parameters alone."""
+    """Add an empty entry to a state dict that has parameters only."""
     state.setdefault(f"{prefix}{KEY}", _nothing())
 
 
 def _after_loading(module: Stateful, *others: Any) -> None:
-    """Layers inside of this one, which are loaded behind it, have taken their weights for ones without scales."""
+    """Restore layers inside this one, which load after it and have treated their weights as ones without scales."""
     if (state := vars(module).pop("loaded_state", None)) is not None:
         decode(module, state)
 

@@ -1,4 +1,4 @@
-"""The version of Transformer Engine whose names the shim has; the part behind + says whose they are."""
+"""The version of Transformer Engine that the shim reports; the part after + is Octavo's version."""
 
 from __future__ import annotations
 
