@@ -246,7 +246,7 @@ def transform(
         seed=state.config.random_seed,
         blocks=blocks,
         skip=skip,
-        layers={pattern: None if own is None else coerce(own) for pattern, own in (layers or {}).items()},
+        layers={pattern: None if each is None else coerce(each) for pattern, each in (layers or {}).items()},
         fp8_head=fp8_head,
         recompute=recompute,
         mlp_chunks=mlp_chunks,

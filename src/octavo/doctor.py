@@ -275,15 +275,15 @@ def _attention() -> dict[str, Any]:
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
         "math": torch.backends.cuda.math_sdp_enabled(),
     }
-    own = f"without rotation, mask and dropout, up to {LONGEST} tokens in 16 bits"
+    kernels = f"without rotation, mask and dropout, up to {LONGEST} tokens in 16 bits"
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is not None and flash.takes(
         *(torch.empty(1, 2, 8, 128, dtype=torch.bfloat16, device=device),) * 2, causal=True
     ):
-        own += f"; FlashAttention-4 {flash.VERSION} for the rest"
+        kernels += f"; FlashAttention-4 {flash.VERSION} for the rest"
     elif capability == (9, 0):
-        own += f"; no FlashAttention-4: {flash.missing() or 'it is switched off'}"
-    return {"device": device, "chosen": chosen, "allowed": [name for name, on in allowed.items() if on], "octavo": own}
+        kernels += f"; no FlashAttention-4: {flash.missing() or 'it is switched off'}"
+    return {"device": device, "chosen": chosen, "allowed": [name for name, on in allowed.items() if on], "octavo": kernels}
 
 
 def _products() -> dict[str, Any]:
@@ -449,7 +449,7 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "cuDNN": _cudnn_text,
         "fp8": lambda f: f["means"],
         "attention": lambda a: ", ".join(
-            [*(f"{kernel} ({shape})" for shape, kernel in a["chosen"].items()), f"Octavo's own ({a['octavo']})"]
+            [*(f"{kernel} ({shape})" for shape, kernel in a["chosen"].items()), f"Octavo's ({a['octavo']})"]
         ),
         "products": lambda p: "; ".join(f"{kind}: {_words(kernel)}" for kind, kernel in p.items()),
     }

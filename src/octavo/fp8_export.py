@@ -6,7 +6,7 @@ scales a second time. All else is in the dtype in which the run computes: head, 
 stayed out of FP8. One file is in memory at a time.
 
 Matrices of experts are written one by one under their published names, as vLLM and transformers read them: gate and up of an
-expert share a scale. The input of experts is cast by its own amax: vLLM has one static scale for all experts of a layer, where
+expert share a scale. The input of experts is cast with its amax: vLLM has one static scale for all experts of a layer, where
 the run has one each.
 """
 
@@ -121,7 +121,7 @@ class _Encoder:
         return found
 
     def say(self) -> None:
-        """Warn of weights that were written by a scale of their own."""
+        """Warn of weights that were written with separate scales."""
         if self.beyond:
             warn(
                 f"{some(list(dict.fromkeys(self.beyond)))}: grown beyond the delayed scale of the last step, which clips in "
@@ -212,7 +212,7 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path, *, fp8: bo
 
     Raises:
         InputError: the path is no run, the folder is not empty or cannot be written, the model is not transformers', or some
-            rank does not call this; with `fp8` a model that never ran in FP8, has adapters or keeps its own code.
+            rank does not call this; with `fp8` a model that never ran in FP8, has adapters or runs its original code.
         OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
     """
     if not fp8:
@@ -305,17 +305,17 @@ def _matrices(
     way = conversion(model.spec)
     found: dict[str, _Matrix] = {}
     for module, state in states_of(model):
-        own = state.under(recipe)
-        if own is None or state.weight is None or module == "head":
+        recipe_of_layer = state.under(recipe)
+        if recipe_of_layer is None or state.weight is None or module == "head":
             continue
         name, key = names[id(state.weight)], stored.get(module, module)
         weight, inputs = (scales.get(f"{key}.{operand.value}") for operand in (Operand.WEIGHT, Operand.INPUT))
-        delayed = own.history is not None
+        delayed = recipe_of_layer.history is not None
         if delayed and inputs is None and state.experts is None:
             raise InputError(f"--fp8: {module} has no delayed scale in {source}: it never ran. Give a later checkpoint.")
         inputs = inputs if delayed and state.experts is None else None
-        found[name] = _Matrix(own, weight if delayed and not merged else None, inputs, state.experts)
-        if own.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
+        found[name] = _Matrix(recipe_of_layer, weight if delayed and not merged else None, inputs, state.experts)
+        if recipe_of_layer.casts[Operand.WEIGHT].granularity is Granularity.BLOCK_128X128:
             for theirs, part in way.split(name, torch.empty(state.weight.shape, device="meta")).items():
                 rows, columns = part.shape[-2:]
                 gate_and_up = state.experts is not None and model.spec.gated and name.endswith("fc1_weight")
@@ -339,8 +339,8 @@ def _matrices(
 
 def _check_experts(name: str, found: Mapping[str, _Matrix]) -> None:
     """Raise an InputError for experts whose two matrices are not of one scheme: readers have one for both."""
-    layer, _, own = name.rpartition(".")
-    other = f"{layer}.{'fc2_weight' if own == 'fc1_weight' else 'fc1_weight'}"
+    layer, _, leaf = name.rpartition(".")
+    other = f"{layer}.{'fc2_weight' if leaf == 'fc1_weight' else 'fc1_weight'}"
     if other not in found or found[other].scheme != found[name].scheme:
         raise InputError(
             f"--fp8: {name} runs in FP8, and {other} {'by another recipe' if other in found else 'does not'}: readers have one "

@@ -117,7 +117,7 @@ def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
                 "choose by name."
             )
         is_norm = type(module).__name__.endswith("Norm")
-        for own, parameter in module.named_parameters(recurse=False):
-            if is_norm or own.startswith("layer_norm") or "bias" in own:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if is_norm or leaf.startswith("layer_norm") or "bias" in leaf:
                 found.add(parameter)
     return found

@@ -8,7 +8,7 @@ A missing variable is an error, never a guess. Without torch: a command adopts i
     a task of srun                 SLURM_PROCID of SLURM_STEP_NUM_TASKS
     a shell of salloc, or sbatch   one rank: SLURM_NTASKS are those that srun would start
     mpirun, mpiexec                OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, … of … _SIZE
-    torchrun inside a task         torchrun's own
+    torchrun inside a task         set by torchrun
 
 Left out: heterogeneous jobs of Slurm, and PMIx without one of the names above.
 """

@@ -110,10 +110,10 @@ class Matrices(Mapping[str, nn.Parameter]):
             InputError: the optimizer holds a parameter that is no matrix of this object, or not all of this rank's.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        own = {id(parameter): name for name, parameter in self._own.items()}
-        if held - own.keys() or own.keys() - held:
-            missing = [name for number, name in own.items() if number not in held]
-            why = f"it does not hold {some(missing)}" if missing else f"{len(held - own.keys())} of its parameters are others"
+        names = {id(parameter): name for name, parameter in self._own.items()}
+        if held - names.keys() or names.keys() - held:
+            missing = [name for number, name in names.items() if number not in held]
+            why = f"it does not hold {some(missing)}" if missing else f"{len(held - names.keys())} of its parameters are others"
             raise InputError(
                 f"Matrices.attach: the optimizer has to hold the matrices of this object and nothing else, and {why}. Build it "
                 "of matrices.values(), and another optimizer of matrices.others()."
@@ -146,9 +146,9 @@ class Matrices(Mapping[str, nn.Parameter]):
             parts = dict(self._parts(joined, joined.parameter))
             gradients = {} if gradient is None else dict(self._parts(joined, gradient))
             for name in joined.names:
-                if (own := self._own.get(name)) is not None:
-                    own.copy_(parts[name])
-                    own.grad = gradients[name].clone(memory_format=torch.contiguous_format) if gradients else None
+                if (parameter := self._own.get(name)) is not None:
+                    parameter.copy_(parts[name])
+                    parameter.grad = gradients[name].clone(memory_format=torch.contiguous_format) if gradients else None
 
     @torch.no_grad()
     def write(self) -> None:
@@ -159,13 +159,13 @@ class Matrices(Mapping[str, nn.Parameter]):
             shapes = self._parts_of_shape(joined)
             values: dict[str, Tensor] = {}
             for name, shape in shapes.items():
-                own = self._own.get(name)
+                parameter = self._own.get(name)
                 if not self._spread:
-                    assert own is not None
-                    values[name] = own.detach()
+                    assert parameter is not None
+                    values[name] = parameter.detach()
                     continue
                 local = local_of(joined.parameter)
-                values[name] = local.new_empty(shape) if own is None else own.detach().contiguous()
+                values[name] = local.new_empty(shape) if parameter is None else parameter.detach().contiguous()
                 dist.broadcast(values[name], self.owners[name])
             whole = joined.tensor(joined.parameter)
             local_shard(whole).copy_from(_join(self._way, joined.name, list(values.values()), tuple(whole.shape)))

@@ -204,7 +204,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def use_umask(folder: Path) -> None:
-    """Give the files of a folder the permissions of new files: safetensors writes its own for this user alone."""
+    """Give the files of a folder the permissions of new files: safetensors creates them readable for this user only."""
     probe = folder / f".{secrets.token_hex(4)}.tmp"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -274,7 +274,7 @@ def free_bytes(path: Path) -> int:
 
 
 def folder_fault(path: Path) -> str:
-    """The reason, with the remedy, for a path at which no folder is or can be made; empty if there is none. Makes nothing."""
+    """Why no folder exists or can be created at a path, with the remedy; empty if one can. Creates nothing."""
     try:
         if path.is_dir():
             return ""
@@ -319,7 +319,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Refuse a folder that could not be made or written to.
+    """Refuse a folder that could not be created or written to.
 
     Raises:
         InputError: names the option.
@@ -334,7 +334,7 @@ def _unwritable(folder: Path, name: str) -> str:
         return fault
     above = next(one for one in (folder, *folder.parents) if one.exists())
     try:
-        # Permissions do not tell of /proc, a quota, or root on a network's disk: a file is made. Its name is as long as the
+        # Permissions do not tell of /proc, a quota, or root on a network's disk: a file is created. Its name is as long as the
         # temporary one of `write_atomic`.
         with tempfile.NamedTemporaryFile(dir=above, prefix=f".{name}.", suffix=f"-{os.getpid()}.tmp"):
             return ""
@@ -348,7 +348,7 @@ def new_folder(path: Path, key: str) -> Path:
     """The path of a new or empty folder, with the home folder for ~; makes nothing. key: for the message.
 
     Raises:
-        InputError: it is a file or holds files, or cannot be made.
+        InputError: it is a file or holds files, or cannot be created.
     """
     try:
         path = path.expanduser()
@@ -389,7 +389,7 @@ class FolderLock:
             except Timeout:
                 raise InputError(self._in_use()) from None
             except FileNotFoundError:  # the last holder has just removed the folder; the next acquire creates it
-                self.path.mkdir(parents=True, exist_ok=True)  # raises where no folder can be made, as in /proc
+                self.path.mkdir(parents=True, exist_ok=True)  # raises where no folder can be created, as in /proc
                 if removed and time.monotonic() > deadline:
                     raise
                 removed = True

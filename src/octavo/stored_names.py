@@ -17,7 +17,7 @@ _STORED = tuple(
         (rf"self_attention{_WRAPPED}\.layernorm\.", r"self_attention\g<wrapped>.layernorm_qkv.layer_norm_"),
         (rf"self_attention{_WRAPPED}\.qkv(?=\.|$)", r"self_attention\g<wrapped>.layernorm_qkv"),
         (rf"ffn{_WRAPPED}\.layernorm\.", r"layernorm_mlp\g<wrapped>.layer_norm_"),
-        (rf"ffn{_WRAPPED}\.(?P<own>fc[12])\.(?=(?:weight|bias)$)", r"layernorm_mlp\g<wrapped>.\g<own>_"),
+        (rf"ffn{_WRAPPED}\.(?P<product>fc[12])\.(?=(?:weight|bias)$)", r"layernorm_mlp\g<wrapped>.\g<product>_"),
         (r"ffn(?=\.|$)", "layernorm_mlp"),
         (rf"moe{_WRAPPED}\.layernorm\.", r"layernorm_moe\g<wrapped>.layer_norm_"),
         (rf"moe{_WRAPPED}\.router\.(?=weight$)", r"layernorm_moe\g<wrapped>.router_"),

@@ -6,13 +6,13 @@ The ranks of a host (`octavo.watchdog.launcher`) and the job of an estimator (`o
     this process ends, also by kill -9    the kernel kills each process that it has started
     it ended while one was starting       that one notices, before it runs anything
     a signal that asks to stop            each process gets it once, also one that is started later
-    Ctrl-C in a terminal                  comes from here alone: each process has a process group of its own
+    Ctrl-C in a terminal                  comes only from here: each process has a separate process group
     a process ignores the signal          it is killed after `patience`
     an exception here                     every process is killed and waited for
-    processes left behind                 adopted, also out of sessions of their own; reaped when they end, killed at the end
+    processes left behind                 adopted, also from other sessions; reaped when they end, killed at the end
 
 What a signal means, which exit code counts and how long others may take after one has ended is the caller's. Output goes where
-the caller says: to a file, or where this process's own goes. Linux alone has the calls for an end with the parent and for
+the caller says: to a file, or to this process's output. Linux alone has the calls for an end with the parent and for
 adoption; elsewhere the rest holds. No torch, and no thread.
 """
 
@@ -35,11 +35,11 @@ from typing import IO, Any
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _POLL_SECONDS = 0.05
 _LONGEST_CHAIN = 100
-"""Rounds of ending what was left behind: a process becomes a child of this one when its own parent has ended."""
+"""Rounds of ending what was left behind: a process becomes a child of this one when its parent has ended."""
 _NAMES = {int(number): number.name for number in signal.Signals}  # those of real time have none
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals without a meaning of their own, which schedulers send some time before the end; they end a process by default."""
+"""Signals without a fixed meaning, which schedulers send some time before the end; they end a process by default."""
 
 
 class StopHandler:
@@ -65,7 +65,7 @@ def signal_name(number: int) -> str:
 class Supervisor(StopHandler):
     """A context that handles signals, in which processes are started; none of them, nor what they leave behind, outlives it.
 
-    Other children of this process are left alone if they are older, or in its own process group.
+    Other children of this process are left alone if they are older, or in its process group.
 
     Args:
         sends: the signal that processes get whichever comes, and once; None: each gets what comes, as often as it comes.
@@ -93,7 +93,7 @@ class Supervisor(StopHandler):
         for number in stop_signals():
             if self._always or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
-        # Processes inherit it: one that is not in the terminal's own group is else stopped where `stty tostop` is set.
+        # Processes inherit it: one that is not in the terminal's foreground group is else stopped where `stty tostop` is set.
         self._previous[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         self._older = set(children(os.getpid()))
         self._adopted_before = _adopt_orphans(True)
@@ -190,9 +190,9 @@ class Supervisor(StopHandler):
 
     def _is_left(self, pid: int) -> bool:
         """True for a child that no code of this process has started: an adopted one."""
-        own = {each.process.pid for each in self._processes if each.process.returncode is None}
+        started = {each.process.pid for each in self._processes if each.process.returncode is None}
         with contextlib.suppress(ProcessLookupError):
-            return pid not in own | self._older and os.getpgid(pid) != os.getpgrp()
+            return pid not in started | self._older and os.getpgid(pid) != os.getpgrp()
         return False
 
 

@@ -88,7 +88,7 @@ def test_what_octavos_blocks_do_not_compute_keeps_its_code_and_describe_says_why
     assert model is reference
     assert not any(isinstance(module, TransformerLayer) for module in model.modules())
     assert describe(model).own_code == reason
-    assert f"own code: {reason}" in str(describe(model))
+    assert f"original code: {reason}" in str(describe(model))
     torch.testing.assert_close(model(pixels), wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(InputError, match="original code"):
         transform(vit(**changes), dtype=torch.float32, recompute="mlp")

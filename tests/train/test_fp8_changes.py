@@ -75,7 +75,7 @@ def test_each_key_says_what_it_drops_and_the_rest_is_kept_to_the_bit(key, begun)
     overrides, begin, kept = CHANGES[key]
     changes = found(begun, *overrides)
     assert list(changes.keys) == [key]
-    assert (changes.begin, changes.kept) == (begin, kept)
+    assert (changes.begin, changes.unchanged) == (begin, kept)
     assert str(changes).startswith(f"{key} was ")
     plan = plan_of(begun, *overrides)
     checkpoint = begun.output / "checkpoints" / "step-2"

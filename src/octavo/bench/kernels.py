@@ -1,4 +1,4 @@
-"""Bandwidth of Octavo's Triton kernels, as a share of the device's own copy in the same run.
+"""Bandwidth of Octavo's Triton kernels, relative to a device-to-device copy in the same run.
 
 All kernels are bound by memory. The figure is the necessary traffic over the median time, with a cold L2 cache and without the
 launch. The table states the traffic in bytes read and written for each element of the shape: every operand once, and twice
@@ -107,9 +107,10 @@ def _activation_backward(rows: int, columns: int, *, name: str, fp8: bool, recom
     x, quantizer = _random(rows, columns), _quantizer(fp8=fp8)
     dy = _random(rows, columns // (2 if activation.is_gated(name) else 1))
     # The columnwise operand of the second product's weight gradient, recomputed; its amax was recorded in forward.
-    again = _quantizer(rowwise=False)._replace(amax=None) if recompute else None
+    recomputation = _quantizer(rowwise=False)._replace(amax=None) if recompute else None
     return Call(
-        lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, quantizer, recompute=again, bias=bias), (dy, x)
+        lambda: activation.activation_backward(name, dy, x, GATE_UP_BLOCK, quantizer, recompute=recomputation, bias=bias),
+        (dy, x),
     )
 
 

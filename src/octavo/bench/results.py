@@ -191,14 +191,14 @@ def print_errors(results: dict[str, Any], console: Console) -> None:
     rows = results["rows"]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     for layer in dict.fromkeys(row["layer"] for row in rows):
-        own = [row for row in rows if row["layer"] == layer]
+        of_layer = [row for row in rows if row["layer"] == layer]
         lines: dict[str, list[str]] = {}
-        for row in own:  # of each recipe in turn
+        for row in of_layer:  # of each recipe in turn
             lines.setdefault(row["tensor"], [row["tensor"]]).extend(_errors(row))
         figures = [title for recipe in recipes for title in (recipe, "te", "ratio")]
         title = titled(f"layers · {layer} · relative error", results)
         print_table(title, ["tensor"], figures, list(lines.values()), console)
-        failures = {f"{row['recipe']}: {row[key]}" for row in own for key in row if key.endswith("_failed")}
+        failures = {f"{row['recipe']}: {row[key]}" for row in of_layer for key in row if key.endswith("_failed")}
         for text in sorted(failures):
             console.print(text, markup=False, highlight=False)
     worst = max(rows, key=lambda row: _ratio(row) or 0.0)

@@ -244,12 +244,12 @@ def _same_path(given: Path, call: str, ranks: Ranks) -> Path:
     """The path without links, which has to be rank 0's: all ranks write to one folder, and another would never be there."""
     with path_of(f"{call}: path", str(given)):
         path = given.resolve()
-    own = str(given.absolute())
-    first = ranks.on_rank_0(lambda: own)
+    here = str(given.absolute())
+    first = ranks.on_rank_0(lambda: here)
     with ranks.sharing_errors():
-        if own != first:
+        if here != first:
             raise InputError(
-                f"{call}: path is {shortened(own)!r} on rank {ranks.rank} and {shortened(first)!r} on rank 0: a checkpoint is "
+                f"{call}: path is {shortened(here)!r} on rank {ranks.rank} and {shortened(first)!r} on rank 0: a checkpoint is "
                 "one folder of all ranks. Give the same path on every rank."
             )
     return path

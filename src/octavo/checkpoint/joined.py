@@ -121,8 +121,8 @@ def _check(optimizer: Any, name: str, call: str) -> None:
 
 def _check_held(optimizer: torch.optim.Optimizer, name: str, model: nn.Module, call: str) -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = set(model.parameters())
-    if held and own.isdisjoint(held):
+    parameters = set(model.parameters())
+    if held and parameters.isdisjoint(held):
         raise InputError(
             f"{call}: {name} ({type(optimizer).__name__}) holds no parameter of this model: it trains another model, or was "
             "created before octavo.transform or sharding, which create new parameters. Create it of model.parameters() "

@@ -2,7 +2,7 @@
 
 DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of an older save mix in. So
 every checkpoint has a fresh folder, and every file is verified before a load, for about a second a GiB. The manifest contains
-its own sha256 against flipped bits. Manifests of older versions have no `ranks` and no `tensors`.
+its sha256 against flipped bits. Manifests of older versions have no `ranks` and no `tensors`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path
         names = ", ".join(folder.name for folder in damaged)
         raise OctavoError(
             f"no checkpoint in {checkpoints} is whole ({names}), and the run is not started from zero over them. "
-            "Restore one from a copy, or move the folder away, or set another train.output, to begin again."
+            "Restore one from a copy, or move the folder away, or set another train.output, to start over."
         )
     return None, []
 

@@ -123,7 +123,7 @@ def settings_of(path: Path, optimizer: torch.optim.Optimizer, groups: list[dict[
     """
     try:
         pairs = zip(optimizer.param_groups, groups, strict=False)
-        return [{key: _from_json(stored, own.get(key)) for key, stored in saved.items()} for own, saved in pairs]
+        return [{key: _from_json(stored, current.get(key)) for key, stored in saved.items()} for current, saved in pairs]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise Damaged(f"the settings of the optimizer in {path} are none ({error})") from None
 
@@ -156,8 +156,8 @@ def _from_json(stored: Any, current: Any) -> Any:
         return float(stored["float"])
     if isinstance(stored, list):
         alike = isinstance(current, tuple | list) and len(current) == len(stored)
-        own = current if alike else [None] * len(stored)
-        items = list(map(_from_json, stored, own))
+        existing = current if alike else [None] * len(stored)
+        items = list(map(_from_json, stored, existing))
         return tuple(items) if isinstance(current, tuple) else items
     return stored
 
@@ -177,18 +177,18 @@ def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     Raises:
         InputError: names a parameter and both groups.
     """
-    own = {name: number for number, names in enumerate(group_names(model, optimizer)) for name in names}
-    if new := sorted(own.keys() - {name for names in saved for name in names}) if saved else []:
+    groups = {name: number for number, names in enumerate(group_names(model, optimizer)) for name in names}
+    if new := sorted(groups.keys() - {name for names in saved for name in names}) if saved else []:
         raise InputError(
             f"checkpoint {path} has no optimizer state of {some(new)}: its optimizer held fewer parameters. Build the "
             "optimizer that was saved, or load without it."
         )
     for number, names in enumerate(saved):
         for name in names:
-            if own.get(name, number) != number:
+            if groups.get(name, number) != number:
                 raise InputError(
                     f"checkpoint {path} has {name} in the optimizer's parameter group {number}, and this optimizer has it in "
-                    f"group {own[name]}: give the optimizer its groups in the saved order."
+                    f"group {groups[name]}: give the optimizer its groups in the saved order."
                 )
 
 
@@ -200,13 +200,13 @@ def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None,
     Raises:
         InputError: the optimizer is of another class.
     """
-    own = class_name(optimizer)
+    current = class_name(optimizer)
     known = {key for group in optimizer.param_groups for key in group} | _OF_SCHEDULERS
     strangers = sorted({key for group in groups for key in group} - known)
-    if own != saved if saved is not None else strangers:
+    if current != saved if saved is not None else strangers:
         raise InputError(
             f"checkpoint {path} has the state of another optimizer: {saved or 'one with ' + ', '.join(strangers)}, and this is "
-            f"{own}. Build the optimizer that was saved, or load without the optimizer."
+            f"{current}. Build the optimizer that was saved, or load without the optimizer."
         )
 
 

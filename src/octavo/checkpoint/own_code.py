@@ -40,8 +40,8 @@ def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) 
             "code:"
             ' build it with blocks = "auto" (model.blocks), or export the checkpoint and load that.'
         )
-    own = [name for name in weights(model) if name not in found]
-    if way is None or not any(theirs in found for name in own for theirs in way.names(name)):
+    absent = [name for name in weights(model) if name not in found]
+    if way is None or not any(theirs in found for name in absent for theirs in way.names(name)):
         return stored
     return Converted(stored, model, way)
 

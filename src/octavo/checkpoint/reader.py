@@ -47,10 +47,10 @@ def read_own_file(path: Path, name: str, rank: int) -> bytes:
     """
     with OpenCheckpoint(path) as checkpoint:
         ranks = checkpoint.manifest.ranks or 1
-        own = own_name(name, rank if rank < ranks else 0)
-        if own not in checkpoint.manifest.files:
+        name_of_rank = own_name(name, rank if rank < ranks else 0)
+        if name_of_rank not in checkpoint.manifest.files:
             return b""
-        content = checkpoint.folder.read(own)
+        content = checkpoint.folder.read(name_of_rank)
         checkpoint.verify_opened()
         return content
 
@@ -150,7 +150,7 @@ class _Loaded:
     ) -> None:
         path, self.state = checkpoint.path, _state_of(checkpoint)
         self._model, self._optimizer, self._rank = model, optimizer, rank
-        named = {theirs: own for own, theirs in stored_names(model).items()}
+        named = {theirs: name for name, theirs in stored_names(model).items()}
         stored = stored.renamed(named)
         self._stored = as_model_has_it(stored, model, self.state.pop("blocks", None))
         self._groups = self.state.pop("groups")
@@ -166,11 +166,11 @@ class _Loaded:
         _compare_specs(path, model, self.state.pop("spec", None))
         _compare_adapters(path, model, self.state.pop("lora", None))
         layout = self._stored.layout
-        own = weights(model)
-        shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(own))
-        if empty := [name for name, tensor in own.items() if tensor.is_meta]:
+        tensors = weights(model)
+        shard_io.check_layout(path, shard_io.subset(layout, "model."), shard_io.layout_of(tensors))
+        if empty := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise InputError(f"{empty[0]} has no values yet, so none can be loaded into it: materialise the model first.")
-        self._weights = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+        self._weights = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         self._states: dict[str, torch.Tensor] = {}
         kind, names = self.state.pop("optimizer_class", None), self.state.pop("group_names", [])
         names = [[named.get(name, name) for name in group] for group in names]
@@ -186,8 +186,8 @@ class _Loaded:
         self._random_rank, self._draws_anew = source_of(rank, saved_ranks, self._tensor)
         records = shard_io.subset(layout, "fp8.").items()
         self._fresh = frozenset(fresh)
-        kept = {name: each for name, each in records if name.rsplit(".", 2)[0] not in self._fresh}
-        self._fp8 = shard_io.empty_tensors(kept)
+        continued = {name: each for name, each in records if name.rsplit(".", 2)[0] not in self._fresh}
+        self._fp8 = shard_io.empty_tensors(continued)
         self._experts = {name: state.experts for name, state in states_of(model)}
         self._random = shard_io.empty_tensors(shard_io.subset(layout, f"random.{self._random_rank}."))
         if self._recipe is not None:
@@ -206,10 +206,10 @@ class _Loaded:
         for name in {name.rpartition(".")[0] for name in self._fp8}:
             scale, history = (self._fp8.get(f"{name}.{kind}") for kind in ("scale", "amax_history"))
             experts = self._experts.get(name.rpartition(".")[0])
-            own = () if experts is None else (experts,)
+            shape = () if experts is None else (experts,)
             begun = self._fp8.get(f"{name}.begun", scale)  # older checkpoints have none
-            fits = scale is not None and history is not None and scale.shape == own == history.shape[1:]
-            if history is None or begun is None or not fits or not len(history) or begun.shape != own:
+            fits = scale is not None and history is not None and scale.shape == shape == history.shape[1:]
+            if history is None or begun is None or not fits or not len(history) or begun.shape != shape:
                 sizes = ("[]", "[length]") if experts is None else (f"[{experts}]", f"[length, {experts}]")
                 raise Damaged(f"{self._path} has no scale {sizes[0]} and amax history {sizes[1]} of {name}")
         try:
@@ -241,10 +241,10 @@ class _Loaded:
 
 def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> None:
     """Warn if other products of the head were in FP8. None: of an older checkpoint, or a model without the choice."""
-    own = getattr(model, "fp8_head", None)
-    if None not in (own, saved) and own != saved:
+    current = getattr(model, "fp8_head", None)
+    if None not in (current, saved) and current != saved:
         warnings.warn(
-            f"checkpoint {path} was trained with fp8_head={saved!r}, and this model has {own!r}: a curve of losses may change"
+            f"checkpoint {path} was trained with fp8_head={saved!r}, and this model has {current!r}: the loss curve may change"
             f" here. octavo.transform(fp8_head={saved!r}) continues as before.",
             stacklevel=6,
         )
@@ -255,10 +255,14 @@ def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -
 
     None: not recorded.
     """
-    own = spec_record(model)
-    if own is None or saved is None:
+    current = spec_record(model)
+    if current is None or saved is None:
         return
-    changed = {key: f"{key} was {saved[key]!r} and is {own[key]!r}" for key in own if saved.get(key, own[key]) != own[key]}
+    changed = {
+        key: f"{key} was {saved[key]!r} and is {current[key]!r}"
+        for key in current
+        if saved.get(key, current[key]) != current[key]
+    }
     if wrong := [text for key, text in changed.items() if key not in ("rotary", "norm_eps", "sinkhorn")]:
         raise InputError(f"checkpoint {path} holds another model: {'; '.join(wrong)}. Build the model that was saved.")
     if changed:
@@ -268,23 +272,23 @@ def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -
 def _compare_adapters(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
     """Refuse adapters of other matrices, another scale or another base; and a whole model for adapters, and the reverse."""
     found = adapted(model)
-    own = None if found is None else found.record
-    if own == saved:
+    current = None if found is None else found.record
+    if current == saved:
         return
-    if own is None or saved is None:
+    if current is None or saved is None:
         holds, has = ("the whole model", "adapters only") if saved is None else ("adapters only", "all weights")
         raise InputError(
             f"checkpoint {path} holds {holds}, and this model trains {has}. Build the model of the save: "
             f"with {'no adapters' if saved is None else 'the same adapters'}."
         )
-    changed = [key for key in own if own[key] != saved.get(key)]
+    changed = [key for key in current if current[key] != saved.get(key)]
     if changed == ["base"]:
         raise InputError(
             f"checkpoint {path} holds adapters of another base: the frozen weights had the hash {str(saved.get('base'))[:12]}, "
-            f"and those of this model have {own['base'][:12]}. Give the folder (model.source) and dtypes with which they were "
-            "trained."
+            f"and those of this model have {current['base'][:12]}. Give the folder (model.source) and dtypes with which they "
+            "were trained."
         )
-    shown = "; ".join(f"{key} was {saved.get(key)!r} and is {own[key]!r}" for key in changed if key != "base")
+    shown = "; ".join(f"{key} was {saved.get(key)!r} and is {current[key]!r}" for key in changed if key != "base")
     raise InputError(f"checkpoint {path} holds other adapters: {shown}. Build the model that was saved.")
 
 

@@ -93,8 +93,8 @@ def deduplicate(pieces: Sequence[TensorPiece], ranks: Ranks) -> list[TensorPiece
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner({}, is_coordinator=True)
             assigned = [plan.items for plan in planner.create_global_plan(plans)[0]]
-    own = {item.index for item in ranks.scatter(assigned)}
-    return [piece for piece in pieces if piece.item.index in own]
+    of_rank = {item.index for item in ranks.scatter(assigned)}
+    return [piece for piece in pieces if piece.item.index in of_rank]
 
 
 def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step: int | None = None) -> Entries:
@@ -109,9 +109,9 @@ def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step
         files += [[]] if number == len(files) else []
         files[number].append(piece)
     entries: Entries = {}
-    for number, own in enumerate(files, 1):
+    for number, of_file in enumerate(files, 1):
         name = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
-        entries |= _write_file(folder, name, own, step if number == 1 else None)
+        entries |= _write_file(folder, name, of_file, step if number == 1 else None)
     return entries
 
 

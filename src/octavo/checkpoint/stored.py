@@ -267,7 +267,7 @@ def _disorder(pieces: Pieces, manifest: Manifest) -> str | None:
     """The first tensor that is not in the order of `shard_io.write_shard`; None if all are, or an older version wrote them."""
     if manifest.tensors is None:
         return None
-    placed = [(piece.file, -piece.dtype.itemsize, name, piece.start) for name, own in pieces.items() for piece in own]
+    placed = [(piece.file, -piece.dtype.itemsize, name, piece.start) for name, parts in pieces.items() for piece in parts]
     for before, after in pairwise(sorted(placed)):
         if before[0] == after[0] and before[-1] > after[-1]:
             return f"the bytes of {before[2]} and {after[2]} in {after[0]} have changed places"

@@ -133,12 +133,12 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
     if micro < 1 or share % micro:
         works = _nearest_divisors(share, micro)
         # Or keep the micro batch: the nearest share that is a multiple of it.
-        kept = max(micro, 1)
-        batch = dp_size * kept * max(round(share / kept), 1)
+        least = max(micro, 1)
+        batch = dp_size * least * max(round(share / least), 1)
         raise InputError(
             f"train.micro_batch = {micro} does not divide a rank's share of {share} sequences "
             f"(train.global_batch = {global_batch} over {dp_size} data-parallel ranks). Nearest that works: {_or(works)}. "
-            f"Change train.micro_batch, or set train.global_batch = {batch} and train.micro_batch = {kept}."
+            f"Change train.micro_batch, or set train.global_batch = {batch} and train.micro_batch = {least}."
         )
     return micro, share // micro
 

@@ -145,14 +145,14 @@ class RunConfig(Section):
         given |= {f"{section}.{key}" for section, keys in (sections or {}).items() for key in keys}
         recorded_by_run = recorded or (path.parent / "environment.json").is_file()
         moved = None
-        own = path.name == "run.toml" and "train.output" not in given and (path.parent / "environment.json").is_file()
-        if own and config.output.resolve() != path.parent.resolve():  # the folder of a run was moved or copied
+        of_run = path.name == "run.toml" and "train.output" not in given and (path.parent / "environment.json").is_file()
+        if of_run and config.output.resolve() != path.parent.resolve():  # the folder of a run was moved or copied
             moved = str(config.output)
             config = config.model_copy(update={"train": config.train.model_copy(update={"output": str(path.parent)})})
         idle = idle_keys(config)
-        kept = [each for each in idle if each.key in given or not (recorded_by_run or given.intersection(each.by))]
-        if kept:
-            raise InputError(f"{path}: {_refusal(config, kept)}")
+        ineffective = [each for each in idle if each.key in given or not (recorded_by_run or given.intersection(each.by))]
+        if ineffective:
+            raise InputError(f"{path}: {_refusal(config, ineffective)}")
         settled_config = settled(config, idle)
         left_out = [f"{path}: {shown(config, each.key)} {each.why}. It is left out." for each in idle]
         if moved is not None:

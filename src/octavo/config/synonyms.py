@@ -138,9 +138,9 @@ def closest(name: str, known: Sequence[str]) -> tuple[str | None, str]:
     for other, key, note in _SYNONYMS:
         if other == last and key in known:
             return key, note
-    own = _of_section(section, known)
-    guess = nearest(last, [key.partition(".")[2] for key in own])
-    return (next(key for key in own if key.partition(".")[2] == guess), "") if guess else (None, "")
+    keys = _of_section(section, known)
+    guess = nearest(last, [key.partition(".")[2] for key in keys])
+    return (next(key for key in keys if key.partition(".")[2] == guess), "") if guess else (None, "")
 
 
 def _of_section(section: str, known: Iterable[str]) -> list[str]:

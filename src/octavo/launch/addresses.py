@@ -48,7 +48,7 @@ def fetch(address: str, target: Path, key: str, *, may_be_empty: bool = False) -
         names = system.find(root)
     except FileNotFoundError:
         names = []
-    except Exception as error:  # each of fsspec's file systems has its own
+    except Exception as error:  # fsspec's file systems raise different exceptions
         raise InputError(f"{key} cannot be read: {first_line(error)}. Check the address and your credentials.") from error
     if not names and not may_be_empty:
         raise InputError(f"{key} holds no file. Check the address.")
@@ -78,7 +78,7 @@ def send(folder: Path, address: str, key: str = "output_path") -> None:
                 name = f"{root.rstrip('/')}/{path.relative_to(folder).as_posix()}"
                 system.makedirs(name.rpartition("/")[0], exist_ok=True)
                 system.put_file(str(path), name)
-    except Exception as error:  # each of fsspec's file systems has its own
+    except Exception as error:  # fsspec's file systems raise different exceptions
         raise InputError(f"{key} cannot be written: {first_line(error)}. Check the address and your credentials.") from error
 
 

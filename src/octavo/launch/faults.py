@@ -57,8 +57,8 @@ def first(path: Path) -> str:
         found = _parsed(path.read_text(encoding="utf-8"))
     except OSError:
         return ""
-    own = [one["reason"] for one in found if not _LOST.search(one["reason"])]
-    return str(next(iter(own or [one["reason"] for one in found]), ""))
+    causes = [one["reason"] for one in found if not _LOST.search(one["reason"])]
+    return str(next(iter(causes or [one["reason"] for one in found]), ""))
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:

@@ -320,7 +320,7 @@ def make_folder(jobs: Path, name: str) -> Path:
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-    except FileNotFoundError as error:  # in /proc, where nothing can be made
+    except FileNotFoundError as error:  # in /proc, where nothing can be created
         raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {why_unusable(error)}") from None
     except FileExistsError:
         raise InputError(

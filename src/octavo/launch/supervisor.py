@@ -27,7 +27,7 @@ def main(folder: Path) -> int:
     """Run the job of a folder; returns its exit code."""
     # A script expects SIGTERM, and not what schedulers send. An inherited "ignore" is of the caller, and no end of the job.
     with Supervisor(sends=signal.SIGTERM, patience=_STOP_SECONDS, always=True) as processes:
-        if waits := os.environ.pop("OCTAVO_LAUNCH_WAITS", ""):  # the process that ends the job with its own end
+        if waits := os.environ.pop("OCTAVO_LAUNCH_WAITS", ""):  # the process whose end also ends the job
             die_with_parent(int(waits), signal.SIGTERM)
         return _main(folder, processes)
 

@@ -272,8 +272,8 @@ def load_pretrained(
         given = {name: values(name).detach().cpu() for name in names}
         memory = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
         for name, tensor in theirs(given).items():
-            own = tensor.untyped_storage().data_ptr() not in memory and tensor.is_contiguous()
-            state[name] = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+            unshared = tensor.untyped_storage().data_ptr() not in memory and tensor.is_contiguous()
+            state[name] = tensor if unshared else tensor.clone(memory_format=torch.contiguous_format)
     config = _config_of(reference, config, tensors)
     with without_progress_bar():
         model, found = type(reference).from_pretrained(
@@ -443,8 +443,8 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
         vars(config).pop(key, None)
     buffers = {name for name, _ in reference.named_buffers()}  # their dtypes may differ
     dtypes = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and name not in buffers}
-    kept = float32_names(reference, min(dtypes.values(), key=lambda dtype: dtype.itemsize))
-    chosen = [dtype for name, dtype in dtypes.items() if name not in kept]
+    in_float32 = float32_names(reference, min(dtypes.values(), key=lambda dtype: dtype.itemsize))
+    chosen = [dtype for name, dtype in dtypes.items() if name not in in_float32]
     config.dtype = functools.reduce(torch.promote_types, chosen)  # float32 for float16 and bfloat16 together
     config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
     return config

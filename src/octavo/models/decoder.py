@@ -131,11 +131,11 @@ class Decoder(PretrainedInterface):
         self.config, self.spec, self.dtype = config, spec, dtype
         make: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         self.tensor, self.spread = tensor, spread
-        own = spec if tensor is None else part_of_rank(spec, tensor.size, spread=spread)
+        of_rank = spec if tensor is None else part_of_rank(spec, tensor.size, spread=spread)
         rows = spec.vocabulary if tensor is None else rows_of_words(spec.vocabulary, tensor.size)
         self.embedding = Embedding(rows, spec.hidden_size, padding=spec.padding, dtype=dtype, **make)
         self.layers = nn.ModuleList(
-            _block(own, i, window, make) for i, window in enumerate(spec.windows or (None,) * spec.layers)
+            _block(of_rank, i, window, make) for i, window in enumerate(spec.windows or (None,) * spec.layers)
         )
         self.norm = NORM_LAYERS[spec.normalization](spec.hidden_size, spec.norm_eps, **make)
         self.head = OutputHead(spec.hidden_size, rows, bias=False, dtype=params_dtype, device=device)
@@ -205,7 +205,7 @@ class Decoder(PretrainedInterface):
 
         Returns:
             `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V]. Gradients of a
-            loss of your own, of logits or hidden states, are averaged over ranks with other samples.
+            loss computed from logits or hidden states are averaged over ranks with other samples.
 
         Raises:
             InputError: an input is missing, its shape or dtype does not fit, or another argument asks for something, such as
@@ -293,15 +293,15 @@ class Decoder(PretrainedInterface):
 
     def _past_head(self, hidden: Tensor) -> Tensor:
         """The states, unchanged: FSDP2 ends the forward of norm and head, which it gathers together, after the head."""
-        made: list[Tensor] = []
+        states_of_head: list[Tensor] = []
 
         def run(hidden: Tensor) -> Tensor:
-            made.append(hidden)
+            states_of_head.append(hidden)
             return hidden
 
         states: Tensor = self._own_head()(hidden, run)
         wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)
-        if not made or not (wrapped or states is made[-1]):
+        if not states_of_head or not (wrapped or states is states_of_head[-1]):
             raise InputError("a hook of the output head returns something else, and model.base_model has no logits: remove it.")
         return states
 
@@ -325,8 +325,8 @@ class Decoder(PretrainedInterface):
         if position_ids is None:
             position_ids = torch.arange(tokens, device=input_ids.device)[None]
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
-        own = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
-        tied = shared is not None and self.spec.tied and own
+        unchanged = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
+        tied = shared is not None and self.spec.tied and unchanged
         with contextlib.nullcontext() if self.tensor is None else self._embeds():
             embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
         rate = self.spec.embedding_dropout if self.training else 0.0
@@ -501,11 +501,11 @@ class Decoder(PretrainedInterface):
             logits = high_precision(hidden, self.head.weight.to(self.dtype))
             return logits if tensor is None else tensor.words(logits, self.spec.vocabulary)
 
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if self.context is not None and torch.is_grad_enabled():
             # Each rank multiplies its tokens: the head's gradients are summed over the ranks.
-            return self._of_context(self._own_head()(hidden, run), tokens)[:, kept]
-        logits: Tensor = self._own_head()(self._of_context(hidden, tokens)[:, kept], run)
+            return self._of_context(self._own_head()(hidden, run), tokens)[:, positions]
+        logits: Tensor = self._own_head()(self._of_context(hidden, tokens)[:, positions], run)
         return logits
 
     def _own_head(self) -> OutputHead:
@@ -544,7 +544,7 @@ class Decoder(PretrainedInterface):
             target = functional.pad(target, (0, padded - target.shape[1]), value=IGNORED)
         target = target if self.context is None else self.context.split(target)
 
-        made: list[Tensor] = []
+        losses: list[Tensor] = []
 
         def run(hidden: Tensor) -> Tensor:
             loss = linear_cross_entropy(
@@ -557,19 +557,19 @@ class Decoder(PretrainedInterface):
                 fp8_logits=self.fp8_head is True,
                 words=None if self.tensor is None else words_of(self.spec.vocabulary, self.tensor),
             )
-            made.append(loss)
+            losses.append(loss)
             return loss
 
         loss: Tensor = self._own_head()(hidden, run)
-        self._check_hooks(loss, made)
+        self._check_hooks(loss, losses)
         loss = loss if added is None else loss + added
         loss = loss if self.context is None else self.context.sum(loss)
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
 
-    def _check_hooks(self, loss: Tensor, made: list[Tensor]) -> None:
+    def _check_hooks(self, loss: Tensor, losses: list[Tensor]) -> None:
         """Refuse a hook of the head that changes its inputs or outputs, as if these were logits."""
         wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)  # these wrap in any case, without a change
-        if torch.compiler.is_compiling() or (made and (wrapped or loss is made[-1])):
+        if torch.compiler.is_compiling() or (losses and (wrapped or loss is losses[-1])):
             return
         raise InputError(
             "a hook of the output head returns another input or output, and here the head gives the loss, not logits: leave "
@@ -611,7 +611,7 @@ def _refuse_compiled(degree: int) -> NoReturn:
 
 
 def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]) -> TransformerLayer:
-    mixture = spec.experts > 0 and layer not in spec.dense
+    has_experts = spec.experts > 0 and layer not in spec.dense
     block = TransformerLayer(
         spec.hidden_size,
         spec.dense_ffn_size if layer in spec.dense else spec.ffn_size,
@@ -631,7 +631,7 @@ def _block(spec: ModelSpec, layer: int, window: int | None, make: dict[str, Any]
         qk_norm_type="RMSNorm" if spec.qk_norm else None,
         qk_norm_eps=spec.norm_eps,
         qk_norm_before_rope=True,
-        experts=Experts(spec.experts, spec.top_k, spec.normalized, spec.jitter, spec.assignment) if mixture else None,
+        experts=Experts(spec.experts, spec.top_k, spec.normalized, spec.jitter, spec.assignment) if has_experts else None,
         **make,
     )
     block.separate_dropout = True  # as GPT-NeoX does

@@ -66,13 +66,13 @@ class Description:
                 f"{layer.name:<{width}}  {'FP8' if layer.fp8 else '-':<4} {shape:<13} {layer.kind:<16} {layer.reason}".rstrip()
             )
         head = f"{self.fp8_layers} of {len(self.layers)} matrices run in FP8 under fp8_autocast"
-        own = [f"own code: {self.own_code}"] if self.own_code else []
+        original = [f"original code: {self.own_code}"] if self.own_code else []
         gathered = [f"gathered: {self.gathered}"] if self.gathered else []
         split = [f"split: {self.split}"] if self.split else []
         split += [f"exchanges: {self.exchanges}"] if self.exchanges else []
         gathered += [f"adapters: {self.adapters}"] if self.adapters else []
         kernels = [f"products: {self.products}", f"attention: {self.attention}"]
-        return "\n".join([head, *own, *kernels, *split, *gathered, "", *rows])
+        return "\n".join([head, *original, *kernels, *split, *gathered, "", *rows])
 
 
 def describe(model: nn.Module) -> Description:
@@ -196,7 +196,7 @@ def _reason(module: nn.Module, is_head: bool) -> str:
     if is_head:
         return "the output head stays in high precision: its logits feed the loss"
     if isinstance(module, LayerNormMoE) or (isinstance(module, Product) and module.kind == LayerNormMoE.__name__):
-        return "a router: its choice of experts is made in float32"
+        return "a router: it selects experts in float32"
     if isinstance(module, nn.Linear):
         return f"{type(module).__name__} is a subclass with custom code"
     return f"{type(module).__name__} is not a linear layer that Octavo replaces"

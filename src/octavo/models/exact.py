@@ -32,15 +32,15 @@ _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
 
 
 def tie_again(model: nn.Module) -> None:
-    """Tie head and embedding on the meta device as the config says: accelerate's `init_empty_weights` parts them."""
-    own: Any = model
-    if not getattr(getattr(own, "config", None), "tie_word_embeddings", False) or not hasattr(own, "get_output_embeddings"):
+    """Tie head and embedding on the meta device as the config says: accelerate's `init_empty_weights` unties them."""
+    lm: Any = model
+    if not getattr(getattr(lm, "config", None), "tie_word_embeddings", False) or not hasattr(lm, "get_output_embeddings"):
         return
-    head, embedding = (getattr(module, "weight", None) for module in (own.get_output_embeddings(), own.get_input_embeddings()))
+    head, embedding = (getattr(module, "weight", None) for module in (lm.get_output_embeddings(), lm.get_input_embeddings()))
     if not isinstance(head, nn.Parameter) or not isinstance(embedding, nn.Parameter) or head.shape != embedding.shape:
         return
     if head.is_meta and embedding.is_meta:
-        own.get_output_embeddings()._parameters["weight"] = embedding  # an assignment would untie them in that context
+        lm.get_output_embeddings()._parameters["weight"] = embedding  # an assignment would untie them in that context
 
 
 def differences(
@@ -61,10 +61,10 @@ def differences(
         other_values: messages about values by which a module of the known class computes something else.
         name: of the model, a prefix of all names.
     """
-    own = dict(model.named_modules(prefix=name, remove_duplicate=False))
-    yield from filter(None, (other_class(each, own.get(each)) for each in [*own, *parts]))
+    modules = dict(model.named_modules(prefix=name, remove_duplicate=False))
+    yield from filter(None, (other_class(each, modules.get(each)) for each in [*modules, *parts]))
     yield from tensor_differences(tensors_of(model, f"{name}." if name else ""), tensors())
-    for each, module in own.items():
+    for each, module in modules.items():
         if any(not is_of_transformers(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()):
             yield f"{each or 'the model'} has hooks"
         yield from switched_on(module)

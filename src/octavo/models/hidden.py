@@ -131,9 +131,9 @@ def _exempt(model: nn.Module) -> set[nn.Parameter]:
     found = set() if head is None else set(head.parameters())
     for path, module in model.named_modules():
         kind = type(module).__name__
-        apart = isinstance(module, nn.Embedding) or kind.endswith("Norm") or path.rpartition(".")[2] in _ROUTERS
-        for own, parameter in module.named_parameters(recurse=False):
-            if apart or "bias" in own or own.startswith("layer_norm") or "router" in own:
+        excluded = isinstance(module, nn.Embedding) or kind.endswith("Norm") or path.rpartition(".")[2] in _ROUTERS
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if excluded or "bias" in leaf or leaf.startswith("layer_norm") or "router" in leaf:
                 found.add(parameter)
     return found
 

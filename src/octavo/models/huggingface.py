@@ -350,13 +350,13 @@ class PretrainedInterface(nn.Module):
         check_decoder(self)
         if not is_main_process:
             return
-        own = self.state_dict()
-        if state_dict is not None and state_dict.keys() - {"head.weight"} != own.keys() - {"head.weight"}:
+        entries = self.state_dict()
+        if state_dict is not None and state_dict.keys() - {"head.weight"} != entries.keys() - {"head.weight"}:
             raise InputError(
                 "save_pretrained(state_dict=…): the tensors are not those of model.state_dict(), and a part of a model cannot "
                 "be loaded. Leave state_dict out."
             )
-        tensors = {name: tensor.detach() for name, tensor in (state_dict or own).items() if name in own}
+        tensors = {name: tensor.detach() for name, tensor in (state_dict or entries).items() if name in entries}
         write_pretrained(
             tensors, self.config, folder, generation=self.generation_config, replace=True, shard_bytes=_SHARD_BYTES
         )
@@ -369,7 +369,7 @@ class PretrainedInterface(nn.Module):
 
 
 class _Absent:
-    """A name of `PreTrainedModel` in the face of a decoder: `__getattr__` has its error."""
+    """Hides a name of `PreTrainedModel` on a decoder: `__getattr__` raises the error."""
 
     def __get__(self, model: object, owner: type) -> Any:
         if model is None:
@@ -412,7 +412,7 @@ def _posing(cls: type[PretrainedInterface], config: Any, state: dict[str, Any]) 
 def _drop_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
     """Leave a tied weight once in a state dict: safetensors, and so Trainer, refuses two names for the same memory.
 
-    With `keep_vars=True` both names stay, since the caller sees the tie; so they do where the caller has parted them.
+    With `keep_vars=True` both names stay, since the caller sees the tie; also where the caller has untied them.
     """
     assert isinstance(model, PretrainedInterface)
     if is_tied(model) and state.get(f"{prefix}head.weight") is not model.head.weight:

@@ -133,11 +133,11 @@ def cast(model: nn.Module, params_dtype: torch.dtype | None, buffer_dtype: torch
 
     Buffers are cast only to a lower dtype than float32: rotary tables and running means keep their precision.
     """
-    kept = float32_names(model, params_dtype) if params_dtype is not None else frozenset()
+    in_float32 = float32_names(model, params_dtype) if params_dtype is not None else frozenset()
     with torch.no_grad():
         for name, parameter in model.named_parameters() if params_dtype is not None else ():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if name in kept else params_dtype)
+                parameter.data = parameter.data.to(torch.float32 if name in in_float32 else params_dtype)
         for buffer in model.buffers() if buffer_dtype != torch.float32 else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(buffer_dtype)
@@ -149,8 +149,8 @@ def refuse_float32_parameters(
     way: str = 'Set model.params_dtype = "float32" (params_dtype=torch.float32 in Python).',
 ) -> None:
     """Raise an InputError if a model that is to be sharded has parameters in float32 and others of `params_dtype`."""
-    kept = float32_names(model, params_dtype)
-    names = [name for name, parameter in model.named_parameters() if name in kept and parameter.dtype != params_dtype]
+    in_float32 = float32_names(model, params_dtype)
+    names = [name for name, parameter in model.named_parameters() if name in in_float32 and parameter.dtype != params_dtype]
     if names:
         raise InputError(
             f"params_dtype = {str(params_dtype).removeprefix('torch.')} over several ranks: {_kind(model)} leaves "
@@ -164,8 +164,12 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
     Parameters of `float32_names` do not count: autocast would lower the products that the model computes with them in float32.
     The class changes and not the instance, so that a deep copy computes with its weights.
     """
-    kept = float32_names(model, dtype)
-    of = {parameter.dtype for name, parameter in model.named_parameters() if parameter.is_floating_point() and name not in kept}
+    in_float32 = float32_names(model, dtype)
+    of = {
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and name not in in_float32
+    }
     others = of - {dtype}
     if not others or device.type == "meta":
         return
@@ -193,7 +197,7 @@ def params_dtype_of(model: nn.Module) -> torch.dtype | None:
             f"{', '.join(map(str, FLOATS))}. Set params_dtype=torch.float32; a quantised model has to be dequantised first."
         )
     for dtype in found - {torch.float32}:
-        kept = float32_names(model, dtype)
-        if all(p.dtype == dtype for name, p in model.named_parameters() if p.is_floating_point() and name not in kept):
+        in_float32 = float32_names(model, dtype)
+        if all(p.dtype == dtype for name, p in model.named_parameters() if p.is_floating_point() and name not in in_float32):
             return dtype
     return found.pop() if len(found) == 1 else None

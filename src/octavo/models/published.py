@@ -76,7 +76,7 @@ class PublishedWeights(Weights):
         state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         self._sources: dict[str, str] = {}  # name → tensor in the files
         self._parts: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}  # first result → its converter and tensors
-        self._made_by: dict[str, str] = {}  # name → first result of its converter
+        self._converted_by: dict[str, str] = {}  # name → first result of its converter
         self._last: tuple[str, dict[str, Tensor]] = ("", {})  # several results of one converter are read after each other
         unused = self._match(state)
         shapes = {name: files.shapes[theirs] for name, theirs in self._sources.items()}
@@ -85,8 +85,9 @@ class PublishedWeights(Weights):
             self._refuse_experts(first, converter.source_patterns, parts, len(state[first]))
             sources = [theirs for names in parts.values() for theirs in names]
             kind = next((kind for kind in map(files.kinds.__getitem__, sources) if kind != "float"), "float")
-            for name, made in self._convert(first, lambda theirs: torch.empty(files.shapes[theirs], device="meta")).items():
-                shapes[name], kinds[name], self._made_by[name] = tuple(made.shape), kind, first
+            on_meta = self._convert(first, lambda theirs: torch.empty(files.shapes[theirs], device="meta"))
+            for name, tensor in on_meta.items():
+                shapes[name], kinds[name], self._converted_by[name] = tuple(tensor.shape), kind, first
         super().__init__(shapes, kinds, files.owner, "a checkpoint of this model")
         self._tie(state)
         info = SimpleNamespace(missing_keys=state.keys() - self.shapes.keys(), unexpected_keys=set(unused))
@@ -104,7 +105,7 @@ class PublishedWeights(Weights):
         shape = self.shape(name)  # explains a weight that is not there
         if name in self._sources:
             return self._files.read(self._sources[name], start, stop)
-        first = self._made_by[name]
+        first = self._converted_by[name]
         if self._last[0] != first:
             self._last = ("", {})  # first, so that only one is in memory
             self._last = (first, self._convert(first, self._files.read))
@@ -153,8 +154,8 @@ class PublishedWeights(Weights):
         for before, pattern in itertools.product({before for before, _ in kinds}, patterns):
             if pattern not in parts and "experts.*" in pattern:
                 kinds[before, re.sub(r"[\\$]", "", pattern.partition("experts.*")[2])] = {}
-        missing = [f"{a}{i}{b}" for (a, b), own in kinds.items() for i in range(count) if i not in own]
-        surplus = [theirs for own in kinds.values() for i, theirs in own.items() if i >= count]
+        missing = [f"{a}{i}{b}" for (a, b), by_expert in kinds.items() for i in range(count) if i not in by_expert]
+        surplus = [theirs for by_expert in kinds.values() for i, theirs in by_expert.items() if i >= count]
         if missing or surplus:
             said = [f"{some(missing, LISTED)} missing ({len(missing)})"] if missing else []
             said += [f"{some(surplus, LISTED)} surplus ({len(surplus)})"] if surplus else []
@@ -162,8 +163,8 @@ class PublishedWeights(Weights):
                 f"{self._files.owner}: {'; '.join(said)}: {first} is of {count} experts, as the config says. "
                 "Give the config that belongs to the weights, or the whole folder."
             )
-        for own in kinds.values():
-            shapes = {theirs: self._files.shapes[theirs] for theirs in own.values()}
+        for by_expert in kinds.values():
+            shapes = {theirs: self._files.shapes[theirs] for theirs in by_expert.values()}
             usual = max(shapes.values(), key=list(shapes.values()).count)
             odd = [f"{theirs} {shape}" for theirs, shape in shapes.items() if shape != usual]
             if odd:
@@ -180,11 +181,11 @@ class PublishedWeights(Weights):
             for theirs in names:
                 converter.add_tensor(first, theirs, pattern, read(theirs))
         try:
-            made = converter.convert(first, model=self._model, config=self._model.config)
+            converted = converter.convert(first, model=self._model, config=self._model.config)
         except Exception as error:  # operations of transformers raise torch's exceptions
             named = some([theirs for names in parts.values() for theirs in names])
             raise InputError(f"{self._files.owner}: {named} cannot be joined to {first}: {first_line(error)}.") from None
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     def _tie(self, state: Mapping[str, Tensor]) -> None:
         """Enter a tied weight under each of its names."""
@@ -199,7 +200,7 @@ class PublishedWeights(Weights):
             for name in names if there else ():
                 if name not in there:
                     shapes[name], kinds[name] = self.shapes[there[0]], self.kinds[there[0]]
-                    where = self._sources if there[0] in self._sources else self._made_by
+                    where = self._sources if there[0] in self._sources else self._converted_by
                     where[name] = where[there[0]]
         self.shapes, self.kinds = shapes, kinds
 
@@ -271,8 +272,8 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[tuple[s
         first, pattern = rename_source_key(name, [], converters)
         together.setdefault(name if pattern is None else first, []).append(name)
     found = [tuple(names) for names in together.values()]
-    apart = [published(model, {name: shapes[name] for name in names}) for names in found]
-    merged = {name: tensor.shape for tensors in apart for name, tensor in tensors.items()}
+    separately = [published(model, {name: shapes[name] for name in names}) for names in found]
+    merged = {name: tensor.shape for tensors in separately for name, tensor in tensors.items()}
     whole = {name: tensor.shape for name, tensor in published(model, shapes).items()}
     # Some renamings depend on the names around: such a model is written from memory.
-    return found if merged == whole and sum(map(len, apart)) == len(whole) else [tuple(shapes)]
+    return found if merged == whole and sum(map(len, separately)) == len(whole) else [tuple(shapes)]

@@ -175,7 +175,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str, dict[str, list[str]]]:
-    """For each parameter its parts under the source's names (its own name if it has no other), with the patterns of each.
+    """For each parameter its parts under the source's names (its name in the model without any), with the patterns of each.
 
     A pattern (`fnmatch`) matches the name of a parameter or of a module around it, Octavo's or the source's.
 

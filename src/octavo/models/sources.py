@@ -251,7 +251,7 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
 
 def _check_sizes(config: Any) -> None:
     """Refuse sizes below 1, which transformers accepts, and numbers that are not finite."""
-    common_names = {own: common for common, own in config.attribute_map.items()}
+    common_names = {stored: common for common, stored in config.attribute_map.items()}
     for key, value in config.to_dict().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"model.config.{key} = {value}: use a finite number.")
@@ -279,12 +279,12 @@ def _check_sizes(config: Any) -> None:
 def _check_rotation(rope: Mapping[str, Any], family: str) -> None:
     """Refuse numbers of `rope_parameters` that make no rotation; transformers only warns."""
     kind, known = rope.get("rope_type"), FAMILIES.get(family)
-    unread = () if known is None or known.partial_rotary else ("partial_rotary_factor",)
+    unused = () if known is None or known.partial_rotary else ("partial_rotary_factor",)
     for key, (allowed, remedy) in _ROTATION.items():
         if key not in rope or (kind == "default" and key in _OF_SCALINGS):
             continue
         value = rope[key]
-        if value is None and (key in unread or key == "attention_factor" or (kind == "yarn" and key == "factor")):
+        if value is None and (key in unused or key == "attention_factor" or (kind == "yarn" and key == "factor")):
             continue  # transformers computes it
         if isinstance(value, bool) or not isinstance(value, int | float) or not allowed(value):
             raise InputError(f"model.config.rope_parameters.{key} = {value!r}: {remedy}.")

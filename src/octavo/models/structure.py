@@ -59,16 +59,16 @@ def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
     }
 
 
-def tensor_differences(own: Tensors, known: Tensors) -> Iterator[str]:
+def tensor_differences(found: Tensors, known: Tensors) -> Iterator[str]:
     """Tensors that differ in name, shape or the names that share one."""
-    for name in [*own, *known]:
-        if name not in known or name not in own:
-            yield f"{name} is {'an extra' if name in own else 'a missing'} parameter"
-        elif own[name][0] != known[name][0]:
-            yield f"{name} has the shape {own[name][0]}, where its config says {known[name][0]}"
-        elif own[name] != known[name]:
-            if own[name][1] != name:
-                yield f"{name} shares the tensor of {own[name][1]}, a tie that the config does not say"
+    for name in [*found, *known]:
+        if name not in known or name not in found:
+            yield f"{name} is {'an extra' if name in found else 'a missing'} parameter"
+        elif found[name][0] != known[name][0]:
+            yield f"{name} has the shape {found[name][0]}, where its config says {known[name][0]}"
+        elif found[name] != known[name]:
+            if found[name][1] != name:
+                yield f"{name} shares the tensor of {found[name][1]}, a tie that the config does not say"
             else:
                 way = "unless its tie_word_embeddings is False"
                 yield f"{name} is a separate tensor, where the config ties it to {known[name][1]} ({way})"
@@ -115,26 +115,26 @@ def difference_from(model: nn.Module, reference: nn.Module, *, root: bool = True
 
 
 def _differences(model: nn.Module, reference: nn.Module, root: bool) -> Iterator[str]:
-    own, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
-    for name in [*own, *known]:
-        mine, theirs = own.get(name), known.get(name)
+    modules, known = (dict(m.named_modules(remove_duplicate=False)) for m in (model, reference))
+    for name in [*modules, *known]:
+        mine, theirs = modules.get(name), known.get(name)
         if (name or root) and (mine is None or theirs is None or not _same_code(mine, theirs)):
             yield f"{name or 'the model'} is {kind_of(mine, theirs)}, not {kind_of(theirs, mine)}"
     shared: dict[nn.Module, str] = {}
-    for name, module in own.items():
+    for name, module in modules.items():
         if shared.setdefault(module, name) != name and known[name] is not known[shared[module]]:
             yield f"{name} and {shared[module]} are one module"
     yield from tensor_differences(tensors_of(model), tensors_of(reference))
-    for name, module in own.items():
+    for name, module in modules.items():
         if name or root:
             yield from (f"{name or 'model'}{fact}" for fact in _module_differences(module, known[name]))
 
 
 def _same_code(module: nn.Module, reference: nn.Module) -> bool:
-    own, known = written_class(module), written_class(reference)
-    if own is Linear and class_name(known) in LINEARS:
+    cls, known = written_class(module), written_class(reference)
+    if cls is Linear and class_name(known) in LINEARS:
         return True
-    return own is known or (own is Conv1D and known is PlainConv1D)
+    return cls is known or (cls is Conv1D and known is PlainConv1D)
 
 
 def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str]:
@@ -201,20 +201,20 @@ def _of_library(function: Any) -> bool:
 def _buffer_differences(module: nn.Module, reference: nn.Module) -> Iterator[str]:
     """Buffers that no file holds, such as rotary frequencies: each is computed from the config."""
     for name in sorted(reference._non_persistent_buffers_set & module._buffers.keys()):
-        own, known = module._buffers[name], reference._buffers.get(name)
+        buffer, known = module._buffers[name], reference._buffers.get(name)
         computed = name.endswith("inv_freq") and "original" not in name and _scales_rotation(module)
-        if own is None or known is None or own.is_meta or known.is_meta or "cache" in name or computed:
+        if buffer is None or known is None or buffer.is_meta or known.is_meta or "cache" in name or computed:
             continue
-        own, known = own.detach().cpu(), known.detach().cpu()
-        if own.shape != known.shape or not _close(own, known):
+        buffer, known = buffer.detach().cpu(), known.detach().cpu()
+        if buffer.shape != known.shape or not _close(buffer, known):
             yield f".{name} has other values than the config says"
 
 
-def _close(own: Tensor, known: Tensor) -> bool:
+def _close(buffer: Tensor, known: Tensor) -> bool:
     """Equal, but for the rounding of `model.to(dtype)`."""
-    if own.is_floating_point() and known.is_floating_point():
-        return torch.allclose(own.float(), known.float(), rtol=1e-2, equal_nan=True)
-    return torch.equal(own, known.to(own.dtype))
+    if buffer.is_floating_point() and known.is_floating_point():
+        return torch.allclose(buffer.float(), known.float(), rtol=1e-2, equal_nan=True)
+    return torch.equal(buffer, known.to(buffer.dtype))
 
 
 def warn_of_hooks(model: nn.Module) -> None:

@@ -117,8 +117,8 @@ def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, dist.get_process_group_ranks(group))
         each = ranks // spec.kv_heads
-        lists = sorted({tuple(own[first : first + each]) for own in others for first in range(0, ranks, each)})
-        sharing, _ = dist.new_subgroups_by_enumeration([list(own) for own in lists])
+        lists = sorted({tuple(members[first : first + each]) for members in others for first in range(0, ranks, each)})
+        sharing, _ = dist.new_subgroups_by_enumeration([list(members) for members in lists])
     return TensorGroup(group, sharing)
 
 
@@ -149,16 +149,16 @@ def share_parameters(model: Any, tensor: TensorGroup, *, spread: bool = False) -
         name = path.rpartition(".")[2]
         if name == "experts" and spread:
             continue
-        for own, parameter in module.named_parameters(recurse=False):
+        for kind, parameter in module.named_parameters(recurse=False):
             shape = list(parameter.shape)
             held: list[list[Indices]] = [[indices((0, size)) for size in shape] for _ in range(n)]
             if name in by_rows:
                 shape[0] = whole_rows[name]
                 held = [[part, *each[1:]] for part, each in zip(by_rows[name], held, strict=True)]
-            elif name in by_columns and own == "weight":
+            elif name in by_columns and kind == "weight":
                 shape[1] = whole_columns[name]
                 held = [[each[0], part] for part, each in zip(by_columns[name], held, strict=True)]
-            elif name == "experts" and own == "fc1_weight":
+            elif name == "experts" and kind == "fc1_weight":
                 shape[0] *= n
                 held = [[_stacked_rows(spec, rank, n), each[1]] for rank, each in enumerate(held)]
             elif name == "experts":
@@ -166,7 +166,7 @@ def share_parameters(model: Any, tensor: TensorGroup, *, spread: bool = False) -
                 held = [[each[0], indices(_run(spec.ffn_size, rank, n))] for rank, each in enumerate(held)]
             if parameter not in blocks:  # a tied one has the same block in both modules
                 blocks[parameter] = share_out(shape, held, tensor._group, tensor.rank)
-            declare(module, own, blocks[parameter])
+            declare(module, kind, blocks[parameter])
     for layer in model.layers:
         attention = layer.self_attention
         attention.tensor = attention.qkv.tensor = attention.proj.tensor = tensor
@@ -209,11 +209,11 @@ def _fc1_rows(size: int, gated: bool, rank: int, ranks: int) -> Indices:
     first, last = _run(size, rank, ranks)
     if not gated:
         return indices((first, last))
-    whole, own = gate_up_block(size), gate_up_block(size // ranks)
+    whole, of_rank = gate_up_block(size), gate_up_block(size // ranks)
     found: list[tuple[int, int]] = []
-    for start in range(first, last, own):
+    for start in range(first, last, of_rank):
         gate = 2 * whole * (start // whole) + start % whole
-        found += [(gate, gate + own), (gate + whole, gate + whole + own)]
+        found += [(gate, gate + of_rank), (gate + whole, gate + whole + of_rank)]
     return indices(*found)
 
 

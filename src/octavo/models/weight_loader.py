@@ -102,10 +102,10 @@ def _differences(config: Any, folder: Path) -> str:
     if theirs.model_type != config.model_type:
         return ""  # names and shapes say whether it is the same model
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-        own, stored = getattr(config, key, None), getattr(theirs, key, None)
-        if own != stored and None not in (own, stored):
+        asked, stored = getattr(config, key, None), getattr(theirs, key, None)
+        if asked != stored and None not in (asked, stored):
             raise InputError(
-                f"{folder}: its config.json has {key} = {stored}, and the model's config has {own}: the weights were trained"
+                f"{folder}: its config.json has {key} = {stored}, and the model's config has {asked}: the weights were trained"
                 f" for other heads. Set {key} = {stored}."
             )
     known, ours = theirs.to_dict(), config.to_dict()

@@ -376,14 +376,14 @@ def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any
 def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: float, samples: int) -> list[_Tried]:
     """Settings of a layout of ranks, which has these changes already; samples: data-parallel ranks."""
     share, train = -(-plan.config.train.global_batch // samples), plan.config.train
-    own = setup.spec is None  # its code supports none of these
+    original_code = setup.spec is None  # its code supports none of these
     experts = setup.spec is not None and setup.spec.experts > 0
     levels = levels_for(experts=experts, attention_dropout=0.0 if setup.spec is None else setup.spec.attention_dropout)
-    levels = (setup.recompute,) if own or setup.recompute not in levels else levels[levels.index(setup.recompute) :]
-    offloads = (setup.offload,) if own or setup.offload or not _on_gpu(plan) else (False, True)
-    reshards = (False, True) if setup.sharded and not (setup.reshard or own) else (setup.reshard,)
+    levels = (setup.recompute,) if original_code or setup.recompute not in levels else levels[levels.index(setup.recompute) :]
+    offloads = (setup.offload,) if original_code or setup.offload or not _on_gpu(plan) else (False, True)
+    reshards = (False, True) if setup.sharded and not (setup.reshard or original_code) else (setup.reshard,)
     syncs = (False, True) if setup.sharded and setup.shard > 1 and not setup.syncs else (setup.syncs,)
-    parts = (setup.mlp_chunks,) if own or experts or setup.mlp_chunks > 1 else (1, CHUNKS)
+    parts = (setup.mlp_chunks,) if original_code or experts or setup.mlp_chunks > 1 else (1, CHUNKS)
     before = plan.accumulation
     found: list[_Tried] = []
     for micro in _micro_batches(share, setup.micro_batch):
@@ -460,19 +460,22 @@ def figures(plan: RunPlan, found: Memory) -> dict[str, Any]:
 
 def lines(plan: RunPlan, found: Memory) -> list[str]:
     """A run's memory as text."""
-    made, usable = found.estimate, size(USABLE * found.of_rank)
+    estimate, usable = found.estimate, size(USABLE * found.of_rank)
     each = "" if plan.degrees.world == 1 else f" on each of {plan.degrees.world} ranks"
     fits = "does not fit" if found.fits is False else "fits"
     room = f"{plan.hardware.name} with {size(found.of_rank)}"
-    parts = ", ".join(f"{part} {size(count)}" for part, count in made.parts.items() if count)
-    if made.complete:
-        text = [f"memory      {size(made.total)}{each}: {fits} {room}; the peak is {made.moment}", f"            {parts}"]
+    parts = ", ".join(f"{part} {size(count)}" for part, count in estimate.parts.items() if count)
+    if estimate.complete:
+        text = [
+            f"memory      {size(estimate.total)}{each}: {fits} {room}; the peak is {estimate.moment}",
+            f"            {parts}",
+        ]
     else:
         unknown = "activations unknown for this model's original code"
-        text = [f"memory      {size(made.total)}{each} and activations: without these it {fits} {room}"]
+        text = [f"memory      {size(estimate.total)}{each} and activations: without these it {fits} {room}"]
         text += [f"            {parts}, {unknown}"]
-    if made.host:
-        text.append(f"            and {size(made.host)} of host memory for each rank's offloaded activations")
+    if estimate.host:
+        text.append(f"            and {size(estimate.host)} of host memory for each rank's offloaded activations")
     if plan.hardware.kind == "cpu":
         text.append("            as a GPU's kernels need it; those of a CPU need more")
     if found.fits is False:
@@ -511,15 +514,15 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
     if not (on_gpu or isinstance(error, MemoryError) or _CPU_FULL.search(text)):
         return None
     found = memory_of(plan)
-    made = found.estimate
+    estimate = found.estimate
     total, free = torch.cuda.mem_get_info(plan.device)[::-1] if on_gpu and torch.cuda.is_available() else _host_memory()
     asked = _ASKED.search(text)
     wanted = f" for {asked['size']}" if asked else ""
     machine = "this machine" if process_memory_limit() is None else "the limit of this process (ulimit)"
     place = plan.hardware.name if on_gpu else machine
-    largest = sorted(made.parts.items(), key=lambda item: -item[1])[:3]
+    largest = sorted(estimate.parts.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{part} {size(count)}" for part, count in largest)
-    known = f"{size(made.total)} a rank" + ("" if made.complete else " and activations (unknown for its original code)")
+    known = f"{size(estimate.total)} a rank" + ("" if estimate.complete else " and activations (unknown for its original code)")
     message = (
         f"out of memory{wanted}: {place} has {size(total)}, {size(total - free)} in use. The run's estimate is {known}: "
         f"{parts}. {_advice(plan, found)}"
@@ -540,11 +543,11 @@ def _advice(plan: RunPlan, found: Memory) -> str:
             return "No setting of these ranks makes it fit: use more ranks, or a smaller model."
         return f"Lower {'data.sequence_length' if found.estimate.complete else 'train.micro_batch or data.sequence_length'}."
     new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
-    again = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
+    after = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
     verb = "Start" if "ranks" in option.changes else "Set"
     parts = next((one for one in options[1:] if _CONTEXT in one.changes and _CONTEXT not in option.changes), None)
     other = "" if parts is None else f" Or share each sequence between ranks: {parts}."
-    return f"{verb} {option} by the estimate. {again}.{other}"
+    return f"{verb} {option} by the estimate. {after}.{other}"
 
 
 def _host_memory() -> tuple[float, float]:

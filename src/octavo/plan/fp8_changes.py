@@ -37,13 +37,13 @@ class Fp8Changes:
     Attributes:
         keys: each changed key with its old and new value.
         fresh: layers whose state in the checkpoint is dropped.
-        begin: of these, the layers in FP8 from here on; kept: number of layers with unchanged scales and histories.
+        begin: of these, the layers in FP8 from here on; unchanged: number of layers with unchanged scales and histories.
     """
 
     keys: Mapping[str, tuple[Any, Any]]
     fresh: frozenset[str]
     begin: int
-    kept: int
+    unchanged: int
 
     def __str__(self) -> str:
         keys = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in self.keys.items())
@@ -53,10 +53,10 @@ class Fp8Changes:
             state = "matrices that leave FP8 drop their scales and amax histories"
         else:
             state = "no scale is dropped"
-        kept = f"; {self.kept} do not change" if self.kept and self.fresh else ""
+        unchanged = f"; {self.unchanged} do not change" if self.unchanged and self.fresh else ""
         return (
-            f"{keys}. Weights, optimizer states and data go on exactly; {state}{kept}. Losses from here on differ from those "
-            "of an uninterrupted run by the rounding of FP8"
+            f"{keys}. Weights, optimizer states and data continue exactly; {state}{unchanged}. Losses from here on differ from "
+            "those of an uninterrupted run by the rounding of FP8"
         )
 
 
@@ -102,11 +102,11 @@ def _recipes(model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
     """Each layer's recipe without settings that do not affect its scales, and of the head its products."""
     found: dict[str, Any] = {}
     for name, state in states_of(model):
-        own: Any = state.under(recipe)
-        if own is not None and hasattr(own, "fast_accumulation"):
-            own = dataclasses.replace(own, fast_accumulation=False)
+        of_layer: Any = state.under(recipe)
+        if of_layer is not None and hasattr(of_layer, "fast_accumulation"):
+            of_layer = dataclasses.replace(of_layer, fast_accumulation=False)
         is_head = isinstance(model, Decoder) and name == "head"
-        found[name] = (own, model.fp8_head) if is_head and own is not None else own
+        found[name] = (of_layer, model.fp8_head) if is_head and of_layer is not None else of_layer
     return found
 
 

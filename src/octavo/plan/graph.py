@@ -42,7 +42,7 @@ def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
         )
     if config.offloads:
         key = "train.offload" if config.train.offload else "parallel.sm_activation_offloading"
-        yield f"{key} = true copies activations on streams of its own, which are not recorded. Set {key} = false"
+        yield f"{key} = true copies activations on separate streams, which are not recorded. Set {key} = false"
     if config.model.dtype == "float16":
         yield 'the loss scale of model.dtype = "float16" changes on the host. Set model.dtype = "bfloat16"'
     if config.fp8.schedule and config.fp8.enabled is not False:

@@ -157,7 +157,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
     buffers = WORKSPACE + _buffers(setup, spec) + _peer_memory(setup, spec)
     always = {"parameters": share, "optimizer states": _states(setup), "buffers": buffers}
-    before, kept = _whole_gradients(setup, spec), kept_weights(setup, spec)
+    before, cached = _whole_gradients(setup, spec), kept_weights(setup, spec)
     held, passing = _gathered(setup, spec)
     matrix = 0 if setup.head_frozen else spec.vocabulary * spec.hidden_size
     of_head = matrix * (4 if setup.late else root_bytes(setup))
@@ -168,7 +168,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     }
     counts = Counter(setup.recipes)
     activations = ends + sum(times * _sum(stays[recipes], "activations") for recipes, times in counts.items())
-    copies = kept + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
+    copies = cached + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
     shards = _cast_shards(setup, spec)
     away = {recipes: _away(setup, spec, recipes) for recipes in set(setup.recipes)}
     # The last norm's result, and the last block's, which that norm adds to the residual stream if the block has not.
@@ -194,10 +194,10 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     ahead_of = [(min(setup.horizon, end), f"block {min(setup.horizon, end) + 1}")] if whole else []
     for index, place in (*ahead_of, (end, "the last block"), (0, "the first block")):
         recipes, last = setup.recipes[index], place == "the last block"
-        again, before_it = recomputed_by_block(setup, spec, recipes), setup.recipes[: index + 1]
+        recomputed, before_it = recomputed_by_block(setup, spec, recipes), setup.recipes[: index + 1]
         there = ends + sum(_sum(stays[one], "activations") for one in before_it)
         copied = (
-            kept
+            cached
             + sum(_sum(stays[one], "weight copies") for one in before_it)
             + (shards if last else shards * index // max(1, end))
         )
@@ -208,9 +208,9 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         yield (
             f"in the backward of {place}",
             {"gradients": before + head + done, "gathered weights": held + passing}
-            | {"weight copies": copied + _sum(again, "weight copies")}
+            | {"weight copies": copied + _sum(recomputed, "weight copies")}
             # The stream's gradient is where the last norm's input was. Of those in host memory the block's are there.
-            | {"activations": there + _sum(again, "activations") + away[recipes] + ahead}
+            | {"activations": there + _sum(recomputed, "activations") + away[recipes] + ahead}
             | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
         )
@@ -220,7 +220,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
         {
             "gradients": max(trained, before),
             "gathered weights": held,
-            "weight copies": kept,
+            "weight copies": cached,
             "activations": saved_by_embedding(setup.tokens),
         }
         | {"temporaries": of_root + stream + gathered}
@@ -229,7 +229,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     if setup.hidden:
         yield (
             "in Muon's step",
-            {"gradients": trained, "gathered weights": held, "weight copies": kept, "temporaries": _of_muon(setup)} | always,
+            {"gradients": trained, "gathered weights": held, "weight copies": cached, "temporaries": _of_muon(setup)} | always,
         )
 
 

@@ -179,14 +179,14 @@ def of_tensor_rank(setup: Setup) -> Setup:
     if setup.spec is None or setup.tensor == 1:
         return setup
     spec, whole = _part(setup.spec, setup.tensor), max(1, setup.parameters)
-    own, block = parameters(spec), block_parameters(setup.spec)
-    frozen = setup.frozen * own // whole
+    count, block = parameters(spec), block_parameters(setup.spec)
+    frozen = setup.frozen * count // whole
     if setup.adapter_rank:
-        frozen, own = own, own + (setup.parameters - setup.frozen) * (setup.tensor + 1) // (2 * setup.tensor)
+        frozen, count = count, count + (setup.parameters - setup.frozen) * (setup.tensor + 1) // (2 * setup.tensor)
     return replace(
         setup,
         spec=spec,
-        parameters=own,
+        parameters=count,
         hidden=setup.hidden // setup.tensor,
         frozen=frozen,
         frozen_of_block=setup.frozen_of_block * block_parameters(spec) // block,
@@ -237,8 +237,8 @@ def own_block_parameters(setup: Setup, spec: ModelSpec) -> int:
     """Parameters of one block that one rank computes with."""
     if not spec.experts:
         return block_parameters(spec)
-    own = local_experts(setup, spec) * spec.hidden_size * sum(widths_of_experts(setup, spec))
-    return block_parameters(spec) - parameters_of_experts(spec) + own
+    local = local_experts(setup, spec) * spec.hidden_size * sum(widths_of_experts(setup, spec))
+    return block_parameters(spec) - parameters_of_experts(spec) + local
 
 
 def _norm_parameters(spec: ModelSpec) -> int:
@@ -371,9 +371,9 @@ def rows_of_experts(setup: Setup, spec: ModelSpec) -> int:
 def saved_in_forward(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[Saved]:
     """Tensors that one block saves in forward."""
     if recomputes_block(setup.recompute):
-        kept = [setup.own_tokens * spec.hidden_size * setup.compute_bytes]
-        kept += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
-        return [Saved(size, "activations") for size in kept]
+        sizes = [setup.own_tokens * spec.hidden_size * setup.compute_bytes]
+        sizes += _result_of_attention(setup, spec) if setup.recompute == "selective" else []
+        return [Saved(size, "activations") for size in sizes]
     return saved_by_block(setup, spec, recipes)
 
 

@@ -131,12 +131,12 @@ def _check_own_code(model: nn.Module, config: Any) -> None:
             f"octavo.export: {kind} has adapters: model.save_pretrained(folder) writes only these, octavo.export("
             "model.merge_and_unload(), folder) the whole model with them."
         )
-    own = "save model.state_dict(), its weights under the model's names, by safetensors.torch.save_model(model, file)."
+    remedy = "save model.state_dict(), its weights under the model's names, by safetensors.torch.save_model(model, file)."
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        own = f"save its weights under the model's names: {WHOLE_STATE}, for safetensors.torch.save_file there."
+        remedy = f"save its weights under the model's names: {WHOLE_STATE}, for safetensors.torch.save_file there."
     if config is None:
         raise InputError(
-            f"octavo.export: {kind} has no Hugging Face config (model.config), so Hugging Face could not load it; {own}"
+            f"octavo.export: {kind} has no Hugging Face config (model.config), so Hugging Face could not load it; {remedy}"
         )
     try:
         with delayed_init():
@@ -147,7 +147,7 @@ def _check_own_code(model: nn.Module, config: Any) -> None:
     if other := [name for name in ours if name not in theirs or theirs[name][0] != ours[name][0]]:
         raise InputError(
             f"octavo.export: {kind} is no model of transformers, and {some(other)} of it not in the model that its config"
-            f" describes ({getattr(config, 'model_type', '?')}); {own}"
+            f" describes ({getattr(config, 'model_type', '?')}); {remedy}"
         )
     if reference is not None and (different := difference_from(model, reference, root=False)):
         raise other_model(different)
@@ -332,22 +332,22 @@ def _merged(
     """
     model = base_on_meta(config, hf_config)
     names = stored_names(model)
-    own = {names.get(name, name): name for name, _ in model.named_parameters()}
-    frozen = {name for name, theirs in own.items() if not model.get_parameter(theirs).requires_grad}
-    shapes = {name: model.get_parameter(theirs) for name, theirs in own.items() if not is_adapter(name)}
+    by_stored_name = {names.get(name, name): name for name, _ in model.named_parameters()}
+    frozen = {name for name, theirs in by_stored_name.items() if not model.get_parameter(theirs).requires_grad}
+    shapes = {name: model.get_parameter(theirs) for name, theirs in by_stored_name.items() if not is_adapter(name)}
     if config.model.load:
         folder = weights_folder(config.model.source)
         load = WeightLoader(model, folder_weights(folder, model, hf_config, resize=config.model.resize))
 
         def base(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
             out = torch.empty(shapes[name].shape, dtype=dtype or shapes[name].dtype)
-            load(own[name], out, 0)
+            load(by_stored_name[name], out, 0)
             return out
     else:  # of a seed
         initial = dict(build_model(hf_config, _adapter_options(config), device="cpu").named_parameters())
 
         def base(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-            return initial[own[name]].detach().to(dtype or shapes[name].dtype)
+            return initial[by_stored_name[name]].detach().to(dtype or shapes[name].dtype)
 
     saved = read_state(checkpoint).get("lora") or {}
     if (now := fingerprint_of(frozen, base)) != saved.get("base"):

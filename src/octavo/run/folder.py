@@ -178,7 +178,7 @@ def locked(path: Path) -> Iterator[RunFolder]:
         InputError: another process has the lock (the message names it), the folder cannot be written, or holds other files.
     """
     check_output(path)
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
     with ExitStack() as stack:
         try:
             stack.enter_context(FolderLock(path))
@@ -189,10 +189,10 @@ def locked(path: Path) -> Iterator[RunFolder]:
         try:
             yield RunFolder(path)
         except BaseException:
-            if made and {entry.name for entry in path.iterdir()} <= {".lock"}:  # created here and still empty
+            if created and {entry.name for entry in path.iterdir()} <= {".lock"}:  # created here and still empty
                 (path / ".lock").unlink(missing_ok=True)
                 with suppress(OSError):
-                    for folder in made:
+                    for folder in created:
                         folder.rmdir()
             raise
 

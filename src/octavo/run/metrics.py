@@ -94,13 +94,13 @@ def lacking(path: Path, steps: int) -> str:
 
 def cut(path: Path, last_step: int) -> int:
     """Cut the lines after `last_step`, and a torn line; returns the last step that is left, 0 for none."""
-    kept = list(takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path)))
-    end = sum(len(line) for line, _ in kept)
+    remaining = list(takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path)))
+    end = sum(len(line) for line, _ in remaining)
     if path.is_file():
         with path.open("rb+") as file:
             file.truncate(end)
             os.fsync(file.fileno())
-    return max((record["step"] for _, record in kept if record is not None), default=0)
+    return max((record["step"] for _, record in remaining if record is not None), default=0)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

@@ -17,8 +17,8 @@ def version(package: str) -> str | None:
 
 def commit() -> str | None:
     """The git commit of Octavo's source; None for an installed package, also within another repository."""
-    own = _git("ls-files", "--error-unmatch", "__init__.py") is not None
-    return _git("rev-parse", "HEAD") if own else None
+    tracked = _git("ls-files", "--error-unmatch", "__init__.py") is not None
+    return _git("rev-parse", "HEAD") if tracked else None
 
 
 def code_version() -> str | None:

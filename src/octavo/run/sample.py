@@ -497,8 +497,8 @@ def _of_fp8_folder(folder: Path, config: Any, ends: GenerationConfig) -> PreTrai
 def _ends(model: PreTrainedModel, ends: tuple[int, ...]) -> list[int]:
     """The ids that end a text: those of the generation config, and the tokenizer's."""
     listed = getattr(model.generation_config, "eos_token_id", None)
-    own = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    return sorted({*own, *ends})
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return sorted({*ids, *ends})
 
 
 class _KnownIds(LogitsProcessor):

@@ -54,9 +54,9 @@ class Result:
     sample: str | None = None
 
     def __repr__(self) -> str:
-        own = self.summary
-        validation = "" if own.validation_loss is None else f", validation_loss={own.validation_loss:.4f}"
-        return f"Result(steps={own.steps}, loss={own.loss:.4f}{validation}, folder={str(self.folder)!r})"
+        summary = self.summary
+        validation = "" if summary.validation_loss is None else f", validation_loss={summary.validation_loss:.4f}"
+        return f"Result(steps={summary.steps}, loss={summary.loss:.4f}{validation}, folder={str(self.folder)!r})"
 
     @property
     def gap_percent(self) -> float | None:
@@ -116,25 +116,25 @@ def median_speed(records: Iterable[Mapping[str, Any]]) -> float:
 
 def summary_lines(result: Result) -> list[str]:
     """The summary as text of 80 columns: folder, loss, cost of FP8, sample, next commands (never wrapped)."""
-    own, other = result.summary, result.bf16
+    summary, other = result.summary, result.bf16
     files = ", ".join(name for name in _FILES if (result.folder / name).exists())
-    mean = f"mean of {own.averaged} steps" if own.averaged > 1 else "of the last step"
-    validation = f"; validation {own.validation_loss:.4f}" if own.validation_loss is not None else ""
+    mean = f"mean of {summary.averaged} steps" if summary.averaged > 1 else "of the last step"
+    validation = f"; validation {summary.validation_loss:.4f}" if summary.validation_loss is not None else ""
     facts = [
         f"The run is in {result.folder}: {files}.",
-        f"Loss {own.first_loss:.4f} → {own.loss:.4f} ({mean}){validation}; {own.tokens_per_second:,.0f} tok/s.",
+        f"Loss {summary.first_loss:.4f} → {summary.loss:.4f} ({mean}){validation}; {summary.tokens_per_second:,.0f} tok/s.",
     ]
-    if own.validation_losses:
-        facts.append(f"Validation: {', '.join(f'{name} {loss:.4f}' for name, loss in own.validation_losses.items())}.")
+    if summary.validation_losses:
+        facts.append(f"Validation: {', '.join(f'{name} {loss:.4f}' for name, loss in summary.validation_losses.items())}.")
     if result.ended_early:
-        facts.insert(1, f"It ended at step {own.steps} of {result.config.train.steps}: {result.ended_early}.")
+        facts.insert(1, f"It ended at step {summary.steps} of {result.config.train.steps}: {result.ended_early}.")
     if other is not None and result.gap_percent is not None:
         dtype = short_name(result.config.model.dtype)
-        cost = f"loss {own.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, a gap of {result.gap_percent:+.2f}%"
+        cost = f"loss {summary.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, a gap of {result.gap_percent:+.2f}%"
         facts.append(f"Cost of FP8: {cost}.")
-        if own.validation_loss is not None and other.validation_loss is not None:
-            gap = percent_above(own.validation_loss, other.validation_loss)
-            facts.append(f"In validation {own.validation_loss:.4f} and {other.validation_loss:.4f}, a gap of {gap:+.2f}%.")
+        if summary.validation_loss is not None and other.validation_loss is not None:
+            gap = percent_above(summary.validation_loss, other.validation_loss)
+            facts.append(f"In validation {summary.validation_loss:.4f} and {other.validation_loss:.4f}, a gap of {gap:+.2f}%.")
     lines = ["", *itertools.chain.from_iterable(map(_wrapped, facts))]
     if result.sample is not None:
         lines += ["", "Sample:", *_sample_lines(result.sample)]

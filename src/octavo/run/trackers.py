@@ -40,7 +40,7 @@ class _TensorBoard:
 
 
 class _Project:
-    """An entry in a project named octavo, for packages with W&B's functions; a continued run resumes its own entry."""
+    """An entry in a project named octavo, for packages with W&B's functions; a continued run resumes its entry."""
 
     def __init__(self, package: str, config: Mapping[str, Any], **options: Any) -> None:
         self._package = importlib.import_module(package)
