@@ -108,7 +108,7 @@ def bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the process's own; returns the exit code."""
+    """Run a command line, by default the process's; returns the exit code."""
     return run(app, arguments, "python -m benchmarks")
 
 

@@ -1,8 +1,8 @@
 """Workloads: shapes of released models, with random weights, tokens and images.
 
 One GPU trains 8 layers of an 8B or 7B model with embedding and head, in a third of the memory of the whole, and as many of
-Mixtral 8x7B as all entries have room for; several GPUs train the whole. Rotary angles are unscaled: their table is made once
-and has no part in the speed. Text and vision cases have the same interface.
+Mixtral 8x7B as all entries have room for; several GPUs train the whole. Rotary angles are unscaled: their table is computed
+once and has no part in the speed. Text and vision cases have the same interface.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Case:
 
     Class attributes, which `VisionCase` has too:
         rate: the key of a row that holds the speed.
-        package: the distribution of the model's code; None: Octavo's own.
+        package: the distribution of the model's code; None: Octavo's.
         state_bytes: bytes of a parameter in training: weight, gradient, optimizer states.
     """
 
@@ -61,10 +61,10 @@ class Case:
         from transformers import AutoConfig
 
         given = self.sizes.get("rope_parameters", {})
-        kept = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
+        rope = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
         changes = {
             "max_position_embeddings": self.sequence_length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, **kept},  # the default of these families
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, **rope},  # the default of these families
             "use_cache": False,
         }
         return AutoConfig.for_model(**{**self.sizes, **changes})
@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
         Case("llama-8b-8layers-tp2", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 2, 8192, tensor=2),
         Case("llama-8b-8layers-tp4", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 4, 8192, tensor=4),
         Case("llama-70b-12layers-tp2", SHAPES["llama-70b"] | {"num_hidden_layers": 12}, 2, 8192, tensor=2),
-        # Gradients are kept whole between micro-batches, or summed over the ranks in each.
+        # Gradients stay unsharded between micro-batches, or are reduced in each.
         Case("llama-8b-8layers-b1-4-micro-batches", SHAPES["llama-8b"] | {"num_hidden_layers": 8}, 1, 8192, micro_batches=4),
         Case("llama2-7b-8layers", SHAPES["llama2-7b"] | {"num_hidden_layers": 8}, 4, 4096),
         Case("mistral-7b-layers-16k", SHAPES["mistral-7b"] | {"num_hidden_layers": 16}, 1, 16_384),

@@ -52,7 +52,7 @@ def experts_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.devi
 def frees_blocks(model: nn.Module) -> bool | None:
     """True if FSDP2 frees some parts of a model behind their forward, False if it keeps all; None for one that is not sharded.
 
-    Ends are kept by every entry: what differs is the blocks.
+    Every entry keeps embedding and head gathered; entries differ only in the blocks.
     """
     groups = groups_of(module for module in model.modules() if isinstance(module, FSDPModule))
     return any(group.frees_after_forward for group in groups) if groups else None

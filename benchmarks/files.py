@@ -1,6 +1,6 @@
 """Files that the tools of benchmarks read and write: each fault is one message, found before any work.
 
-Loads no torch: the tables and plots of results are made where nothing is measured.
+Loads no torch: tables and plots of results are drawn on machines without a GPU too.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ ONE_HOST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Defaults of the environment for the ranks of one host; the user's own variables win."""
+"""Defaults of the environment for the ranks of one host; the user's variables win."""
 
 CLONE = str(Path(__file__).parent.parent)
 """The folder from which workers import this package, in whatever folder they start."""
@@ -49,18 +49,18 @@ class Group:
     def __init__(
         self, suite: str, entry: str, case: str, *, device: str, ranks: int = 1, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start a worker for each rank; "cuda" is each rank's own GPU. environment: variables of the entry's libraries."""
+        """Start a worker for each rank; "cuda" is one GPU a rank. environment: variables of the entry's libraries."""
         self.started = time.perf_counter()
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-bench-")
         self._said: queue.Queue[tuple[int, str | None]] = queue.Queue()
         command = [sys.executable, "-m", "benchmarks.worker", suite, entry, case]
         self._processes = []
         for rank in range(ranks):
-            own = f"cuda:{rank}" if device == "cuda" else device
+            of_rank = f"cuda:{rank}" if device == "cuda" else device
             # Only rank 0 prints, since the ranks print the same.
             with contextlib.nullcontext() if rank == 0 else self._log(rank).open("w") as log:
                 process = subprocess.Popen(
-                    [*command, own, str(Path(self._folder.name) / "rendezvous")],
+                    [*command, of_rank, str(Path(self._folder.name) / "rendezvous")],
                     env=_environment(device, rank, ranks) | dict(environment or {}),
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
                 )  # fmt: skip
@@ -140,5 +140,5 @@ def _environment(device: str, rank: int, ranks: int) -> dict[str, str]:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         # Each rank has threads for its share of the cores: with threads for all cores the ranks would wait for one another.
         environment = {**ONE_HOST, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **environment}
-    own, all_ranks = str(rank), str(ranks)
-    return environment | {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}
+    number, all_ranks = str(rank), str(ranks)
+    return environment | {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}

@@ -41,11 +41,11 @@ def cells_of(documents: Sequence[tuple[str, Mapping[str, Any]]], entry: str) -> 
         InputError: no row is of this entry, or a workload is unknown.
     """
     found = [Found(file, row) for file, document in documents for row in document["rows"]]
-    own = [one for one in found if one.row["entry"] == entry]
-    if not own:
+    of_entry = [one for one in found if one.row["entry"] == entry]
+    if not of_entry:
         raise unknown("entry", entry, {one.row["entry"] for one in found}, key="--entry")
     cells: dict[tuple[int, int], list[Found]] = {}
-    for one in own:
+    for one in of_entry:
         if (name := one.row["workload"]) not in CONTEXT_CASES:
             raise unknown(f"workload in {one.file}", name, CONTEXT_CASES)
         case = CONTEXT_CASES[name]
@@ -98,8 +98,8 @@ def figure(cells: Cells, entry: str) -> Figure:
     axes = drawn.subplots()
     rows = {place: found[-1].row for place, found in cells.items()}
     for degree in sorted({degree for _, degree in rows}):
-        own = sorted((length, row) for (length, found), row in rows.items() if found == degree)
-        points = [(length, math.nan if "error" in row else row["tokens_per_second"]) for length, row in own]
+        of_degree = sorted((length, row) for (length, found), row in rows.items() if found == degree)
+        points = [(length, math.nan if "error" in row else row["tokens_per_second"]) for length, row in of_degree]
         label = "a sequence on one GPU" if degree == 1 else f"a sequence on {degree} GPUs"
         axes.plot([n for n, _ in points], [speed for _, speed in points], marker="o", label=label)
     lengths = sorted({length for length, _ in rows})

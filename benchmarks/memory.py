@@ -86,15 +86,15 @@ def measure_memory(
         }  # fmt: skip
         rows.append(row)
         with recorded(row, workload.name, say):
-            made = estimate(workload.setup(memory_of_gpu(device)))
-            row |= {"estimated_gib": made.total / GIB, "host_gib": made.host / GIB}
+            planned = estimate(workload.setup(memory_of_gpu(device)))
+            row |= {"estimated_gib": planned.total / GIB, "host_gib": planned.host / GIB}
             _release(device)  # what the one before has left
             seconds, peak = _train(workload, device, iterations, max(1, warmup))
             step = statistics.median(seconds)
             row |= {
                 "tokens_per_second": found.units / step, "step_ms": step * 1e3, "peak_gib": peak / GIB, "steps": len(seconds),
             }  # fmt: skip
-            say(f"{workload.name}: {step * 1e3:.0f} ms, {peak / GIB:.2f} GiB, by the estimate {made.total / GIB:.2f}")
+            say(f"{workload.name}: {step * 1e3:.0f} ms, {peak / GIB:.2f} GiB, by the estimate {planned.total / GIB:.2f}")
     return rows
 
 

@@ -1,6 +1,6 @@
 """Entries of the one-GPU suite: a table of models, each with its training step.
 
-Every entry does the same work on the same tokens: forward, backward, AdamW on parameters and states in bfloat16 (Octavo's own;
+Every entry does the same work on the same tokens: forward, backward, AdamW on parameters and states in bfloat16 (Octavo's;
 for the peers PyTorch's fused one), gradients set to None. Entries differ in the precision of the blocks' linear layers. Vision
 transformers train by SGD with momentum on float32 weights under autocast. A peer's package is imported when its entry is built:
 a missing one is a row with an error, and with the command that installs it.
@@ -123,7 +123,7 @@ class Entry:
 
     @property
     def group(self) -> str | None:
-        """Its group of peers; None for Octavo's own."""
+        """Its group of peers; None for Octavo."""
         return next((group for group, prefix in PEERS.items() if self.name.startswith(prefix)), None)
 
     @property

@@ -63,7 +63,7 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLUs, each of rows of its own, in two grouped products; `grouped_mm` can be replaced by one in FP8."""
+    """SwiGLU experts, each on its rows, as two grouped products; `grouped_mm` can be replaced by one in FP8."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def _rows(x: Tensor, copy_R: Tensor, top_k: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Norm, attention, norm, MLP or mixture, each pair added to the residual."""
+    """Norm, attention, norm, MLP or experts, each pair added to the residual."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

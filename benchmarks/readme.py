@@ -63,14 +63,14 @@ class Line(NamedTuple):
     """A workload of one file.
 
     Attributes:
-        own, head: Octavo by its defaults, and with an FP8 head if that was measured.
+        octavo, head: Octavo with its defaults, and with an FP8 head if that was measured.
         peer: the fastest.
         rows: all.
     """
 
     path: Path
     machine: Mapping[str, Any]
-    own: Row
+    octavo: Row
     head: Row | None
     peer: Row
     rows: Sequence[Row]
@@ -96,13 +96,13 @@ def lines_of(paths: Sequence[Path]) -> list[Line]:
             if value != known:
                 raise InputError(
                     f"{path} is of another {what} than {before}: {value} and {known}. One table has one {what}: leave it out, "
-                    "or measure it again."
+                    "or repeat the measurement."
                 )
         found = _lines(path, document)
         if not found:
             raise InputError(f"{path} has no workload with Octavo's defaults and a peer. Give files that have both.")
         for line in found:
-            key = line.own["workload"], line.own["gpus"]
+            key = line.octavo["workload"], line.octavo["gpus"]
             if key in of:
                 raise InputError(f"{path} and {of[key]} have both {key[0]} on {key[1]} GPUs: a table has one run of each.")
             of[key] = path
@@ -221,19 +221,26 @@ def _lines(path: Path, document: Mapping[str, Any]) -> list[Line]:
     for workload in dict.fromkeys(row["workload"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["workload"] == workload]
         timed = [row for row in rows if speed(row)]
-        own = _own(document["suite"], timed)
-        peers = [row for row in timed if row["entry"].startswith(tuple(LIBRARIES)) and own and row["gpus"] == own["gpus"]]
-        if own is None or not peers:
+        octavo = _octavo(document["suite"], timed)
+        peers = [row for row in timed if row["entry"].startswith(tuple(LIBRARIES)) and octavo and row["gpus"] == octavo["gpus"]]
+        if octavo is None or not peers:
             continue
-        heads = [row for row in timed if row["entry"] in HEADS and row["gpus"] == own["gpus"]]
+        heads = [row for row in timed if row["entry"] in HEADS and row["gpus"] == octavo["gpus"]]
         head, best = max(heads, key=speed, default=None), max(peers, key=speed)
         found.append(
-            Line(path, document["machine"], own, head, best, [row for row in rows if row.get("gpus") in (None, own["gpus"])])
+            Line(
+                path,
+                document["machine"],
+                octavo,
+                head,
+                best,
+                [row for row in rows if row.get("gpus") in (None, octavo["gpus"])],
+            )
         )
     return found
 
 
-def _own(suite: str, rows: Sequence[Row]) -> Row | None:
+def _octavo(suite: str, rows: Sequence[Row]) -> Row | None:
     """The row of Octavo's defaults; in the suite context with the fastest exchange."""
     if suite == "context":
         return max((row for row in rows if row["entry"].startswith("octavo-delayed")), key=speed, default=None)
@@ -259,12 +266,12 @@ def title_of(row: Row) -> str:
 
 
 def _figure(line: Line) -> str:
-    own, peer = line.own, line.peer
-    unit = "images" if "images_per_second" in own else "tokens"
-    where = f"one {_gpu(line)}" if own["gpus"] == 1 else f"{own['gpus']} {_gpu(line)}s"
-    memory = f", in {own['peak_gib']:.1f} GiB where that takes {peer['peak_gib']:.1f}" if own.get("peak_gib") else ""
-    fastest = f"{speed(own) / speed(peer):.2f} times the fastest peer at its fastest setting ({setting(peer, line.machine)})"
-    return f"On {where} it trains {title_of(own)}, at **{speed(own):,.0f} {unit}/s**: {fastest}{memory}."
+    octavo, peer = line.octavo, line.peer
+    unit = "images" if "images_per_second" in octavo else "tokens"
+    where = f"one {_gpu(line)}" if octavo["gpus"] == 1 else f"{octavo['gpus']} {_gpu(line)}s"
+    memory = f", in {octavo['peak_gib']:.1f} GiB where that takes {peer['peak_gib']:.1f}" if octavo.get("peak_gib") else ""
+    fastest = f"{speed(octavo) / speed(peer):.2f} times the fastest peer at its fastest setting ({setting(peer, line.machine)})"
+    return f"On {where} it trains {title_of(octavo)}, at **{speed(octavo):,.0f} {unit}/s**: {fastest}{memory}."
 
 
 def _gpu(line: Line) -> str:
@@ -277,17 +284,17 @@ def _best(lines: Sequence[Line], folder: Path) -> list[str]:
     titles = ("tokens or images/s of a GPU", "Octavo", "best peer", times, "GiB, Octavo and peer", "the peer's setting")
     text = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for line in lines:
-        own, peer = line.own, line.peer
-        memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}" for row in (own, peer)]
-        cells = [f"{title_of(own)}{_mark(line)} ({_link(line, folder)})", f"**{speed(own):,.0f}**", f"{speed(peer):,.0f}"]
-        cells += [f"{speed(own) / speed(peer):.3f}", f"{memory[0]} and {memory[1]}", setting(peer, line.machine)]
+        octavo, peer = line.octavo, line.peer
+        memory = [f"{row['peak_gib']:.1f}" if row.get("peak_gib") else "\N{EN DASH}" for row in (octavo, peer)]
+        cells = [f"{title_of(octavo)}{_mark(line)} ({_link(line, folder)})", f"**{speed(octavo):,.0f}**", f"{speed(peer):,.0f}"]
+        cells += [f"{speed(octavo) / speed(peer):.3f}", f"{memory[0]} and {memory[1]}", setting(peer, line.machine)]
         text.append(f"| {' | '.join(cells)} |")
     return text
 
 
 def _mark(line: Line) -> str:
     """A dagger for entries that were timed one after the other."""
-    return "\N{DAGGER}" if line.own.get("interleaved") is False else ""
+    return "\N{DAGGER}" if line.octavo.get("interleaved") is False else ""
 
 
 def _link(line: Line, folder: Path) -> str:
@@ -322,11 +329,11 @@ def _below(lines: Sequence[Line]) -> str:
     else:
         parts.append("Entries were timed in two alternating rounds.")
     if without := [line for line in lines if _lacks_flash(line)]:
-        every = "these runs" if len(without) == len(lines) else "; ".join(title_of(line.own) for line in without)
+        every = "these runs" if len(without) == len(lines) else "; ".join(title_of(line.octavo) for line in without)
         parts.append(f"Not measured in {every}: Transformer Engine with flash-attn-4.")
     refused = [(row, line) for line in lines for row in line.rows if _WRONG in row.get("error", "")]
     parts += [
-        f"`{row['entry']}` has no figure for {title_of(line.own)}, since its attention was wrong." for row, line in refused
+        f"`{row['entry']}` has no figure for {title_of(line.octavo)}, since its attention was wrong." for row, line in refused
     ]
     return " ".join(parts)
 
@@ -338,7 +345,7 @@ def _versions(found: Iterable[Any]) -> str:
 def _lacks_flash(line: Line) -> bool:
     """True if Octavo's attention is FlashAttention-4's, and Transformer Engine was not tried with it."""
     rows = [row["entry"] for row in line.rows if row["entry"].startswith("te-")]
-    ours = "FlashAttention-4" in str(line.own.get("attention")) or bool(line.machine.get("flash-attn-4"))
+    ours = "FlashAttention-4" in str(line.octavo.get("attention")) or bool(line.machine.get("flash-attn-4"))
     return ours and bool(rows) and not any("flash-attention" in entry for entry in rows)
 
 

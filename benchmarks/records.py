@@ -202,7 +202,7 @@ def spreads(rows: list[dict[str, Any]]) -> list[str]:
         if "start" in row and "error" not in row:
             times.setdefault(f"{row['workload']}: {row['entry']}", []).append(row["step_ms"])
     return [
-        f"{name}: {min(ms):.1f} to {max(ms):.1f} ms a step in {len(ms)} starts, {max(ms) / min(ms) - 1:.1%} apart"
+        f"{name}: {min(ms):.1f} to {max(ms):.1f} ms a step in {len(ms)} starts, a spread of {max(ms) / min(ms) - 1:.1%}"
         for name, ms in times.items()
     ]
 
@@ -221,15 +221,15 @@ def render(results: dict[str, Any], console: Console) -> None:
     elif suite == "layers":
         print_errors(results, console)
     else:
-        for workload, own in _by_workload(results).items():
+        for workload, rows in _by_workload(results).items():
             columns = CHECKPOINT if suite == "checkpoint" else SPEED
-            if isinstance(ALL_CASES.get(workload), VisionCase) or any("images_per_second" in row for row in own):
+            if isinstance(ALL_CASES.get(workload), VisionCase) or any("images_per_second" in row for row in rows):
                 columns = REPLICAS if suite == "vision" else VISION
-            _print_rows(titled(f"{suite} · {workload}", results), ("entry", "head"), columns, own, console)
-            for line in spreads(own):
+            _print_rows(titled(f"{suite} · {workload}", results), ("entry", "head"), columns, rows, console)
+            for line in spreads(rows):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if any("kernel_ms" in row for row in own):
-                _print_breakdown(f"{workload} · kernel ms a step", own, console)
+            if any("kernel_ms" in row for row in rows):
+                _print_breakdown(f"{workload} · kernel ms a step", rows, console)
         if suite == "vision":
             _print_costs(results, console)
 

@@ -69,13 +69,13 @@ def run_suite(
     command: str,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure entries on cases, each entry in processes of its own; returns the document that was written.
+    """Measure entries on cases, each entry in separate processes; returns the document that was written.
 
     Arguments are the options of `python -m benchmarks`; None is an option that is absent.
 
     Args:
         cases: workloads of the suite, kernels or layers; None: the suite's default for the device and the installed packages.
-        entries: exactly these; None: Octavo's own, or the suite's default, and peers. A failed entry has a row with "error".
+        entries: exactly these; None: Octavo's, or the suite's default, and peers. A failed entry has a row with "error".
         peers: groups from `PEERS` beside Octavo's entries; None: all that are installed.
         steps, warmup: timed steps of each entry, at least 1, and steps before them; None: the suite's numbers.
         output: a .json file, replaced if it exists; or a folder for one new file a workload; None: the current folder.
@@ -161,7 +161,7 @@ class _Results:
 def _saving(
     suite: Suite, target: Target, folder: Path | None, output: Path, restore_gpus: int | None, saves: int | None
 ) -> dict[str, Any]:
-    """The arguments of `measure_checkpoints` that are its own; none outside of the checkpoint suite."""
+    """The arguments that only `measure_checkpoints` takes; none outside of the checkpoint suite."""
     if suite.name != "checkpoint":
         asked = {"--folder": folder, "--restore-gpus": restore_gpus, "--saves": saves}
         if given := [f"{option} {value}" for option, value in asked.items() if value is not None]:
@@ -219,10 +219,10 @@ def _choose(suite: str, cases: Sequence[str] | None, entries: Sequence[str] | No
         for name in names or ():
             if name not in known:
                 raise unknown(what, name, known)
-    own = [group for group in PEERS if any(entry.group == group for entry in chosen.entries.values())]
+    groups = [group for group in PEERS if any(entry.group == group for entry in chosen.entries.values())]
     for group in peers or ():
-        if group not in own:
-            raise InputError(f"peers = {group}: the suite {suite} has {'only ' + ', '.join(own) if own else 'no peers'}.")
+        if group not in groups:
+            raise InputError(f"peers = {group}: the suite {suite} has {'only ' + ', '.join(groups) if groups else 'no peers'}.")
     return chosen
 
 
@@ -257,7 +257,7 @@ def _check_starts(suite: Suite, starts: int | None, traces: Path | None) -> None
 
 
 def _compared(suite: Suite, entries: Sequence[str] | None, peers: Sequence[str] | None, say: Say) -> list[Entry]:
-    """The entries by name; or Octavo's own with those of the groups of peers, by default all that are installed."""
+    """The entries by name; or Octavo's with those of the groups of peers, by default all that are installed."""
     if entries or (suite.usual and peers is None):
         return [suite.entries[name] for name in dict.fromkeys(entries or suite.usual)]
     found: list[Entry] = []

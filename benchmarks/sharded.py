@@ -1,7 +1,7 @@
 """Entries of the sharded suite: models sharded over all ranks, with float32 master weights.
 
 Every entry gathers weights block by block in bfloat16 (Octavo's FP8 layers in FP8), sums gradients in float32 and runs AdamW on
-its own shards. Each rank has its own tokens. Builders need a process group (`octavo.init`). Peers are sharded like
+its shards. Each rank has different tokens. Builders need a process group (`octavo.init`). Peers are sharded like
 torchtitan: FSDP2 around each compiled block, around the embedding, and around norm and head together; the loss is compiled, so
 float32 logits (8.4 GB for 16,384 tokens) exist only inside a kernel.
 """
@@ -87,7 +87,7 @@ def build_te_sharded(
 
     fp8_head, flash_attention: as `benchmarks.peers.build_te` takes them. strategy: its exchange of keys and values. overlap:
     its userbuffers, of a case whose ranks hold parts of matrices (`benchmarks.te_tensor`). Under recomputation each layer is
-    computed again, attention included. Every rank makes the whole model and keeps its shard.
+    recomputed, attention included. Every rank creates the whole model and keeps its shard.
 
     Raises:
         InputError: its attention differs from the reference.
@@ -124,7 +124,7 @@ def _te_tensor(case: Case, device: torch.device, around: Around, how: Mapping[st
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    optimizer = torch.optim.AdamW([{"params": own} for own in by_mesh.values()], **ADAMW)
+    optimizer = torch.optim.AdamW([{"params": each} for each in by_mesh.values()], **ADAMW)
     optimizer.register_step_pre_hook(model.sum_norms)
     return Training(model, model, around, optimizer, attention_errors=errors)
 
@@ -143,7 +143,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], ends: tuple[nn.Module,
         fully_shard(ends[0], **how)
     for block in blocks:
         fully_shard(block, **how)
-    if ends is not None:  # backward begins with these: freed, they would be gathered again at once
+    if ends is not None:  # backward begins with these: freed, they would be gathered a second time at once
         fully_shard(list(ends[1:]), reshard_after_forward=False, **how)
     fully_shard(model, **how)
     # FSDP2 prefetches in backward. In forward a group is gathered early only if the host runs ahead, so prefetch is explicit.
@@ -163,7 +163,7 @@ SHARDED: dict[str, Entry] = {
         Entry("octavo-delayed", "fp8", "bf16", partial(_float32, recipe="delayed")),
         Entry("octavo-delayed-fast-input-fp8-head-backward", "fp8", "fp8", _defaults, head_forward="bf16"),
         Entry("octavo-delayed-fast-fp8-head", "fp8", "fp8", partial(_float32, recipe="delayed", head=True, fast=True)),
-        # With the gathered weights of blocks kept from forward to backward, and freed, whatever the rule would choose. In FP8
+        # With the gathered weights of blocks cached from forward to backward, and freed, whatever the rule would choose. In FP8
         # they take two bytes a parameter of the blocks.
         *(
             Entry(
@@ -172,7 +172,7 @@ SHARDED: dict[str, Entry] = {
             )
             for how, reshard in (("kept", False), ("freed", True))
         ),
-        # Gradients are summed over the ranks in each micro-batch, and none is kept whole between them.
+        # Gradients are reduced in each micro-batch, and none stays unsharded between them.
         Entry(
             "octavo-delayed-fast-input-fp8-head-backward-sync-each", "fp8", "fp8", partial(_defaults, sync_each=True),
             head_forward="bf16",
@@ -185,7 +185,7 @@ SHARDED: dict[str, Entry] = {
         ),
         Entry("octavo-delayed-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="delayed", fast=True)),
         Entry("octavo-current-fast-bf16-states", "fp8", "bf16", partial(build_octavo, recipe="current", fast=True)),
-        # The time without joins of amaxes: each rank casts by its own, and the numbers are wrong.
+        # The time without reductions of amaxes: each rank casts with local amaxes, and the numbers are wrong.
         Entry("octavo-current-unjoined-fast-bf16-states", "fp8", "bf16", partial(build_unjoined, recipe="current", fast=True)),
         Entry("octavo-bf16-states", "bf16", "bf16", build_octavo),
         Entry("torch-bf16", "bf16", "bf16", build_plain_sharded),

@@ -176,7 +176,7 @@ class Mixture(nn.Module):
 
 
 class MixtureLayer(nn.Module):
-    """A block with a mixture in the place of the MLP, of which Transformer Engine has no layer."""
+    """A block with experts in place of the MLP, for which Transformer Engine has no layer."""
 
     def __init__(
         self, spec: ModelSpec, init: Callable[[Tensor], Tensor], window: int | None, *, fp8: bool, **make: Any

@@ -58,8 +58,8 @@ def choose(environment: Mapping[str, str]) -> None:
     asked = " ".join(f"{key}={value}" for key, value in environment.items())
     if "transformer_engine.pytorch" in sys.modules and any(os.environ.get(key) != environment[key] for key in environment):
         raise InputError(
-            f"Transformer Engine is imported already, under other variables than {asked}: build this entry in a process of its "
-            "own, as python -m benchmarks does."
+            f"Transformer Engine is imported already, under other variables than {asked}: build this entry in a separate "
+            "process, as python -m benchmarks does."
         )
     os.environ.update(environment)
     if environment == FLASH:

@@ -1,8 +1,8 @@
 """Transformer Engine's tensor and sequence parallelism: its layers hold parts of matrices, as Megatron-LM arranges them.
 
 Each rank of a tensor group has heads / n heads and 1 / n of the MLP in every block, and between products 1 / n of each
-sequence. Embedding, last norm and head see a rank's own tokens and are sharded over all ranks (FSDP2), which is faster than
-splitting the vocabulary. The gradients of the blocks' norms, of which each rank has the part by its own tokens, are added up by
+sequence. Embedding, last norm and head see only the rank's tokens and are sharded over all ranks (FSDP2), which is faster than
+splitting the vocabulary. The gradients of the blocks' norms, of which each rank has the part from its tokens, are summed by
 one collective in front of the optimizer.
 
 Shapes: B batch, T tokens of a sequence, n ranks of a tensor group, D hidden size.
@@ -90,10 +90,10 @@ class TeTensorDecoder(TeDecoder):
     def shard(self, shard_mesh: DeviceMesh | None) -> None:
         """Shard the blocks over `shard_mesh`, if there is one, and embedding, last norm and head over all ranks."""
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        kept: set[nn.Parameter] = set()
+        ignored: set[nn.Parameter] = set()
         for block in self.layers:
             if shard_mesh is None:
-                kept |= set(block.parameters())
+                ignored |= set(block.parameters())
             else:
                 fully_shard(block, mesh=shard_mesh, mp_policy=precision)
         world = dist.get_world_size()
@@ -104,13 +104,13 @@ class TeTensorDecoder(TeDecoder):
             ends = [self.embed_tokens, self.norm, self]
             fully_shard(self.embed_tokens, **how)
             fully_shard([self.norm, self.lm_head], reshard_after_forward=False, **how)
-        fully_shard(self, ignored_params=kept, **how)
+        fully_shard(self, ignored_params=ignored, **how)
         for end in ends:  # a sum over the tensor group, and a mean over the groups
             end.set_gradient_divide_factor(world / self.ranks)
             end.set_force_sum_reduction_for_comms(device.type == "cpu")  # gloo has no scaled sums
 
     def sum_norms(self, *_: Any) -> None:
-        """Add up the gradients of what every rank of the group holds and reads for its own tokens."""
+        """Sum the gradients of parameters that every rank of the group holds whole and applies to its tokens."""
         grads = []
         for block in self.layers:
             for parameter in block.parameters():
@@ -126,11 +126,11 @@ class TeTensorDecoder(TeDecoder):
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross entropy of each next token, in float32, the same on all ranks of the group.
 
-        Its gradient on a rank is that by the rank's own tokens.
+        Its gradient on a rank is the part from the rank's tokens.
         """
         targets_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
-        own, targets = (x.chunk(self.ranks, 1)[self.rank] for x in (ids_BT, targets_BT))
-        x_TBD = self.embed_tokens(own.t().contiguous())
+        ids, targets = (x.chunk(self.ranks, 1)[self.rank] for x in (ids_BT, targets_BT))
+        x_TBD = self.embed_tokens(ids.t().contiguous())
         for layer in self.layers:
             x_TBD = layer(x_TBD, rotary_pos_emb=self.angles)
         part = self.loss_of_part(self.lm_head(self.norm(x_TBD)), targets.t())

@@ -2,7 +2,7 @@
 
     python -m benchmarks.worker SUITE ENTRY CASE DEVICE RENDEZVOUS
 
-In a process of its own an entry inherits no compiled code, allocator or FP8 state from another, and a crash is a row with an
+A separate process inherits no compiled code, allocator or FP8 state from another entry, and a crash becomes a row with an
 error. Requests come on standard input as JSON objects, one a line: {"do": method, argument: value, …}. Each gets one answer on
 standard output: its figures, or {"error": text}. Output of libraries goes to standard error. Ranks meet at the file RENDEZVOUS.
 """
@@ -94,11 +94,11 @@ class Worker:
         """Time steps; returns their seconds, the last loss, its step, the kernels of attention and products, memory in GiB.
 
         `loss_step`: steps trained since the first weights. `peak_gib`: the allocator's peak since the warm-up. `held_gib`:
-        memory kept until the next turn. `needed_gib`: the peak of the memory reserved on the device. Memory that other ranks
-        write counts in the first and the last.
+        memory reserved until the next turn. `needed_gib`: the peak of the memory reserved on the device. Memory that other
+        ranks write counts in the first and the last.
         """
         if self.released:
-            self._step()  # allocates it again, outside of the timed steps; without a GPU too, where it is one more step
+            self._step()  # reallocates it outside of the timed steps; without a GPU it is one more step
         # One mark between steps and no wait: the time between two marks is the whole step, launch gaps included.
         marks = [self._mark()]
         for _ in range(steps):
@@ -182,10 +182,10 @@ class Worker:
 
 @torch.no_grad()
 def balance_routers(model: nn.Module) -> None:
-    """Have routers visit all experts about equally, as trained ones do: embeddings become a thousand times larger.
+    """Balance the routing of a random model, as that of trained ones is: embeddings become a thousand times larger.
 
     In a model of random weights hidden states are mostly attention's mean over the tokens before, which is alike for all of
-    them: in deeper blocks two of eight experts get nearly every token. With large embeddings each keeps a direction of its own.
+    them: in deeper blocks two of eight experts get nearly every token. Large embeddings keep tokens distinguishable.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -195,7 +195,7 @@ def balance_routers(model: nn.Module) -> None:
 def labelled_batches(case: AnyCase, device: torch.device, rank: int = 0) -> list[tuple[Tensor, Tensor]]:
     """A few batches, the same for every entry and on every device.
 
-    Uniform random tokens B × T int64 as their own labels, or normal random images with random classes.
+    Uniform random tokens B × T int64, which are also the labels, or normal random images with random classes.
     """
     generator = torch.Generator().manual_seed(SEED + rank)
     if isinstance(case, Case):

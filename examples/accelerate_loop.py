@@ -1,4 +1,4 @@
-"""A loop of your own with Accelerate trains Octavo's decoder in FP8: python examples/accelerate_loop.py FOLDER."""
+"""Your training loop with Accelerate trains Octavo's decoder in FP8: python examples/accelerate_loop.py FOLDER."""
 
 import sys
 
@@ -30,5 +30,5 @@ for ids in loader:
 octavo.export(accelerator.unwrap_model(model), folder)
 loaded = AutoModelForCausalLM.from_pretrained(folder)
 with torch.no_grad():
-    again = loaded(input_ids=samples[:8], labels=samples[:8]).loss.item()
-print(f"Loss {losses[0]:.3f} → {losses[-1]:.3f} in FP8; {folder} loads in transformers, with loss {again:.3f} there.")
+    there = loaded(input_ids=samples[:8], labels=samples[:8]).loss.item()
+print(f"Loss {losses[0]:.3f} → {losses[-1]:.3f} in FP8; {folder} loads in transformers, with loss {there:.3f} there.")

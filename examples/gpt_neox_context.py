@@ -39,8 +39,8 @@ for step in range(1, 41):
     ids = (torch.arange(32) + torch.randint(64, (8, 1))) % 64  # they count; whole sequences, the same on every rank
     targets = functional.pad(ids[:, 1:], (0, 1), value=-100)  # shifted before the split
     positions = torch.arange(32)[None]
-    own = (context_parallel.split(x).to(octavo.state.device) for x in (ids, targets, positions))
-    own_ids, own_targets, own_positions = own
+    parts = (context_parallel.split(x).to(octavo.state.device) for x in (ids, targets, positions))
+    own_ids, own_targets, own_positions = parts
     with octavo.fp8_autocast(emulate=True):  # on a CPU too
         logits = model(input_ids=own_ids, position_ids=own_positions, use_cache=False).logits
     total = functional.cross_entropy(logits.float().flatten(0, 1), own_targets.flatten(), reduction="sum")

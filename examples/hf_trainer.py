@@ -38,5 +38,5 @@ after = trainer.evaluate()["eval_loss"]
 octavo.export(trainer.model, f"{folder}/model")
 loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
 with torch.no_grad():
-    again = loaded(input_ids=samples[0]["input_ids"][None], labels=samples[0]["labels"][None]).loss.item()
-print(f"Loss {before:.3f} → {after:.3f} in FP8; {folder}/model loads in transformers, with loss {again:.3f} there.")
+    there = loaded(input_ids=samples[0]["input_ids"][None], labels=samples[0]["labels"][None]).loss.item()
+print(f"Loss {before:.3f} → {after:.3f} in FP8; {folder}/model loads in transformers, with loss {there:.3f} there.")

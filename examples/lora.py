@@ -30,5 +30,5 @@ for ids in samples.split(4):
 octavo.export(model, f"{folder}/adapter")  # adapter_config.json and adapter_model.safetensors
 loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(f"{folder}/base"), f"{folder}/adapter")
 with torch.no_grad():
-    again = loaded(input_ids=samples[:8], labels=samples[:8]).loss.item()
-print(f"Loss {losses[0]:.3f} → {losses[-1]:.3f} in FP8; {folder}/adapter loads in PEFT, with loss {again:.3f} there.")
+    there = loaded(input_ids=samples[:8], labels=samples[:8]).loss.item()
+print(f"Loss {losses[0]:.3f} → {losses[-1]:.3f} in FP8; {folder}/adapter loads in PEFT, with loss {there:.3f} there.")

@@ -30,5 +30,5 @@ model.save_pretrained(f"{folder}/adapter")  # the adapters alone, as PEFT writes
 octavo.export(model.merge_and_unload(), f"{folder}/merged")
 loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/merged")
 with torch.no_grad():
-    again = loaded(input_ids=samples[:8], labels=samples[:8]).loss.item()
-print(f"Loss {losses[0]:.3f} → {losses[-1]:.3f} in FP8; {folder}/merged loads in transformers, with loss {again:.3f} there.")
+    there = loaded(input_ids=samples[:8], labels=samples[:8]).loss.item()
+print(f"Loss {losses[0]:.3f} → {losses[-1]:.3f} in FP8; {folder}/merged loads in transformers, with loss {there:.3f} there.")

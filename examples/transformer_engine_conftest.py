@@ -1,4 +1,4 @@
-"""A `conftest.py` by which Transformer Engine's own PyTorch tests run on Octavo's layers, on a machine without a GPU.
+"""A `conftest.py` with which Transformer Engine's PyTorch tests run on Octavo's layers, on a machine without a GPU.
 
 Copy it to `conftest.py` beside the tests: docs/migrating.md says which. "cuda" is the CPU here. Internals of Transformer Engine
 are stand-ins: imports find them, and a use of one fails by its name. There is one attention and no backend to choose, so tests

@@ -1,4 +1,4 @@
-"""timm's ViT-Huge in a loop of one's own: DistributedDataParallel, bf16 autocast, blocks in FP8; steps 10 to 50 are averaged.
+"""timm's ViT-Huge in a plain training loop: DistributedDataParallel, bf16 autocast, blocks in FP8; steps 10 to 50 are averaged.
 
 python examples/vit_own_loop.py                                    all GPUs of this host; without one, a tiny model on the CPU
 python examples/vit_own_loop.py --blocks transform --recipe current --batch 128 --gpus 1
@@ -59,7 +59,7 @@ class Block(octavo.nn.TransformerLayer):
 
 
 def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model with float32 weights: timm's with this block, or timm's own that `octavo.transform` has taken."""
+    """The model with float32 weights: timm's with this block, or timm's after `octavo.transform`."""
     sizes: dict[str, Any] = dict(HUGE if device.type == "cuda" else TINY)
     if options.blocks == "block_fn":
         return VisionTransformer(**sizes, block_fn=Block).to(device)
@@ -128,7 +128,7 @@ def train(rank: int, options: argparse.Namespace, port: int) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """A hash of all weights, and of delayed scaling's scales and histories; other scales are of a rank's own images."""
+    """A hash of all weights, and of delayed scaling's state; scales of other recipes depend on each rank's images."""
     entries = [entry for layer in octavo.fp8.inspect(model).values() for entry in layer.values()]
     delayed = [entry[key] for entry in entries if entry["amax_history"] is not None for key in ("scale", "amax_history")]
     found = hashlib.sha256()

@@ -1,7 +1,7 @@
 """Attention alone, forward and backward, by each kernel that Octavo may take; windows and documents beside plain causal.
 
 All kernels of a workload run in turns on the same random tensors, and medians count. TFLOP/s are of the pairs of a query and a
-key that attend: 4·D a pair and head in forward, 10·D in backward, which computes the logits again.
+key that attend: 4·D a pair and head in forward, 10·D in backward, which recomputes the logits.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _draw(workload: Workload, device: torch.device) -> list[Tensor]:
 
 
 def _calls(tensors: list[Tensor], pattern: Pattern, *, allowed: bool) -> list[Callable[[], None]]:
-    """A forward, and a backward of it that may be called again; both ran once, so that a fault is this kernel's."""
+    """A forward, and its backward, which may be called repeatedly; both ran once, so that an error names this kernel."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     with _flash(allowed):
         out = attend(q, k, v, pattern, scale=None)

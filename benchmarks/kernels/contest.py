@@ -24,7 +24,7 @@ class Workload(NamedTuple):
 class Product(NamedTuple):
     """a [rows, summed] · b [columns, summed]ᵀ, in FP8 with the formats of a and b.
 
-    Of experts: each has a b of its own and the rows of its tokens, or in a weight gradient the sum over them;
+    Of experts: each has a separate b and the rows of the tokens routed to it, or in a weight gradient the sum over them;
     `rows` or `summed` counts the copies of tokens.
     """
 

@@ -1,6 +1,6 @@
 """The products of stacked experts alone: Octavo's grouped products beside PyTorch's.
 
-Every expert of a layer has the rows of its tokens, in random numbers. Contestants:
+Each expert of a layer has the rows of the tokens routed to it; routing is random. Contestants:
 
 * fp8: one scale an expert, gradients in E5M2, which accumulate precisely. PyTorch has no such grouped product: it multiplies
   expert by expert, of sizes that the host knows.

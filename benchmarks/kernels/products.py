@@ -3,7 +3,7 @@
 Each layer of a workload has three products: in FP8 (E4M3 with E5M2 gradients, which accumulate precisely), the same with fast
 accumulation in the gradients too, and in bf16. Both contestants run in turns on random operands; medians count. The results are
 the same to the last bit, or Octavo would not take the algorithm (`octavo.kernels.algorithms`). The products of experts have
-contestants of their own (`benchmarks.kernels.grouped`).
+separate contestants (`benchmarks.kernels.grouped`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def products_of(workload: Workload) -> list[Product]:
-    """All products of a block, forward and backward; of a mixture, its experts'."""
+    """All products of a block, forward and backward; of an MoE block, those of its experts."""
     of = workload.experts, workload.top_k
     rows = workload.tokens * max(1, workload.top_k)
     return [

@@ -2,7 +2,7 @@
 
 A profile has only the names of the kernels of cuBLAS, cuDNN, Transformer Engine and torch.compile. A row also lists the largest
 kernels with their kinds, to reveal a wrong pattern. Kernels of several streams overlap, so the sum can exceed the step.
-Collectives that no computation hides have a figure of their own (`exposed_ms`).
+Collectives that no computation hides are reported separately (`exposed_ms`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vision transformers: timm's own, and the same with layers of Transformer Engine as its blocks.
+"""Vision transformers: timm's, and the same with layers of Transformer Engine as its blocks.
 
 Weights are float32 under PyTorch's autocast to bfloat16, as timm trains them. A replaced block takes the weights of timm's, so
 that all entries are one function to rounding (Transformer Engine's GELU is the tanh approximation). The residual stream of
@@ -71,7 +71,7 @@ def replace_blocks(model: Any, make: Callable[[float], nn.Module]) -> None:
 
 
 def under_autocast(device: torch.device, inner: Around = contextlib.nullcontext) -> Around:
-    """PyTorch's autocast to bfloat16 around `inner`, made anew for each forward."""
+    """PyTorch's autocast to bfloat16 around `inner`, entered for each forward."""
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:

@@ -51,7 +51,7 @@ def generated(results: Path) -> str:
 
 
 def rewrite(page: str, results: Path) -> str:
-    """The text of a page with the part between its markers made anew.
+    """The text of a page with the part between its markers regenerated.
 
     Raises:
         InputError: the page does not have both markers, each once, in order.

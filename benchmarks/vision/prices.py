@@ -75,11 +75,11 @@ def prices_with(path: Path | None, gpu: str | None = None) -> tuple[Price, ...]:
     tables = read_file(path, "price file")
     if not tables:
         raise InputError(f"price file {str(path)!r} has no price: write {EXAMPLE}.")
-    own = [_price(path, name, table, gpu) for name, table in tables.items()]
-    for price in own:
-        if [other.gpu for other in own].count(price.gpu) > 1:
+    prices = [_price(path, name, table, gpu) for name, table in tables.items()]
+    for price in prices:
+        if [other.gpu for other in prices].count(price.gpu) > 1:
             raise InputError(f"price file {str(path)!r} has two prices of {price.gpu}, under two of its names: remove one.")
-    return (*own, *(price for price in PUBLISHED_PRICES if price.gpu not in {other.gpu for other in own}))
+    return (*prices, *(price for price in PUBLISHED_PRICES if price.gpu not in {other.gpu for other in prices}))
 
 
 def as_records(prices: Sequence[Price]) -> list[dict[str, Any]]:

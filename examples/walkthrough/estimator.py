@@ -1,6 +1,6 @@
-"""Steps 2 to 4 by the estimator: python examples/walkthrough/estimator.py [--context 1] [--fp8].
+"""Steps 2 to 4 of the walk-through with the estimator: python examples/walkthrough/estimator.py [--context 1] [--fp8].
 
-Without an option it is the walk-through's own call: degrees 8 and 8 on 8 GPUs, or on 8 ranks of this machine's CPU. Two GPUs
+Without an option it is the call of the walk-through: degrees 8 and 8 on 8 GPUs, or on 8 ranks of this machine's CPU. Two GPUs
 take `--context 2 --shard 2`.
 """
 

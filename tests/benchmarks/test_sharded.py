@@ -72,7 +72,7 @@ def test_fresh_starts_have_a_row_each(tmp_path, forked_workers):
     console = Console(file=io.StringIO(), width=200)
     render(results, console)
     slow, fast = sorted((row["step_ms"] for row in results["rows"]), reverse=True)
-    said = f"tiny: {entry}: {fast:.1f} to {slow:.1f} ms a step in 2 starts, {slow / fast - 1:.1%} apart"
+    said = f"tiny: {entry}: {fast:.1f} to {slow:.1f} ms a step in 2 starts, a spread of {slow / fast - 1:.1%}"
     assert said in console.file.getvalue()
 
 

@@ -299,8 +299,10 @@ def _check_unchanged(sources: Sequence[manifest.SourceFile]) -> None:
 
 def _tokenizer_sha256(files: dict[str, manifest.OwnFile]) -> str | None:
     """SHA-256 of tokenizer.json, or of all tokenizer files if there is none."""
-    own = {name: file.sha256 for name, file in files.items() if name.startswith("tokenizer/")}
-    if not own:
+    digests = {name: file.sha256 for name, file in files.items() if name.startswith("tokenizer/")}
+    if not digests:
         return None
-    whole = own.get("tokenizer/tokenizer.json")
-    return whole or hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in sorted(own.items())).encode()).hexdigest()
+    whole = digests.get("tokenizer/tokenizer.json")
+    return (
+        whole or hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in sorted(digests.items())).encode()).hexdigest()
+    )

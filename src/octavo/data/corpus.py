@@ -198,9 +198,9 @@ def _found(names: Sequence[str], config: DataConfig, form: Form, key: str, in_sp
     """The sources of these names; of those `in_splits` the split for training."""
     sources = []
     for name in names:
-        own = config.model_copy(update={"split": readers.DEFAULT_SPLIT}) if name in in_splits else config
+        config_of_set = config.model_copy(update={"split": readers.DEFAULT_SPLIT}) if name in in_splits else config
         with path_of(key, name):
-            source = _find(name, own, form, key)
+            source = _find(name, config_of_set, form, key)
             sources.append(replace(source, documents=partial(_unshifted, source.documents)))
     return sources
 

@@ -72,8 +72,11 @@ class Form:
         column = self.column(names, where)
         if self.format == "text":
             return columns.wanted(names, self.text_field, lists)
-        own = (column,) if self.format == "chat" else _PROMPT
-        return [*own, *(name for name in names if name not in own and (name in _BESIDE or columns.is_of_tokens(name)))]
+        columns_of_form = (column,) if self.format == "chat" else _PROMPT
+        return [
+            *columns_of_form,
+            *(name for name in names if name not in columns_of_form and (name in _BESIDE or columns.is_of_tokens(name))),
+        ]
 
     def text_columns(self) -> list[str]:
         """Columns that hold text wherever they are."""

@@ -89,7 +89,8 @@ class BatchLoader:
             indices = [self._order[sample] for sample in range(first, first + count)]
         if self._work is None:
             return [self._batch(indices[at : at + size]) for at in range(0, share, size)]
-        return [self._batch(own) for own in balanced(indices, self._work[indices].tolist(), self._ranks, size)[self._rank]]
+        shares = balanced(indices, self._work[indices].tolist(), self._ranks, size)
+        return [self._batch(samples) for samples in shares[self._rank]]
 
     def epoch(self, steps: int) -> float:
         """The epoch after this many steps: 1.25 when a quarter of the sequences was trained twice.
@@ -222,11 +223,11 @@ def sequences_of(
     first_tokens, document = [], 0
     for part in prepared.manifest.parts.get(split) or [Counts(documents=len(offsets) - 1, tokens=len(tokens))]:
         first = int(offsets[document])
-        own = offsets[document : document + part.documents + 1] - offsets[document]
+        offsets_of_part = offsets[document : document + part.documents + 1] - offsets[document]
         if packing == "join":
             packed = join(part.tokens, sequence_length)
         else:
-            packed = pack_documents(own, sequence_length, overlong=treatment(prepared, overlong))
+            packed = pack_documents(offsets_of_part, sequence_length, overlong=treatment(prepared, overlong))
         parts.append(packed if labels is None else packed.with_targets(labels[first : first + part.tokens]))
         first_tokens.append(first)
         document += part.documents

@@ -136,9 +136,9 @@ def pack_documents(
     whole_D, rest_D = np.divmod(length_D, sequence_length)
     within = np.arange(whole_D.sum()) - np.repeat(np.cumsum(whole_D) - whole_D, whole_D)  # 0, 1, … in each document
     whole_start_P = np.repeat(start_D, whole_D) + within * sequence_length
-    kept = rest_D >= 2
-    rest_start_P = (start_D + whole_D * sequence_length)[kept]
-    rest_length_P = rest_D[kept]
+    usable = rest_D >= 2
+    rest_start_P = (start_D + whole_D * sequence_length)[usable]
+    rest_length_P = rest_D[usable]
     bin_P = _best_fit(rest_length_P, sequence_length) + len(whole_start_P)
 
     start_P = np.concatenate([whole_start_P, rest_start_P])

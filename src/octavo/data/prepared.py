@@ -111,7 +111,7 @@ def prepare(
             check_packing(config)
         return found
     with path_of("data.folder", config.folder):
-        made = [folder for folder in target.parents if not folder.exists()]
+        created = [folder for folder in target.parents if not folder.exists()]
     work = target.parent / ".preparing" / target.name
     try:
         with FolderLock(work, wait_seconds=_WAIT_SECONDS):
@@ -123,7 +123,7 @@ def prepare(
     except OSError as error:
         raise _explain(error, target) from error
     finally:
-        for folder in (work.parent, *made):  # created here and still empty, innermost first
+        for folder in (work.parent, *created):  # created here and still empty, innermost first
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -148,9 +148,9 @@ def prepare_all(
     for name in config.validation:
         key = f"data.validation.{name}"
         folder = prepared.tokenizer_folder
-        own = config.of_set(name, None if folder is None else str(folder))
+        config_of_set = config.of_set(name, None if folder is None else str(folder))
         with naming_set(name):
-            found[name] = prepare(own, console=console)
+            found[name] = prepare(config_of_set, console=console)
         if folder is None and found[name].tokenizer_folder is not None:
             raise InputError(
                 f"{key} is text, but data.source holds token ids without a tokenizer: give token ids of the same tokenizer, or "
@@ -278,13 +278,13 @@ def _build_folder(config: DataConfig, corpus: Corpus, target: Path, partial: Pat
     for stale in (partial, replaced):  # left by a killed process
         shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir()
-    made = build(config, corpus, partial, console)
+    manifest = build(config, corpus, partial, console)
     fsync_tree(partial)
     if target.exists():
         target.rename(replaced)  # memory maps of other processes stay valid
     partial.rename(target)
     fsync_folder(target.parent)
-    return PreparedData(target, made)
+    return PreparedData(target, manifest)
 
 
 def _explain(error: OSError, target: Path) -> OctavoError:

@@ -213,7 +213,7 @@ def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
 
 
 def from_hub(name: str, config: DataConfig, form: Form, hint: str, key: str, say: Say) -> Iterator[Document]:
-    """The documents of a data set of the Hub, identified by name and split: `datasets` verifies its files in its own cache.
+    """The documents of a data set of the Hub, identified by name and split: `datasets` verifies its files in its cache.
 
     Raises:
         InputError: it does not exist, cannot be reached, has no such split, or needs code; `hint` is added to the message,
@@ -308,8 +308,8 @@ def _from_card(
         if of_split and split not in of_split and _SPLIT_NAME.fullmatch(split):
             raise InputError(f"{name} has no split {split!r}, only {', '.join(of_split)}. Change data.split.")
         find = partial(_reader_of_card, config=builder.config)
-        own = bool(chosen) and all(each.is_file() and find(each) for each in chosen)
-        if own:
+        complete = bool(chosen) and all(each.is_file() and find(each) for each in chosen)
+        if complete:
             data, expected = None, _rows_of_splits(builder).get(split)
         else:
             data, expected = _loaded(path, config, form, split, builder.config, cache), None
@@ -468,7 +468,7 @@ def _from_batches(
         try:
             values = next(rows, None)
         except UnicodeDecodeError as error:
-            raise InputError(f"{origin}: the text is not UTF-8, at byte {error.start + 1}. Write the file again.") from None
+            raise InputError(f"{origin}: the text is not UTF-8, at byte {error.start + 1}. Rewrite the file.") from None
         if values is None:
             return
         if alone and isinstance(values[0], str):

@@ -99,11 +99,11 @@ class SpecialTokens:
         usable = self.all - ({self.unknown} - {self.bos, self.eos})
         if self.bos is not None or bos not in usable:
             bos = self.bos
-        kept = [end for end in _listed(ends) if end in usable and (end == self.eos or end != self.bos)]
-        if self.eos is not None and self.eos not in kept:
-            kept.append(self.eos)
-        if kept != _listed(ends):
-            ends = kept if len(kept) > 1 else kept[0] if kept else None
+        remaining = [end for end in _listed(ends) if end in usable and (end == self.eos or end != self.bos)]
+        if self.eos is not None and self.eos not in remaining:
+            remaining.append(self.eos)
+        if remaining != _listed(ends):
+            ends = remaining if len(remaining) > 1 else remaining[0] if remaining else None
         if pad is not None and pad != self.pad:
             pad = next((one for one in (pad, self.pad) if one in usable - {self.bos, self.eos}), None)
         fitted = dict(zip(ROLES, (bos, ends, pad), strict=True))
@@ -117,18 +117,18 @@ class SpecialTokens:
 
         named: ids by role, for each file name. Several eos ids agree with the tokenizer if they include its eos.
         """
-        for role, own in zip(ROLES, (self.bos, self.eos, self.pad), strict=True):
+        for role, token in zip(ROLES, (self.bos, self.eos, self.pad), strict=True):
             said = []
             for file, ids in named.items():
                 if role not in ids:
                     continue
                 given = _listed(ids.get(role))
                 foreign = [one for one in given if one not in self.all]
-                other = own is not None and own not in given and (given or role == "eos_token_id")
-                if foreign or other or (own is None and given and role == "eos_token_id"):
+                other = token is not None and token not in given and (given or role == "eos_token_id")
+                if foreign or other or (token is None and given and role == "eos_token_id"):
                     said.append(f"{file} has {', '.join(map(self._shown, given)) or 'none'}")
             if said:
-                yield role, f"{'; '.join(said)}; the tokenizer has {'none' if own is None else self._shown(own)}"
+                yield role, f"{'; '.join(said)}; the tokenizer has {'none' if token is None else self._shown(token)}"
 
     def _shown(self, one: int) -> str:
         return f"{one} ({self.names[one]!r})" if one in self.names else f"{one} (no special token of it)"

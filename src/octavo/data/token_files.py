@@ -120,12 +120,12 @@ def write_tokens(
     labels: Literal["int32", "int64"] | None = None
     if any(part.documents.labelled for part in parts):
         labels = "int32" if vocabulary <= 2**31 else "int64"
-    apart = config.packing == "documents"
+    by_document = config.packing == "documents"
     sizes: dict[Split, list[Counts]] = {name: [] for name in SPLITS}
     targets: dict[Split, list[int]] = {name: [] for name in SPLITS}
     with ExitStack() as opened:
         writers: dict[Split, _Writer] = {
-            name: opened.enter_context(_Writer(folder, name, dtype, labels, apart)) for name in SPLITS
+            name: opened.enter_context(_Writer(folder, name, dtype, labels, by_document)) for name in SPLITS
         }
         for part in parts:
             before = {name: writer.counts for name, writer in writers.items()}
@@ -191,9 +191,9 @@ class _Writer:
         name: Split,
         dtype: Literal["uint16", "uint32"],
         labels: Literal["int32", "int64"] | None,
-        apart: bool,
+        by_document: bool,
     ) -> None:
-        self._apart = apart
+        self._by_document = by_document
         self._stored = np.dtype(dtype).newbyteorder("<")
         self._tokens = (folder / f"{name}.bin").open("wb")
         self._labels = None if labels is None else (folder / f"{name}.labels.bin").open("wb")
@@ -223,7 +223,7 @@ class _Writer:
 
     def _write_labels(self, labels: npt.NDArray[np.int64]) -> None:
         assert self._labels is not None
-        alone = self._apart and self._at == self._offsets[-1]  # the first token of a document, which nothing predicts
+        alone = self._by_document and self._at == self._offsets[-1]  # the first token of a document, which nothing predicts
         self.targets += int((labels[alone:] != IGNORED).sum())
         self.max_id = max(self.max_id, int(labels.max()))
         self._labels.write(labels.astype(self._labels_stored).tobytes())

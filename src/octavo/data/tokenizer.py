@@ -259,13 +259,13 @@ def other_beside(folder: Path, config: Any) -> str:
             found = _theirs(name, together)
         except InputError as error:
             return f"Beside a config.json of {config.model_type} transformers cannot load the tokenizer: {error}"
-        own = _theirs(name, folder)
-        if _identity(own, name) == _identity(found, name):
+        original = _theirs(name, folder)
+        if _identity(original, name) == _identity(found, name):
             return ""
     return (
         f"AutoTokenizer reads a tokenizer beside a config.json of {config.model_type} as {type(found).__name__}, which may "
         "give other ids than the run's. Read the tokenizer of an export by "
-        f"transformers.{type(own).__name__}.from_pretrained(FOLDER), or name one of that family as data.tokenizer."
+        f"transformers.{type(original).__name__}.from_pretrained(FOLDER), or name one of that family as data.tokenizer."
     )
 
 
@@ -341,11 +341,11 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
     by transformers. If the result loads as another tokenizer, the other method is tried: the class may depend on the model's
     config.json, which is not copied.
     """
-    own = _identity(theirs, name)
+    identity = _identity(theirs, name)
     copied = tokenizer_files(str(folder)) if folder else []
     ways = (copied, None) if type(theirs).__name__ in _GENERIC_CLASSES else (None, copied)
     # At last without a comparison of each part: `proven` compares ids.
-    for files, parts in [*((way, len(own)) for way in ways), *((way, len(own) - 1) for way in ways)]:
+    for files, parts in [*((way, len(identity)) for way in ways), *((way, len(identity) - 1) for way in ways)]:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         if files is None:
@@ -358,7 +358,7 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
         else:
             continue
         with suppress(InputError):
-            if _identity(_theirs(name, target), name)[:parts] == own[:parts]:
+            if _identity(_theirs(name, target), name)[:parts] == identity[:parts]:
                 return
     raise InputError(
         f"data.tokenizer = {name!r}: transformers saves it otherwise than it reads it, so that an export would have another "
