@@ -178,7 +178,7 @@ def test_an_optimizer_s_own_rows_are_read_at_their_degrees_by_any_replicas_and_r
             if fits:
                 assert found == 0, (number, given)
             else:
-                assert "load at the degrees that saved them" in found, (number, given)
+                assert "load only at the degrees that saved them" in found, (number, given)
                 assert "FSDP.optim_state_dict(model, optimizer), load at any" in found, (number, given)
 
 

@@ -109,7 +109,7 @@ def test_refused(te):
         "Did you mean 'bshd'": {"tensor_format": "bshdd"},
         "'thd' is of 3 dimensions": {"tensor_format": "thd"},
         "cp_size=2: ranks share": {"cp_size": 2, "start_positions": torch.zeros(2).int()},
-        "for 8 positions: a token has position 9": {"start_positions": torch.tensor([0, 2])},
+        "8 positions: a token has position 9": {"start_positions": torch.tensor([0, 2])},
         r"start_positions are torch.int64 \[1\]: give torch.int32 \[2\], one for each": {"start_positions": torch.tensor([0])},
         r"start_positions are torch.int64 \[3\]": {"start_positions": torch.tensor([0, 0, 0])},
         r"start_positions are torch.float32 \[2\]": {"start_positions": torch.zeros(2)},

@@ -312,4 +312,4 @@ dist.destroy_process_group()
     one.fit()
     shown = capfd.readouterr()
     assert "2 [3.0, 1.0]" in shown.out
-    assert shown.err.count("SageMaker's collectives are not here") == 1
+    assert shown.err.count("SageMaker's collectives") == 1
