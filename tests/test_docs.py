@@ -432,8 +432,8 @@ def test_replicas_of_vision_transformers_are_in_benchmarks():
     assert f"{two['exposed_communication_ms']:.1f} of {two['step_ms']:.1f} ms is communication" in text
     products = [f"{row['kernel_ms']['fp8 products']:.1f}" for row in (two, one)]
     assert f"products take {products[0]} ms rather than {products[1]}" in text
-    assert f"{before[1]['exposed_communication_ms']:.1f} ms were in the open" in text
-    assert f"{before[1]['images_per_second']:.0f} of {before[0]['images_per_second']:.0f} images/s were left" in text
+    assert f"{before[1]['exposed_communication_ms']:.1f} ms were exposed" in text
+    assert f"{before[1]['images_per_second']:.0f} of {before[0]['images_per_second']:.0f} images/s remained" in text
 
 
 def test_gains_of_vision_transformers_are_in_benchmarks():
