@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -435,6 +435,20 @@ def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
         )
 
 
+class NormedInput(NamedTuple):
+    """A call of a layer that begins with a norm: the norm of x + delta, each [..., K], is the input of its first product.
+
+    first: `first` of `LinearQuantizer`. bias: that of the last product, if it is added.
+    """
+
+    x: Tensor
+    delta: Tensor | None
+    norm: NormParameters
+    dtype: torch.dtype
+    first: bool | None
+    bias: Tensor | None
+
+
 class NormedLayer(ResidualLayer):
     """Base of the layers that begin with a norm: its parameters, initial values, and the choice of how products are run."""
 
@@ -473,12 +487,10 @@ class NormedLayer(ResidualLayer):
             for matrix in self._matrices():
                 init_linear_(*matrix)
 
-    def _with_norm(
-        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
-    ) -> tuple[Tensor, ...]:
-        """The norm's output, rounded to `dtype` before the product reads it, and what `_products` returns."""
-        normed = residual_norm(x, delta, norm, dtype)[1]
-        return normed, *self._products(normed, dtype, *how, **options)
+    def _with_norm(self, of: NormedInput, **options: Any) -> tuple[Tensor, ...]:
+        """The norm's output, rounded to the input's `dtype` before the product reads it, and what `_products` returns."""
+        normed = residual_norm(of.x, of.delta, of.norm, of.dtype)[1]
+        return normed, *self._products(normed, of, **options)
 
     def _run(
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None,
@@ -498,24 +510,25 @@ class NormedLayer(ResidualLayer):
         if self.tensor is not None:
             refuse_inputs(self.tensor, return_input or options.get("inputs"))
             weight, shift = map(self.tensor.replicated, (weight, shift))
-        how = (compute_dtype(x), first, added)
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
+        compiling = torch.compiler.is_compiling()
+        of = NormedInput(x if compiling else promoted(x, delta), delta, norm, compute_dtype(x), first, added)
         if self.adapted:
             with autocast.scales_of_forward():
-                outputs = self._with_adapters(promoted(x, delta), delta, norm, *how, **options)
+                outputs = self._with_adapters(of, **options)
             return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
-            outputs = self._with_norm(x, delta, norm, *how, **options)
+            outputs = self._with_norm(of, **options)
             if return_residual:
                 return outputs
             normed, y, *inputs = outputs
             return results(y, bias, normed, *inputs, return_bias=self.return_bias)
-        if torch.compiler.is_compiling():
+        if compiling:
             h = x if delta is None else x + delta
-            outputs = h, *self._products(normalize(norm, h), *how, **options)
+            outputs = h, *self._products(normalize(norm, h), of, **options)
         else:
             with autocast.scales_of_forward():
-                outputs = self._fused(promoted(x, delta), delta, norm, *how, **options)
+                outputs = self._fused(of, **options)
         return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
 
 
@@ -584,60 +597,34 @@ class LayerNormLinear(NormedLayer):
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
         return [(self.weight, self.bias, self.init_method)]
 
-    def _products(
-        self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None, rotation: Rotation | None
-    ) -> tuple[Tensor, ...]:
-        y = product(normed, self.weight, bias, self.fp8_state, dtype, first)
+    def _products(self, normed: Tensor, of: NormedInput, rotation: Rotation | None) -> tuple[Tensor, ...]:
+        y = product(normed, self.weight, of.bias, self.fp8_state, of.dtype, of.first)
         return (y,) if rotation is None else rotation.composed(y)
 
-    def _with_norm(
-        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
-    ) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling() or active_recipe(self.fp8_state, x.device) is None:
-            return super()._with_norm(x, delta, norm, dtype, *how, **options)
-        rotation: Rotation | None = options["rotation"]
+    def _with_norm(self, of: NormedInput, *, rotation: Rotation | None = None, **options: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling() or active_recipe(self.fp8_state, of.x.device) is None:
+            return super()._with_norm(of, rotation=rotation, **options)
         with autocast.scales_of_forward():
-            _, y, normed = self._fused(promoted(x, delta), delta, norm, dtype, *how, rotation=None, return_input=True)
+            _, y, normed = self._fused(of, rotation=None, return_input=True)
         return normed, *((y,) if rotation is None else rotation.composed(y))
 
-    def _fused(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        *,
-        rotation: Rotation | None,
-        return_input: bool = False,
-    ) -> tuple[Tensor, ...]:
-        recipe = active_recipe(self.fp8_state, residual.device)
-        how = self.fp8_state, self.weight, recipe, dtype, first
+    def _fused(self, of: NormedInput, *, rotation: Rotation | None, return_input: bool = False) -> tuple[Tensor, ...]:
+        how = self.fp8_state, self.weight, active_recipe(self.fp8_state, of.x.device), of.dtype, of.first
         gemms = LinearGemms(*how) if self.tensor is None else ColumnParallelGemms(self.tensor, *how, shared=self.shared_rows)
+        norm = of.norm
         return _NormLinearFunction.apply(
-            residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form, gemms, rotation, return_input
+            of.x, of.delta, norm.weight, norm.bias, self.weight, of.bias, norm.form, gemms, rotation, return_input
         )
 
-    def _with_adapters(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        *,
-        rotation: Rotation | None,
-    ) -> tuple[Tensor, ...]:
-        if (adapters := joined(self, self.weight, bias)) is not None:
-            recipe = active_recipe(self.fp8_state, residual.device)
+    def _with_adapters(self, of: NormedInput, *, rotation: Rotation | None) -> tuple[Tensor, ...]:
+        if (adapters := joined(self, self.weight, of.bias)) is not None:
+            recipe, norm = active_recipe(self.fp8_state, of.x.device), of.norm
             outputs: tuple[Tensor, ...] = _AdaptedNormLinearFunction.apply(
-                residual, delta, norm.weight, norm.bias, self.weight, bias, norm.form,
-                LinearGemms(self.fp8_state, self.weight, recipe, dtype, first), rotation, adapters, *adapters.trained,
+                of.x, of.delta, norm.weight, norm.bias, self.weight, of.bias, norm.form,
+                LinearGemms(self.fp8_state, self.weight, recipe, of.dtype, of.first), rotation, adapters, *adapters.trained,
             )  # fmt: skip
             return outputs
-        h, y, normed = self._fused(residual, delta, norm, dtype, first, bias, rotation=None, return_input=True)
+        h, y, normed = self._fused(of, rotation=None, return_input=True)
         y = added(y, self, normed)
         return h, *((y,) if rotation is None else rotation.composed(y))
 

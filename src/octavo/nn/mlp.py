@@ -34,16 +34,14 @@ from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.arguments import Draws, Init, Tracker, activation_of, check, results
-from octavo.nn.linear import NormedLayer, joined, norm_linear, product
+from octavo.nn.linear import NormedInput, NormedLayer, joined, norm_linear, product
 from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
     NormForm,
-    NormParameters,
     NormProducer,
     backward_through_norm,
     check_input,
     flat,
-    promoted,
     saved_by_norm,
     unflat,
 )
@@ -479,27 +477,17 @@ class LayerNormMLP(NormedLayer):
         fc1, fc2 = self.init_methods
         return [(self.fc1_weight, self.fc1_bias, fc1), (self.fc2_weight, self.fc2_bias, fc2)]
 
-    def _products(
-        self, normed: Tensor, dtype: torch.dtype, first: bool | None, bias: Tensor | None, inputs: int = 0
-    ) -> tuple[Tensor, ...]:
-        hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, dtype, first)
+    def _products(self, normed: Tensor, of: NormedInput, inputs: int = 0) -> tuple[Tensor, ...]:
+        how = of.dtype, of.first
+        hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, *how)
         activated = reference.activation(self.activation, hidden, self.gate_rows)
-        activated = activated.to(dtype) if inputs > 1 else activated
-        y = product(activated, self.fc2_weight, bias, self.fc2_fp8_state, dtype, first)
+        activated = activated.to(of.dtype) if inputs > 1 else activated
+        y = product(activated, self.fc2_weight, of.bias, self.fc2_fp8_state, *how)
         return (y, activated) if inputs > 1 else (y,)
 
-    def _with_adapters(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        *,
-        inputs: int = 0,
-    ) -> tuple[Tensor, ...]:
+    def _with_adapters(self, of: NormedInput, *, inputs: int = 0) -> tuple[Tensor, ...]:
         """Norm and first product as one function, then the activation, whose input the adapters change, and the second."""
+        residual, delta, norm, dtype, first, bias = of
         of_fc1 = joined(self, self.fc1_weight, self.fc1_bias, "lora_fc1")
         of_fc2 = joined(self, self.fc2_weight, bias, "lora_fc2")
         pair = of_fc1, of_fc2
@@ -528,30 +516,17 @@ class LayerNormMLP(NormedLayer):
         y = product(activated, self.fc2_weight, bias, *how, skip_output=self.skip_output, tensor=self.tensor)
         return h, added(y, self, activated, "lora_fc2")
 
-    def _with_norm(
-        self, x: Tensor, delta: Tensor | None, norm: NormParameters, dtype: torch.dtype, *how: Any, **options: Any
-    ) -> tuple[Tensor, ...]:
+    def _with_norm(self, of: NormedInput, *, inputs: int = 0, **options: Any) -> tuple[Tensor, ...]:
         states = self.fc1_fp8_state, self.fc2_fp8_state
-        fused = self.checkpoint or any(active_recipe(state, x.device) is not None for state in states)
-        if torch.compiler.is_compiling() or not (options["inputs"] and fused):
-            return super()._with_norm(x, delta, norm, dtype, *how, **options)
+        fused = self.checkpoint or any(active_recipe(state, of.x.device) is not None for state in states)
+        if torch.compiler.is_compiling() or not (inputs and fused):
+            return super()._with_norm(of, inputs=inputs, **options)
         with autocast.scales_of_forward():
-            _, y, normed, *activated = self._fused(
-                promoted(x, delta), delta, norm, dtype, *how, inputs=max(1, options["inputs"])
-            )
+            _, y, normed, *activated = self._fused(of, inputs=inputs)
         return normed, y, *activated
 
-    def _fused(
-        self,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: NormParameters,
-        dtype: torch.dtype,
-        first: bool | None,
-        bias: Tensor | None,
-        *,
-        inputs: int = 0,
-    ) -> tuple[Tensor, ...]:
+    def _fused(self, of: NormedInput, *, inputs: int = 0) -> tuple[Tensor, ...]:
+        residual, delta, norm, dtype, first, bias = of
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
         weight1, weight2 = self.fc1_weight, self.fc2_weight
         how1: Any = first_state, weight1, active_recipe(first_state, device), dtype, first
