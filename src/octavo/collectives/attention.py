@@ -25,7 +25,7 @@ from octavo.collectives.context import ContextGroup, in_order, splits_heads
 from octavo.collectives.schedule import Earlier, Split, diagonal, earlier, ring
 from octavo.collectives.work import Pending, start_gather
 from octavo.errors import InputError, unknown
-from octavo.kernels.attention.cached import once
+from octavo.kernels.attention.cached import saved_once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention, gradients
 from octavo.kernels.autograd import refuse_second_derivative
@@ -130,11 +130,8 @@ class _AllGather(torch.autograd.Function):
                     attended.add(keys, values, plan.spans)
             return attended.result()
 
-        out, lse = once(compute)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call = context, pattern, split, scale
-        ctx.started = None
-        return out
+        ctx.call, ctx.started = (context, pattern, split, scale), None
+        return saved_once(ctx, compute, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -293,10 +290,8 @@ class _Ring(torch.autograd.Function):
                     kv = passing.wait()
             return attended.result()
 
-        out, lse = once(compute)
-        ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = context, pattern, split, scale
-        return out
+        return saved_once(ctx, compute, q, k, v)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:

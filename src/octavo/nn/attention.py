@@ -21,7 +21,7 @@ from octavo.errors import InputError, unknown
 from octavo.fp8.quantizer import WeightUse
 from octavo.fp8.recipe import Recipe
 from octavo.kernels.attention import short
-from octavo.kernels.attention.cached import once
+from octavo.kernels.attention.cached import saved_once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.autograd import SavedBytes, attention_begins, has_hooks, refuse_second_derivative
 from octavo.nn.arguments import (
@@ -65,10 +65,8 @@ def split_qkv(qkv: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Ten
 class _ShortAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: int, groups: int, scale: float) -> Tensor:
-        out, lse = once(lambda: short.forward(qkv, heads, groups, scale))
-        ctx.save_for_backward(qkv, out, lse)
         ctx.call = heads, groups, scale
-        return out
+        return saved_once(ctx, lambda: short.forward(qkv, heads, groups, scale), qkv)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.attention.cached import once
+from octavo.kernels.attention.cached import saved_once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients
 from octavo.kernels.autograd import refuse_second_derivative
@@ -41,15 +41,13 @@ class _PaddedAttention(torch.autograd.Function):
             attended.add_key(_diagonal_logits(q, k, padded, scale), _for_queries(v, q))
             return attended.result()
 
-        out, lse = once(compute)
-        ctx.save_for_backward(q, k, v, out, lse, order, padded)
         ctx.call = pattern, scale
-        return _put_back(out, order)
+        return _put_back(saved_once(ctx, compute, q, k, v, order, padded), order)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
-        q, k, v, out, lse, order, padded = ctx.saved_tensors
+        q, k, v, order, padded, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
         d_out = _taken(d_out, order)
         grads = Gradients(d_out, q, out, lse, scale=scale)

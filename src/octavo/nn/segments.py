@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from octavo.kernels.attention.cached import once
+from octavo.kernels.attention.cached import saved_once
 from octavo.kernels.attention.pattern import Span
 from octavo.kernels.attention.pieces import Attended, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative
@@ -148,16 +148,14 @@ class _Segments(torch.autograd.Function):
                 attended.add_key(logits, q.new_zeros(()).expand(q.shape))
             return attended.result()
 
-        out, lse = once(compute)
-        ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.call = spans, window, scale
-        return out
+        return saved_once(ctx, compute, q, k, v, sink)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
         attention_begins()
-        q, k, v, out, lse, sink = ctx.saved_tensors
+        q, k, v, sink, out, lse = ctx.saved_tensors
         spans, window, scale = ctx.call
         dq, dk, dv = gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=window)
         d_sink = None

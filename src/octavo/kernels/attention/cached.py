@@ -84,3 +84,10 @@ def once(compute: Callable[[], Result]) -> Result:
     """`compute()`; in a recomputation under `caching` the forward's result."""
     take = getattr(process.attention, "take", None)
     return compute() if take is None else take(compute)
+
+
+def saved_once(ctx: Any, compute: Callable[[], Result], *inputs: Tensor | None) -> Tensor:
+    """The output of `once(compute)`; `inputs`, the output and its log-sum-exp are saved for the backward of `ctx`."""
+    out, lse = once(compute)
+    ctx.save_for_backward(*inputs, out, lse)
+    return out
