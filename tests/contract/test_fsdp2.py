@@ -43,8 +43,7 @@ SIGNATURES = {
 
 def names():
     """All names of FSDP2 in the adapter."""
-    later = {name for group in adapter.LATER for name in group}
-    return {*adapter.GROUP, *adapter.PARAMETER} | later | STATE | IMPORTED
+    return {*adapter.GROUP, *adapter.PARAMETER, *adapter.LATER} | STATE | IMPORTED
 
 
 def test_every_name_of_the_adapter_is_one_of_these():
@@ -149,7 +148,7 @@ def calls():
     loss.backward()
     backward = list(log)
     for group in groups:
-        for name in (*adapter.GROUP, *adapter.LATER[0]):
+        for name in adapter.GROUP:
             assert hasattr(group._raw, name), name
         for parameter in group._raw.fsdp_params:
             for name in (*adapter.PARAMETER, "param_dtype", "_unsharded_param"):
@@ -179,12 +178,12 @@ def order_of_replacements():
     model = sharded()
     log = []
     group = adapter.group_of(model[0])
-    for kind in ("buffers", "hand over", "dtype", "same parameters", "direct"):
+    for kind in ("buffers", "hand over", "same parameters", "direct"):
         group.before_reduction(kind, lambda kind=kind: log.append(kind))
     group.before_end_of_backward(lambda: log.append("end"))
     group.around_pre_backward(lambda: log.append("before"), lambda: log.append(group.is_gathered))
     with pytest.raises(ValueError, match="one action each of same parameters, direct, hand over"):
-        group.before_reduction("dtype", log.clear)
+        group.before_reduction("direct", log.clear)
     model(torch.ones(1, 4)).sum().backward()
     return log
 

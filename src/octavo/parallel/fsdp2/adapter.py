@@ -39,7 +39,7 @@ GROUP = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "comm_ctx", "reduce_grads",
     "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "is_unsharded", "unshard",
     "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_module_fqn",
-    "_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "_partial_reduce_output",
+    "_all_gather_result", "_all_gather_comm", "_partial_reduce_output",
     "_all_reduce_hook", "_reshard_after_forward_event", "_to_unsharded", "_wait_all_gather_streams_on_event",
     "_reduce_scatter_process_group",
 )  # fmt: skip
@@ -52,15 +52,15 @@ PARAMETER = (
     "to_sharded_dtensor",
 )  # fmt: skip
 """Names of an `FSDPParam` that this file uses, before its first gathering."""
-LATER = ("_reduce_dtype",), ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
-"""Names that a first forward gives an `FSDPParamGroup`, and an `FSDPParam`."""
+LATER = ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
+"""Names that a first forward gives an `FSDPParam`."""
 
-BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "dtype", "buffers")
+BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "buffers")
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
 
 same parameters: sums that wait for those of replicas have to be of these parameters. direct: large gradients are reduced in
-place. hand over: those of a single rank become those of its shards. dtype: the rest is reduced in this dtype. buffers: the next
-reduction asks for its buffers anew.
+place. hand over: those of a single rank become those of its shards. buffers: the next reduction asks for its buffers anew, and
+gets them in the dtypes that are chosen here.
 """
 
 
@@ -304,11 +304,6 @@ class Group:
         return self._raw._all_reduce_hook is not None
 
     @property
-    def reduce_scatter(self) -> Any:
-        """The exchange that reduces its gradients."""
-        return self._raw._reduce_scatter_comm
-
-    @property
     def reduction_ranks(self) -> dist.ProcessGroup:
         """The ranks that sum its gradients."""
         return cast(dist.ProcessGroup, self._raw._reduce_scatter_process_group)
@@ -332,10 +327,6 @@ class Group:
         for parameter in self.parameters:
             parameter.drop_gradient()
         self._raw._partial_reduce_output = None
-
-    def reduce_in(self, dtype: torch.dtype | None) -> None:
-        """Reduce in this dtype; None: in the gradients' dtype."""
-        self._raw._reduce_dtype = dtype
 
     def free(self) -> None:
         """Free what is gathered or being gathered."""
@@ -474,11 +465,6 @@ def groups_of(modules: Iterable[FSDPModule]) -> list[Group]:
     """The groups of modules, each once, in their order."""
     found = dict.fromkeys(group_of(module) for module in modules)
     return [group for group in found if group is not None]
-
-
-def use_reduce_scatter(module: FSDPModule, reduction: Any) -> None:
-    """Reduce the gradients of a module by this exchange, which has the methods of FSDP2's `ReduceScatter`."""
-    module.set_custom_reduce_scatter(reduction)
 
 
 def backward_is_open(modules: Iterable[FSDPModule]) -> bool:

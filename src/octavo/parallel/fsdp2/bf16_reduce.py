@@ -8,36 +8,36 @@ ring sends less than an exchange of all ranks with all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from octavo.collectives.work import reduce_scatter
 from octavo.kernels.attention.join import add_up
-from octavo.parallel.fsdp2.adapter import Group, group_of, use_reduce_scatter
+from octavo.parallel.fsdp2.adapter import Group, group_of
 
 
 class ReduceScatter:
-    """Sums in float32 of gradients in their dtype; plain: FSDP2's collective, for gradients in float32.
+    """Sums in float32 of gradients in bf16 or float32.
 
-    FSDP2 asks for two buffers: of all gradients, then of this rank's sums. A reduction may fail between the two, so each starts
-    anew.
+    FSDP2 asks for two buffers of float32: of all gradients, then of this rank's sums. A reduction may fail between the two, so
+    each starts anew.
     """
 
-    def __init__(self, plain: Any) -> None:
-        self._plain, self._allocated = plain, 0
+    def __init__(self) -> None:
+        self._dtype: torch.dtype | None = None
 
-    def begin(self) -> None:
-        """The next buffer is the first."""
-        self._allocated = 0
+    def begin(self, *, bf16: bool) -> None:
+        """The next buffer is that of the gradients, which are in bf16 or converted to what FSDP2 asks for."""
+        self._dtype = torch.bfloat16 if bf16 else None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer: of gradients in their dtype, of sums in float32 whatever FSDP2 expects."""
-        self._allocated += 1
-        dtype = dtype if self._allocated == 1 else torch.float32
+        """A buffer, into which FSDP2 copies gradients, or of sums."""
+        dtype, self._dtype = self._dtype or dtype, None
         return torch.empty(math.prod(map(int, size)), dtype=dtype, device=device)
 
     def __call__(
@@ -45,7 +45,7 @@ class ReduceScatter:
     ) -> None:
         """Write the sums of this rank's part to `output_tensor`."""
         if input_tensor.dtype == output_tensor.dtype:
-            self._plain(output_tensor, input_tensor, group, op, async_op)
+            reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
             return
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
@@ -59,23 +59,21 @@ def use(modules: Sequence[FSDPModule]) -> None:
     """
     for group, module in {group_of(module): module for module in modules}.items():
         if group is not None:
-            reduction = ReduceScatter(group.reduce_scatter)
-            use_reduce_scatter(module, reduction)
-            group.before_reduction("buffers", reduction.begin)
-            _reduce_in_own_dtype(group)
+            reduction = ReduceScatter()
+            module.set_custom_reduce_scatter(cast(Any, reduction))  # FSDP2 names no public type
+            group.before_reduction("buffers", _choose_dtype(group, reduction))
 
 
-def _reduce_in_own_dtype(group: Group) -> None:
+def _choose_dtype(group: Group, reduction: ReduceScatter) -> Callable[[], None]:
     accumulated = False
 
     def choose() -> None:
         # The same choice on all ranks: not by what this one has accumulated, which may be nothing.
         nonlocal accumulated
-        own = group.forces_sums and not accumulated and _are_bf16(group)
-        group.reduce_in(None if own else torch.float32)  # None: the gradients' dtype
+        reduction.begin(bf16=group.forces_sums and not accumulated and _are_bf16(group))
         accumulated = not group.reduces
 
-    group.before_reduction("dtype", choose)
+    return choose
 
 
 def _are_bf16(group: Group) -> bool:
