@@ -33,6 +33,7 @@ CALLED = {
         "torch.distributed.tensor.placement_types._StridedShard", "torch.nn.modules.dropout._DropoutNd",
         "torch.nn.modules.module._has_any_global_hook", "torch.nn.utils.clip_grad._clip_grads_with_norm_",
         "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        "torch.ops.aten._flash_attention_backward", "torch.ops.aten._flash_attention_forward",
         "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "torch.ops.aten._to_copy",

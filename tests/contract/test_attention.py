@@ -10,11 +10,14 @@ from private_names import Name, check
 from torch.nn.attention import SDPBackend
 
 _PARTS = "returns the log-sum-exp that joins parts of a split sequence; `scaled_dot_product_attention` does not"
+_VARIABLE = "packed documents in one call, with a log-sum-exp for a backward of Octavo's; `varlen_attn` has a backward of its own"
 NAMES = (
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention", ("kernels/attention/library.py",), _PARTS),
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", ("kernels/attention/library.py",), _PARTS),
     Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", ("kernels/attention/library.py",), _PARTS),
     Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", ("kernels/attention/library.py",), _PARTS),
+    Name("torch.ops.aten._flash_attention_forward", ("kernels/attention/variable.py",), _VARIABLE),
+    Name("torch.ops.aten._flash_attention_backward", ("kernels/attention/variable.py",), _VARIABLE),
     Name(
         "torch._fused_sdp_choice",
         ("nn/attend.py", "doctor.py", "benchmarks/chosen.py"),
@@ -49,13 +52,24 @@ ARGUMENTS = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         "grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale",
     ),
+    "_flash_attention_forward": (
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+        "scale", "window_size_left", "window_size_right",
+    ),
+    "_flash_attention_backward": (
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
+        "is_causal", "rng_state", "unused", "scale", "window_size_left", "window_size_right",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("operator", ARGUMENTS)
 def test_arguments_of_operators_are_in_this_order(operator):
     schema = getattr(torch.ops.aten, operator).default._schema
-    assert tuple(argument.name for argument in schema.arguments) == ARGUMENTS[operator]
+    names = tuple(argument.name for argument in schema.arguments)
+    assert names[: len(ARGUMENTS[operator])] == ARGUMENTS[operator]
+    # Versions add keyword arguments.
+    assert all(argument.has_default_value() for argument in schema.arguments[len(ARGUMENTS[operator]) :])
 
 
 def test_the_log_sum_exp_is_of_scaled_products_by_the_natural_logarithm():

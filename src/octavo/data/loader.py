@@ -92,6 +92,11 @@ class BatchLoader:
         shares = balanced(indices, self._work[indices].tolist(), self._ranks, size)
         return [self._batch(samples) for samples in shares[self._rank]]
 
+    @property
+    def most_documents(self) -> int:
+        """Documents of a micro-batch of packed ones, at most; padding at the end of a sequence counts as one."""
+        return self.micro_batch * self._sequences.packing.most_documents(self._sequences.sequence_length)
+
     def epoch(self, steps: int) -> float:
         """The epoch after this many steps: 1.25 when a quarter of the sequences was trained twice.
 

@@ -67,6 +67,11 @@ class Packing:
         tokens_S, squares_S = (np.add.reduceat(each, self.first_S[:-1]) for each in (self.length_P, self.length_P**2))
         return squares_S + (sequence_length - tokens_S) ** 2
 
+    def most_documents(self, sequence_length: int) -> int:
+        """Pieces of a sequence, its padding as one more, at most."""
+        tokens_S = np.add.reduceat(self.length_P, self.first_S[:-1])
+        return int((np.diff(self.first_S) + (tokens_S < sequence_length)).max())
+
     def with_targets(self, labels: npt.NDArray[Any]) -> Packing:
         """The sequences that have a target; no other trains anything. labels: [N] of the split, or of this part of it.
 

@@ -31,7 +31,7 @@ from octavo.fp8.linear import LinearGemms
 from octavo.fp8.quantizer import active_recipe
 from octavo.fp8.recipe import CurrentScaling, Granularity, Operand
 from octavo.fp8.scaling import ModuleState
-from octavo.kernels.attention.pattern import pattern_of
+from octavo.kernels.attention.pattern import Pattern, packed_pattern, pattern_of
 from octavo.kernels.cross_entropy import Objective
 from octavo.models.families import ACTIVATIONS
 from octavo.models.huggingface import (
@@ -178,6 +178,7 @@ class Decoder(PretrainedInterface):
         *behind: Any,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        max_documents: int | None = None,
         is_first_microbatch: bool | None = None,
         return_dict: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -196,6 +197,9 @@ class Decoder(PretrainedInterface):
             num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
                 other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
                 evaluate alone, a forward without gradients takes the mean over this rank's samples.
+            max_documents: documents of all samples together, at most. Positions on a GPU are then not read on the host, so that
+                a CUDA graph repeats the forward for other positions; with more documents the loss is NaN there. On a CPU these
+                are refused.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
             return_dict: False returns a tuple.
             output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end;
@@ -226,6 +230,7 @@ class Decoder(PretrainedInterface):
             refuse_other_balancing(self.config, self._router_logits, others.get("output_router_logits"), self.spec.balance)
         refuse_arguments(others if labels is None else {**others, "logits_to_keep": logits_to_keep}, behind)
         input_ids = check_inputs(input_ids, attention_mask, position_ids, labels, self.spec.vocabulary)
+        pattern, fits = self._packed(max_documents, input_ids, position_ids, attention_mask, labels)
         same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)
         tokens = input_ids.shape[1]
         shared = SharedWeight()  # a loss reads the head's weight through it, and logits directly
@@ -236,6 +241,7 @@ class Decoder(PretrainedInterface):
             is_first_microbatch,
             shared=None if labels is None else shared,
             keep_states=output_hidden_states,
+            pattern=pattern,
         )
         last = (averaged(self._whole(hidden, tokens), self.data_group),) if output_hidden_states else ()
         output = CausalLMOutput(hidden_states=(*states, *last) or None)
@@ -243,6 +249,7 @@ class Decoder(PretrainedInterface):
             output["logits"] = averaged(self._logits(hidden, tokens, logits_to_keep), self.data_group)
         else:
             loss = self._loss(hidden, labels, num_items_in_batch, is_first_microbatch, routings, shared)
+            same = fits if same is None else same
             output["loss"] = loss if same is None else loss.where(same, torch.nan)
         return output.to_tuple() if return_dict is False else output
 
@@ -314,14 +321,16 @@ class Decoder(PretrainedInterface):
         *,
         shared: SharedWeight | None = None,
         keep_states: bool = False,
+        pattern: Pattern | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """(this rank's states after the last norm, those before each block if requested, routings of experts).
 
-        shared: shares a tied embedding's weight with the loss.
+        shared: shares a tied embedding's weight with the loss. pattern: of the attention; None for that of the arguments.
         """
         tokens = input_ids.shape[1]
         padded = -(-tokens // self._multiple) * self._multiple
-        pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
+        if pattern is None:
+            pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
         if position_ids is None:
             position_ids = torch.arange(tokens, device=input_ids.device)[None]
         angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
@@ -343,6 +352,38 @@ class Decoder(PretrainedInterface):
             residual, delta, *routing = self.run_block(layer, *arguments, **(options if layer.experts else {}))
             routings += routing
         return self.norm(residual, delta), states, routings
+
+    def _packed(
+        self,
+        most: int | None,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+    ) -> tuple[Pattern | None, Tensor | None]:
+        """The pattern of at most so many documents, and bool [] of positions on a GPU, False if there are more.
+
+        None without a limit.
+        """
+        if most is None:
+            return None, None
+        if type(most) is not int or most < 1 or position_ids is None or labels is None:
+            raise InputError(
+                f"max_documents = {most!r}: give a whole number, at least 1, with position_ids that restart where a document "
+                "begins, and labels."
+            )
+        if attention_mask is not None or self.context is not None or self.tensor is not None:
+            what = "an attention_mask" if attention_mask is not None else "ranks that share each sequence or the matrices"
+            raise InputError(
+                f"max_documents = {most} with {what}: boundaries that stay on the GPU are not combined with it. Leave "
+                "max_documents out, and give position_ids on the host."
+            )
+        if position_ids.device.type != "cpu":
+            return packed_pattern(position_ids, len(input_ids), most)
+        pattern = pattern_of(position_ids, None, *input_ids.shape)
+        if (found := sum(map(len, pattern.documents)) or len(input_ids)) > most:
+            raise InputError(f"max_documents = {most}, and the positions begin {found} documents: give {found} or more.")
+        return pattern, None
 
     @contextlib.contextmanager
     def _embeds(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 ranks that share the sequence   `octavo.collectives.attention`
 padding between tokens, without window and dropout
                                 `octavo.nn.padding`: pieces by the kernels below, without a mask
+documents that only a GPU knows FlashAttention-4, PyTorch's FlashAttention-2, or the reference, in one call
 a caller's mask                 PyTorch's `scaled_dot_product_attention`
 other padding between tokens, or a window with dropout
                                 the same with a mask of 2²⁴ pairs at a time, rebuilt in backward
@@ -35,7 +36,7 @@ from octavo.collectives.context import ContextGroup
 from octavo.errors import InputError
 from octavo.kernels.attention import flash, library
 from octavo.kernels.attention.cached import is_caching
-from octavo.kernels.attention.pattern import Pattern
+from octavo.kernels.attention.pattern import Packing, Pattern
 from octavo.kernels.attention.pieces import SMALLEST_WINDOW, accumulated, attention, gradients
 from octavo.kernels.autograd import attention_begins, refuse_second_derivative
 from octavo.nn.padding import padded_attention
@@ -82,6 +83,11 @@ def attend(
     for what, expected, there in (("tokens", pattern.tokens, k.shape[1]), ("samples", len(samples_of) or len(q), len(q))):
         if expected != there:
             raise InputError(f"the attention pattern is for {expected} {what}, and there are {there}: create another.")
+    if pattern.ends is not None and dropout:
+        raise InputError(
+            f"attention_dropout = {dropout} with documents whose boundaries stay on the GPU: no kernel computes both. Set it "
+            "to 0, or give position_ids on the host, without max_documents."
+        )
     if q.shape[1] != k.shape[1]:
         if pattern.causal or pattern.documents or pattern.real_tokens is not None:
             raise InputError(
@@ -94,7 +100,8 @@ def attend(
         return padded_attention(q, k, v, pattern, scale_)
     if pattern.real_tokens is not None or (pattern.window is not None and dropout):
         return _masked(q, k, v, pattern, scale, dropout)
-    if pattern.window is not None or (not dropout and (is_caching() or _prefers_pieces(q, k, pattern))):
+    pieces = pattern.window is not None or pattern.ends is not None
+    if pieces or (not dropout and (is_caching() or _prefers_pieces(q, k, pattern))):
         out: Tensor = _Pieces.apply(q, k, v, pattern, scale_, handover)
         return out
     if not pattern.documents:
@@ -189,7 +196,8 @@ def saved_by_attention(tokens: int, heads: int, groups: int, head_dim: int, elem
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, handover: Handover | None) -> Tensor:
-        out, lse = attention(q, k, v, pattern.spans(q.shape[0]), scale=scale, window=pattern.window)
+        packed = _packed(pattern)
+        out, lse = attention(q, k, v, pattern.spans(q.shape[0]), scale=scale, window=pattern.window, packed=packed)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call, ctx.handover = (pattern, scale), handover
         return out
@@ -202,7 +210,14 @@ class _Pieces(torch.autograd.Function):
         pattern, scale = ctx.call
         spans = pattern.spans(q.shape[0])
         given = d_out, q, k, v, out, lse, spans
+        how: dict[str, Any] = {"scale": scale, "window": pattern.window, "packed": _packed(pattern)}
         handover: Handover | None = ctx.handover
         if handover is None or not handover.expected or torch.is_anomaly_enabled():  # which takes NaN for a fault
-            return *gradients(*given, scale=scale, window=pattern.window), *(None,) * 3
-        return *handover.give(accumulated(*given, scale=scale, window=pattern.window), q.dtype), *(None,) * 3
+            return *gradients(*given, **how), *(None,) * 3
+        return *handover.give(accumulated(*given, **how), q.dtype), *(None,) * 3
+
+
+def _packed(pattern: Pattern) -> Packing | None:
+    """The documents that only the device knows; the longest may have all tokens."""
+    ends = pattern.ends
+    return None if ends is None else Packing(ends, ends, pattern.tokens, pattern.tokens)

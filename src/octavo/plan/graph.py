@@ -35,10 +35,10 @@ def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
     spec = model.spec
     if spec.experts:
         yield "routers of experts decide on the host how products are split. Take a model without experts"
-    if config.data.packing == "documents":
+    if config.data.packing == "documents" and spec.attention_dropout:
         yield (
-            "attention of packed documents takes their boundaries on the host, and they differ in each sequence. Set "
-            'data.packing = "join"'
+            f"no kernel of packed documents whose boundaries stay on the GPU drops values, and attention_dropout = "
+            f'{spec.attention_dropout:g}. Set model.config.attention_dropout = 0 or data.packing = "join"'
         )
     if config.offloads:
         key = "train.offload" if config.train.offload else "parallel.sm_activation_offloading"

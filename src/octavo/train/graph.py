@@ -30,10 +30,13 @@ class StepGraph:
         loss_of: of a batch on the model's device.
         device: of the model.
         micro_batches: of each step.
+        documents: True if each micro-batch packs documents, whose boundaries follow from its positions on the device.
     """
 
-    def __init__(self, model: nn.Module, loss_of: LossOf, device: torch.device, micro_batches: int) -> None:
-        self._device = device
+    def __init__(
+        self, model: nn.Module, loss_of: LossOf, device: torch.device, micro_batches: int, *, documents: bool = False
+    ) -> None:
+        self._device, self._documents = device, documents
         self._modules = [(name, module, module.training) for name, module in model.named_modules()]
         parameters: list[Tensor] = list(dict.fromkeys(model.parameters()))
         several = micro_batches > 1
@@ -47,8 +50,8 @@ class StepGraph:
         total = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
             run = self._later if index else self._first
-            ids, labels = (x.to(self._device, non_blocking=True) for x in (batch.input_ids, batch.labels))
-            total += run(ids, labels, count)
+            inputs = batch.input_ids, batch.labels, *((batch.position_ids,) if self._documents else ())
+            total += run(count, *(x.to(self._device, non_blocking=True) for x in inputs))
         return total
 
     def _refuse_changes(self) -> None:
@@ -65,11 +68,11 @@ class StepGraph:
             )
 
 
-def _loss(loss_of: LossOf, first: bool | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _loss(loss_of: LossOf, first: bool | None) -> Callable[..., Tensor]:
     """The loss of tensors; first: as of `microbatch`, None for the one micro-batch of a step."""
 
-    def loss(ids: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    def loss(targets: Tensor, ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         with contextlib.nullcontext() if first is None else microbatch(first=first):
-            return loss_of(Batch(ids, labels, ids, ids), targets)
+            return loss_of(Batch(ids, labels, ids if positions is None else positions, ids), targets)
 
     return loss

@@ -113,7 +113,9 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         precision=schedule,
     )
     if config.train.graph:
-        graph = StepGraph(model, functools.partial(loss_of, context), plan.device, plan.accumulation)
+        documents = config.data.packing == "documents"
+        loss = functools.partial(loss_of, context, max_documents=train_loader.most_documents if documents else None)
+        graph = StepGraph(model, loss, plan.device, plan.accumulation, documents=documents)
         context = replace(context, graph=graph)
     return context, validation
 

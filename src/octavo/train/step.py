@@ -182,13 +182,18 @@ def _backward(context: TrainContext, loss: torch.Tensor) -> None:
     (loss if context.loss_scale is None else loss * context.loss_scale.scale).backward()
 
 
-def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor) -> torch.Tensor:
-    """Sum of the batch's losses divided by `targets`: a float32 scalar on the device."""
+def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor, max_documents: int | None = None) -> torch.Tensor:
+    """Sum of the batch's losses divided by `targets`: a float32 scalar on the device.
+
+    max_documents: of packed documents, whose positions may then be on the device; as of the decoder's forward.
+    """
     plan = context.plan
     documents = plan.config.data.packing == "documents"  # position ids restart within a sequence
     model = context.model
     # Attention never reaches padding; the losses and figures of routers would count it.
-    padding = {"attention_mask": batch.real()} if isinstance(model, Decoder) and model.spec.experts else {}
+    more: dict[str, Any] = {"attention_mask": batch.real()} if isinstance(model, Decoder) and model.spec.experts else {}
+    if documents and max_documents is not None:
+        more["max_documents"] = max_documents
     # emulate=True: the plan has decided whether this device runs FP8 or emulates it.
     with fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
         output = model(
@@ -196,7 +201,7 @@ def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor) ->
             position_ids=batch.position_ids if documents else None,  # on the host: a GPU is not waited for
             labels=batch.labels.to(plan.device, non_blocking=True),
             num_items_in_batch=targets,
-            **padding,
+            **more,
         )
     loss: torch.Tensor = output.loss
     return loss

@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.errors import warn
 from octavo.kernels import gemm
 from octavo.kernels.attention.accumulated import Accumulated, Gradient
-from octavo.kernels.attention.pattern import Span
+from octavo.kernels.attention.pattern import Packing, Span
 from octavo.process import process
 
 VERSION = "4.0.0b36"
@@ -110,18 +110,6 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None) -> b
     if (causal and k.shape[1] < q.shape[1]) or (window is not None and not causal):
         return False
     return serves(gemm.capability(q.device), q.shape[-1]) and _interface() is not None
-
-
-class Packing(NamedTuple):
-    """Sequences that are contiguous in the rows [B·Tq] of queries and [B·Tk] of keys.
-
-    q_ends, k_ends: int32 [sequences + 1] on the GPU, 0 and then the end of each.
-    """
-
-    q_ends: Tensor
-    k_ends: Tensor
-    longest_q: int
-    longest_k: int
 
 
 def packing(q: Tensor, k: Tensor, spans: Sequence[Span], window: int | None) -> Packing | None:

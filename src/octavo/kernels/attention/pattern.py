@@ -37,6 +37,18 @@ class Span(NamedTuple):
     reversed: bool = False
 
 
+class Packing(NamedTuple):
+    """Sequences that are contiguous in the rows [B·Tq] of queries and [B·Tk] of keys.
+
+    q_ends, k_ends: int32 [sequences + 1] on their device, 0 and then the end of each; the last one may be repeated.
+    """
+
+    q_ends: Tensor
+    k_ends: Tensor
+    longest_q: int
+    longest_k: int
+
+
 class RealFirst(NamedTuple):
     """A causal pattern whose real tokens are first and padding last.
 
@@ -60,6 +72,8 @@ class Pattern:
             A query attends only to keys of its document.
         window: number of keys that a query attends to at most, including its own position; None for all.
         real_tokens: bool [B, T], False for padding, to which no other token attends, if some is between real tokens.
+        ends: in place of `documents`, where no host may know them: int32 [N + 1] on the device of the tokens, 0 and then the
+            end of each document among all B · T tokens, the last one repeated. None without.
     """
 
     tokens: int
@@ -67,6 +81,7 @@ class Pattern:
     documents: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
     real_tokens: Tensor | None = field(default=None, compare=False)
+    ends: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.window is not None and (not isinstance(self.window, int) or self.window < 1 or not self.causal):
@@ -84,7 +99,7 @@ class Pattern:
         return zip(starts, (*starts[1:], self.tokens), strict=True)
 
     def spans(self, batch: int) -> list[Span]:
-        """All pairs of a query and a key; the window applies within each."""
+        """All pairs of a query and a key, and with `ends` more than these; the window applies within each."""
         if not self.documents:
             return [Span(0, batch, 0, self.tokens, 0, self.tokens, self.causal)]
         return [
@@ -182,6 +197,27 @@ def pattern_of(
     cuts[:, 0] = True
     documents = tuple(tuple(row.nonzero().flatten().tolist()) for row in cuts)
     return Pattern(whole, documents=documents, real_tokens=real_tokens)
+
+
+def packed_pattern(position_ids: Tensor, batch: int, most: int) -> tuple[Pattern, Tensor]:
+    """The causal pattern of a batch of at most `most` documents, found on the device of the positions; nothing is waited for.
+
+    Shapes do not depend on the positions, so that a CUDA graph repeats this for others.
+
+    Args:
+        position_ids: [B or 1, T]; a position that is not the previous one plus 1 begins a document.
+        batch: B.
+        most: documents of all samples together.
+
+    Returns:
+        The pattern, and bool []: False if there are more documents, of which the pattern has the first.
+    """
+    tokens = position_ids.shape[1]
+    begins = torch.ones(position_ids.shape, dtype=torch.bool, device=position_ids.device)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    number = begins.expand(batch, tokens).flatten().cumsum(0)  # of each token's document, from 1 on
+    ends = torch.searchsorted(number, torch.arange(1, most + 2, device=number.device), out_int32=True)
+    return Pattern(tokens, ends=ends), ends[-1] == len(number)
 
 
 def _on_host(

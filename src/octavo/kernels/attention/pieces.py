@@ -15,16 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.attention import flash, library, reference
+from octavo.kernels.attention import flash, library, reference, variable
 from octavo.kernels.attention.accumulated import Gradient
 from octavo.kernels.attention.cached import once
-from octavo.kernels.attention.flash import Packing
 from octavo.kernels.attention.join import add_, join_
-from octavo.kernels.attention.pattern import Span
+from octavo.kernels.attention.pattern import Packing, Span
 from octavo.kernels.attention.window import tiles
 
 SMALLEST_WINDOW = 256
 """Below it the tiles of a window are too small for kernels of causal attention."""
+
+
+PACKED = (flash, variable, reference)
+"""The modules that compute several sequences in one call, whose boundaries no host has to know; the first that takes it."""
 
 
 class _Part(NamedTuple):
@@ -115,11 +118,18 @@ class Gradients:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """`Attended.result` if all keys are here; in a context of `octavo.kernels.attention.cached` the result of forward."""
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], *, scale: float, window: int | None = None,
+    packed: Packing | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`Attended.result` if all keys are here; in a context of `octavo.kernels.attention.cached` the result of forward.
+
+    packed: causal sequences that only the device knows, in place of the spans.
+    """
 
     def compute() -> tuple[Tensor, Tensor]:
+        if packed is not None:
+            out, lse = _forward(q, k, v, _Part(_whole(q, k, causal=True), window, packed), scale)
+            return out.to(q.dtype), lse
         attended = Attended(q, scale=scale, window=window)
         attended.add(k, v, spans)
         return attended.result()
@@ -129,10 +139,11 @@ def attention(
 
 def gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
-    window: int | None = None,
+    window: int | None = None, packed: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their dtype, of attention with all keys on this rank."""
-    parts = list(_parts(q, k, spans, window))
+    """Gradients of q, k and v, in their dtype, of `attention`."""
+    alone = _Part(_whole(q, k, causal=True), window, packed)
+    parts = list(_parts(q, k, spans, window)) if packed is None else [alone]
     if len(parts) == 1 and parts[0].span == _whole(q, k, causal=parts[0].span.causal):
         dq, dk, dv = _backward(d_out, q, k, v, out, lse, parts[0], scale)
     else:
@@ -144,9 +155,11 @@ def gradients(
 
 def accumulated(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spans: Sequence[Span], *, scale: float,
-    window: int | None = None,
+    window: int | None = None, packed: Packing | None = None,
 ) -> tuple[Gradient, Gradient, Gradient]:  # fmt: skip
     """`gradients`, left as a kernel's float32 sums where one kernel computes all of them."""
+    if packed is not None:
+        return gradients(d_out, q, k, v, out, lse, spans, scale=scale, window=window, packed=packed)
     parts = list(_parts(q, k, spans, window))
     part = parts[0]
     alone = len(parts) == 1 and part.span == _whole(q, k, causal=part.span.causal) and part.packed is None
@@ -221,11 +234,12 @@ def _splits_window(q: Tensor, window: int) -> bool:
 def _backend(q: Tensor, k: Tensor, part: _Part) -> Any:
     """The module that computes a part: the first that takes it."""
     causal, window = part.span.causal, part.window
-    return next(each for each in (flash, library, reference) if each.takes(q, k, causal=causal, window=window))
+    backends = (flash, library, reference) if part.packed is None else PACKED
+    return next(each for each in backends if each.takes(q, k, causal=causal, window=window))
 
 
 def _options(part: _Part, scale: float) -> dict[str, Any]:
-    packed = {} if part.packed is None else {"packed": part.packed}  # only FlashAttention packs
+    packed = {} if part.packed is None else {"packed": part.packed}
     return {"causal": part.span.causal, "scale": scale, "window": part.window, **packed}
 
 

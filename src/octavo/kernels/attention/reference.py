@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from octavo.kernels.attention.pattern import Packing
+
 BLOCK = 512
 """Queries computed at once."""
 
@@ -21,7 +23,9 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
     return True
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None = None, packed: Packing | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax(q · kᵀ · scale) · v, and the logarithm of the softmax's sum.
 
     Args:
@@ -30,6 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, wind
         causal: query i attends to keys up to i + Tk − Tq.
         scale: of the logits.
         window: only the last `window` of these keys; None for all.
+        packed: sequences without a key in two samples, as many queries as keys: only keys of the query's sequence.
 
     Returns:
         out [B, Tq, H, D], 0 for a query that sees no key, and lse [B, H, Tq], −∞ for it; float32, float64 for float64 inputs.
@@ -37,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, wind
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=wide, device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide, device=q.device)
-    for rows, keys, seen in _blocks(q, k, causal, window):
+    for rows, keys, seen in _blocks(q, k, causal, window, packed):
         logits = _logits(q[:, rows], k[:, keys], seen, scale)
         top = logits.logsumexp(-1)
         lse[:, :, rows] = top.flatten(1, 2)
@@ -48,7 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, wind
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float,
-    window: int | None = None,
+    window: int | None = None, packed: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, float32 (float64 for float64 inputs).
 
@@ -58,7 +63,7 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     groups = k.shape[2]
     delta = (d_out.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).unflatten(1, (groups, -1))
-    for rows, keys, seen in _blocks(q, k, causal, window):
+    for rows, keys, seen in _blocks(q, k, causal, window, packed):
         query, grad = (x[:, rows].to(wide).unflatten(2, (groups, -1)) for x in (q, d_out))
         logits = _logits(q[:, rows], k[:, keys], seen, scale)
         of_rows = lse[:, :, rows].to(wide).unflatten(1, (groups, -1))
@@ -71,10 +76,16 @@ def backward(
     return dq, dk, dv
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that some of them see, and a mask [queries, keys] where not all see all of those."""
+def _blocks(
+    q: Tensor, k: Tensor, causal: bool, window: int | None, packed: Packing | None
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Queries, the keys that some of them see, and a mask that broadcasts to [B, G, H/G, queries, keys], if not all see all."""
     queries, keys = q.shape[1], k.shape[1]
     ahead = keys - queries
+    number = None
+    if packed is not None:  # of each token's sequence, [B, T]
+        places = torch.arange(q.shape[0] * queries, device=q.device, dtype=torch.int32)
+        number = torch.searchsorted(packed.q_ends, places, right=True).view(q.shape[0], queries)
     for first in range(0, queries, BLOCK):
         end = min(first + BLOCK, queries)
         low = 0 if window is None else max(0, first + ahead - window + 1)
@@ -85,6 +96,9 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
         if causal:
             at = torch.arange(first, end, device=q.device)[:, None] + ahead - torch.arange(low, high, device=q.device)
             seen = at >= 0 if window is None else (at >= 0) & (at < window)
+        if number is not None:
+            same = (number[:, first:end, None] == number[:, None, low:high])[:, None, None]
+            seen = same if seen is None else seen & same
         yield slice(first, end), slice(low, high), seen
 
 
