@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks import te_attention
 from benchmarks.cases import AnyCase, VisionCase
-from benchmarks.peers import Entry
+from benchmarks.peers import FLASH_ATTENTION, Entry
 from benchmarks.plain import Experts
 from octavo.kernels import gemm
 from octavo.models.description import kernels_on
@@ -29,6 +29,8 @@ def attention_of(entry: Entry, case: AnyCase, model: nn.Module, device: torch.de
     if entry.group is None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         return kernels_on(device.type, capability, model, native=False)[0]
+    if FLASH_ATTENTION in entry.needs:
+        return "FlashAttention-4, through transformers"
     return f"scaled_dot_product_attention, {_of_pytorch(case, device)}"
 
 

@@ -1,11 +1,11 @@
 """Entries of the LoRA suite: adapters beside all matrices of a frozen model, on the same tokens.
 
 Octavo's entries store the frozen weights in bfloat16 or in FP8 alone; their adapters and moments are float32. Those that end in
--graph replay forward and backward as one CUDA graph (`octavo.graphed`). The peer is PEFT
-around Hugging Face's model in bfloat16, attention by SDPA: as its users run it, compiled block by block, with Liger's kernels,
-and with torchao's FP8 products. Its adapters are bfloat16, which is faster than PEFT's default of float32. Sequences have one
-document each, so that no library needs a mask. Before a peer is timed, loss and gradients of two of its blocks are compared
-with PEFT's in float32.
+-graph replay forward and backward as one CUDA graph (`octavo.graphed`). The peer is PEFT around Hugging Face's model in
+bfloat16, attention by SDPA: as its users run it, compiled block by block, with Liger's kernels, with torchao's FP8 products of
+the blocks (-fp8-head: of the output head too), and with FlashAttention-4 in SDPA's place. Its adapters are bfloat16, which is
+faster than PEFT's default of float32. Sequences have one document each, so that no library needs a mask. Before a peer is
+timed, loss and gradients of two of its blocks are compared with PEFT's in float32.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cases import LoraCase
-from benchmarks.peers import ADAMW, BLOCKS, SEED, Entry, Training, build_octavo, loss_of
+from benchmarks.peers import ADAMW, BLOCKS, FLASH_ATTENTION, SEED, Entry, Training, build_octavo, loss_of
 from benchmarks.plain import next_token_loss
 from octavo.errors import InputError
 from octavo.fp8.recipe import FastAccumulation
@@ -33,10 +32,11 @@ from octavo.fp8.recipe import FastAccumulation
 class CompiledLoss(nn.Module):
     """A Hugging Face decoder with each block, and the last norm with head and loss, compiled.
 
-    Block by block: one graph serves all of them, so it compiles in seconds and not in minutes.
+    Block by block: one graph serves all of them, so it compiles in seconds and not in minutes. fullgraph: False allows breaks
+    in a block, as at an attention that the compiler cannot read.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, fullgraph: bool = True) -> None:
         super().__init__()
         self.model = model
         adapted: Any = model
@@ -45,19 +45,19 @@ class CompiledLoss(nn.Module):
         self.head = decoder.lm_head
         layers: Iterable[nn.Module] = self.inner.layers
         for layer in layers:
-            layer.compile(fullgraph=True)
+            layer.compile(fullgraph=fullgraph)
         self.inner.norm.compile(fullgraph=True)
         self.of_hidden = torch.compile(_head_loss, fullgraph=True)
 
     def forward(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Mean cross entropy of each next token, in float32."""
         hidden_BTD = self.inner(input_ids=ids_BT, use_cache=False).last_hidden_state
-        loss: Tensor = self.of_hidden(hidden_BTD, self.head.weight, labels_BT)
+        loss: Tensor = self.of_hidden(self.head, hidden_BTD, labels_BT)
         return loss
 
 
-def _head_loss(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor) -> Tensor:
-    return next_token_loss(F.linear(hidden_BTD, weight_VD), labels_BT)
+def _head_loss(head: nn.Module, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+    return next_token_loss(head(hidden_BTD), labels_BT)
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -73,14 +73,18 @@ def build_peft(
     blocks: bool = True,
     liger: bool = False,
     float8: str | None = None,
+    head: bool = False,
+    flash: bool = False,
     seed: int = SEED,
 ) -> Training:
     """PEFT's adapters in Hugging Face's model. blocks: compile, where `compiled`. float8: torchao's recipe of the products.
 
+    head: of the output head's too. flash: attention by FlashAttention-4, not SDPA.
+
     Raises:
         InputError: its loss or gradients differ from the reference.
     """
-    how: dict[str, Any] = {"compiled": compiled and blocks, "liger": liger, "float8": float8}
+    how: dict[str, Any] = {"compiled": compiled and blocks, "liger": liger, "float8": float8, "head": head, "flash": flash}
     two = replace(case, sizes={**case.sizes, "num_hidden_layers": 2})
     torch.manual_seed(seed)
     compare(two, device, *_peft_model(two, device, **how), limit=LIMITS["fp8" if float8 else "bf16"])
@@ -101,24 +105,28 @@ def _peft_model(
     compiled: bool = False,
     liger: bool = False,
     float8: str | None = None,
+    head: bool = False,
+    flash: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[nn.Module, Loss]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     with device:
-        model = AutoModelForCausalLM.from_config(case.hf_config(), dtype=dtype, attn_implementation="sdpa")
+        attention = "flash_attention_4" if flash else "sdpa"
+        model = AutoModelForCausalLM.from_config(case.hf_config(), dtype=dtype, attn_implementation=attention)
     patches = _with_liger(model) if liger else {}
     if float8 is not None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(float8)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: BLOCKS.match(name) is not None)
+        takes = lambda _, name: BLOCKS.match(name) is not None or (head and name == "lm_head")  # noqa: E731
+        convert_to_float8_training(model, config=config, module_filter_fn=takes)
     config = LoraConfig(r=case.rank, lora_alpha=int(case.alpha), target_modules="all-linear", task_type="CAUSAL_LM")
     with device:
         adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
     adapted.train()
-    return adapted, CompiledLoss(adapted) if compiled else _patched(loss_of(adapted), patches)
+    return adapted, CompiledLoss(adapted, fullgraph=not flash) if compiled else _patched(loss_of(adapted), patches)
 
 
 def _with_liger(model: nn.Module) -> dict[str, Any]:
@@ -194,7 +202,8 @@ def _gradients(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[t
 
 
 def _peft(name: str, layers: str = "bf16", *, needs: tuple[str, ...] = (), **how: Any) -> Entry:
-    return Entry(name, layers, "bf16", partial(build_peft, **how), "peft", families=("llama",), needs=("transformers", *needs))
+    head = "fp8" if how.get("head") else "bf16"
+    return Entry(name, layers, head, partial(build_peft, **how), "peft", families=("llama",), needs=("transformers", *needs))
 
 
 def _octavo(
@@ -222,12 +231,22 @@ LORA: dict[str, Entry] = {
         _octavo("octavo-current", "current", **_DEFAULTS),
         _octavo("octavo-delayed-fp8-base", "delayed", stored=True, **_DEFAULTS),
         _octavo("octavo-delayed-fp8-base-graph", "delayed", stored=True, graph=True, **_DEFAULTS),
+        _octavo("octavo-delayed-fp8-base-graph-fp8-head", "delayed", stored=True, graph=True, **_DEFAULTS | {"head": True}),
         _octavo("octavo-current-fp8-base", "current", stored=True, **_DEFAULTS),
         _octavo("octavo-block-fp8-base", "block", stored=True, head="backward"),
         _peft("torch-peft", blocks=False),
         _peft("torch-peft-compiled"),
         _peft("torch-peft-liger", blocks=False, liger=True, needs=("liger-kernel",)),
         _peft("ao-peft-tensorwise", "fp8", float8="tensorwise", needs=("torchao",)),
+        _peft("ao-peft-tensorwise-fp8-head", "fp8", float8="tensorwise", head=True, needs=("torchao",)),
+        _peft(
+            "ao-peft-tensorwise-flash-attention-fp8-head",
+            "fp8",
+            float8="tensorwise",
+            head=True,
+            flash=True,
+            needs=("torchao", FLASH_ATTENTION),
+        ),
         _peft("ao-peft-rowwise", "fp8", float8="rowwise", needs=("torchao",)),
     )
 }
