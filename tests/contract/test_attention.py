@@ -10,7 +10,9 @@ from private_names import Name, check
 from torch.nn.attention import SDPBackend
 
 _PARTS = "returns the log-sum-exp that joins parts of a split sequence; `scaled_dot_product_attention` does not"
-_VARIABLE = "packed documents in one call, with a log-sum-exp for a backward of Octavo's; `varlen_attn` has a backward of its own"
+_VARIABLE = (
+    "packed documents in one call, with a log-sum-exp for a backward of Octavo's; `varlen_attn` has a backward of its own"
+)
 NAMES = (
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention", ("kernels/attention/library.py",), _PARTS),
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", ("kernels/attention/library.py",), _PARTS),

@@ -18,7 +18,11 @@ RUNS = {
     "adapters, recomputed": ["lora.rank=4", "lora.base=fp8", "train.recompute=true", "model.config.attention_dropout=0.0"],
     "recomputed": ["fp8.enabled=true", "train.recompute=selective", "model.config.attention_dropout=0.0"],
     "adapters of documents": [
-        "fp8.enabled=true", "lora.rank=4", "lora.base=fp8", "data.packing=documents", "model.config.attention_dropout=0.0",
+        "fp8.enabled=true",
+        "lora.rank=4",
+        "lora.base=fp8",
+        "data.packing=documents",
+        "model.config.attention_dropout=0.0",
     ],
     "float32 parameters": ["fp8.enabled=true", "model.params_dtype=float32", "optimizer.clip=0.5"],
 }
