@@ -14,7 +14,7 @@ from octavo.train.step import train_step
 GRAPH = "train.graph=true"
 
 
-@pytest.mark.long(lambda name: name not in ("adapters", "adapters of documents"))
+@pytest.mark.long(lambda name: name != "adapters of documents")
 @pytest.mark.parametrize("name", graph_runs.RUNS)
 def test_a_run_is_the_eager_one_to_the_bit_and_continues_so(name, tiny_run, capsys):
     eager = graph_runs.trained(tiny_run("eager", steps=6, every=4), name, graph=False)
@@ -57,6 +57,56 @@ def test_a_dry_run_says_what_a_graph_reserves(tiny_run, capsys):
     run = tiny_run()
     assert main(["train", str(run.file), GRAPH, "--dry-run", "--gpu", "h200"]) == 0
     assert "graph       train.graph: 3 eager steps, then forward and backward are CUDA graphs" in capsys.readouterr().out
+
+
+ADAPTED = ["lora.rank=4", "fp8.enabled=true", "model.config.attention_dropout=0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "said"),
+    [
+        (ADAPTED, "h200", 'graph       train.graph = "auto": 3 eager steps, then forward and backward are CUDA graphs'),
+        ([*ADAPTED, "train.graph=false"], "h200", None),
+        (["fp8.enabled=true"], "h200", None),
+        (
+            [*ADAPTED, "train.offload=true"],
+            "h200",
+            'graph       train.graph = "auto": steps are eager: train.offload = true cop',
+        ),
+        (
+            [*ADAPTED, "data.packing=documents"],
+            "h200",
+            "steps are eager: kernels of packed documents are for heads of 64, 96, 128",
+        ),
+        (
+            [*ADAPTED, "data.packing=documents", GRAPH],
+            "h200",
+            "; attention of the documents is plain PyTorch, and slow: kernels",
+        ),
+        ([*ADAPTED, "data.packing=documents", "model.config.head_dim=64"], "h200", 'graph       train.graph = "auto": 3 eager'),
+        (ADAPTED, None, None),
+    ],
+)
+def test_adapters_on_a_gpu_are_recorded_by_default_and_a_dry_run_says_so(overrides, gpu, said, tiny_run, capsys):
+    target = ["--gpu", gpu] if gpu else []
+    assert main(["train", str(tiny_run().file), *overrides, "--dry-run", *target]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("graph train.graph" in out) is (said is not None)
+    assert said is None or " ".join(said.split()) in out
+
+
+def test_a_step_that_auto_does_not_repeat_is_eager(tiny_run, capsys):
+    config = RunConfig.from_file(tiny_run().file, [*ADAPTED, GRAPH])
+    context, _ = build(check(config), prepare(config.data))
+    context.graph._required = False
+    train_step(context, 1)
+    handle = context.model.layers[0].register_forward_hook(lambda *_: None)
+    train_step(context, 2)
+    train_step(context, 3)
+    handle.remove()
+    said = 'train.graph = "auto": layers.0 has a hook, which a replayed graph does not heed: steps are eager, and slower'
+    assert capsys.readouterr().err.count(said) == 1
+    assert context.graph.repeats()
 
 
 def test_changes_that_no_replay_would_heed_are_refused(tiny_run):

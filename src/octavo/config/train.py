@@ -46,10 +46,11 @@ class TrainConfig(Section):
         "scales (Octavo's blocks only).",
     )
     offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
-    graph: bool = Field(
-        False,
+    graph: bool | Literal["auto"] = Field(
+        "auto",
         description="After 3 eager steps record forward and backward as CUDA graphs, for steps that wait for the host: the "
-        "same bits (one GPU, Octavo's decoder; a CPU runs eagerly).",
+        'same numbers (one GPU, Octavo\'s decoder; a CPU runs eagerly). "auto": of runs with adapters, where a graph repeats '
+        "them.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'

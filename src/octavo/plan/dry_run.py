@@ -24,7 +24,7 @@ from octavo.errors import InputError, unknown
 from octavo.hardware import FP8_CAPABILITY, GPUS, lookup
 from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
-from octavo.plan import advice, fp8_auto, graph
+from octavo.plan import advice, fp8_auto
 from octavo.plan.muon import MuonWork
 from octavo.plan.run import RunPlan, Target, check, inactive_parameters
 from octavo.run.folder import RunFolder
@@ -99,7 +99,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         *([f"vocabulary  {_grown(plan)}"] if plan.tokens_added else []),
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         *([f"matrices    {plan.shared_matrices}"] if plan.shared_matrices else []),
-        *([f"graph       {graph.note(plan.hardware.kind)}"] if train.graph else []),
+        *([f"graph       {plan.graph_note}"] if plan.graph_note else []),
         f"batch       {train.global_batch} sequences = {plan.degrees.data} data-parallel x {plan.micro_batch} micro-batch "
         f"x {plan.accumulation} accumulation",
         f"tokens      {tokens_per_step:,} a step ({train.global_batch} x {config.data.sequence_length})"

@@ -52,7 +52,7 @@ from octavo.parallel.gathered import Choice, choose, gathered_bytes
 from octavo.parallel.sharding import check_experts, gather_dtype
 from octavo.parallel.stored_base import store_in_fp8
 from octavo.parallel.world import rank_variable
-from octavo.plan import flops
+from octavo.plan import flops, graph
 from octavo.plan.graph import check_graph
 from octavo.plan.muon import MuonWork, muon_work
 from octavo.plan.precision import PrecisionSchedule
@@ -117,6 +117,16 @@ class RunPlan:
     def model_on_meta(self) -> torch.nn.Module:
         """The run's model without storage: names, shapes and recipes of its layers. Read-only."""
         return build_model(self.hf_config, self.build_options, device="meta")
+
+    @property
+    def graph(self) -> bool:
+        """True if steps are recorded as CUDA graphs, or on a CPU would be."""
+        return graph.records(self.config, self.model_on_meta, self.degrees.world, self.hardware.kind)
+
+    @property
+    def graph_note(self) -> str | None:
+        """How steps go by `train.graph`, in one line; None where the key says nothing."""
+        return graph.note(self.config, self.model_on_meta, self.degrees.world, self.hardware.kind)
 
     @functools.cached_property
     def muon(self) -> MuonWork | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.data.packing import Batch
-from octavo.errors import InputError
+from octavo.errors import InputError, warn
 from octavo.fp8.autocast import microbatch
 from octavo.parallel.graphed import WARM_UP, Graphed
 
@@ -31,12 +31,14 @@ class StepGraph:
         device: of the model.
         micro_batches: of each step.
         documents: True if each micro-batch packs documents, whose boundaries follow from its positions on the device.
+        required: False if a step that a replay would not repeat may be eager.
     """
 
     def __init__(
-        self, model: nn.Module, loss_of: LossOf, device: torch.device, micro_batches: int, *, documents: bool = False
-    ) -> None:
-        self._device, self._documents = device, documents
+        self, model: nn.Module, loss_of: LossOf, device: torch.device, micro_batches: int, *, documents: bool = False,
+        required: bool = True,
+    ) -> None:  # fmt: skip
+        self._device, self._documents, self._required, self._warned = device, documents, required, False
         self._modules = [(name, module, module.training) for name, module in model.named_modules()]
         parameters: list[Tensor] = list(dict.fromkeys(model.parameters()))
         several = micro_batches > 1
@@ -45,7 +47,6 @@ class StepGraph:
 
     def __call__(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Set the gradients of a step; returns its loss, float32 []."""
-        self._refuse_changes()
         count = torch.tensor(targets).to(self._device, non_blocking=True)
         total = torch.zeros((), device=self._device)
         for index, batch in enumerate(batches):
@@ -54,8 +55,12 @@ class StepGraph:
             total += run(count, *(x.to(self._device, non_blocking=True) for x in inputs))
         return total
 
-    def _refuse_changes(self) -> None:
-        """A replay runs no code of Python: it would leave out hooks, and a change of mode, without a word."""
+    def repeats(self) -> bool:
+        """True if a replay is the next step. A replay runs no code of Python: it would leave out hooks, and a change of mode.
+
+        Raises:
+            InputError: a module has a hook or another mode, and recorded steps are `required`.
+        """
         for name, module, training in self._modules:
             hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
             if not hooks and module.training == training:
@@ -63,9 +68,14 @@ class StepGraph:
             named, modes = name or "the model", ("evaluation", "training")
             what = "has a hook" if hooks else f"was in {modes[training]} mode and is in {modes[module.training]} mode"
             undo = "Remove it" if hooks else "Put it back"
-            raise InputError(
-                f"train.graph = true: {named} {what}, which a replayed graph does not heed. {undo}, or set train.graph = false."
-            )
+            what = f"{named} {what}, which a replayed graph does not heed"
+            if self._required:
+                raise InputError(f"train.graph = true: {what}. {undo}, or set train.graph = false.")
+            if not self._warned:
+                warn(f'train.graph = "auto": {what}: steps are eager, and slower, from here on. {undo} to replay them.')
+            self._warned = True
+            return False
+        return True
 
 
 def _loss(loss_of: LossOf, first: bool | None) -> Callable[..., Tensor]:

@@ -32,7 +32,7 @@ from octavo.errors import InputError, OctavoError, RunStopped, warn
 from octavo.models.decoder import Decoder
 from octavo.parallel.coordination import all_ranks
 from octavo.parallel.world import state
-from octavo.plan import fp8_auto, fp8_changes, graph
+from octavo.plan import fp8_auto, fp8_changes
 from octavo.plan.run import RunPlan
 from octavo.run.folder import RunFolder
 from octavo.run.metrics import MetricsFile, read_metrics
@@ -168,8 +168,8 @@ def _announce(console: Console, label: str, plan: RunPlan, prepared: PreparedDat
         if state.rank == 0 and (unused := unused_sources(data, samples)):
             warn(unused)
     say(console, f"{label}: {where}. {plan.fp8_note}.")
-    if plan.config.train.graph:
-        say(console, f"{label}: {graph.note(plan.device.type)}.")
+    if (graphs := plan.graph_note) is not None:
+        say(console, f"{label}: {graphs}.")
     for shared in filter(None, (plan.shared_sequences, plan.shared_matrices)):
         say(console, f"{label}: {shared}")
 

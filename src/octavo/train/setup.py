@@ -112,10 +112,11 @@ def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) 
         watch=watch or Watchdog(),
         precision=schedule,
     )
-    if config.train.graph:
+    if plan.graph:
         documents = config.data.packing == "documents"
         loss = functools.partial(loss_of, context, max_documents=train_loader.most_documents if documents else None)
-        graph = StepGraph(model, loss, plan.device, plan.accumulation, documents=documents)
+        required = config.train.graph is True
+        graph = StepGraph(model, loss, plan.device, plan.accumulation, documents=documents, required=required)
         context = replace(context, graph=graph)
     return context, validation
 

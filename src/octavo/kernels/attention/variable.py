@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels import gemm
 from octavo.kernels.attention.pattern import Packing
 
-_HEADS = (64, 96, 128)
+HEADS = (64, 96, 128)
 """Head dimensions, those of the tests."""
 
 
@@ -23,7 +23,7 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
 
     Not on a GPU that is to repeat its bits: its backward does not with grouped heads.
     """
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in _HEADS:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] not in HEADS:
         return False
     if torch.are_deterministic_algorithms_enabled() or torch.compiler.is_compiling() or (window is not None and not causal):
         return False
