@@ -299,7 +299,8 @@ def verify(
     gpu: Annotated[bool, typer.Option("--gpu", help="Two layers of full width on GPUs, overlapped and not.")] = False,
     output: Annotated[str, typer.Option("--output", metavar="FILE.json", help="A file for the differences.")] = "verify.json",
     causality: Annotated[
-        bool, typer.Option("--causality", help="Also: no later token changes an earlier one's logits.")
+        bool,
+        typer.Option("--causality", help="Also: no later token, other sequence or document before changes a logit's bits."),
     ] = False,
     fuzz: options.FuzzCases = None,
     seed: options.FuzzSeed = None,

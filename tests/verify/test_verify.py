@@ -189,7 +189,7 @@ def test_a_small_model_is_divided_as_the_large_one(source, degrees):
     assert (found.kv_heads % fitted.tensor == 0) == (spec.kv_heads % fitted.tensor == 0)
     assert (found.heads > found.kv_heads) == (spec.heads > spec.kv_heads)
     assert found.ffn_size // fitted.tensor % 128 == spec.ffn_size // fitted.tensor % 128
-    assert found.vocabulary % (16 * fitted.tensor) == spec.vocabulary % (16 * fitted.tensor)
+    assert found.vocabulary % (128 * fitted.tensor) == spec.vocabulary % (128 * fitted.tensor)
     assert small.length(fitted) % (2 * parts) == 0
     assert (found.tied, found.parallel, found.qkv_bias, found.family) == (spec.tied, spec.parallel, spec.qkv_bias, spec.family)
     windows = {window for window in found.windows if window is not None}

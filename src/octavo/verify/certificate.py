@@ -65,7 +65,8 @@ ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
 NOT_IN_16 = ", roundings to float16"
-NOT_CAUSAL = "current scaling, in which the largest number of all tokens sets the scale of each, in evaluations too"
+NOT_CAUSAL = "current scaling, by definition: the largest number of all tokens sets the scale of each"
+CAUSALITY = "by causality"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
 
@@ -141,11 +142,7 @@ def verify(
         "verified": all(each.first is None for each in comparisons),
         "comparisons": [_figures(each) for each in comparisons],
         **({"lowered": lowered} if lowered else {}),
-        **(
-            {"not_causal": NOT_CAUSAL}
-            if causality and config.fp8.enabled is not False and sets_scales_of_others(config)
-            else {}
-        ),
+        **({"not_causal": NOT_CAUSAL} if causality and sets_scales_of_others(config) else {}),
         "not_covered": NOT_COVERED
         + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else "")
         + (NOT_IN_16 if config.model.dtype == "float16" else ""),
@@ -173,7 +170,7 @@ def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
 
 def sets_scales_of_others(config: RunConfig) -> bool:
     """True if a token has a part in the scales of others in its forward, and so in their results: under current scaling."""
-    return "current" in {config.fp8.recipe, *config.fp8.layers.values()}
+    return config.fp8.enabled is not False and "current" in {config.fp8.recipe, *config.fp8.layers.values()}
 
 
 def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: ModelSpec) -> bool:
@@ -269,10 +266,7 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
             next_ = _differences(exact, each["continued"], further, parts, then)
             comparisons.append(Comparison(precision, f"continued {where}", exact, [*same, *next_]))
         if "causality" in layout and (kind == "plain" or not sets_scales_of_others(config)):
-            changes = [
-                Difference(name, found.item(), found.item() <= EQUAL.tensor) for name, found in layout["causality"].items()
-            ]
-            comparisons.append(Comparison(precision, "by causality", True, changes))
+            comparisons.append(causal(layout["causality"], precision, spec))
     for kind in (kind for kind in ("narrow", "narrow-fp8") if f"{kind} layout" in found):
         precision = f"{config.model.dtype}, " + ("without FP8" if kind == "narrow" else f"{config.fp8.recipe} scaling")
         ours, theirs = (found[f"{kind} {name}"]["trained"] for name in ("layout", "one"))
@@ -281,6 +275,22 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
         every = _differences(False, ours, theirs, found[f"{kind} layout"]["parts"], degrees, bounds)
         comparisons.append(Comparison(precision, "beside one rank", False, every))
     return comparisons
+
+
+def causal(found: Mapping[str, Tensor], precision: str, spec: ModelSpec) -> Comparison:
+    """What `causality.changed` found: no bit of a logit may change; of experts, whose products have other rows, 1e-10."""
+    bound = EQUAL.tensor if spec.experts else 0.0
+    return Comparison(precision, CAUSALITY, True, [_change(name, each, bound) for name, each in found.items()])
+
+
+def _change(name: str, found: Tensor, bound: float) -> Difference:
+    """A change; the token is named where it is beyond the bound."""
+    name, _, seed = name.rpartition(", seed ")
+    error, token, first = found.tolist()
+    within = error <= bound
+    of = "logits" if within else f"logits of token {token:.0f}"
+    begins = "" if within or first < 0 else f" (others from token {first:.0f} on)"
+    return Difference(f"{of} by {name}{begins}, seed {seed}", error, within)
 
 
 def _differences(
@@ -404,6 +414,12 @@ def _line(comparison: Comparison, ranks: int) -> str:
     what = f"{comparison.precision}, {comparison.beside}"
     if first is not None:
         return f"DIFFERS  {what}: {first.name} by {first.error:.1e}{_where(first, ranks)}"
+    if comparison.beside == CAUSALITY:
+        by = ", ".join(
+            dict.fromkeys(each.name.partition(" by ")[2].rpartition(", seed ")[0] for each in comparison.differences)
+        )
+        bits = "to the bit" if largest.error == 0.0 else f"within {largest.error:.1e}"
+        return f"equal    {what}: logits, {bits}, behind changes of {by}"
     tensors = f"{len(comparison.differences) - records} tensors within {largest.error:.1e}"
     if not comparison.exact:
         return f"alike    {what}, whose roundings are others by rule: {tensors}"

@@ -1,7 +1,7 @@
 """The run of a run file on a small model: everything that decides how ranks share the work stays, sizes shrink.
 
-Kept are the family, ties, biases, the kinds of layers (two of each), query heads that share key-value heads, experts, what the
-parts of a tensor rank leave of a block of 128 and words of a multiple of 16, windows shorter than a sequence, and the run's
+The same are the family, ties, biases, the kinds of layers (two of each), query heads that share key-value heads, experts, the
+remainders modulo 128 of a tensor rank's rows of MLPs and of the vocabulary, windows shorter than a sequence, and the run's
 recipe, recomputation, offloading, frozen parameters, adapters, losses and optimizer. Dropout and noise of routers are 0.
 Samples are random tokens with targets left out, and documents that begin anew where the run has them.
 """
@@ -26,8 +26,8 @@ HEAD_DIM = 16
 LORA_RANK = 8
 """The largest rank of adapters, of matrices that have 32 rows or more."""
 MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
-_WORDS, _SLICE = 16, 128
-"""Multiple of a rank's words, and the block of an FP8 slice."""
+_SLICE = 128
+"""The block of an FP8 slice; 16 and 32 divide it."""
 _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
 
 
@@ -89,9 +89,10 @@ def length(degrees: Degrees) -> int:
 
 
 def vocabulary(spec: ModelSpec, degrees: Degrees) -> int:
-    """Words, which leave of the ranks' rows what the model's leave."""
-    rows = _WORDS * degrees.tensor
-    return 2 * rows + spec.vocabulary % rows
+    """A vocabulary that leaves of the ranks' blocks what the model's leaves."""
+    rows = _SLICE * degrees.tensor
+    left = spec.vocabulary % rows
+    return left if left >= 32 * degrees.tensor else rows + left
 
 
 def _window(degrees: Degrees) -> int:

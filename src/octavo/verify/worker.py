@@ -38,7 +38,7 @@ from octavo.parallel.world import init, shutdown, state
 from octavo.plan.run import RunPlan, recipe_from_config
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
-from octavo.verify import small
+from octavo.verify import causality, small
 from octavo.verify.compare import MOMENTS, NAN
 from octavo.watchdog.watchdog import Watchdog
 
@@ -86,7 +86,7 @@ Results = dict[str, dict[str, Tensor]]
     further      the next ones
     loaded       what a model of other weights holds behind a load of what `trained` saved
     continued    the next steps from there
-    causality    the largest change of a logit that may not change, behind the first steps
+    causality    what `causality.changed` finds, behind the first steps
 
 What a rank holds that is not rank 0's to the bit, as of a norm that all hold, is in them as "… of rank N". Beside them are the
 `parts` of ranks that train and `parts continued`: by parameter [rank, first indices, sizes] of each box of elements.
@@ -225,50 +225,30 @@ class _Training:
         return {name: torch.tensor(boxes) for name, boxes in found.items()}
 
     def changed_by_others(self) -> dict[str, Tensor]:
-        """The largest change of a logit that may not change, over the largest logit, by what has changed. Collective.
+        """What `causality.changed` finds of a micro-batch behind the last step. Collective."""
+        config = self._context.plan.config
+        batch = self._samples.step(small.LAST * config.train.global_batch)[0]
+        documents = config.data.packing == "documents"
+        positions = batch.position_ids if documents else None
+        return causality.changed(batch, lambda ids: self._evaluation(ids, positions).logits, documents=documents)
 
-        Later tokens; the other sequences of the batch; and with documents those of the document before.
-        """
-        plan = self._context.plan
-        documents = plan.config.data.packing == "documents"
-        batch = self._samples.step(small.LAST * plan.config.train.global_batch)[0]
-        ids, middle = batch.input_ids, batch.input_ids.shape[1] // 2 + 1
-
-        def logits(given: Tensor) -> Tensor:
-            positions = batch.position_ids if documents else None
-            self.model.eval()
-            with torch.no_grad(), fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
-                found: Tensor = self.model(input_ids=given, position_ids=positions).logits
-            self.model.train()
-            return found
-
-        others, places = ids.roll(1, -1).flip(-1), torch.arange(ids.shape[1])
-        wanted, found = logits(ids), dict[str, Tensor]()
-        first = torch.arange(len(ids))[:, None] == 0
-        masks = {"later tokens": (places >= middle, places < middle), "other sequences": (first, ~first)}
-        if documents:
-            starts = (batch.position_ids == 0) & (places > 0)
-            later = starts.cumsum(-1) > 0
-            masks["the document before"] = (~later, later)
-        for name, (change, stay) in masks.items():
-            apart = (logits(torch.where(change, others, ids)) - wanted).abs().amax(-1).where(stay, 0.0)
-            largest = torch.stack((apart.max(), wanted.abs().max())).double()
-            if state.world_size > 1:
-                dist.all_reduce(largest, dist.ReduceOp.MAX)
-            found[f"logits behind a change of {name}"] = largest[0] / largest[1]
-        return found
+    def _evaluation(self, ids: Tensor, positions: Tensor | None, **options: Any) -> Any:
+        """The model's output without gradients, in the recipe, whose records stay the same. Collective."""
+        recipe = self._context.plan.recipe
+        self.model.eval()
+        with torch.no_grad(), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, emulate=True):
+            output = self.model(input_ids=ids, position_ids=positions, **options)
+        self.model.train()
+        return output
 
     def _evaluated(self, step: int) -> dict[str, Tensor]:
         """States behind each block, scales, and logits of the first micro-batch of all samples of a step. Collective."""
         plan = self._context.plan
         batch = self._samples.step((step - 1) * plan.config.train.global_batch)[0]
         positions = batch.position_ids if plan.config.data.packing == "documents" else None
-        self.model.eval()
         for _, fp8 in states_of(self.model):
             fp8.observed.clear()  # of training
-        with torch.no_grad(), fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
-            output = self.model(input_ids=batch.input_ids, position_ids=positions, output_hidden_states=True)
-        self.model.train()
+        output = self._evaluation(batch.input_ids, positions, output_hidden_states=True)
         casts, found = _scales(self.model, f" before step {step}"), dict[str, Tensor]()
         for layer, states in enumerate(output.hidden_states):
             found[f"states behind {layer} blocks, before step {step}"] = _of_all_samples(states)
