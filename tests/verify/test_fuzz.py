@@ -30,6 +30,8 @@ def test_a_case_is_drawn_from_its_number_alone(tmp_path):
     for key in ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
         assert {1, 2} <= {getattr(each.config.parallel, key) for each in cases}
     assert {each.config.fp8.recipe for each in cases} == {"delayed", "current", "rowwise", "block"}
+    assert {each.config.optimizer.name for each in cases} == {"adamw", "muon"}
+    assert {each.config.lora.base for each in cases if each.config.lora.rank is not None} == {"params_dtype", "fp8"}
 
 
 @pytest.mark.parametrize("seed", [*CASES, *FAULTY])

@@ -247,6 +247,7 @@ def check(
     blocks: Literal["auto", "own"] | None = None,
     target: Target | None = None,
     prepared: PreparedData | None = None,
+    notes: bool = True,
 ) -> RunPlan:
     """Check a run against this machine, or against a `target`, whose memory may be too small.
 
@@ -255,6 +256,7 @@ def check(
         blocks: for `model.blocks`.
         target: ranks and a GPU that need not exist here. prepared: the run's data, whose tokens `model.resize` adds; without
         it, the tokens that are known from the configuration.
+        notes: print notes and warnings of an accepted run; False for one that does not start.
 
     Raises:
         InputError: the fault, the nearest value that works and the key to change.
@@ -305,8 +307,9 @@ def check(
         use, note = False, f"no FP8: {why}"
     if config.lora.options is not None and config.lora.base == "fp8":
         _store_base(config, model, recipe, use=use)
-    config.tell_notes(world)
-    if rank_variable("RANK", 0) == 0:
+    if notes:
+        config.tell_notes(world)
+    if notes and rank_variable("RANK", 0) == 0:
         if extended:
             warn(extended)
         if config.lora.options is not None and not config.model.load:

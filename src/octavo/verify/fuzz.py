@@ -76,13 +76,20 @@ def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
         adapters = random.Random(f"adapters {seed}")  # another generator: cases without any are drawn as they would be
         if adapters.random() < 0.2:
             sections |= _with_adapters(adapters, sections, model)
-        try:
-            config = RunConfig.from_dict(sections, where=f"case {seed}")
-            check(config, target=Target(world_size=world))
-        except InputError:
-            continue
-        return Case(config, world, model)
+        if (case := _case(sections, world, model)) is not None:
+            further = _with_further(random.Random(f"further {seed}"), sections)
+            return (_case(further, world, model) if further != sections else None) or case
     raise OctavoError(f"case {seed}: none of {_ATTEMPTS} draws was a run of {ranks or '2 or 4'} ranks.")
+
+
+def _case(sections: dict[str, Any], ranks: int, model: dict[str, Any]) -> Case | None:
+    """A case; None where `octavo train` refuses it."""
+    try:
+        config = RunConfig.from_dict(sections, where="a case")
+        check(config, target=Target(world_size=ranks), notes=False)
+    except InputError:
+        return None
+    return Case(config, ranks, model)
 
 
 def fuzz(
@@ -255,6 +262,16 @@ def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[st
     if train.get("recompute") == "mlp":
         train["recompute"] = True
     return {"lora": lora, "train": train, "parallel": sections["parallel"] | {"tensor_parallel_degree": 1}}
+
+
+def _with_further(draw: random.Random, sections: dict[str, Any]) -> dict[str, Any]:
+    """Sections with Muon, or with a frozen base that is stored in FP8; most as they are."""
+    found = dict(sections)
+    if draw.random() < 0.15:
+        found["optimizer"] = sections["optimizer"] | {"name": "muon"}
+    if "lora" in sections and draw.random() < 0.5:
+        found["lora"] = sections["lora"] | {"base": "fp8"}
+    return found
 
 
 def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
