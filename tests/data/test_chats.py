@@ -362,7 +362,6 @@ TEMPLATES = {
         r"name 1 parts, and there are 2 assistant's turns",
     ),
     "an error": ("{{ raise_exception('no such thing') }}", 1, r"the chat template refuses this .*: TemplateError: no such"),
-    "no Jinja": ("{% for %}", 1, r"the chat template refuses this conversation"),
     "beyond the sandbox": ("{{ ''.__class__.__mro__ }}", 1, r"the chat template refuses this conversation: SecurityError"),
 }  # fmt: skip
 
@@ -402,6 +401,30 @@ def test_no_template_is_refused_and_a_file_or_a_built_in_one_is_taken_into_the_r
         assert AutoTokenizer.from_pretrained(str(data.tokenizer_folder)).chat_template == template
     file.write_text(CHATML + "{# changed #}")  # another template: another preparation
     assert chats(rows, bare, chat_template=str(file)).folder != by_file.folder
+
+
+@pytest.mark.parametrize("faulty_rows", ["refuse", "drop"])
+def test_a_fault_of_the_template_is_none_of_a_row(tmp_path, chats, faulty_rows):
+    """Whether faulty rows are dropped or not."""
+    talk = [{"messages": a_conversation(np.random.default_rng(), 1)}]
+    file = tmp_path / "own.jinja"
+    file.write_text(CHATML.replace("{% endfor %}", "\n{% endfor %}\n{{ messages[0].content | upcase }}"))
+    with pytest.raises(InputError, match=r"^data\.chat_template = '.*own\.jinja': line 3 of the .*: No filter named 'upcase'"):
+        chats(talk, chat_template=str(file), faulty_rows=faulty_rows)
+    own = save_tokenizer(tmp_path / "broken", "chatml", template="{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(InputError, match=r"^data\.tokenizer = '.*broken': line 2 of the .*, or set data\.chat_template\.$"):
+        chats(talk, str(own), faulty_rows=faulty_rows)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_built_in_template_without_its_tokens_is_refused_with_one_that_fits(chats, folders, name):
+    talk = [{"messages": a_conversation(np.random.default_rng(), 1)}]
+    style, fits = ("chatml", '"chatml" or "qwen3"') if name == "llama-3" else ("llama-3", '"llama-3"')
+    missing = "<|eot_id|>" if name == "llama-3" else "<|im_end|>"
+    with pytest.raises(
+        InputError, match=rf"writes .*{re.escape(missing)}.*Set data\.chat_template = {fits}, whose tokens it has"
+    ):
+        chats(talk, style, chat_template=name, faulty_rows="drop")
 
 
 @pytest.mark.parametrize("name", BUILTIN)

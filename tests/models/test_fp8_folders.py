@@ -369,7 +369,8 @@ FOLDERS = {
     "int-quantized": ("channel", None, config(format="int-quantized"), ("int-quantized",)),
     "NVFP4": ("channel", None, config(format="nvfp4-pack-quantized"), ("nvfp4-pack-quantized",)),
     "groups of columns": ("channel", None, weights(strategy="group", group_size=128), ("strategy 'group'",)),
-    "with zero points": ("channel", None, weights(symmetric=False), ("group_0",)),
+    "with zero points": ("channel", None, weights(symmetric=False), ("group_0.weights.symmetric = false",)),
+    "scales of each call": ("channel", None, weights(dynamic=True), ("group_0.weights.dynamic = true",)),
     "a zero point's tensor": (
         "channel", tensor(f"{LAYER}.weight_zero_point", torch.zeros(160, 1)), None,
         (f"{LAYER}.weight_zero_point", "zero point"),

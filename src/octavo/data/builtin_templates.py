@@ -92,3 +92,10 @@ _QWEN3 = """
 
 BUILTIN = {"chatml": _CHATML, "llama-3": _LLAMA_3, "qwen3": _QWEN3}
 """Names → templates."""
+_HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
+TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama-3": (*_HEADERS, "<|eot_id|>"),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+}
+"""Names → the tokens that a tokenizer has to have: without them they would be encoded as other text."""

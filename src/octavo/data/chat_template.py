@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.data import DataConfig
-from octavo.data.builtin_templates import BUILTIN
+from octavo.data.builtin_templates import BUILTIN, TOKENS
 from octavo.data.chat_tokenizer import ChatTokenizer
 from octavo.data.documents import Conversation, Message, Span
 from octavo.data.example_faults import ExampleFault, left_out, shortened
@@ -44,8 +44,46 @@ class ChatTemplate:
         """
         if tools not in self._templates:
             name = self._config.chat_template
-            self._templates[tools] = chat_template(name) if name is not None else self._tokenizer_template(tools)
+            if name in BUILTIN:
+                self._check_tokens(name)
+            template = chat_template(name) if name is not None else self._tokenizer_template(tools)
+            self._check_syntax(template)
+            self._templates[tools] = template
         return self._templates[tools]
+
+    def _check_tokens(self, name: str) -> None:
+        """Refuse a built-in template of which the tokenizer lacks tokens."""
+        absent = [token for token in TOKENS[name] if token not in self._tokenizer.added]
+        if not absent:
+            return
+        others = [f'"{other}"' for other, tokens in TOKENS.items() if self._tokenizer.added.keys() >= {*tokens}]
+        way = (
+            f"data.chat_template = {' or '.join(others)}, whose tokens it has"
+            if others
+            else "a template with tokens that it has"
+        )
+        raise InputError(
+            f"data.chat_template = {name!r} writes {', '.join(absent)}, and data.tokenizer = {self._config.tokenizer!r} has "
+            f"no such token. Set {way}; or name a tokenizer with these tokens, such as one to which "
+            f"tokenizer.add_special_tokens({{'additional_special_tokens': {[*absent]!r}}}) has added them, with "
+            "model.resize = true."
+        )
+
+    def _check_syntax(self, template: str) -> None:
+        """Refuse a template that is no Jinja, before any row."""
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            render_jinja_template(conversations=[], chat_template=template)  # compiled alone
+        except TemplateSyntaxError as error:
+            name = self._config.chat_template
+            owner = f"data.tokenizer = {self._config.tokenizer!r}" if name is None else f"data.chat_template = {name!r}"
+            way = "" if name is not None else ", or set data.chat_template"
+            raise InputError(
+                f"{owner}: line {error.lineno} of the chat template is no Jinja: {(error.message or '').rstrip('.')}. Correct "
+                f"it there{way}."
+            ) from None
 
     def _tokenizer_template(self, tools: bool) -> str:
         key = f"data.tokenizer = {self._config.tokenizer!r}"

@@ -266,11 +266,19 @@ def _group(name: str, group: Any, owner: str, overall: str) -> Group:
     bits = f"{weights.get('type', 'int')} {weights.get('num_bits', 8)} bits"
     what = f"{form} weights of {bits}, strategy {weights.get('strategy')!r}"
     usual = form in _BYTES_ALONE and weights.get("type") == "float" and weights.get("num_bits", 8) == 8
-    if not usual or not weights.get("symmetric", True) or weights.get("dynamic"):
+    if not usual:
         raise _refused(owner, f"{where} ({what})")
+    for key, value, wanted in (("symmetric", True, "true"), ("dynamic", False, "false")):
+        if weights.get(key, value) not in (value, None):
+            raise _refused(
+                owner, f"{where} ({what}) with {name}.weights.{key} = {str(weights[key]).lower()} in place of {wanted}"
+            )
     strategy, structure = weights.get("strategy") or "tensor", weights.get("block_structure")
     if strategy not in ("tensor", "channel", "block") or (structure is not None) != (strategy == "block"):
-        raise _refused(owner, f"{where} ({what})")
+        with_structure = (
+            "" if structure is None or strategy == "block" else f" with {name}.weights.block_structure = {structure!r}"
+        )
+        raise _refused(owner, f"{where} ({what}){with_structure}")
     if isinstance(structure, str):  # of older versions
         structure = [int(one) for one in re.findall(r"\d+", structure)]
     block = _block(structure, owner, f"{name}.weights.block_structure") if structure is not None else (BLOCK, BLOCK)
