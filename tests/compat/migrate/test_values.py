@@ -110,13 +110,48 @@ def test_each_of_two_estimators_has_its_own_values(tmp_path):
         ("import multiprocessing\ndef go(each):\n each.fit()\nmultiprocessing.Process(target=go, args=(e,)).start()", [1, 2]),
         ("start(e)", [UNKNOWN, 2]),
         # a thread runs beside what follows it, and may find the second estimator under the name of the first
-        ("def go():\n e.fit()\nimport threading\nthreading.Thread(target=go).start()", [UNKNOWN, UNKNOWN]),
+        ("def go():\n e.fit()\nimport threading\nthreading.Thread(target=go).start()", [UNKNOWN, 2]),
     ],
 )
 def test_an_estimator_that_starts_elsewhere_has_the_values_of_its_start(tmp_path, start, found):
     made = "e = PyTorch('t.py', hyperparameters=h)\n"
     (tmp_path / "s.py").write_text(f"{HEAD}h = {{'a': 1}}\n{made}{start}\nh['a'] = 2\n{made}e.fit()\n")
     assert [each["hyperparameters"]["a"] for each in read(tmp_path / "s.py").estimators] == found
+
+
+THREAD = "import threading\nt = threading.Thread(target=go)\nt.daemon = True\nt.start()\nprint(t)\n"
+
+
+@pytest.mark.parametrize(
+    ("go", "later", "found"),
+    [
+        ("def go():\n e.fit(inputs=c)", "", 1),
+        ("go = lambda: e.fit(c)", "h = {}\nt.join()", 1),
+        ("def go():\n e.fit(c)", "h['a'] = 2\nh['a'] = 1", UNKNOWN),  # between the two it may start
+        ("def go():\n e.fit(c)", "if ask():\n    h['a'] = 2", UNKNOWN),
+        ("def go():\n e.fit(c)", "class E:\n def fit(self, c):\n  h['a'] = 2\ne = E()", UNKNOWN),
+        ("def go():\n e.fit(c)", "def f():\n global e\n e = made(h)\nf()", UNKNOWN),
+        ("def go():\n if later:\n  h['a'] = 2\n e.fit(c)", "later = True", UNKNOWN),
+        ("def go():\n e.fit(change(h))", "", UNKNOWN),
+    ],
+)
+def test_an_estimator_of_a_thread_starts_at_any_time_from_its_start(tmp_path, go, later, found):
+    (tmp_path / "s.py").write_text(
+        f"{HEAD}h = {{'a': 1}}\nlater = False\nc = {{'train': 'x'}}\ne = PyTorch('t.py', hyperparameters=h)\n{go}\n{THREAD}{later}\n"
+    )
+    given = read(tmp_path / "s.py").estimators[0]
+    assert given["hyperparameters"]["a"] == found
+    assert found is UNKNOWN or given["fit"] == {"inputs": {"train": "x"}}
+
+
+@pytest.mark.parametrize("later", ["c = {'test': 'y'}", "c['train'] = 'y'", "if ask():\n    c = None"])
+def test_channels_that_change_beside_a_thread_are_unknown(tmp_path, later):
+    call = "e = PyTorch('t.py', hyperparameters={'a': 1})\ndef go():\n e.fit(c)\n"
+    (tmp_path / "s.py").write_text(f"{HEAD}c = {{'train': 'x'}}\n{call}{THREAD}{later}\n")
+    given = read(tmp_path / "s.py").estimators[0]
+    assert given["hyperparameters"] == {"a": 1}
+    inputs = given["fit"]["inputs"]
+    assert inputs is UNKNOWN or inputs["train"] is UNKNOWN
 
 
 def test_a_validation_of_no_batch_and_a_model_that_is_not_known_leave_their_places_open(tmp_path):

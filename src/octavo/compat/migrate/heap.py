@@ -167,21 +167,29 @@ class Function(Losable):
 
 @dataclass(eq=False)
 class Job(Losable):
-    """An estimator: its arguments, a copy of them when it was made, and one of when it starts."""
+    """An estimator: its arguments, a copy of them when it was made, and one of when it starts.
+
+    inputs: those of its start, as the script has them.
+    """
 
     given: Table
     made: dict[str, Any]
     fitted: dict[str, Any] | None = None
+    inputs: Any = None
     lost: bool = False
     serial: int = field(default_factory=lambda: next(_SERIAL))
 
 
 @dataclass(frozen=True)
 class Task:
-    """A process that has not started: its function and arguments."""
+    """A process or thread that has not started: its function and arguments.
+
+    is_thread: it has the script's objects and names, where a process has copies.
+    """
 
     function: Function
     args: list[Any]
+    is_thread: bool = False
 
 
 Place = tuple[int, Any]

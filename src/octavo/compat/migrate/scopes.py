@@ -125,6 +125,27 @@ def is_plain_function(node: ast.AST) -> bool:
     )
 
 
+def starts_alone(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
+    """Names whose `fit` a function calls if it does nothing else, with names and constants; none for another function."""
+    body: list[ast.expr | None] = []
+    for each in [ast.Return(node.body)] if isinstance(node, ast.Lambda) else node.body:
+        if not isinstance(each, ast.Expr | ast.Return):
+            return set()
+        body.append(each.value)
+    found: set[str] = set()
+    for value in body:
+        if isinstance(value, ast.Constant) or value is None:
+            continue
+        function = value.func if isinstance(value, ast.Call) else None
+        if not (isinstance(function, ast.Attribute) and function.attr == "fit" and isinstance(function.value, ast.Name)):
+            return set()
+        given = [*value.args, *(word.value for word in value.keywords)]
+        if not all(isinstance(each, ast.Name | ast.Constant) for each in given):
+            return set()
+        found.add(function.value.id)
+    return found
+
+
 class Scopes:
     """The effects of the parts of a tree."""
 

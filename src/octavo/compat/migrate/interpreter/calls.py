@@ -43,7 +43,7 @@ from octavo.compat.migrate.known import (
     merge,
     of_text,
 )
-from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, arguments, declared, is_plain_function, local_names
+from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, arguments, declared, is_plain_function, local_names, starts_alone
 
 _DEEPEST = 8
 _READING = ("print", "isinstance", "issubclass", "type", "len", "repr", "str", "id", "callable", "display", "hash", "bool")
@@ -204,6 +204,9 @@ class Calls(Expressions):
             given = keywords.get("args", Fixed())
             if isinstance(given, Fixed | Items) and MORE not in given and not args and set(keywords) <= {"target", "args"}:
                 return Task(target, list(given))
+        if dotted == "threading.Thread" and isinstance(target, Function) and starts_alone(target.node):
+            if not args and set(keywords) <= {"target", "daemon", "name"}:
+                return Task(target, [], is_thread=True)
         return ABSENT
 
     def _copied(self, value: Any, *, deep: bool, memo: dict[int, Any] | None = None) -> Any:
@@ -340,7 +343,7 @@ class Calls(Expressions):
             inputs = keywords.get("inputs", args[0] if args else None)
             if job.lost:
                 now = self._of_job(Job(job.given, job.made, lost=True))
-            job.fitted = now | {"fit": {"inputs": exported(inputs)}}
+            job.fitted, job.inputs = now | {"fit": {"inputs": exported(inputs)}}, inputs
             return None
         if name == "set_hyperparameters":
             before = job.given.get("hyperparameters")
@@ -399,8 +402,11 @@ class Calls(Expressions):
             return UNKNOWN
 
     def _of_task(self, task: Task, name: str) -> Any:
-        """A process that starts: it has a copy of all."""
-        if name == "start":
+        """A process that starts has a copy of all; a thread may run at any time from now on."""
+        if name == "start" and task.is_thread:
+            self._inline(task.function, [], {})
+            self._threads.append((task.function, starts_alone(task.function.node)))
+        elif name == "start":
             mark = self._heap.mark()
             self._inline(task.function, task.args, {})
             self._heap.rollback(mark)

@@ -85,6 +85,7 @@ class Interpreter(abc.ABC):
         self._jobs: dict[Any, Job] = {}
         self._idle_jobs: dict[Any, Job] = {}  # of functions that nothing calls here
         self._loose_jobs: dict[Any, Job] = {}  # of those that may be called at any time
+        self._threads: list[tuple[Function, set[str]]] = []  # those that have started, and names whose `fit` they call
         self._rounds = 0  # loops around that are not followed item by item
         self._followed: set[int] = set()
         self._released: set[int] = set()
@@ -240,7 +241,26 @@ class Interpreter(abc.ABC):
             value = self._heap.taken(value, level)
         if self._poisoned:
             self._heap.lose(value)
+        if self._threads and frame is self._module:
+            self._rebind(name, value)
         self._heap.name(frame, name, value)
+
+    def _rebind(self, name: str, value: Any) -> None:
+        """A thread may find the value of a name that is bound after its start."""
+        for function, started in self._threads:
+            if name in started and not isinstance(value, Job):
+                self._heap.lose(function)
+            elif name not in started and name in self._scopes.of_function(function.node).loads:
+                for job in self._jobs.values():
+                    job.inputs = UNKNOWN
+
+    def _watch(self) -> None:
+        """Threads may start any estimator with the arguments that it has now."""
+        for job in self._jobs.values():
+            now = exported(job.given)
+            merge(job.made, now, {})
+            if job.fitted is not None:
+                merge(job.fitted, now | {"fit": {"inputs": exported(job.inputs)}}, {})
 
     def _dotted(self, node: ast.AST) -> str | None:
         """The full name of an imported expression; None for others, and for one that may have been replaced."""

@@ -15,6 +15,7 @@ from octavo.compat.migrate.heap import (
     Items,
     Names,
     Table,
+    Task,
 )
 from octavo.compat.migrate.interpreter.calls import Calls
 from octavo.compat.migrate.interpreter.core import (
@@ -96,7 +97,10 @@ class Statements(Calls):
                 self._returns[-1].append(UNKNOWN)
             ways = {RETURN: ast.Return, BREAK: ast.Break, CONTINUE: ast.Continue}
             return GOES_ON | {way for way, kind in ways.items() if kind in inside}
-        return follow(self, node)
+        out = follow(self, node)
+        if self._threads and not self._blind:
+            self._watch()
+        return out
 
     def _do_expression(self, node: ast.Expr) -> Outcome:
         function = node.value.func if isinstance(node.value, ast.Call) else None
@@ -131,6 +135,8 @@ class Statements(Calls):
             self._assign(target.value, value)
         elif isinstance(target, ast.Attribute):
             owner = self.of(target.value)
+            if isinstance(owner, Task) and target.attr == "daemon":
+                return
             self._heap.lose(value)
             if isinstance(owner, Imported):
                 self._replace(f"{owner.dotted}.{target.attr}")
