@@ -1,8 +1,11 @@
 """Short scripts, read by `octavo migrate` and then run: what it says of each is what happens."""
 
+import importlib
+
 import pytest
 import torch
 
+from octavo.compat.migrate.names import LIBRARIES, OTHERS
 from octavo.compat.migrate.report import lines, runs_unchanged
 from octavo.compat.migrate.script import read
 
@@ -291,3 +294,26 @@ def test_what_is_not_resolved_is_not_said_to_run_unchanged(tmp_path, names, text
 @pytest.mark.parametrize("text", UNSEEN)
 def test_what_cannot_be_told_is_said_to_run_as_far_as_it_is_read(tmp_path, text):
     assert _verdict(tmp_path, text) == "unseen"
+
+
+def test_names_that_other_packages_have_dropped_are_told(tmp_path):
+    (tmp_path / "s.py").write_text(
+        "import transformer_engine.pytorch as te\nfrom datasets import load_dataset, load_metric\n"
+        "from transformers.models.llama import modeling_llama\ntry:\n    from transformers import AdamW\n"
+        "except ImportError:\n    from torch.optim import AdamW\n"
+        "te.Linear(16, 16)\nprint(modeling_llama.LlamaSdpaAttention, modeling_llama.LlamaRMSNorm)\n"
+    )
+    script = read(tmp_path / "s.py")
+    gone = {use.name: use.row.status for use in script.uses if use.library == OTHERS}
+    assert gone == {
+        "datasets.load_metric": "absent",
+        "transformers.models.llama.modeling_llama.LlamaSdpaAttention": "absent",
+        "transformers.AdamW": "differs",  # by its own except
+    }
+    assert lines(script)[-1].startswith("To change first: datasets.load_metric (line 2), transformers.models.llama.")
+
+
+@pytest.mark.parametrize("name", sorted(name for name, library in LIBRARIES.items() if library == OTHERS))
+def test_such_names_are_not_in_the_installed_packages(name):
+    module, _, last = name.rpartition(".")
+    assert not hasattr(importlib.import_module(module), last)

@@ -137,7 +137,8 @@ THREAD = "import threading\nt = threading.Thread(target=go)\nt.daemon = True\nt.
 )
 def test_an_estimator_of_a_thread_starts_at_any_time_from_its_start(tmp_path, go, later, found):
     (tmp_path / "s.py").write_text(
-        f"{HEAD}h = {{'a': 1}}\nlater = False\nc = {{'train': 'x'}}\ne = PyTorch('t.py', hyperparameters=h)\n{go}\n{THREAD}{later}\n"
+        f"{HEAD}h = {{'a': 1}}\nlater = False\nc = {{'train': 'x'}}\ne = PyTorch('t.py', hyperparameters=h)\n"
+        f"{go}\n{THREAD}{later}\n"
     )
     given = read(tmp_path / "s.py").estimators[0]
     assert given["hyperparameters"]["a"] == found
@@ -255,6 +256,21 @@ def test_a_model_of_a_run_file_is_the_one_that_the_example_builds(tmp_path, case
     window = getattr(wanted, "sliding_window", None)
     seen = getattr(built, "sliding_window", None)
     assert seen == window or (window is None and seen >= values["max_context_width"])  # no window, or one of all positions
+
+
+def test_folders_of_a_channel_are_those_of_this_machine(tmp_path):
+    inside = "/opt/ml/input/data/train"
+    values = {"max_context_width": 64, "training_dir": f"{inside}/text", "hf_pretrained_model_name_or_dir": f"{inside}/llama/"}
+    values |= {"test_dir": "/opt/ml/input/data/other/val", "zipped_data": 0}
+    call = f"PyTorch('t.py', hyperparameters={values}, instance_type='ml.p5.48xlarge', distribution={RANKS})"
+    (tmp_path / "s.py").write_text(f"{HEAD}e = {call}\ne.fit({{'train': 'file://{tmp_path}'}})\n")
+    text = run_file([read(tmp_path / "s.py")])
+    config = RunConfig.from_dict(tomllib.loads(text))
+    assert config.data.source == f"{tmp_path}/text/*.json"
+    assert config.model.source == f"{tmp_path}/llama"
+    assert config.data.validation_source == "other/val/*.json"
+    assert "; the channel other: give its folder" in text
+    assert "the channel train" not in text
 
 
 def test_a_rotary_scaling_that_the_example_does_not_have_is_refused(tmp_path):

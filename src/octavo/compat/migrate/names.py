@@ -45,6 +45,22 @@ LIBRARIES = {
 }
 """Module → the library of its names."""
 
+_ATTENTION = "transformers.models.{0}.modeling_{0}.{1}"
+_NO_ATTENTION = "one class a model, and attn_implementation= of from_pretrained or from_config"
+_GONE = {
+    "datasets.load_metric": "evaluate.load(name), or leave the import out where nothing uses it",
+    "transformers.AdamW": "torch.optim.AdamW",
+    "transformers.optimization.AdamW": "torch.optim.AdamW",
+    **{
+        _ATTENTION.format(module, f"{model}{kind}"): _NO_ATTENTION
+        for module, model in {"llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "gpt_neox": "GPTNeoX"}.items()
+        for kind in ("SdpaAttention", "FlashAttention2")
+    },
+}
+"""Names that scripts of SMP's container import, and that newer packages do not have → what to write."""
+OTHERS = "other packages"
+LIBRARIES |= dict.fromkeys(_GONE, OTHERS)
+
 
 @dataclass(frozen=True)
 class Name:
@@ -343,7 +359,9 @@ _SDK = (
     Name("smdistributed", "absent", "SMP v1, another library", "import octavo"),
 )
 
-NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCELERATE, *_SDK)}
+_ELSEWHERE = tuple(Name(name, "absent", f"gone from {name.partition('.')[0]}", way) for name, way in _GONE.items())
+
+NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCELERATE, *_SDK, *_ELSEWHERE)}
 """Every row by its name."""
 
 METHODS = (

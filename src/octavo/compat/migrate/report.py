@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.compat.migrate.estimators import told
+from octavo.compat.migrate.names import OTHERS
 from octavo.compat.migrate.script import Script, Use
 
 _MARKS = {"same": " ", "accepted": "·", "differs": "!", "absent": "x", None: "x"}
@@ -95,7 +96,7 @@ def _end(script: Script) -> list[str]:
     refused = any(each in use.row.here for use in script.uses if use.row is not None for each in hedges)
     runs = "As far as it is read, it runs unchanged" if script.notes or refused or unchecked else "It runs unchanged"
     runs += " on a GPU" if script.needs_gpu else ""
-    jobs = bool(script.estimators) and all(use.library == "SageMaker SDK" for use in script.uses)
+    jobs = bool(script.estimators) and all(use.library in ("SageMaker SDK", OTHERS) for use in script.uses)
     return [
         "Names, arguments and constants are read here; other values that Octavo cannot honour are refused in the run.",
         *_way(script, runs, jobs),

@@ -68,7 +68,7 @@ def run_file(scripts: Sequence[Script], *, world_size: int | None = None) -> str
     def of(*names: str) -> str:
         return ", ".join(f"{name} = {_shown(given[name])}" + ("" if name in origins else " (SMP's default)") for name in names)
 
-    _model(given, of, draft)
+    _model(given, of, estimator, draft)
     _data(given, of, estimator, draft)
     degrees = _parallel(given, of, estimator, ranks, draft)
     _moe(given, of, draft)
@@ -192,14 +192,15 @@ def _unknown_arguments(values: Mapping[str, Any], origins: set[str], draft: _Dra
         draft.notes.append(f"need no key: {', '.join(needless)}")
 
 
-def _model(given: Mapping[str, Any], of: Any, draft: _Draft) -> None:
+def _model(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
     source = given[_PRETRAINED]
     kind = str(given["model_type"])
     if source is UNKNOWN:
         draft.put("model.source", "PRETRAINED-MODEL", f"{_PRETRAINED} is known only at run time: give its name or folder")
         draft.put("model.load", True, "its weights")
     elif source:
-        draft.put("model.source", source, of("hf_pretrained_model_name_or_dir"))
+        path, where = _of_channel(str(source), estimator)
+        draft.put("model.source", path, f"{of(_PRETRAINED)}{where}")
         draft.put("model.load", True, "its weights")
     elif kind in SHAPES:
         draft.put("model.source", SHAPES[kind], f"{of('model_type')}; sizes below")
@@ -253,8 +254,6 @@ def _llama_rope(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft: _Draft) -> None:
-    inputs = (estimator.get("fit") or {}).get("inputs")
-    channels = inputs if isinstance(inputs, dict) else {}
     files, kind = _files(given, of)
     if given["use_synthetic_data"]:
         draft.notes.append(
@@ -262,8 +261,9 @@ def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft
         )
     for key, name, channel in (("source", "training_dir", "train"), ("validation_source", "test_dir", "test")):
         if isinstance(given[name], str):
-            draft.put(f"data.{key}", f"{given[name].rstrip('/')}{files}", f"{of(name)}, {kind}")
-        elif isinstance(address := channels.get(channel), str) and (path := local_path(address, channel)) is not None:
+            folder, where = _of_channel(given[name], estimator)
+            draft.put(f"data.{key}", f"{folder.rstrip('/')}{files}", f"{of(name)}{where}, {kind}")
+        elif (path := _channel(channel, estimator)) is not None:
             draft.put(f"data.{key}", f"{path}{files}", f"the channel {channel}, {kind}")
         else:
             draft.put(f"data.{key}", f"{channel}{files}", f"the channel {channel}: give its folder; {kind}")
@@ -272,6 +272,22 @@ def _data(given: Mapping[str, Any], of: Any, estimator: Mapping[str, Any], draft
     if given["data_num_workers"]:
         draft.put("data.workers", given["data_num_workers"], of("data_num_workers"))
     draft.put("data.seed", given["seed"], of("seed"))
+
+
+def _channel(name: str, estimator: Mapping[str, Any]) -> Path | None:
+    """The folder of a channel, if it is on this machine."""
+    inputs = (estimator.get("fit") or {}).get("inputs")
+    address = inputs.get(name) if isinstance(inputs, dict) else None
+    return local_path(address, name) if isinstance(address, str) else None
+
+
+def _of_channel(path: str, estimator: Mapping[str, Any]) -> tuple[str, str]:
+    """A path below a channel of SageMaker's container as one on this machine, and the end of its comment."""
+    name, _, inside = path.removeprefix(_CHANNELS).partition("/")
+    if not path.startswith(_CHANNELS) or not name:
+        return path, ""
+    folder = _channel(name, estimator)
+    return str(Path(folder or name) / inside), "" if folder else f"; the channel {name}: give its folder"
 
 
 def _files(given: Mapping[str, Any], of: Any) -> tuple[str, str]:
@@ -424,6 +440,7 @@ def _train(given: Mapping[str, Any], of: Any, samples: int, draft: _Draft) -> No
             draft.notes.append(f"{name} = {_shown(given[name])}: {_FOLDERS[name]}")
 
 
+_CHANNELS = "/opt/ml/input/data/"
 _PRETRAINED = "hf_pretrained_model_name_or_dir"
 _PATHS = ("checkpoint_dir", "resume_from_checkpoint", "model_dir", "training_dir", "test_dir", "tensorboard_dir")
 """Arguments that are folders of the cloud's machines: a run file does without them."""

@@ -136,7 +136,9 @@ def starts_alone(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> s
     for value in body:
         if isinstance(value, ast.Constant) or value is None:
             continue
-        function = value.func if isinstance(value, ast.Call) else None
+        if not isinstance(value, ast.Call):
+            return set()
+        function = value.func
         if not (isinstance(function, ast.Attribute) and function.attr == "fit" and isinstance(function.value, ast.Name)):
             return set()
         given = [*value.args, *(word.value for word in value.keywords)]

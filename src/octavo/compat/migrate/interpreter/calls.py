@@ -204,9 +204,9 @@ class Calls(Expressions):
             given = keywords.get("args", Fixed())
             if isinstance(given, Fixed | Items) and MORE not in given and not args and set(keywords) <= {"target", "args"}:
                 return Task(target, list(given))
-        if dotted == "threading.Thread" and isinstance(target, Function) and starts_alone(target.node):
-            if not args and set(keywords) <= {"target", "daemon", "name"}:
-                return Task(target, [], is_thread=True)
+        plain = not args and set(keywords) <= {"target", "daemon", "name"}
+        if dotted == "threading.Thread" and isinstance(target, Function) and plain and starts_alone(target.node):
+            return Task(target, [], is_thread=True)
         return ABSENT
 
     def _copied(self, value: Any, *, deep: bool, memo: dict[int, Any] | None = None) -> Any:
