@@ -317,3 +317,14 @@ def test_names_that_other_packages_have_dropped_are_told(tmp_path):
 def test_such_names_are_not_in_the_installed_packages(name):
     module, _, last = name.rpartition(".")
     assert not hasattr(importlib.import_module(module), last)
+
+
+def test_arguments_of_fsdp_have_their_effect_where_nothing_of_smp_is_used(tmp_path):
+    text = (
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision\n"
+        "model = FSDP(model, auto_wrap_policy=policy, use_orig_params=True, mixed_precision=MixedPrecision())\n"
+    )
+    (tmp_path / "s.py").write_text(text)
+    assert {use.row.status for use in read(tmp_path / "s.py").uses} == {"same"}
+    (tmp_path / "s.py").write_text(f"import torch.sagemaker as tsm\n{text}")
+    assert {use.row.status for use in read(tmp_path / "s.py").uses} == {"same", "accepted", "differs"}

@@ -192,7 +192,9 @@ class _Reader:
             self._note(doubtful, text)
         for stray, layer, way in self._meanings.strays:
             self._note(stray, f"{layer} is {way}: its calls there are not seen")
-        self.script.uses = _of_a_plain_script(sorted(self.script.uses, key=lambda use: use.line))
+        self.script.uses.sort(key=lambda use: use.line)
+        if not self.script.is_module:
+            self.script.uses = _of_a_plain_script(self.script.uses)
         self.script.uses = _without_transform(self.script.uses)
 
     def _unbound(self, tree: ast.Module) -> Iterator[str]:
@@ -507,13 +509,13 @@ def _maybe(node: ast.AST | None) -> Any:
 
 
 def _of_a_plain_script(uses: list[Use]) -> list[Use]:
-    """Uses with PyTorch's own arguments of FSDP, where nothing of SMP is used: the script transforms no model."""
+    """Uses with PyTorch's own FSDP, where nothing of SMP is used: the script transforms no model."""
     if any(use.library == "SMP" for use in uses):
         return uses
     plain = "PyTorch's own: this script transforms no model"
     return [
         replace(use, row=Name(use.name, "same", plain))
-        if use.row is not None and use.library == "FSDP1" and "transformed model" in use.row.here and "refused" in use.row.here
+        if use.row is not None and use.library == "FSDP1" and not use.row.here.startswith("not ")
         else use
         for use in uses
     ]
