@@ -1,7 +1,7 @@
 """Builds a model, in one order for `octavo.transform` and for runs, so that each parallelism is written once.
 
 1. replace      a known family becomes Octavo's decoder, timm's vision transformer gets Octavo's blocks, and any other module
-                Octavo's linears in place of its eligible `nn.Linear`s
+                Octavo's linears in place of its eligible `nn.Linear` layers
 2. choose       another recipe, or none, for layers by pattern; frozen parameters; adapters
 3. recompute    activation checkpointing per block: all, all but attention, or the MLP's first product; offload to host memory
 4. shard        over the ranks, block by block
@@ -192,8 +192,8 @@ def transform(
     """Make a model's linear layers run in FP8 under `octavo.fp8_autocast`, and shard it over the ranks of `octavo.init`.
 
     A Hugging Face model of a known family becomes Octavo's decoder with the same weights, and timm's `VisionTransformer` gets
-    Octavo's blocks. Any other module runs its original code, with its eligible `nn.Linear`s replaced in place. All are called
-    as before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others
+    Octavo's blocks. Any other module runs its original code, with its eligible `nn.Linear` layers replaced in place. All are
+    called as before. Over ranks, gradients of a decoder are summed, for the mean loss of the global batch, and those of others
     averaged. Query, key and value become one parameter, and gate and up: optimizers that treat a parameter as one matrix, such
     as Muon, take `octavo.matrices`, and are refused without it at their first step.
 
@@ -206,13 +206,13 @@ def transform(
         device: of the result; when absent the model's (with several ranks: this rank's).
         config: the Hugging Face config, when `model.config` is not it.
         skip: patterns of module names (`fnmatch`, by Octavo's or Hugging Face's names) that are excluded from FP8.
-        layers: pattern → the layers' recipe in place of `fp8_autocast`'s, or None to exclude them from FP8.
-            Later patterns win; `skip` overrides all.
+        layers: pattern → the layers' recipe in place of `fp8_autocast`'s, or None to exclude them from FP8. Later patterns win;
+            `skip` overrides all.
         load_from: a Hugging Face model folder with weights, of which each rank reads its rows.
         load_state_dict_from_rank0: take the weights of rank 0's model; those of the others may be on the meta device.
         cp_comm_type: as in `octavo.init`, or "own": the model's original code splits its sequences, by
-        `octavo.context_parallel`. params_dtype: of parameters; unchanged when absent. float32 with a bf16 `dtype` gives master
-        weights.
+            `octavo.context_parallel`.
+        params_dtype: of parameters; unchanged when absent. float32 with a bf16 `dtype` gives master weights.
         fp8_head: the head's products for a loss are FP8 too; "backward": those of its gradients; False: none. When absent
             "backward" for Octavo's decoder, but False for a Transformer Engine `recipe` and for other models.
         recompute: save only each block's input for backward; "selective": and attention's result; "mlp": all but one product.
@@ -221,7 +221,7 @@ def transform(
         blocks: "own" runs the original code of a model that would get Octavo's blocks, with its names in checkpoints.
         moe: losses and noise of the routers of experts, by the keys of a run file's [moe]; absent ones as in the config.
         lora: `octavo.LoRA`: adapters on the matrices of Octavo's decoder; all other weights are frozen. Leave it out for a
-        model of PEFT's, which has adapters.
+            model of PEFT's, which has adapters.
 
     Raises:
         InputError: a pattern that matches nothing, an unknown recipe or strategy, a folder without the weights, a tensor that

@@ -39,7 +39,7 @@ def attention(
         k, v: [B, T / n, G, D], G key-value heads, a divisor of H.
         group: the ranks; None for those of `octavo.init`'s context_parallel_degree, by default each rank alone.
         position_ids: [B or 1, T], of whole sequences, the same on every rank; a position that is not the previous one plus 1
-        begins a document, and attention stays within documents. On the host it costs a GPU no wait.
+            begins a document, and attention stays within documents. On the host it costs a GPU no wait.
         attention_mask: [B, T], 0 for padding at either end of a sequence, to which no token attends.
         window: keys to which a query attends, its position included; None for all.
         scale: of the logits; None for D^-½.

@@ -36,8 +36,9 @@ def parameter_groups(
 
     Args:
         model: of `octavo.transform`, with `octavo.nn` layers, of PEFT or any other; sharded by Octavo or FSDP2 or not.
-        weight_decay: of matrices, from 0; other parameters have 0. lr: the rate by which `rates` and `layer_decay` are
-        multiplied; required with them. Groups then have separate rates, which PyTorch's schedulers multiply.
+        weight_decay: of matrices, from 0; other parameters have 0.
+        lr: the rate by which `rates` and `layer_decay` are multiplied; required with them. Groups then have separate rates,
+            which PyTorch's schedulers multiply.
         rates: pattern (`fnmatch`) of names of parameters, or of modules around them, Octavo's or the source's → factor of the
             rate; the last one that matches counts, 1 without.
         layer_decay: d, from above 0 to 1. The rate of the last of L blocks is multiplied by d, that of the first by d^L, and

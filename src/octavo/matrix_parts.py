@@ -215,7 +215,7 @@ def matrices(model: nn.Module, *patterns: str) -> Matrices:
 
     Args:
         model: of `octavo.transform`, or any other.
-        patterns: of names (`fnmatch`), such as "model.layers.*"; none: all matrices, of embedding and head, too.
+        *patterns: of names (`fnmatch`), such as "model.layers.*"; none: all matrices, of embedding and head, too.
 
     Raises:
         InputError: a pattern that matches nothing, patterns that choose some of the matrices of one parameter, or fewer

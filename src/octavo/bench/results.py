@@ -53,7 +53,7 @@ def document(
     Args:
         ranks: processes, one a GPU.
         peers: packages whose versions count.
-        more: what else the document has before its rows.
+        **more: what else the document has before its rows.
     """
     on_gpu = device.kind == "cuda"
     return {

@@ -533,7 +533,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 
 def _give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook: `state_dict()` returns `BlockTensor`s; with `keep_vars` they stay the parameters."""
+    """Hook: `state_dict()` returns tensors of type `BlockTensor`; with `keep_vars` they stay the parameters."""
     for name, block in declared(module).items():
         value = state.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter | BlockTensor):

@@ -306,7 +306,7 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The same run with other values of `section.key`s."""
+    """The same run with other values of keys such as `optimizer.lr`."""
     for key, value in values.items():
         section, _, name = _field(config, key)
         table = getattr(config, section)

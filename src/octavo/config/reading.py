@@ -76,7 +76,7 @@ def _missing(path: Path, what: str) -> InputError:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str], model: type[BaseModel]) -> None:
-    """Put `section.key=value`s into the tables of a run file; the last of a key wins.
+    """Put overrides `section.key=value` into the tables of a run file; the last of a key wins.
 
     Raises:
         InputError: an override of another form, without a value, or of a key inside a key that has one value.

@@ -93,10 +93,11 @@ class Stored:
             module, name: of the parameter.
             weight: rows of `rows_to_read`, [R, K].
             out: this rank's rows of the parameter, uint8.
-            first: index of the first row of `weight` in it. skipped: rows of `weight` before `out`'s. height: rows of the
-            parameter, of all ranks that share it; None: those of `weight`. join: reduces a tensor to the maximum over ranks, in
-            place: with True over ranks that share one scale, with False over ranks that hold rows of this
-            module's parameter. None for one rank.
+            first: index of the first row of `weight` in it.
+            skipped: rows of `weight` before `out`'s.
+            height: rows of the parameter, of all ranks that share it; None: those of `weight`.
+            join: reduces a tensor to the maximum over ranks, in place: with True over ranks that share one scale, with False
+                over ranks that hold rows of this module's parameter. None for one rank.
         """
         kind, bits = self.cast.format, getattr(module, name + _BITS)
         stacked = bits if self.experts is not None else bits[None]

@@ -211,11 +211,13 @@ def write_pretrained(
         folder: new, or empty; it appears complete or not at all.
         tokenizer_folder: its content is copied next to the weights.
         read: as in `write_weights`.
-        model: the tensors' model, if it has its original code; when absent the causal language model of the config. generation:
-        the generation config, written unchanged: `save_pretrained` refuses some of the Hub's. replace: replace a model in the
-        folder; its other files stay. shard_bytes: of one file of weights. encode: for Octavo's decoder, returns the tensors
-        that replace a parameter's, with additional ones; on meta their shapes. more: keys of config.json that override the
-        config's.
+        model: the tensors' model, if it has its original code; when absent the causal language model of the config.
+        generation: the generation config, written unchanged: `save_pretrained` refuses some of the Hub's.
+        replace: replace a model in the folder; its other files stay.
+        shard_bytes: of one file of weights.
+        encode: for Octavo's decoder, returns the tensors that replace a parameter's, with additional ones; on meta their
+            shapes.
+        more: keys of config.json that override the config's.
 
     Raises:
         InputError: the folder is not empty or cannot be written.
@@ -251,7 +253,7 @@ def write_weights(
         folder: new, or empty.
         way: conversion to the source; a model of transformers for its published names; None for the source's names.
         read: returns the values of `tensors` on the meta device when their file is written, so that only one file's values are
-        in memory; a tensor with parts in two files is read twice.
+            in memory; a tensor with parts in two files is read twice.
     """
     with new_folder(folder) as new:
         _write_tensors(tensors, new, way, read)

@@ -189,14 +189,14 @@ class Decoder(PretrainedInterface):
 
         Args:
             input_ids: int64 [B, T]; needed.
-            attention_mask: [B, T], 0 for padding, to which no token attends. position_ids: int64 [B, T] or [1, T]; a position
-            that is not the previous one plus 1 begins a new document, and attention stays within documents.
-            On the host it costs a GPU no wait. behind: only None: further arguments are keyword arguments, since Hugging Face's
-            have another order.
+            attention_mask: [B, T], 0 for padding, to which no token attends.
+            position_ids: int64 [B, T] or [1, T]; a position that is not the previous one plus 1 begins a new document, and
+                attention stays within documents. On the host it costs a GPU no wait.
+            *behind: only None: further arguments are keyword arguments, since Hugging Face's have another order.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
-            num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with
-                other samples, and the loss is then the mean over all of them. Where every rank has all weights and one may
-                evaluate alone, a forward without gradients takes the mean over this rank's samples.
+            num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with other
+                samples, and the loss is then the mean over all of them. Where every rank has all weights and one may evaluate
+                alone, a forward without gradients takes the mean over this rank's samples.
             max_documents: documents of all samples together, at most. Positions on a GPU are then not read on the host, so that
                 a CUDA graph repeats the forward for other positions; with more documents the loss is NaN there. On a CPU these
                 are refused.
@@ -205,7 +205,7 @@ class Decoder(PretrainedInterface):
             output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end;
                 when absent as the config of a transformed model says.
             logits_to_keep: as in Hugging Face, the last positions with logits, or the indices of positions; 0 for all.
-            others: arguments of Hugging Face's models with a no-op value (`use_cache=False`).
+            **others: arguments of Hugging Face's models with a no-op value (`use_cache=False`).
 
         Returns:
             `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V]. Gradients of a
@@ -269,7 +269,7 @@ class Decoder(PretrainedInterface):
 
         Raises:
             InputError: an input as in the forward; or the model trains with a loss of its routers, which is part of its
-            built-in loss.
+                built-in loss.
         """
         given = input_ids, attention_mask, position_ids
         if isinstance(self, FSDPModule):  # the hooks of its forward gather the weights

@@ -303,7 +303,7 @@ def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> Mode
 
     Raises:
         InputError: settings for a model without experts or with its original code, a coefficient without its loss, or a config
-        that balances experts without having any.
+            that balances experts without having any.
     """
     if moe is None or not moe.given:
         if spec is not None and spec.balance and not spec.mixtures:

@@ -24,7 +24,7 @@ def rate_factors(
     Args:
         rates: pattern (`fnmatch`) of names, Octavo's or the source's → factor; the last match counts, 1 without a match.
         layer_decay: d. Of L blocks the first has d^L, the last d; parameters registered before them, such as embeddings, d^(L +
-        1); those after them, such as a final norm and a head, 1.
+            1); those after them, such as a final norm and a head, 1.
         keys: names of both in messages.
 
     Raises:

@@ -24,7 +24,7 @@ class ModelSpec:
         qk_norm: queries and keys are normalised head by head before their rotation, by an RMSNorm each.
         parallel: attention and MLP read the same residual stream, each through a separate norm.
         attention_dropout, hidden_dropout, embedding_dropout: in training: of the probabilities, of a block's additions to the
-        residual stream, and of the embeddings.
+            residual stream, and of the embeddings.
         tied: the output head is the embedding.
         padding: the token whose row of the embedding is not trained, as in Hugging Face (`pad_token_id`).
         initializer_range: standard deviation of the initial matrices.

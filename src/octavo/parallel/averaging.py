@@ -138,7 +138,7 @@ class Average:
             self._agree(attentions)
 
     def reduce(self) -> None:
-        """Make means of all `grad`s at once."""
+        """Average the gradients of all parameters at once."""
         self._restart()
         self._finish()
 

@@ -108,11 +108,11 @@ def shard(
     Args:
         model: the root; parameters outside blocks and ends are gathered before its forward and reduced after its backward.
         blocks: gathered one by one, each while the previous part runs. Experts go with their block, but separately, since fewer
-        ranks share them under expert parallelism. So does the first block's MLP.
+            ranks share them under expert parallelism. So does the first block's MLP.
         how: ranks and dtypes, with `reshard_after_forward` decided.
         summed: sum gradients over the ranks; False averages them, for mean losses.
         ends: modules that run before and after the blocks, in order. They are gathered as blocks are, those after the blocks
-        together, but once for forward and backward; their gradients are reduced as soon as they exist.
+            together, but once for forward and backward; their gradients are reduced as soon as they exist.
     """
     mesh = how.mesh
     _refuse_shared(model, blocks)

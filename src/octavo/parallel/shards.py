@@ -220,8 +220,10 @@ def replicas_of(tensor: Tensor) -> list[list[int]]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and each buffer once, under its first name, in the same order on every rank; parameters with blocks as
-    `BlockTensor`s."""
+    """Each parameter and each buffer once, under its first name, in the same order on every rank.
+
+    Parameters of which a rank has a block are of type `BlockTensor`.
+    """
     blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
         yield name, with_block(parameter, blocks[parameter])

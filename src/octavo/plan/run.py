@@ -254,8 +254,9 @@ def check(
     Args:
         config: the run.
         blocks: for `model.blocks`.
-        target: ranks and a GPU that need not exist here. prepared: the run's data, whose tokens `model.resize` adds; without
-        it, the tokens that are known from the configuration.
+        target: ranks and a GPU that need not exist here.
+        prepared: the run's data, whose tokens `model.resize` adds; without it, the tokens that are known from the
+            configuration.
         notes: print notes and warnings of an accepted run; False for one that does not start.
 
     Raises:

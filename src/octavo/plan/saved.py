@@ -59,24 +59,29 @@ class Setup:
         head: products of the head in FP8, as `fp8.head`.
         mlp_chunks: parts of the tokens that an MLP computes one after the other.
         horizon: blocks whose offloaded activations are loaded ahead in backward.
-        accumulates: several micro-batches make a step. syncs: gradients are summed over the shards in each.
+        accumulates: several micro-batches make a step.
+        syncs: gradients are summed over the shards in each.
         documents: attention stays within documents.
         context: ranks that share each sequence.
         tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one rank's part of the
-        model. expert: ranks over which experts are split, each whole with tensor ranks too; each rank is assumed to get an
-        equal share of the tokens' copies.
-        frozen: parameters that are not trained; frozen_of_block: of the block with the fewest of them.
+            model.
+        expert: ranks over which experts are split, each whole with tensor ranks too; each rank is assumed to get an equal share
+            of the tokens' copies.
+        frozen: parameters that are not trained.
+        frozen_of_block: of the block with the fewest of them.
         row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
         gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
         reshard: gathered blocks are freed after their forward.
-        adapter_rank: of adapters on all matrices of attention and MLPs; 0 for none. head_frozen: the head is not trained.
+        adapter_rank: of adapters on all matrices of attention and MLPs; 0 for none.
+        head_frozen: the head is not trained.
         expert_ranks: of adapters on both matrices of experts; 0 for none.
         stored: frozen matrices of blocks are stored only in FP8.
         late: float16, whose gradient of the head stays float32 until backward.
         history: steps of delayed scaling; 0 for none.
-        hidden: parameters that Muon trains, with one state in place of two; largest_hidden: of the largest whole one;
-            largest_matrix: the largest square of a matrix's shorter side, as the iteration has two.
+        hidden: parameters that Muon trains, with one state in place of two.
+        largest_hidden: of the largest whole one.
+        largest_matrix: the largest square of a matrix's shorter side, as the iteration has two.
         memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None for no columnwise weights from 16 bits.
     """
 

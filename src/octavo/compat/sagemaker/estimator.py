@@ -155,7 +155,7 @@ class PyTorch:
         Args:
             training_job_name: its name.
             sagemaker_session: means nothing here.
-            other: `output_path`, the folder of jobs, if it was not ./jobs.
+            **other: `output_path`, the folder of jobs, if it was not ./jobs.
 
         Raises:
             InputError: there is no such job.
