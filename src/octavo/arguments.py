@@ -123,6 +123,8 @@ Steps = Annotated[
 Warmup = Annotated[
     int | None, typer.Option(min=0, help="Steps before measuring; 5, for a kernel 10, for a layer 20 if absent.")
 ]
+TimedTokens = Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens of a timed layer; 2 x 1,024 if absent.")]
+TimedHidden = Annotated[int | None, typer.Option("--hidden", min=1, help="Features of a timed layer; 2,048 if absent.")]
 Device = Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")]
 Output = Annotated[
     str | None, typer.Option(metavar="PATH", help="A .json file, or a folder for one new file a workload; here if absent.")

@@ -453,6 +453,8 @@ def bench(
     warmup: options.Warmup = None,
     output: options.Output = None,
     device: options.Device = None,
+    tokens: options.TimedTokens = None,
+    hidden: options.TimedHidden = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine: times and errors of layers in FP8, or each kernel's speed beside the device's copy.
@@ -471,6 +473,8 @@ def bench(
         warmup=warmup,
         output=options.path(output, "--output"),
         device=device,
+        tokens=tokens,
+        hidden=hidden,
         command=shlex.join(["octavo", *sys.argv[1:]]),
         say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
     )

@@ -23,6 +23,7 @@ from octavo.bench.layers import (
     error,
     exact_tensors,
     measure_layers,
+    size_of,
 )
 from octavo.bench.results import write
 from octavo.bench.run import STEPS, check_figures, render, run_suite
@@ -193,7 +194,7 @@ def seconds_of(*calls):
 
 
 def test_forward_and_backward_of_each_recipe_are_timed():
-    rows = measured(["linear", "mlp-swiglu"], settling=0, timer=seconds_of)
+    rows = measured(["linear", "mlp-swiglu"], settling=0, timer=seconds_of, timed=size_of(40, 256))
     assert all(row["octavo_us"] > 0 for row in rows)
     assert len({(row["layer"], row["octavo_us"]) for row in rows}) == 2 * len(RECIPES)
     text = io.StringIO()
@@ -201,13 +202,14 @@ def test_forward_and_backward_of_each_recipe_are_timed():
     for row in rows:
         row["octavo_us"] = {"bf16": 300.0, "delayed": 200.0, "current": 240.0}[row["recipe"]]
     render(results, Console(file=text, width=120))
+    assert "1 x 40 tokens of 256 features" in text.getvalue()
     cells = [line.split() for line in text.getvalue().splitlines()]
     assert ["mlp-swiglu", "300", "200", "1.50", "240", "1.25"] in cells
 
     def broken(*calls):
         raise RuntimeError("no events")
 
-    rows = measured(["linear"], settling=0, timer=broken)
+    rows = measured(["linear"], settling=0, timer=broken, timed=size_of(32, 256))
     assert {row["time_failed"] for row in rows} == {"RuntimeError: no events"}
     assert all(row["octavo_error"] > 0 and "octavo_us" not in row for row in rows)
     assert not any("octavo_us" in row for row in measured(["linear"], settling=0))
@@ -226,3 +228,27 @@ def test_a_run_of_layers_is_written(tmp_path):
     with pytest.raises(InputError, match="Did you mean 'mlp-gelu'"):
         run_suite("layers", cases=["mlp-gellu"], device="cpu", command="octavo bench layers")
     assert STEPS["layers"] == (3, suite.SETTLING)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"tokens": 64},
+            "--tokens and --hidden are of the timed layers on a GPU: nothing is timed on the device cpu. Remove them.",
+        ),
+        ({"hidden": 512}, "nothing is timed on the device cpu"),
+    ],
+)
+def test_a_size_without_a_timer_is_refused(tmp_path, how, message):
+    with pytest.raises(InputError) as caught:
+        run_suite("layers", output=tmp_path / "none", device="cpu", command="octavo bench layers", **how)
+    assert message in str(caught.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_sizes_are_those_of_whole_groups_of_heads():
+    assert size_of(None, None) == suite.ON_GPU
+    assert size_of(4096, 4096) == (1, 4096, 4096, 16384, 64, 16)
+    with pytest.raises(InputError, match=r"--hidden 5000 is no multiple of 256 \(four heads of 64\). Nearest: --hidden 5120."):
+        size_of(None, 5000)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import octavo.nn
 from octavo.bench import exact
-from octavo.errors import recorded
+from octavo.errors import InputError, recorded
 from octavo.fp8.autocast import fp8_autocast
 from octavo.fp8.recipe import CurrentScaling, DelayedScaling
 from octavo.nn.mlp import deinterleave, interleave
@@ -37,6 +37,8 @@ RECIPES = {
     "current": CurrentScaling(fast_accumulation=False),
 }
 ROPE_BASE = 500_000.0
+HIDDEN_STEP = 256
+"""Features of a group of four heads."""
 
 Tensors = dict[str, Tensor]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -181,6 +183,20 @@ def _octavo_around(recipe: str) -> Around:
 OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
 
 
+def size_of(tokens: int | None, hidden: int | None) -> Size:
+    """A layer of Llama's proportions: one sequence of `tokens`, `hidden` features in heads of 64; absent ones of `ON_GPU`.
+
+    Raises:
+        InputError: heads of 64 features in groups of four do not fill `hidden`.
+    """
+    hidden = ON_GPU.hidden if hidden is None else hidden
+    if hidden % HIDDEN_STEP:
+        near = max(HIDDEN_STEP, round(hidden / HIDDEN_STEP) * HIDDEN_STEP)
+        raise InputError(f"--hidden {hidden} is no multiple of {HIDDEN_STEP} (four heads of 64). Nearest: --hidden {near}.")
+    batch, length = (ON_GPU.batch, ON_GPU.tokens) if tokens is None else (1, tokens)
+    return Size(batch, length, hidden, 4 * hidden, hidden // 64, hidden // HIDDEN_STEP)
+
+
 def draw(layer: LayerCase, size: Size, device: torch.device, seed: int) -> tuple[Tensors, Tensor, Tensor]:
     """Parameters by name, input and output gradient, all in bfloat16: norms around 1, matrices by 1/√fan_in."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -259,6 +275,7 @@ def measure_layers(
     settling: int,
     say: Callable[[str], None],
     timer: Callable[..., list[float]] | None = None,
+    timed: Size = ON_GPU,
 ) -> list[dict[str, Any]]:
     """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
 
@@ -270,6 +287,7 @@ def measure_layers(
         settling: passes of delayed scaling before the measured one.
         timer: microseconds of each of some calls, which take turns; with one, rows have those of a forward and backward of
             Octavo's layer (`octavo_us`).
+        timed: the layers' size for the timer; errors are of `ON_GPU`, on a CPU of `ON_CPU`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -298,7 +316,9 @@ def measure_layers(
                 errors = {f"{name}_error": medians.get(name, {}).get(tensor) for name in ("octavo", "te")}
                 rows.append({"layer": layer.name, "recipe": recipe, "tensor": tensor, **errors, **failures, **sizes})
         if timer is not None:
-            _time(rows, layer, size, drawn[0], timer, say)
+            drawn.clear()
+            expected.clear()
+            _time(rows, layer, timed, draw(layer, timed, device, 0), timer, say)
     return rows
 
 
@@ -319,6 +339,7 @@ def _time(
         if row["layer"] == layer.name:
             fault = {key: found[key] for key in ("time_failed",) if key in found}
             row |= fault or {"octavo_us": found[row["recipe"]]}
+            row["timed"] = list(size[:3])
 
 
 def _median_errors(found: Iterable[Tensors], expected: list[Tensors]) -> dict[str, float]:

@@ -187,15 +187,16 @@ def print_kernels(results: dict[str, Any], console: Console) -> None:
 
 
 def print_errors(results: dict[str, Any], console: Console) -> None:
-    """A table for each layer, tensors down; for each recipe both libraries' errors and their ratio."""
+    """A table for each layer, tensors down; for each recipe the error, and if measured Transformer Engine's and the ratio."""
     rows = results["rows"]
+    beside = any(row["te_error"] is not None or "te_failed" in row for row in rows)
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     for layer in dict.fromkeys(row["layer"] for row in rows):
         of_layer = [row for row in rows if row["layer"] == layer]
         lines: dict[str, list[str]] = {}
         for row in of_layer:  # of each recipe in turn
-            lines.setdefault(row["tensor"], [row["tensor"]]).extend(_errors(row))
-        figures = [title for recipe in recipes for title in (recipe, "te", "ratio")]
+            lines.setdefault(row["tensor"], [row["tensor"]]).extend(_errors(row, beside))
+        figures = [title for recipe in recipes for title in ((recipe, "te", "ratio") if beside else (recipe,))]
         title = titled(f"layers · {layer} · relative error", results)
         print_table(title, ["tensor"], figures, list(lines.values()), console)
         failures = {f"{row['recipe']}: {row[key]}" for row in of_layer for key in row if key.endswith("_failed")}
@@ -220,14 +221,17 @@ def print_times(results: dict[str, Any], console: Console) -> None:
         cells = [text for us, faster in figures for text in (f"{us:,.0f}", f"{faster:.2f}")]
         lines.append([layer, f"{timed[layer, plain]:,.0f}", *cells])
     titles = [f"{plain} us", *(title for recipe in others for title in (f"{recipe} us", "x"))]
-    print_table(titled("layers · forward and backward", results), ["layer"], titles, lines, console)
+    batch, tokens, hidden = next(row["timed"] for row in results["rows"] if "octavo_us" in row)
+    what = f"layers · forward and backward · {batch} x {tokens:,} tokens of {hidden:,} features"
+    print_table(titled(what, results), ["layer"], titles, lines, console)
 
 
-def _errors(row: dict[str, Any]) -> list[str]:
-    """Both errors and their ratio, "-" for a missing one."""
-    found = [row["octavo_error"], row["te_error"]]
+def _errors(row: dict[str, Any], beside: bool) -> list[str]:
+    """The error, and with `beside` Transformer Engine's and their ratio; "-" for a missing one."""
+    found = [row["octavo_error"], *([row["te_error"]] if beside else [])]
+    cells = ["-" if one is None else f"{one:.3%}" for one in found]
     ratio = _ratio(row)
-    return [*("-" if one is None else f"{one:.3%}" for one in found), "-" if ratio is None else f"{ratio:.3f}"]
+    return [*cells, "-" if ratio is None else f"{ratio:.3f}"] if beside else cells
 
 
 def _ratio(row: dict[str, Any]) -> float | None:

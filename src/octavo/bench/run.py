@@ -15,7 +15,7 @@ from rich.console import Console
 
 from octavo.bench import results
 from octavo.bench.kernels import KERNELS, measure_kernels
-from octavo.bench.layers import LAYERS, OCTAVO, SETTLING, measure_layers
+from octavo.bench.layers import LAYERS, OCTAVO, SETTLING, measure_layers, size_of
 from octavo.bench.results import print_errors, print_kernels, print_times
 from octavo.errors import InputError, unknown
 from octavo.hardware import describe_device
@@ -40,6 +40,8 @@ def run_suite(
     warmup: int | None = None,
     output: Path | None = None,
     device: str | None = None,
+    tokens: int | None = None,
+    hidden: int | None = None,
     command: str,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
@@ -49,11 +51,13 @@ def run_suite(
 
     Args:
         output: a .json file, replaced if it exists; or a folder for a new file SUITE.json; None: the current folder.
+        tokens, hidden: of the timed layers, on a GPU: a sequence's tokens, and features.
         command: the command line, for the record.
         say: takes progress messages, a line each.
 
     Raises:
-        InputError: an unknown suite, case or device, kernels without a GPU, or an output that cannot be written.
+        InputError: an unknown suite, case or device, kernels or a size without a GPU, a size of kernels, or an output that
+            cannot be written.
     """
     if suite not in KNOWN:
         raise unknown("benchmark suite", suite, KNOWN)
@@ -63,6 +67,10 @@ def run_suite(
     found = device_of(device)
     if suite == "kernels":
         check_gpu(suite, found)
+    if (tokens, hidden) != (None, None) and (suite == "kernels" or found.type != "cuda"):
+        why = "kernels have their shapes" if suite == "kernels" else f"nothing is timed on the device {found.type}"
+        raise InputError(f"--tokens and --hidden are of the timed layers on a GPU: {why}. Remove them.")
+    timed = size_of(tokens, hidden)
     output = output or Path()
     file = output if output.suffix == ".json" else output / f"{suite}.json"
     results.check_output([file], output, say)
@@ -72,7 +80,9 @@ def run_suite(
     if suite == "kernels":
         rows = measure_kernels(chosen, found, iterations=count, warmup=before, say=say)
     else:
-        rows = measure_layers(chosen, found, [OCTAVO], seeds=count, settling=before, say=say, timer=_timer(found, before))
+        rows = measure_layers(
+            chosen, found, [OCTAVO], seeds=count, settling=before, say=say, timer=_timer(found, before), timed=timed
+        )
     name = f"cuda:{found.index or 0}" if found.type == "cuda" else "cpu"
     document = results.document(suite, command, describe_device(name), rows)
     results.write({file: document})
