@@ -16,7 +16,7 @@ release = version = octavo.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"Octavo {release}"
-html_static_path = ["_static"]
+html_static_path, html_css_files = ["_static"], ["wide.css"]
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 myst_heading_anchors = 4
