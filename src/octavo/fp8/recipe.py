@@ -111,7 +111,7 @@ class Recipe:
         object.__setattr__(self, "precise", {product: fast not in (True, product) for product in products})
 
     @functools.cached_property
-    def with_own_rules(self) -> Recipe:
+    def with_octavo_rules(self) -> Recipe:
         """The recipe itself; for Transformer Engine's with Octavo's rules, the equal Octavo recipe."""
         return self if self.native else dataclasses.replace(self)
 

@@ -638,7 +638,7 @@ class Decoder(PretrainedInterface):
         elif delayed and checkpoints.are_around():
             recipe = CurrentScaling()  # has no state: a recomputation repeats its casts
         elif delayed:
-            recipe = recipe.with_own_rules  # Transformer Engine has no such head, and none of its rules for it
+            recipe = recipe.with_octavo_rules  # Transformer Engine has no such head, and none of its rules for it
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 

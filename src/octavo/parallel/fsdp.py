@@ -119,7 +119,7 @@ def shard(
     # FSDP2 wants gradients of one dtype in a group. Those of FP8 products have the parameters' dtype, as on one rank, so norms
     # and biases in their block, which are small, are gathered in their dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
-    own_dtypes = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
+    parameter_dtypes = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
     inner = mesh if how.expert_mesh is None else sharding_mesh(how.expert_mesh)
     units = _units(blocks)
     for unit in units:
@@ -129,7 +129,7 @@ def shard(
                 of_dtypes, shared = part, inner
                 if how.expert_mesh is not None:
                     spread_experts(part, how.expert_mesh, fp8=how.expert_dispatch_fp8)
-            policy = own_dtypes if has_fp8_weights(of_dtypes, how.recipe) else outer
+            policy = parameter_dtypes if has_fp8_weights(of_dtypes, how.recipe) else outer
             with FrozenBytes():
                 fully_shard(part, mesh=shared, reshard_after_forward=how.frees_blocks, mp_policy=policy)
     front, behind = ends
@@ -138,7 +138,7 @@ def shard(
     together = _groups_of(behind)
     for group in together:
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
-    policy = own_dtypes if not blocks and has_fp8_weights(model, how.recipe) else outer
+    policy = parameter_dtypes if not blocks and has_fp8_weights(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _derive_class(model, each_micro_batch_too=how.sync_each_micro_batch)
     if summed:
