@@ -190,14 +190,14 @@ def current_recipe(device: torch.device) -> Recipe | None:
 
 
 def claim_buffers(model: buffers.BufferSet) -> None:
-    """A layer of this model is about to run in compiled code: see `scaling.claim`."""
+    """`scaling.claim` before a layer of this model runs in compiled code."""
     active = _local.state.active
     if active is not None and active.recipe is not None and active.recipe is not model.claimed:
         scaling.claim(model, active.recipe)
 
 
 def gathering_recipe(device: torch.device) -> Recipe | None:
-    """`current_recipe` for a weight that is gathered: the layers that read it record what a checkpoint will repeat."""
+    """`current_recipe` for a weight that is gathered; its layers, not the gather, record forwards for checkpoints."""
     active = _local.state.active if checkpoints.graph_task() == -1 else _in_force(_threads.here())
     if active is None or active.recipe is None:
         return None
@@ -219,7 +219,7 @@ def _in_force(thread: _Thread) -> _Active | None:
 
 
 def _remember(thread: _Thread, active: _Active | None) -> None:
-    """Keep context and scales of this forward, without gradients or under hooks, for each checkpoint around it to repeat."""
+    """Store context and scales of this forward for each checkpoint around it, which may recompute it."""
     if torch.is_grad_enabled():
         if _found(thread) is not None:
             return
@@ -307,7 +307,7 @@ def around_layer() -> tuple[buffers.Session, bool | None, bool]:
 
 
 class _CheckpointedForward(contextlib.AbstractContextManager[None]):
-    """The forward of a checkpoint with `recomputing`: it collects the autocasts that it enters."""
+    """Context of the forward of a checkpoint with `recomputing`: collects the autocasts that the forward enters."""
 
     def __init__(self, recomputing: _Recomputing) -> None:
         self._recomputing = recomputing
@@ -384,7 +384,7 @@ def scales_of_forward() -> contextlib.AbstractContextManager[None]:
 
 
 def _repeated(thread: _Thread) -> _Forward:
-    """The forward of this recomputation; without a checkpoint around, that of the current context or of the last one."""
+    """The forward of this recomputation; without a checkpoint around it, that of the current or else the last context."""
     if (known := _found(thread)) is not None:
         return known
     for one in checkpoints.nearest_first():
@@ -396,7 +396,7 @@ def _repeated(thread: _Thread) -> _Forward:
 
 
 def _found(thread: _Thread) -> _Forward | None:
-    """The forward of the innermost checkpoint with `use_reentrant=False`, looked for once in its forward and recomputation."""
+    """The forward of the innermost checkpoint with `use_reentrant=False`, searched once per forward and recomputation."""
     hook = checkpoints.pack_hook()
     if hook is None:
         return None

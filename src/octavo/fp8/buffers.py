@@ -51,10 +51,10 @@ Scales: TypeAlias = "list[tuple[ScaleBuffer, Tensor]]"
 
 @dataclass
 class Waiting:
-    """Entries of a slot that training has cast and that had not begun then.
+    """Entries of a slot that training has cast before they had a scale.
 
     Attributes:
-        native: the cast used Octavo's first scale, computed from the operand's amax.
+        native: the cast used Octavo's first scale, from the operand's amax.
         state: returns the `ModuleState` of the slot; None if that was deleted.
         updates: of the buffer since then.
     """
@@ -86,7 +86,7 @@ class Slot:
         self.entries = index if count is None else slice(index, index + count)
         self.fp8_max = fp8_max
         self.offered = False
-        """An autocast allocated it before it knew which layers run inside: not recorded until a layer of its model has run."""
+        """Allocated by an autocast, which does not know its layers yet; not recorded until a layer of its model has run."""
         self.position = torch.tensor([buffer.number, index])
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
         self._of: Tensor | None = None  # the history that these are of
@@ -194,7 +194,7 @@ class ScaleBuffer:
         return slot
 
     def know(self, index: int, begun: Tensor) -> None:
-        """Entries of the slot at `index` were written from outside: which of them have begun, bool [] or [count]."""
+        """Note which entries of the slot at `index` have begun after a write from outside: bool [] or [count]."""
         self.waiting.pop(index, None)
         flags = begun.flatten().tolist()
         now = next(process.numbers)
@@ -213,7 +213,7 @@ class ScaleBuffer:
         return self._copied_scale[1]
 
     def forget_copies(self) -> None:
-        """The scales were written."""
+        """Drop the copy of the scales, which were written."""
         self._copied_scale = None
 
     def _grow(self) -> None:
@@ -254,7 +254,7 @@ class ScaleBuffer:
             self._look()
 
     def _look(self) -> None:
-        """Learn which slots have begun: on a CPU those of this update, on a GPU those of the last, for which nothing waits.
+        """Find the slots that have begun: on a CPU after this update, on a GPU after the last one, so that nothing waits.
 
         All ranks that join their amaxes learn the same at the same update.
         """
@@ -345,7 +345,7 @@ class Session:
 
     joint: Joint
     number: int = field(default_factory=lambda: next(process.numbers))
-    ended_scales: Scales | None = None  # once it has ended
+    ended_scales: Scales | None = None  # the forward scales of all casts, once it has ended
     is_open: bool = False
     used: dict[BufferSet, None] = field(default_factory=dict)
     recorded: dict[BufferSet, Literal["evaluation", "training"]] = field(default_factory=dict)
@@ -432,7 +432,7 @@ class BufferSet:
         return index
 
     def record_forward(self, session: Session | None = None, *, training: bool) -> None:
-        """An amax of a forward with gradients is about to be recorded, in `session` or else the current one.
+        """Note that an amax of a forward with gradients is about to be recorded, in `session` or else the current one.
 
         Raises:
             InputError: a forward on another thread is recording too.
@@ -449,7 +449,7 @@ class BufferSet:
             session.recorded[self] = "training" if training else "evaluation"
 
     def record_gradient(self, session: Session | None = None) -> None:
-        """The amax of a gradient is about to be recorded: the forward in `session` counts, and backward's end updates.
+        """Note that a gradient's amax is about to be recorded: its forward, in `session`, counts, and backward's end updates.
 
         Raises:
             InputError: a backward on another thread is recording too.

@@ -53,7 +53,7 @@ def are_around() -> bool:
 
 
 has_hooks: Callable[[], object] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""True, or what counts as true, under saved-tensor hooks, as in every forward with gradients in a checkpoint."""
+"""Truthy under saved-tensor hooks, as in every forward with gradients in a checkpoint."""
 
 
 def pack_hook() -> Any:

@@ -1,9 +1,9 @@
 """The cast policy of FP8 linear layers: the only place that decides dtype, scale, layouts and recorded amax of each operand.
 
 `LinearQuantizer` turns a recipe and a layer's `ModuleState` into a `Quantizer` for the kernel that produces an operand. To save
-memory, backward may repeat two casts with the scales of forward: of a columnwise weight, which only backward reads, unless it
-is cached (`octavo.fp8.columnwise`), and of the input after an activation. Compiled code follows the same policy, with casts as
-operators that take the index of a slot.
+memory, backward may repeat two casts with forward's scales: that of the columnwise weight, unless it is cached
+(`octavo.fp8.columnwise`), and that of an activation's output. Compiled code follows the same policy, with casts as operators
+that take the index of a slot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Producer = Callable[[Quantizer], QuantizedTensor]
 
 
 class DenseOperand:
-    """Adapter: an existing matrix [R, C] as a `Producer`. column_sum: `column_sum()` will be called."""
+    """Adapter: an existing matrix [R, C] as a `Producer`. column_sum: also compute the sum over rows, a bias's gradient."""
 
     def __init__(self, matrix: Tensor, *, column_sum: bool = False) -> None:
         self.matrix = matrix
@@ -43,7 +43,7 @@ class DenseOperand:
         self._partial: Tensor | None = None
 
     def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
-        """Cast the matrix; partial column sums come out of the same pass where the kernel has them."""
+        """Cast the matrix, with partial column sums in the same pass where the kernel has them."""
         if quantizer.scale is None:
             return QuantizedTensor(self.matrix.to(quantizer.dtype))
         tiles = row_tiles(self.matrix, quantizer.columnwise) if self._sums else None
@@ -92,7 +92,7 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
         InputError: a transform of `torch.func` around an FP8 layer.
     """
     around = autocast.current_recipe(device)
-    # First, since everything that compiled code reads before is guarded: a change of it would recompile.
+    # First: compiled code guards everything that it reads before, and would recompile when it changes.
     if not torch.compiler.is_compiling() and around is not None and around is not state.buffers.claimed:
         claim(state.buffers, around)
     recipe = state.under(around)
@@ -121,8 +121,8 @@ def shard_scale(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale of a sharded weight, and the tensor that records its amax (None: not recorded).
 
-    Both are float32 [], or [E] of this rank's experts. largest: returns the amax of the whole weight if the scale is computed
-    from it: under current scaling, and under delayed scaling before the first update.
+    Both are float32 [], or [E] of this rank's experts. largest: returns the amax of the whole weight; called under current
+    scaling, and under delayed scaling before the first update.
     """
     how = recipe.casts[Operand.WEIGHT]
     if how.delayed:
@@ -145,7 +145,7 @@ def shard_scale(
 
 
 def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor:
-    """The amaxes of an operand; of experts that are spread over ranks the largest of all, which each rank sees a part of.
+    """The amaxes of an operand; for experts that are distributed over ranks the largest of all experts.
 
     All ranks of the experts call it at the same cast: they share which entries have a scale.
     """
@@ -166,7 +166,7 @@ class LinearQuantizer:
     """
 
     wants_x = wants_weight = wants_bias = True
-    """Gradients that backward computes: those of `want`."""
+    """Gradients that backward computes, set by `want`."""
     recasts = False
     """Backward recasts the input with the scale of forward (`recomputed_input`) instead of reading a saved one."""
     recomputes_output = False
@@ -268,7 +268,7 @@ class LinearQuantizer:
         if self._discards_cached:
             self.state.weight_cache = None
         cache = cache and self.wants_x and not self.recomputes_output
-        # Of float32 a second cast would read four bytes to save one.
+        # A second cast of a float32 weight would read four bytes to save one.
         cache = cache and (weight.itemsize > 2 or self.state.caches_columnwise)
         # FSDP may free it between forward and backward, so that a cached layout would undo the saving. Weights of FSDP1 are
         # parts of a flat parameter.

@@ -123,7 +123,9 @@ class ContextParallel(nn.Module):
 
 
 class DotProductAttention(ContextParallel):
-    """softmax(q · kᵀ · scale) · v; `octavo.nn.attend` says which kernel computes it.
+    """softmax(q · kᵀ · scale) · v. q: [B, T, H, D]; k, v: [B, T, G, D] → [B, T, H·D].
+
+    `octavo.nn.attend` lists the kernels.
 
     `attn_mask_type`, for calls without a mask: "causal" or "no_mask". `attention_dropout` is applied in training only.
     qkv_format: "bshd" for [B, T, H, D], or "sbhd" for [T, B, H, D]. window_size (w, 0) under causal attention: a query attends
@@ -254,7 +256,9 @@ def _norm_of_heads(
 
 
 class MultiheadAttention(ContextParallel, ResidualLayer):
-    """Norm, joint query/key/value product, rotary embedding, attention and output product; without the residual.
+    """Norm, joint query/key/value product, rotary embedding, attention and output product, without the residual.
+
+    [B, T, hidden] → [B, T, hidden].
 
     Without `input_layernorm` there is no norm, and the first product is `qkv`. With `return_layernorm_output` the norm's output
     is the last result, and `forward_residual` returns it as the stream.

@@ -25,7 +25,7 @@ RunBlock = Callable[..., tuple[Any, ...]]
 
 
 class TransformerLayer(ContextParallel, ResidualLayer):
-    """x + attention(norm(x)), then h + mlp(norm(h)). The residual stream keeps the input's dtype.
+    """h = x + attention(norm(x)), then h + mlp(norm(h)). x, result: [B, T, hidden]; the residual stream has the input's dtype.
 
     With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is that of the results of attention
     and MLP, and with `parallel_attention_mlp` of their sum. attn_input_format: "bshd" for hidden states [B, T, hidden], or

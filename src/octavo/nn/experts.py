@@ -33,7 +33,7 @@ from octavo.nn.mlp import MlpUse
 
 
 class StackedExperts(nn.Module):
-    """y = Σ wₑ · fc2ₑ(activation(fc1ₑ(x))) over the experts e of each token.
+    """y = Σ wₑ · fc2ₑ(activation(fc1ₑ(x))) over the experts e of each token. x, y: [T, H]; weights of tokens: [T, K].
 
     Parameters: fc1_weight [E · F or E · 2F, H] and fc2_weight [E · H, F], the matrices of all experts one after the other; with
     a gated activation all gates of an expert, then all its ups. FSDP2 shards rows: any number of ranks can hold parts of any

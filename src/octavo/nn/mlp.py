@@ -379,7 +379,7 @@ CHUNK_ROWS = 128
 
 
 class LayerNormMLP(NormedLayer):
-    """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias.
+    """y = activation(norm(x) · fc1_weightᵀ + fc1_bias) · fc2_weightᵀ + fc2_bias. x, y: [..., hidden_size].
 
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), fc1_weight [F or 2F, hidden_size] (gated activations have
     both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.arguments.ACTIVATIONS`,

@@ -53,7 +53,7 @@ class Experts:
 
 
 class LayerNormMoE(ResidualLayer):
-    """y = Σ wₑ · fc2ₑ(activation(fc1ₑ(norm(x)))) over the experts e that the router chooses for a token.
+    """y = Σ wₑ · fc2ₑ(activation(fc1ₑ(norm(x)))) over the experts e that the router chooses for a token. x, y: [..., H].
 
     Parameters: layer_norm_weight, layer_norm_bias (LayerNorm only), router_weight [E, H], and those of `experts`, a
     `StackedExperts`. The router is never FP8.

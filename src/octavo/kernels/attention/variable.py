@@ -1,7 +1,7 @@
 """PyTorch's FlashAttention-2 of several sequences in one call, with its log-sum-exp: boundaries are read on the GPU alone.
 
-The operators of `torch.nn.attention.varlen.varlen_attn`, which gives no log-sum-exp to its backward's caller. Slower than
-cuDNN's kernels for long sequences, but one launch for all of them, the same for every packing.
+The operators behind `torch.nn.attention.varlen.varlen_attn`, whose backward accepts no log-sum-exp. Slower than cuDNN's kernels
+for long sequences, but one launch for all of them, the same for every packing.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 """
