@@ -6,6 +6,8 @@ that an exception left. Tensor extensions, custom reduce-scatters and lists of p
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 
 import fsdp2_names
@@ -13,9 +15,11 @@ import pytest
 import torch
 from private_names import SOURCE, used_in
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.distributed.tensor import DTensor
 
 import ranks
 from octavo.errors import InputError
@@ -24,6 +28,9 @@ from octavo.parallel.fsdp2 import adapter
 pytestmark = ranks.alone
 
 IMPORTED = {"_fully_shard", "_fsdp_collectives", "_fsdp_common", "_fsdp_param"}
+ADAPTER = SOURCE / "parallel" / "fsdp2" / "adapter.py"
+RECORDS = {"shard_process_group", "iter_forward_root", "post_backward_final_callback_queued", "all_gather_event", "event",
+           "param_name"}  # fmt: skip
 STATE = {"_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
 SIGNATURES = {
     (_fsdp_param_group.FSDPParamGroup, "unshard"): ("self", "async_op"),
@@ -43,13 +50,25 @@ SIGNATURES = {
 
 def names():
     """All names of FSDP2 in the adapter."""
-    return {*adapter.GROUP, *adapter.PARAMETER, *adapter.LATER} | STATE | IMPORTED
+    return {*adapter.GROUP, *adapter.PARAMETER, *adapter.LATER, *adapter.STREAMS} | RECORDS | STATE | IMPORTED
 
 
 def test_every_name_of_the_adapter_is_one_of_these():
     known = names() | {"_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter"}
-    own = {name for name in used_in(SOURCE / "parallel" / "fsdp2" / "adapter.py") if name not in known}
+    own = {name for name in used_in(ADAPTER) if name not in known}
     assert own <= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering"}
+
+
+def test_every_other_attribute_in_the_adapter_is_public():
+    tree = ast.parse(ADAPTER.read_text(encoding="utf-8"))
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | vars(adapter).keys()
+    own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"}
+    own |= {field.name for field in dataclasses.fields(adapter.Form)} | {"octavo_group"}
+    owners = (torch, torch.Tensor, torch.UntypedStorage, torch.Stream, torch.cuda, torch.distributed, nn, DTensor, FSDPModule)
+    public = {name for owner in (*owners, ProcessGroup, fully_shard, dict, str) for name in dir(owner)}
+    public |= {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
+    assert {node.attr for node in attributes} - names() - own - public == {"IDLE", "FORWARD", "PRE_BACKWARD", "SHARDED"}
 
 
 def test_every_private_name_has_its_reason_beside_the_public_means():
@@ -150,14 +169,18 @@ def calls():
     for group in groups:
         for name in adapter.GROUP:
             assert hasattr(group._raw, name), name
+        for name in adapter.STREAMS:
+            assert hasattr(group._raw.comm_ctx, name), name
         for parameter in group._raw.fsdp_params:
-            for name in (*adapter.PARAMETER, "param_dtype", "_unsharded_param"):
-                assert hasattr(parameter, name), name
+            for name in (*adapter.PARAMETER, *adapter.LATER):
+                assert hasattr(type(parameter), name) or hasattr(parameter, name), name
     state = fully_shard.state(model)
     assert state is model._get_fsdp_state()
     assert isinstance(state, _fsdp_state.FSDPState)
     for name in STATE:
         assert hasattr(state, name), name
+    for name in ("iter_forward_root", "post_backward_final_callback_queued"):
+        assert hasattr(state._state_ctx, name), name
     return forward, backward
 
 

@@ -148,6 +148,9 @@ def shard(
         _spare_copies(model, units, how, whole=inner.size() == 1)
     for each in groups_of(sharded_modules(model)):
         each.make_trainable()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and (of_module := group_of(module)) is not None:
+            of_module.name = ", ".join(filter(None, (of_module.name, name)))
     if how.sync_each_micro_batch:
         each_micro_batch.use(model, sharded_modules(model))
         vars(model)[_EACH] = True

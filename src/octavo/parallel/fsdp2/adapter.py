@@ -38,22 +38,21 @@ from octavo.versions import requirement
 GROUP = (
     "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "comm_ctx", "reduce_grads",
     "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "is_unsharded", "unshard",
-    "wait_for_unshard", "reshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_module_fqn",
-    "_all_gather_result", "_all_gather_comm", "_partial_reduce_output",
-    "_all_reduce_hook", "_reshard_after_forward_event", "_to_unsharded", "_wait_all_gather_streams_on_event",
-    "_reduce_scatter_process_group",
+    "wait_for_unshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_all_gather_result",
+    "_all_gather_comm", "_partial_reduce_output", "_all_reduce_hook", "_to_unsharded",
 )  # fmt: skip
-"""Names of an `FSDPParamGroup` that this file uses. The last one is of groups over several ranks."""
+"""Names of an `FSDPParamGroup` that this file uses."""
 PARAMETER = (
-    "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "_init_extensions", "mesh_info",
-    "device", "sharded_state", "sharded_param",
-    "all_gather_outputs", "unsharded_accumulated_grad", "init_all_gather_outputs", "alloc_all_gather_outputs",
-    "init_unsharded_param", "free_unsharded_param", "reset_sharded_param", "accumulate_unsharded_grad_if_needed",
-    "to_sharded_dtensor",
+    "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "mesh_info", "device", "sharded_state",
+    "sharded_param",
+    "all_gather_outputs", "unsharded_accumulated_grad", "unsharded_accumulated_grad_data", "unsharded_grad_data",
+    "init_all_gather_outputs", "init_unsharded_param", "reset_sharded_param", "to_sharded_dtensor",
 )  # fmt: skip
 """Names of an `FSDPParam` that this file uses, before its first gathering."""
 LATER = ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
 """Names that a first forward gives an `FSDPParam`."""
+STREAMS = ("all_gather_state", "reduce_scatter_stream", "get_all_gather_streams")
+"""Names of a group's `comm_ctx` that this file uses, from the first forward on."""
 
 BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "buffers")
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
@@ -117,10 +116,10 @@ class Parameter:
         self.size: torch.Size = raw._orig_size
         self.device: torch.device = raw.device
         mesh = raw.mesh_info
-        over_ranks = isinstance(mesh, FSDPMeshInfo)
-        self.rank: int = mesh.shard_mesh_rank if over_ranks else 0
-        self.ranks: int = mesh.shard_mesh_size if over_ranks else 1
-        self.shard_group: Any = mesh.shard_process_group if over_ranks else None
+        ranks: Any = mesh.shard_process_group if isinstance(mesh, FSDPMeshInfo) else None
+        self.shard_group = ranks
+        self.rank: int = 0 if ranks is None else ranks.rank()
+        self.ranks: int = 1 if ranks is None else ranks.size()
         # PyTorch's chunks: the first rank has the most rows.
         self.padded_rows: int = -(-self.size[0] // self.ranks)
         self.by_rows = all(getattr(placement, "dim", 0) == 0 for placement in raw.sharded_param.placements)
@@ -151,18 +150,20 @@ class Parameter:
 
     def gradient(self) -> Tensor | None:
         """The gradient of the gathered parameter, of all micro-batches; None without one."""
-        raw = self._raw
-        if not hasattr(raw, "_unsharded_param"):  # no forward yet
+        raw, whole = self._raw, vars(self._raw).get("_unsharded_param")
+        if whole is None:  # no forward yet
             return None
-        raw.accumulate_unsharded_grad_if_needed()
-        if raw.unsharded_accumulated_grad is not None:
-            return cast(Tensor, raw.unsharded_accumulated_grad_data)
-        return None if raw.unsharded_param.grad is None else cast(Tensor, raw.unsharded_grad_data)
+        if (total := raw.unsharded_accumulated_grad) is None:
+            return None if whole.grad is None else cast(Tensor, raw.unsharded_grad_data)
+        if whole.grad is not None:
+            total += whole.grad
+            whole.grad = None
+        return cast(Tensor, raw.unsharded_accumulated_grad_data)
 
     def drop_gradient(self) -> None:
         """Leave FSDP2 no gradient to reduce."""
-        if hasattr(self._raw, "_unsharded_param"):
-            self._raw.unsharded_accumulated_grad = self._raw.unsharded_param.grad = None
+        if (whole := vars(self._raw).get("_unsharded_param")) is not None:
+            self._raw.unsharded_accumulated_grad = whole.grad = None
 
     def add_to_shard(self, gradient: Tensor) -> None:
         """Make a gradient of the shard that of its parameter, or add it."""
@@ -180,10 +181,12 @@ class Parameter:
         self._raw.reset_sharded_param()
 
     def extend(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Gather what `before` returns for the padded shard, and make the parameter by `after`: PyTorch's tensor extensions."""
+        """Gather what `before` returns for the padded shard, and make the parameter by `after`: PyTorch's tensor extensions.
+
+        FSDP2 looks for them before its first all-gather.
+        """
         tensor = self._raw._sharded_local_tensor
         tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
-        self._raw._init_extensions()
 
     def take_form(self) -> Form:
         """Take the tensors of the present form away; a gradient of micro-batches before stays with the parameter."""
@@ -206,10 +209,15 @@ class Parameter:
         """The memory of the whole, of the current stream: the rows of all ranks, then padding, flat."""
         raw, shard = self._raw, self._raw._sharded_param_data
         raw.init_all_gather_outputs([shard.numel()], [raw.param_dtype or shard.dtype], ranks, raw.device)
-        raw.alloc_all_gather_outputs()
         (whole,) = raw.all_gather_outputs
         assert isinstance(whole, Tensor)
+        _resize(whole, whole.nbytes)
         return whole
+
+    def free(self) -> None:
+        """Free the memory of `allocate`."""
+        for whole in self._raw.all_gather_outputs:
+            _resize(whole, 0)
 
     @property
     def flat_shard(self) -> Tensor:
@@ -221,14 +229,16 @@ class Group:
     """The parameters that FSDP2 gathers and reduces together.
 
     Attributes:
+        module: has the group, alone or with others.
+        name: of its modules, below the root.
         parameters: in FSDP2's order.
         device: PyTorch's module of streams and events for the group's device.
         replicated: its ranks have replicas, over which gradients are summed too.
     """
 
-    def __init__(self, raw: Any) -> None:
-        _check(raw, GROUP[:-1], "groups of parameters")
-        self._raw = raw
+    def __init__(self, raw: Any, module: FSDPModule) -> None:
+        _check(raw, GROUP, "groups of parameters")
+        self._raw, self.module, self.name = raw, module, ""
         self.parameters = [Parameter(parameter) for parameter in raw.fsdp_params]
         self.device: Any = torch.get_device_module(raw.device)
         self.is_sharded = isinstance(raw.mesh_info, FSDPMeshInfo)
@@ -236,8 +246,6 @@ class Group:
         self._before_reduction: dict[str, Callable[[], None]] = {}
         self.micro_batch_follows = False
         """This backward is reduced, and another of the same step follows (`octavo.parallel.fsdp2.each_micro_batch`)."""
-        if self.is_sharded:
-            _check(raw, GROUP[-1:], "groups of parameters over ranks")
 
     def make_trainable(self) -> None:
         """Have FSDP2 make the whole parameters outside of inference mode, whatever the mode of the first forward.
@@ -247,11 +255,6 @@ class Group:
         for raw in self._raw.fsdp_params:
             for name in ("init_all_gather_outputs", "init_unsharded_param"):
                 setattr(raw, name, torch.inference_mode(False)(getattr(raw, name)))
-
-    @property
-    def name(self) -> str:
-        """Of its module, below the root."""
-        return str(self._raw._module_fqn)
 
     @property
     def ranks(self) -> dist.ProcessGroup:
@@ -304,11 +307,6 @@ class Group:
         return self._raw._all_reduce_hook is not None
 
     @property
-    def reduction_ranks(self) -> dist.ProcessGroup:
-        """The ranks that sum its gradients."""
-        return cast(dist.ProcessGroup, self._raw._reduce_scatter_process_group)
-
-    @property
     def reduction_stream(self) -> Any:
         """The stream of reductions."""
         return self._raw.comm_ctx.reduce_scatter_stream
@@ -331,7 +329,7 @@ class Group:
     def free(self) -> None:
         """Free what is gathered or being gathered."""
         self._raw.wait_for_unshard()
-        self._raw.reshard()
+        FSDPModule.reshard(self.module)
 
     def before_reduction(self, kind: str, action: Callable[[], None]) -> None:
         """Run `action`, of a kind of `BEFORE_REDUCTION`, in every backward when the gradients are complete, reduced or not."""
@@ -416,7 +414,8 @@ class _InPlaceGathering:
             return
         if raw._training_state == TrainingState.FORWARD and (before := raw.comm_ctx.all_gather_state) is not None:
             # The buffer of the previous part, which FSDP2 keeps until the next part has waited.
-            raw._wait_all_gather_streams_on_event(before.event)
+            for stream in raw.comm_ctx.get_all_gather_streams(False, TrainingState.FORWARD):
+                stream.wait_event(before.event)
             raw.comm_ctx.all_gather_state = None
         self.group.device.current_stream().wait_event(result.all_gather_event)
         for parameter in raw.fsdp_params:
@@ -429,13 +428,12 @@ class _InPlaceGathering:
         left = isinstance(self.raw._all_gather_result, InPlace)
         self.plain_finalize()  # has the current stream wait
         if left:
-            for parameter in self.raw.fsdp_params:
-                parameter.free_unsharded_param()
+            for parameter in self.group.parameters:
+                parameter.free()
 
     def _is_fit(self) -> bool:
         """True if FSDP2 would only cast and gather, and the caller agrees; the same on all ranks."""
-        default = type(self.raw._all_gather_comm) is DefaultAllGather and self.raw._reshard_after_forward_event is None
-        return default and self.fit(self.group)
+        return type(self.raw._all_gather_comm) is DefaultAllGather and self.fit(self.group)
 
     @torch.no_grad()
     def _gather(self) -> InPlace:
@@ -457,7 +455,7 @@ def group_of(module: FSDPModule) -> Group | None:
         return None
     known = vars(raw).get("octavo_group")
     if known is None:
-        known = raw.octavo_group = Group(raw)
+        known = raw.octavo_group = Group(raw, module)
     return cast(Group, known)
 
 
@@ -489,7 +487,13 @@ def end_passes(modules: Iterable[FSDPModule]) -> None:
         if group is not None:
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()
-            group.reshard()
+            FSDPModule.reshard(module)
+
+
+def _resize(tensor: Tensor, size: int) -> None:
+    """Make the storage of a tensor of `size` bytes; one that has them is not allocated anew."""
+    if (storage := tensor.untyped_storage()).size() != size:
+        storage.resize_(size)
 
 
 def _state(module: FSDPModule) -> Any:
@@ -498,7 +502,8 @@ def _state(module: FSDPModule) -> Any:
 
 def _check(raw: Any, names: Sequence[str], what: str) -> None:
     """Raise an InputError if FSDP2 has changed."""
-    if missing := [name for name in names if not hasattr(raw, name)]:
+    # Some properties of a class raise an error before a gradient is there.
+    if missing := [name for name in names if not hasattr(type(raw), name) and not hasattr(raw, name)]:
         raise InputError(
             f"torch {torch.__version__}: FSDP2's {what} have no {', '.join(missing)}, by which Octavo shards. "
             f"pip install '{requirement('torch')}', or train on one rank."

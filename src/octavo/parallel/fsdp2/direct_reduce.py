@@ -56,7 +56,7 @@ class _Reduction:
 
     def __init__(self, group: Group, running: _Running, dtype: torch.dtype | None, one_host: bool) -> None:
         self.group, self.running, self.dtype, self.one_host = group, running, dtype, one_host
-        self.ranks = group.reduction_ranks
+        self.ranks = group.ranks
         self.accumulated = False
 
     def install(self) -> None:
