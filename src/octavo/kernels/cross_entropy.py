@@ -8,7 +8,7 @@ cache if few rows are processed at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -211,30 +211,49 @@ def launch(
 ) -> tuple[Tensor, Gradient | None]:  # fmt: skip
     """Run the kernel; see `cross_entropy_`. shape: another than `row_shape`'s."""
     rows, columns = logits.shape
-    shape = shape or row_shape(columns)
-    loss, q, fp8_max = outputs(logits, grad_scale, fp8)
+    out = outputs(logits, grad_scale, fp8)
     if rows:
         _cross_entropy[(rows,)](
-            logits, target, loss, grad_scale, q, columns, logits.stride(0), 0 if q is None else q.stride(0),
-            objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
-            FP8_MAX=fp8_max, SMOOTH=objective.label_smoothing != 0, BLOCK=shape.block, num_warps=shape.warps,
+            logits, target, out.losses, grad_scale, out.fp8, columns, logits.stride(0), out.stride, *numbers(objective),
+            FP8_MAX=out.fp8_max, **constants(objective, shape or row_shape(columns)),
         )  # fmt: skip
-    return result(loss, logits, grad_scale, q)
+    return result(out, logits, grad_scale)
 
 
-def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
-    """Outputs of a kernel: losses of the rows, float32 [N], the FP8 gradient where one is requested, and its largest value."""
+def numbers(objective: Objective) -> tuple[int, float, float]:
+    """For a kernel: the terms of the loss."""
+    return objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss)
+
+
+def constants(objective: Objective, shape: RowShape) -> dict[str, Any]:
+    """For a kernel: what it is compiled for."""
+    return {"SMOOTH": objective.label_smoothing != 0, "BLOCK": shape.block, "num_warps": shape.warps}
+
+
+class Outputs(NamedTuple):
+    """For a kernel: the losses of the rows, float32 [N], the FP8 gradient if there is one, its stride and largest value."""
+
+    losses: Tensor
+    fp8: Tensor | None = None
+    stride: int = 0
+    fp8_max: float = 1.0
+
+
+def outputs(logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> Outputs:
+    """Where a kernel writes; a gradient in high precision goes over the logits."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    return (losses, None, 1.0) if grad_scale is None or fp8 is None else (losses, fp8, torch.finfo(fp8.dtype).max)
+    if grad_scale is None or fp8 is None:
+        return Outputs(losses)
+    return Outputs(losses, fp8, fp8.stride(0), torch.finfo(fp8.dtype).max)
 
 
-def result(losses: Tensor, logits: Tensor, grad_scale: Tensor | None, fp8: Tensor | None) -> tuple[Tensor, Gradient | None]:
-    """The sum of the rows' losses, and the gradient that a kernel has written over the logits, or to `fp8`."""
+def result(out: Outputs, logits: Tensor, grad_scale: Tensor | None) -> tuple[Tensor, Gradient | None]:
+    """The sum of the rows' losses, and the gradient that a kernel has written over the logits, or in FP8."""
     if grad_scale is None:
-        return losses.sum(), None
-    if fp8 is None:
-        return losses.sum(), Gradient(logits)
-    return losses.sum(), Gradient(None, fp8, grad_scale / torch.finfo(fp8.dtype).max)
+        return out.losses.sum(), None
+    if out.fp8 is None:
+        return out.losses.sum(), Gradient(logits)
+    return out.losses.sum(), Gradient(None, out.fp8, grad_scale / out.fp8_max)
 
 
 def cross_entropy_(

@@ -25,10 +25,12 @@ from octavo.kernels.cross_entropy import (
     Gradient,
     Objective,
     RowShape,
+    constants,
     exponentials,
     gradient_of_row,
     load_logits,
     loss_of_row,
+    numbers,
     outputs,
     result,
     row_shape,
@@ -124,13 +126,12 @@ def launch_statistics(
 ) -> Tensor:
     """Run the kernel; see `statistics`. reread: the gradient will reread the logits."""
     rows, width = logits.shape
-    smooth = objective.label_smoothing != 0
-    shape = shape or row_shape(width)
-    out = torch.empty(3 + smooth, rows, dtype=torch.float32, device=logits.device)
+    of_kernel = constants(objective, shape or row_shape(width))
+    out = torch.empty(3 + of_kernel["SMOOTH"], rows, dtype=torch.float32, device=logits.device)
     if rows:
         _cross_entropy_statistics[(rows,)](
             logits, target, out, rows, words.number, width, logits.stride(0), words.first,
-            PADDED=words.number < width, SMOOTH=smooth, REREAD=reread, BLOCK=shape.block, num_warps=shape.warps,
+            PADDED=words.number < width, REREAD=reread, **of_kernel,
         )  # fmt: skip
     return out
 
@@ -141,17 +142,15 @@ def launch_gradient(
 ) -> tuple[Tensor, Gradient | None]:  # fmt: skip
     """Run the kernel; see `cross_entropy_of_statistics_`."""
     rows, width = logits.shape
-    shape = shape or row_shape(width)
-    loss, q, fp8_max = outputs(logits, grad_scale, fp8)
+    out = outputs(logits, grad_scale, fp8)
     if rows:
         _cross_entropy_of_slice[(rows,)](
-            logits, target, of_slices, loss, grad_scale, q, rows, words.number, width, logits.stride(0),
-            0 if q is None else q.stride(0), words.first, words.vocabulary,
-            objective.ignore_index, float(objective.label_smoothing), float(objective.z_loss),
-            SLICES=len(of_slices), FP8_MAX=fp8_max, PADDED=words.number < width, SMOOTH=objective.label_smoothing != 0,
-            BLOCK=shape.block, num_warps=shape.warps,
+            logits, target, of_slices, out.losses, grad_scale, out.fp8, rows, words.number, width, logits.stride(0),
+            out.stride, words.first, words.vocabulary, *numbers(objective),
+            SLICES=len(of_slices), FP8_MAX=out.fp8_max, PADDED=words.number < width,
+            **constants(objective, shape or row_shape(width)),
         )  # fmt: skip
-    return result(loss, logits, grad_scale, q)
+    return result(out, logits, grad_scale)
 
 
 def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objective, *, reread: bool = True) -> Tensor:
