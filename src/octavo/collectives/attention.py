@@ -14,7 +14,7 @@ H query heads, G key-value heads, D head dimension.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,16 @@ from octavo.kernels.attention.cached import saved_once
 from octavo.kernels.attention.pattern import Pattern
 from octavo.kernels.attention.pieces import Attended, Gradients, attention, gradients
 from octavo.kernels.autograd import refuse_second_derivative
+
+
+class _Call(NamedTuple):
+    """What a call attends to: the ranks with their exchange, the pattern and split of whole sequences, the scale."""
+
+    context: ContextGroup
+    pattern: Pattern
+    split: Split
+    scale: float
+
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -62,9 +72,8 @@ def context_attention(
             f"{split.tokens}: make it for the whole sequence."
         )
     _check(pattern, context, q.shape[2], k.shape[2])
-    out: Tensor = _FUNCTIONS[context.strategy].apply(
-        q, k, v, context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale
-    )
+    call = _Call(context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale)
+    out: Tensor = _FUNCTIONS[context.strategy].apply(q, k, v, call)
     return out
 
 
@@ -114,9 +123,9 @@ def check_heads(heads: int, groups: int, ranks: int) -> None:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        context, pattern, split, scale = call
+
         def compute() -> tuple[Tensor, Tensor]:
             if _is_plain(pattern):
                 return causal.forward(q, k, v, context, split, scale)
@@ -130,7 +139,7 @@ class _AllGather(torch.autograd.Function):
                     attended.add(keys, values, plan.spans)
             return attended.result()
 
-        ctx.call, ctx.started = (context, pattern, split, scale), None
+        ctx.call, ctx.started = call, None
         return saved_once(ctx, compute, q, k, v)
 
     @staticmethod
@@ -141,7 +150,7 @@ class _AllGather(torch.autograd.Function):
         ctx.started = None
         context, pattern, split, scale = ctx.call
         if _is_plain(pattern):
-            return *causal.backward(d_out, q, k, v, out, lse, context, split, scale, gathering), None, None, None, None
+            return *causal.backward(d_out, q, k, v, out, lse, context, split, scale, gathering), None
         batch, chunk = q.shape[0], split.chunk
         exchange = _Chunks(context, pattern, batch, split)
         fetching = exchange.fetch(torch.stack((k, v)))
@@ -163,7 +172,7 @@ class _AllGather(torch.autograd.Function):
         summing = exchange.reduce(parts, local)
         grads.add(k, v, [span for span in spans if span.q0 >= chunk], *local)
         dk, dv = local.add_(summing.wait())
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def gather_ahead(result: Tensor, attended: Tensor) -> None:
@@ -177,9 +186,9 @@ def gather_ahead(result: Tensor, attended: Tensor) -> None:
             node = node.next_functions[0][0]
     if not hasattr(node, "started") or not result.requires_grad or torch.compiler.is_compiling():
         return
-    context, pattern, *_ = node.call
-    if _is_plain(pattern):
-        result.register_hook(lambda grad: _begin(node, context))
+    call: _Call = node.call
+    if _is_plain(call.pattern):
+        result.register_hook(lambda grad: _begin(node, call.context))
 
 
 def _begin(node: Any, context: ContextGroup) -> None:
@@ -276,9 +285,9 @@ class _Chunks:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        context, pattern, split, scale = call
+
         def compute() -> tuple[Tensor, Tensor]:
             attended = Attended(q, scale=scale)
             kv = torch.stack((k, v))
@@ -290,7 +299,7 @@ class _Ring(torch.autograd.Function):
                     kv = passing.wait()
             return attended.result()
 
-        ctx.call = context, pattern, split, scale
+        ctx.call = call
         return saved_once(ctx, compute, q, k, v)
 
     @staticmethod
@@ -313,7 +322,7 @@ class _Ring(torch.autograd.Function):
                 kv = passing.wait()
         assert following is not None
         dk, dv = following.wait()  # back at the rank that holds their keys
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _pass_on(context: ContextGroup, x: Tensor) -> Pending[Tensor]:
@@ -333,23 +342,22 @@ def _pass_on(context: ContextGroup, x: Tensor) -> Pending[Tensor]:
 
 class _HeadsForTokens(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ContextGroup, pattern: Pattern, split: Split, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        context, pattern, _, scale = call
         heads, groups = q.shape[2] // context.size, max(1, k.shape[2] // context.size)
         mine = _to_heads(context, q, k, v)
         whole_q, whole_k, whole_v = mine.split([heads, groups, groups], 2)
         spans = pattern.spans(q.shape[0])
         out, lse = attention(whole_q, whole_k, whole_v, spans, scale=scale, window=pattern.window)
         ctx.save_for_backward(whole_q, whole_k, whole_v, out, lse)
-        ctx.call = context, pattern, split, scale, k.shape[2]
+        ctx.call, ctx.groups = call, k.shape[2]
         return _of_rank(_to_tokens(context, out))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("these attention kernels")
         q, k, v, out, lse = ctx.saved_tensors
-        context, pattern, _, scale, groups = ctx.call
+        (context, pattern, _, scale), groups = ctx.call, ctx.groups
         spans = pattern.spans(q.shape[0])
         found = gradients(_to_heads(context, d_out), q, k, v, out, lse, spans, scale=scale, window=pattern.window)
         copies = max(1, context.size // groups)  # ranks that had the same key-value head
@@ -358,7 +366,7 @@ class _HeadsForTokens(torch.autograd.Function):
         if copies > 1:
             wide = torch.promote_types(q.dtype, torch.float32)
             dk, dv = (x.unflatten(2, (groups, copies)).sum(3, dtype=wide).to(x.dtype) for x in (dk, dv))
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None
 
 
 _FUNCTIONS = {"all_gather": _AllGather, "p2p": _Ring, "a2a": _HeadsForTokens}
