@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import octavo
 from octavo.errors import InputError
 from octavo.kernels.attention import reference
-from octavo.kernels.attention.cached import keeping
+from octavo.kernels.attention.cached import caching
 from octavo.kernels.attention.pattern import Pattern, packed_pattern, pattern_of
 from octavo.models.decoder import Decoder
 from octavo.nn.attend import attend
@@ -29,7 +29,7 @@ def attended(pattern, *, keep=False):
     q, k, v, d_out = (torch.randn(2, T, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     if keep:
-        stored, read = keeping()
+        stored, read = caching()
         with stored:
             attend(*leaves, pattern, scale=0.3)
         with read:
