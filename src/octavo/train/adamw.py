@@ -17,8 +17,9 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from octavo.kernels.adamw import adamw_
 
-SMALL = 65_536
-"""Tensors with fewer elements go to PyTorch's kernel."""
+SMALL = 1 << 19
+"""Tensors with fewer elements go to PyTorch's kernel together. A launch costs a GPU some 2 µs: as much as Octavo's kernel gains
+on 440,000 elements in float32, at 4.2 in place of 2.5 TB/s. All 448 adapters of rank 16 in an 8B model are smaller."""
 
 
 def local(tensor: Tensor) -> Tensor:
