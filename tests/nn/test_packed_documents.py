@@ -23,12 +23,12 @@ def positions(cuts, tokens=T):
     return torch.stack([torch.cat([torch.arange(b - a) for a, b in itertools.pairwise([0, *row, tokens])]) for row in cuts])
 
 
-def attended(pattern, *, keep=False):
-    """Output and gradients in float64, of the same inputs in each call; keep: of a recomputation that reads attention's."""
+def attended(pattern, *, recomputed=False):
+    """Output and gradients in float64, of the same inputs in each call; recomputed: attention's result is read from a cache."""
     torch.manual_seed(3)
     q, k, v, d_out = (torch.randn(2, T, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    if keep:
+    if recomputed:
         stored, read = caching()
         with stored:
             attend(*leaves, pattern, scale=0.3)
@@ -54,8 +54,8 @@ def test_padded_boundaries_are_exact_ones(cuts, window, spare, monkeypatch):
     for found, wanted in zip(attended(pattern.with_window(window)), attended(exact.with_window(window)), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     if cuts == "some":
-        kept = attended(pattern.with_window(window), keep=True)
-        assert all(map(torch.equal, kept, attended(pattern.with_window(window))))
+        cached = attended(pattern.with_window(window), recomputed=True)
+        assert all(map(torch.equal, cached, attended(pattern.with_window(window))))
 
 
 def test_more_documents_than_there_is_room_for_are_said():

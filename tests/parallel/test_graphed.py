@@ -183,7 +183,7 @@ def test_parameters_stay_frozen_or_not():
     step(torch.ones(2, 3))
     model.zero_grad()
     model.bias.requires_grad_(True)
-    with pytest.raises(InputError, match=r"\(4,\) was frozen .* and is trained now.*: call octavo.graphed again"):
+    with pytest.raises(InputError, match=r"\(4,\) was frozen .* and is trained now.*: call octavo.graphed anew"):
         step(torch.ones(2, 3))
 
 

@@ -1,8 +1,9 @@
-"""LoRA adapters of a matrix, or of the matrices that Octavo holds as one: each has its own A and B, as in PEFT.
+"""LoRA adapters of a matrix, or of matrices that are one parameter here: each has a separate A and B, as in PEFT.
 
     y + scale · B · A · dropout(x)        x [..., K], A [r, K], B [N, r]
 
-Products run in the dtype of x, never in FP8 by history: B grows each step by its own size, and last step's scale would clip it.
+Products run in the dtype of x, never in FP8 by history: B begins at 0 and grows in each early step by about its magnitude, and
+the scale of the step before would clip it.
 The input is that of the FP8 layer before its cast, which the norm's or the activation's kernel stores beside the FP8 operand.
 
 Adapters of one parameter are computed as one pair of matrices (`Joint`): the As below each other, and the Bs side by side, each
@@ -115,7 +116,7 @@ class Adapters(nn.Module):
         self._blocks = self._places()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] → what is added to the product [..., N], in the layout of its rows and the dtype of x."""
+        """x [..., K] → the summand of the product [..., N], in the layout of its rows and the dtype of x."""
         reduced = self._reduced(x)
         leading = next(iter(reduced.values())).shape[:-1]
         deltas = [
@@ -166,7 +167,7 @@ class Adapters(nn.Module):
         repeats, length, ends = self._shape
         if self._blocks is not None and low_rank.packs([d_b], self._blocks):
             of_each = low_rank.launch_unpack(d_b, len(self._adapted), self._blocks, length, self.scale)
-            return [part for number, own in enumerate(of_each) for part in (d_a[ends[number] : ends[number + 1]], own)]
+            return [part for number, d_own in enumerate(of_each) for part in (d_a[ends[number] : ends[number + 1]], d_own)]
         d_b.mul_(self.scale)
         if self._blocks is None:
             return [d_a, d_b]

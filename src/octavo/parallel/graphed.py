@@ -31,7 +31,7 @@ WARM_UP = 3
 """Eager calls before the capture, in which kernels are chosen and compiled and FP8 histories are created."""
 
 _Recorded = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor, list[Tensor | None]]
-"""A graph with its inputs, its loss and the gradients of the parameters, which it has set or added to."""
+"""A graph with its static inputs, its loss and the parameters' gradients, which it sets or adds to."""
 _Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each input."""
 
@@ -39,7 +39,7 @@ _Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 class Graphed:
     """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`.
 
-    after: that of the first micro-batch of a step. Calls of this one, of the others, add to its gradients; both share memory.
+    after: the callable of a step's first micro-batch; this one, of the others, adds to its gradients. Both share memory.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Graphed:
         self._addresses: list[int] = []  # memory that the graph reads and writes, from its capture on
         self._checked = False
         self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to separate leaves
-        self._made: set[Tensor] = set()  # leaves of the first call
+        self._first_leaves: set[Tensor] = set()  # of the first call, without the parameters
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The detached loss of this rank; gradients are in the parameters' `grad`. The next call may overwrite both."""
@@ -100,7 +100,7 @@ class Graphed:
                 was, now = ("trained", "frozen") if trained else ("frozen", "trained")
                 raise InputError(
                     f"a parameter of shape {tuple(parameter.shape)} was {was} when octavo.graphed was called and is {now} now, "
-                    "and a graph repeats its recording: call octavo.graphed again, behind requires_grad_."
+                    "and a graph repeats its recording: call octavo.graphed anew, after requires_grad_."
                 )
 
     def _adds_to_a_replay(self) -> bool:
@@ -122,13 +122,13 @@ class Graphed:
         return loss
 
     def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        if self._recorded is None or self._addresses != self._addresses_now():  # an old graph would go on with the old memory
+        if self._recorded is None or self._addresses != self._addresses_now():  # the earlier graph has the earlier addresses
             self._recorded = None
             self._recorded = self._record(inputs)
             self._addresses = self._addresses_now()
-        graph, own_inputs, loss, gradients = self._recorded
-        for own, other in zip(own_inputs, inputs, strict=True):
-            own.copy_(other, non_blocking=True)
+        graph, static_inputs, loss, gradients = self._recorded
+        for static, given in zip(static_inputs, inputs, strict=True):
+            static.copy_(given, non_blocking=True)
         graph.replay()
         if self._after is None:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -153,7 +153,7 @@ class Graphed:
         return loss.detach()
 
     def _forward(self, *inputs: Tensor) -> Tensor:
-        """The loss; what makes it no loss of a graph is refused."""
+        """The loss; one that no graph can repeat is refused."""
         with contextlib.ExitStack() as around:
             if not self._checked:
                 around.enter_context(_refusing_ddp())
@@ -175,27 +175,26 @@ class Graphed:
         """
         known = set(self._parameters)
         others = [leaf for leaf in _leaves(loss) if leaf not in known]
-        if strange := [leaf for leaf in others if isinstance(leaf, torch.nn.Parameter) or leaf in self._made]:
+        if strange := [leaf for leaf in others if isinstance(leaf, torch.nn.Parameter) or leaf in self._first_leaves]:
             raise InputError(
                 f"the loss trains {len(strange)} tensors that are not among the {len(self._parameters)} parameters of "
                 f"octavo.graphed, the first of shape {tuple(strange[0].shape)}; their gradients would not be averaged, nor set "
                 "by a replay. Give it all of them (model.parameters()), or freeze these (requires_grad_(False))."
             )
         self._walks -= 1
-        self._made = set(others) if self._walks else set()
+        self._first_leaves = set(others) if self._walks else set()
 
     def _record(self, inputs: tuple[Tensor, ...]) -> _Recorded:
-        own_inputs = tuple(tensor.detach().clone() for tensor in inputs)
+        static_inputs = tuple(tensor.detach().clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # a collection in the middle of a capture may free something that ends it, such as an earlier graph
-        # NCCL's watchdog thread asks for events of earlier collectives at any time, which a recording in the mode "global"
-        # takes for a fault.
+        gc.collect()  # garbage collection during a capture may free an earlier graph, which ends the capture
+        # NCCL's watchdog thread queries events of earlier collectives at any time, which ends a recording in the mode "global".
         several = dist.is_available() and dist.is_initialized()
         pool = None if self._after is None or self._after._recorded is None else self._after._recorded[0].pool()
         mode = "thread_local" if several else "global"
         with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
-            loss = self._eager(*own_inputs, average=self._average is not None and self._average.recordable)
-        return graph, own_inputs, loss, [parameter.grad for parameter in self._parameters]
+            loss = self._eager(*static_inputs, average=self._average is not None and self._average.recordable)
+        return graph, static_inputs, loss, [parameter.grad for parameter in self._parameters]
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -241,8 +240,8 @@ def _check_inputs(inputs: tuple[object, ...], on_gpu: bool) -> None:
 def _check_loss(loss: object) -> None:
     """Refuse a result of the loss that has no backward."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}, not a tensor"
-        raise InputError(f"octavo.graphed got {what} from the loss: return one number, such as loss.mean().")
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}, not a tensor"
+        raise InputError(f"octavo.graphed got {kind} from the loss: return one number, such as loss.mean().")
     if not loss.requires_grad:
         raise InputError(
             "octavo.graphed got a loss without a gradient: call it outside of torch.no_grad(), with a parameter that is not "
@@ -299,17 +298,17 @@ def graphed(
             calls. None: gradients are this rank's.
 
     Behind `warmup` calls inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. While an FP8
-    operand has no scale yet (delayed scaling; its amaxes were 0 or not finite), calls stay eager; what has none after 10 of
-    them is named. On a CPU all
+    operand has no scale yet (delayed scaling; its amaxes were 0 or not finite), calls stay eager; an operand without one after
+    10 of them is named. On a CPU all
     calls are eager, and the same inputs are refused.
 
     With a group buffers are not broadcast, as DistributedDataParallel does: `graphed` has parameters alone. Statistics of batch
-    norm stay each rank's own. Before the first step, and before a validation or a checkpoint of them:
+    norm stay separate on each rank. Before the first step, and before a validation or a checkpoint of them:
 
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, 0)
 
-    On several ranks `fp8_autocast` joins amaxes over its own `fp8_group` inside the recording, which takes NCCL; gradients are
+    On several ranks `fp8_autocast` joins amaxes over its `fp8_group` inside the recording, which takes NCCL; gradients are
     reduced in it beside the backward by NCCL, and behind it by other backends. NCCL does not destroy a process group while a
     graph holds collectives of it: delete the callable before `torch.distributed.destroy_process_group()`.
 

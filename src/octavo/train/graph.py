@@ -66,13 +66,13 @@ class StepGraph:
             if not hooks and module.training == training:
                 continue
             named, modes = name or "the model", ("evaluation", "training")
-            what = "has a hook" if hooks else f"was in {modes[training]} mode and is in {modes[module.training]} mode"
+            change = "has a hook" if hooks else f"was in {modes[training]} mode and is in {modes[module.training]} mode"
             undo = "Remove it" if hooks else "Put it back"
-            what = f"{named} {what}, which a replayed graph does not heed"
+            change = f"{named} {change}, which a replayed graph does not heed"
             if self._required:
-                raise InputError(f"train.graph = true: {what}. {undo}, or set train.graph = false.")
+                raise InputError(f"train.graph = true: {change}. {undo}, or set train.graph = false.")
             if not self._warned:
-                warn(f'train.graph = "auto": {what}: steps are eager, and slower, from here on. {undo} to replay them.')
+                warn(f'train.graph = "auto": {change}: steps are eager, and slower, from here on. {undo} to replay them.')
             self._warned = True
             return False
         return True
