@@ -291,6 +291,11 @@ FAULTS = {
         [ASKED[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {},
         r"message 2 of 'messages': the arguments of 'f' are no JSON",
     ),
+    "argument twice": (
+        [ASKED[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}], {},
+        r"message 2 of 'messages': in the arguments of 'f', the key 'a' stands there twice",
+    ),
+    "role twice": ('[{"role": "user", "role": "system"}]', {}, r"'messages': the key 'role' stands there twice"),
     "special": ([{"role": "user", "content": "a<|im_end|>b"}, ASKED[1]], {}, r"a text has '<\|im_end\|>', the name of a"),
     "merge": ([ASKED[0], {"role": "assistant", "content": "\n\nx"}], {}, r"where '.*assistant\\n' ends and '\\n\\nx.*' begins"),
     "functions": (ASKED, {"functions": [{"name": "f"}]}, r"'functions' is OpenAI's older form"),
@@ -739,6 +744,7 @@ def test_further_faults_have_a_message_of_their_own(chats, folders):
         ([{"messages": ASKED}], "chatml", {"validation_fraction": 0.5}, "one conversation or completion, which is not divided"),
         ([{"messages": ASKED[1:]}], "gemma", {}, "the chat template refuses"),
         ([{"prompt": "a ", "completion": "fox"}], "chatml", {}, "where 'a ' ends and 'fox' begins"),
+        ([{"prompt": "the la", "completion": "zy dog"}], "chatml", {}, "where 'the la' ends and 'zy dog' begins"),
         ([{"prompt": "a", "completion": ""}], "chatml", {}, "'completion' is empty"),
         ([{"prompt": "a", "completion": [ASKED[1]]}], "chatml", {}, "must both be strings, or both lists of messages"),
     ):

@@ -199,6 +199,7 @@ ODD = {
     "large id": (".jsonl", b'{"input_ids": [1, ' + b"9" * 30 + b"]}", "line 1: 'input_ids' must be a list of whole numbers"),
     "deep": (".jsonl", FINE + b'{"n": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "line 2 has lists or objects within"),
     "deep ids": (".jsonl", b'{"input_ids": ' + b"[" * 500 + b"]" * 500 + b"}", "line 1: 'input_ids' must be a list of whole"),
+    "twice inside": (".jsonl", FINE + b'{"text": "a", "of": [{"b": 1, "b": 2}]}', "line 2: the key 'b' stands there twice"),
     "twice": (".jsonl", FINE + b'{"text": "a", "text": "b"}', "line 2: the key 'text' stands there twice"),
     "NaN": (".jsonl", FINE + b'{"text": NaN}', "line 2: 'text' is a number, not a string"),
     "NaN id": (".jsonl", b'{"input_ids": [1, NaN]}', "line 1: 'input_ids' must be a list of whole numbers"),

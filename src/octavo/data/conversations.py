@@ -7,11 +7,11 @@ Left out: images and sounds, OpenAI's older `function_call`, and pairs of a chos
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.data.documents import Completion, Conversation, Faulty, Message
+from octavo.data.json_objects import RepeatedKey, decode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -160,7 +160,9 @@ def _tool_call(call: object, where: str) -> Message:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = decode(arguments) if arguments.strip() else {}
+        except RepeatedKey as error:
+            raise _Fault("repeated key", f"{where}: in the arguments of {function['name']!r}, {error}") from None
         except ValueError:
             raise _Fault("tool calls", f"{where}: the arguments of {function['name']!r} are no JSON") from None
     if not isinstance(arguments, Mapping):
@@ -202,7 +204,9 @@ def _decoded(value: object, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return decode(value)
+    except RepeatedKey as error:
+        raise _Fault("repeated key", f"{name!r}: {error}") from None
     except (ValueError, RecursionError):
         raise _Fault("no messages", f"{name!r} is a string that is no JSON: {_shortened(value)}") from None
 

@@ -165,7 +165,10 @@ class Form:
         if self.format is None:
             self.format = found
             if found != "text":
-                self.notice = f'{where.split(", ")[0]}: {_SAID[found]}, by the column {kinds[found]} (data.format = "{found}").'
+                self.notice = (
+                    f"{where.split(', ')[0]}: {_SAID[found]}, by the column{'s' if found == 'prompt' else ''} {kinds[found]} "
+                    f'(data.format = "{found}").'
+                )
         elif kinds and found != self.format:
             first = self.notice or "The rows before it are text or token ids."
             raise InputError(f"{where} has {_SAID[found]}, by the column {kinds[found]}. {first} Use one form in all sources.")

@@ -136,10 +136,10 @@ class LabelEncoder:
             if at in (0, len(written.text)):
                 return 0 if at == 0 else len(ids)
             count = before[at].count
-            end = offsets[count - 1][1] if count else at
+            fits = before[at].fits(ids)  # else the text before may have more tokens than the whole
+            end = offsets[count - 1][1] if count and fits else at
             # Some tokens take the white space behind them, which is then no token in either text.
-            fits = before[at].fits(ids) and (end <= at or written.text[at:end].isspace())
-            if fits and (count == len(ids) or offsets[count][0] >= at):
+            if fits and (end <= at or written.text[at:end].isspace()) and (count == len(ids) or offsets[count][0] >= at):
                 return count
             crossing = next((place for place in offsets if place[0] < at < place[1]), (max(at - 5, 0), at + 5))
             shown = written.text[crossing[0] : crossing[1]]

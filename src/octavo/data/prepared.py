@@ -61,6 +61,11 @@ class PreparedData:
         return max(self.manifest.max_token_id + 1, self.manifest.vocab_size if self.tokenizer_folder else 0)
 
     @property
+    def of_chats(self) -> bool:
+        """True if the data are conversations, written by the tokenizer's chat template."""
+        return self.manifest.examples is not None and self.manifest.examples.format == "chat"
+
+    @property
     def turn_ends(self) -> list[int]:
         """Special tokens that end the trained turns of conversations, other than the end token."""
         examples, folder = self.manifest.examples, self.tokenizer_folder

@@ -29,6 +29,7 @@ from octavo.config.data import COMPRESSED, DataConfig, counted, kind_of
 from octavo.data.columns import INPUT_IDS
 from octavo.data.documents import Document
 from octavo.data.forms import Form, kind
+from octavo.data.json_objects import RepeatedKey, decode, repeating_row
 from octavo.errors import InputError, OctavoError, first_line, is_unreachable, some, unreachable
 from octavo.storage import is_lfs_pointer
 
@@ -64,28 +65,13 @@ def read_json_lines(path: Path, form: Form) -> Iterator[Document]:
         yield _from_object(row, form, origin)
 
 
-class _Repeating(dict[str, Any]):
-    """A JSON object with a duplicate key."""
-
-    key = ""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    repeating, keys = _Repeating(found), [key for key, _ in pairs]
-    repeating.key = next(key for key in keys if keys.count(key) > 1)
-    return repeating
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads makes one a line, for as long as it reads it
-
-
 def _parsed(text: str, origin: str) -> Any:
     """The value of a line of JSON."""
     try:
-        return _JSON.decode(text)
+        return decode(text)
+    except RepeatedKey as error:
+        row = f", row {repeating_row(text)}" if text.lstrip().startswith("[") else ""
+        raise InputError(f"{origin}{row}: {error}. Remove one of the two.") from None
     except json.JSONDecodeError as error:
         line = f" of line {error.lineno}" if error.lineno > 1 else ""
         fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{line}"
@@ -111,8 +97,6 @@ def read_json_array(path: Path, form: Form) -> Iterator[Document]:
 def _from_object(row: Any, form: Form, origin: str) -> Document:
     if not isinstance(row, dict):
         raise InputError(f"{origin} is {kind(row)}, not an object: write one object a line (JSON lines).")
-    if isinstance(row, _Repeating):
-        raise InputError(f"{origin}: the key {row.key!r} stands there twice. Remove one of the two.")
     return form.document(row, origin)
 
 
