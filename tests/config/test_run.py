@@ -1,5 +1,6 @@
 """Run files: keys, values and limits, and the resolved file."""
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from minimal_run import MINIMAL, message, values
 
 from octavo.config.effects import without_effect
+from octavo.config.lora import LoRA
 from octavo.config.parallel import InitConfig
 from octavo.config.run import RunConfig, known_keys
 from octavo.data.order import SampleOrder
@@ -327,3 +329,23 @@ def test_two_lengths_of_a_run_are_refused_with_the_one_that_is_set(given):
     words = rf"train\.steps = 4 has no effect with {key} = 3[.0]*: it needs a run without train\.tokens and train\.epochs"
     with pytest.raises(InputError, match=words):
         RunConfig.from_dict(values(train__steps=4, **{given: 3}))
+
+
+ADAPTERS = {"peft_type": "LORA", "r": 6, "lora_alpha": 18, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}
+
+
+def test_adapters_to_begin_with_give_their_settings_where_these_are_absent(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTERS, "modules_to_save": ["lm_head"]}))
+    load = str(tmp_path)
+    found = RunConfig.from_dict(values(lora__load=load)).lora
+    assert (found.rank, found.alpha, found.rslora, found.targets) == (6, 18.0, True, ["q_proj", "down_proj"])
+    assert (found.save_whole, found.dropout) == (["lm_head"], 0.0)
+    assert found.options == LoRA(load=load) == LoRA(6, 18.0, 0.0, ("q_proj", "down_proj"), True, ("lm_head",), load)
+    given = RunConfig.from_dict(values(lora__load=load, lora__rank=4, lora__rslora=False, lora__targets=["q_proj"])).lora
+    assert (given.rank, given.alpha, given.rslora, given.targets) == (4, 18.0, False, ["q_proj"])
+    assert RunConfig.from_dict(RunConfig.from_dict(values(lora__load=load)).model_dump()).lora == found
+    nowhere = str(tmp_path / "nowhere")
+    assert "nowhere' is no folder of PEFT's" in message(RunConfig.from_dict, values(lora__load=nowhere))
+    assert RunConfig.from_dict(values(lora__load=nowhere, lora__rank=4)).lora.rank == 4  # it may be on the training machine
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTERS, "use_dora": True}))
+    assert "use_dora = True is not supported" in message(RunConfig.from_dict, values(lora__load=load))

@@ -3,48 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from octavo.config.peft_settings import ALL_LINEAR, CONFIG, peft_settings
 from octavo.config.section import Section, refuse_addresses
 from octavo.errors import InputError, unknown
+from octavo.storage import path_fault
 
-ALL_LINEAR = "all-linear"
-"""Every matrix of every block."""
+_DEFAULTS: dict[str, Any] = {"rank": 16, "alpha": None, "targets": ALL_LINEAR, "rslora": False, "save_whole": ()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class LoRA:
     """Adapters y + scale · B · A · dropout(x) on frozen matrices, as PEFT's LoRA computes them.
 
     Attributes:
-        rank: rows of A and columns of B.
+        rank: rows of A and columns of B; 16 when absent.
         alpha: the scale is alpha / rank; 2 x rank when absent.
         dropout: of the input of A, in training.
         targets: "all-linear" for all matrices of the blocks, experts and routers too, or patterns (`fnmatch`) of Hugging Face's
             names of modules or of their ends, such as "q_proj" or "model.layers.0.*".
         rslora: the scale is alpha / √rank.
         save_whole: patterns of modules outside of the blocks that are trained and saved whole, such as "lm_head".
-        load: a folder of PEFT's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with.
+        load: a folder of PEFT's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with. It has rank,
+            alpha, targets, rslora and save_whole where they are not given.
         base: "fp8" stores the frozen matrices of the blocks once, in FP8: 1 byte a parameter, by the recipe of the products.
 
     Raises:
         InputError: a value out of range.
     """
 
-    rank: int = 16
-    alpha: float | None = None
-    dropout: float = 0.0
-    targets: str | Sequence[str] = ALL_LINEAR
-    rslora: bool = False
-    save_whole: Sequence[str] = ()
-    load: str | None = None
-    base: Literal["params_dtype", "fp8"] = "params_dtype"
+    rank: int
+    alpha: float | None
+    dropout: float
+    targets: str | Sequence[str]
+    rslora: bool
+    save_whole: Sequence[str]
+    load: str | None
+    base: Literal["params_dtype", "fp8"]
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        rank: int | None = None,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        targets: str | Sequence[str] | None = None,
+        rslora: bool | None = None,
+        save_whole: Sequence[str] | None = None,
+        load: str | None = None,
+        base: Literal["params_dtype", "fp8"] = "params_dtype",
+    ) -> None:
+        given = {"rank": rank, "alpha": alpha, "targets": targets, "rslora": rslora, "save_whole": save_whole}
+        of_folder = peft_settings(load).taken if load is not None and None in given.values() else {}
+        values = _DEFAULTS | {key: tuple(value) if isinstance(value, list) else value for key, value in of_folder.items()}
+        values |= {key: value for key, value in given.items() if value is not None}
+        for key, value in {**values, "dropout": dropout, "load": load, "base": base}.items():
+            object.__setattr__(self, key, value)  # frozen from here on
+        self._check()
+
+    def _check(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
             raise InputError(f"lora.rank = {self.rank!r}: the rank is a whole number from 1, such as 16.")
         if not _is_number(self.scale_factor) or self.scale_factor <= 0:
@@ -97,12 +119,28 @@ class LoraConfig(Section):
         default_factory=list,
         description='Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].',
     )
-    load: str | None = Field(None, description="Folder of PEFT's with the adapters to begin with.")
+    load: str | None = Field(
+        None,
+        description="Folder of PEFT's with the adapters to begin with, and rank, alpha, targets, rslora and save_whole where "
+        "these are absent.",
+    )
     base: Literal["params_dtype", "fp8"] = Field(
         "params_dtype",
         description='"fp8": the frozen matrices of the blocks are stored in FP8 only, 1 byte a parameter (not under '
         'rowwise scaling). "params_dtype": as model.params_dtype says.',
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_settings(cls, values: Any) -> Any:
+        """Those of the folder to load, where they are absent."""
+        load = values.get("load") if isinstance(values, Mapping) else None
+        if not isinstance(load, str) or path_fault(load):
+            return values
+        if values.get("rank") is not None and not (Path(load).expanduser() / CONFIG).is_file():
+            return values  # the plan of a run refuses it: the folder may be on the machine that trains
+        absent = {key: value for key, value in peft_settings(load).taken.items() if values.get(key) is None}
+        return {**values, **absent}
 
     @field_validator("load")
     @classmethod

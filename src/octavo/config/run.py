@@ -246,8 +246,7 @@ def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
     absent = dict.fromkeys(key for each in idle for key in each.by if value_of(config, key) is None)
     if not absent:
         return f"{said}. Remove one of the two."
-    known = ", as its adapter_config.json has it (r)" if any(each.key == "lora.load" for each in idle) else ""
-    return f"{said}. Set {' or '.join(absent)}{known}, or remove {', '.join(each.key for each in idle)}."
+    return f"{said}. Set {' or '.join(absent)}, or remove {', '.join(each.key for each in idle)}."
 
 
 def _given_length(train: TrainConfig) -> str:

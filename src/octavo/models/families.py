@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Any, Literal
 
 from octavo.config.moe import MoeConfig
+from octavo.config.peft_settings import PEFT_PREFIX
 from octavo.errors import InputError, unknown
 from octavo.models.spec import ModelSpec
 from octavo.stored_names import stored_name
@@ -48,8 +49,6 @@ class Joined:
     names: tuple[str, ...]
 
 
-PEFT_PREFIX = "base_model.model."
-"""Of the names of parameters in a model of PEFT's."""
 _ADAPTER = re.compile(r"(?P<layer>.+)\.lora(?P<product>|_fc1|_fc2|_router)\.(?P<part>\w+)\.(?P<kind>lora_[AB])")
 
 

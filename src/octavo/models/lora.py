@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from octavo.collectives.blocks import Block, Indices, Part, declare, indices, parameters_of, shape_of, share_out
 from octavo.collectives.tensor import TensorGroup
-from octavo.config.lora import ALL_LINEAR, LoRA
+from octavo.config.lora import LoRA
+from octavo.config.peft_settings import ALL_LINEAR, DOWNS, GATES, UPS, is_of_experts, is_router
 from octavo.errors import InputError, nearest, some
 from octavo.models.convert import Conversion, conversion
 from octavo.models.decoder import Decoder
@@ -33,10 +34,6 @@ from octavo.nn.mlp import LayerNormMLP
 from octavo.nn.moe import LayerNormMoE
 
 _ATTACHED = "octavo_lora"
-FUSED = r".*\.gate_up_proj"
-"""PEFT's pattern of the matrices that stand for two, whose rank and alpha are doubled."""
-GATES, UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-"""Names of each expert's matrices, as PEFT takes them: those of gate and up are one of twice the rank."""
 
 
 @dataclass(frozen=True)
@@ -322,16 +319,6 @@ def _matches_nothing(pattern: str, possible: Sequence[str], others: Iterable[str
     return InputError(f"lora.targets: {pattern!r} matches no matrix.{hint} Matrices are {some(leaves, 8)}.")
 
 
-def is_of_experts(module: str) -> bool:
-    """True for a matrix of experts, by Hugging Face's name."""
-    return ".experts." in module
-
-
-def is_router(module: str) -> bool:
-    """True for a router, by Hugging Face's name."""
-    return module.endswith(".mlp.gate")
-
-
 def _half_of(module: str, pattern: str) -> set[bool] | None:
     """What a pattern of the name of each expert's matrices matches of a stack of them; None for nothing.
 
@@ -345,7 +332,7 @@ def _half_of(module: str, pattern: str) -> set[bool] | None:
     if leaf == "gate_up_proj":
         halves = {number == 1 for number, names in enumerate((GATES, UPS)) if matched(names)}
         return halves or None
-    return set() if matched(_DOWNS) else None
+    return set() if matched(DOWNS) else None
 
 
 def _check_experts(found: set[str], fused: set[str], halves: Mapping[str, set[bool]], matrices: set[str]) -> None:

@@ -13,33 +13,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.collectives.blocks import parameters_of, shape_of
-from octavo.config.lora import ALL_LINEAR, LoRA
+from octavo.config.lora import LoRA
+from octavo.config.peft_settings import (
+    CONFIG,
+    FUSED,
+    PEFT_PREFIX,
+    WEIGHTS,
+    check_weights,
+    is_of_experts,
+    is_router,
+    peft_settings,
+)
 from octavo.errors import InputError, some
 from octavo.models.convert import Conversion, conversion
 from octavo.models.decoder import Decoder
-from octavo.models.families import PEFT_PREFIX, Join, adapter_module
-from octavo.models.lora import FUSED, GATES, UPS, Adapted, doubled, is_of_experts, is_router, module_of
+from octavo.models.families import Join, adapter_module
+from octavo.models.lora import Adapted, doubled, module_of
 from octavo.nn.lora import is_adapter
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of PEFT's folder."""
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "use_qalora": (False,),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "layers_to_transform": (None,),
-    "layers_pattern": (None,),
-    "exclude_modules": (None, []),
-    "megatron_config": (None,),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-    "use_bdlora": (None, False),
-}
-"""Keys of PEFT's config that change what adapters compute → the values under which they do not."""
 
 
 def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str | None) -> dict[str, Any]:
@@ -111,106 +101,20 @@ def write_folder(
 
 
 def from_folder(folder: str | Path) -> LoRA:
-    """The options of a folder of PEFT's, which `octavo.transform(model, lora=…)` loads.
+    """The options of a folder of PEFT's, its dropout too, which `octavo.transform(model, lora=…)` loads.
 
     Raises:
         InputError: it is none, or its adapters compute something that Octavo's do not.
     """
-    path = Path(folder)
-    config = _read_config(path)
-    targets = config.get("target_modules")
-    if isinstance(targets, str) and targets != ALL_LINEAR:
-        with _opened(path) as file:
-            targets = sorted({_module_of_peft(key) for key in file.keys() if _is_lora(key)})  # noqa: SIM118
-        if config.get("target_parameters"):
-            targets = [one for one in targets if not (is_of_experts(f"{one}.") or is_router(one))]
-    if parameters := _parameters_of(path, config):
-        targets = [*(targets or ()), *parameters]
-    return LoRA(
-        rank=config["r"],
-        alpha=float(config["lora_alpha"]),
-        dropout=config.get("lora_dropout", 0.0),
-        targets=targets if targets == ALL_LINEAR else tuple(targets or ()),
-        rslora=config.get("use_rslora", False),
-        save_whole=tuple(config.get("modules_to_save") or ()),
-        load=str(path),
-    )
-
-
-def _parameters_of(path: Path, config: Mapping[str, Any]) -> list[str]:
-    """The targets of a folder's adapted parameters, and its patterns of ranks, as Octavo names them.
-
-    Raises:
-        InputError: other parameters than those of experts and routers, or other ranks and alphas than PEFT's of gate and up.
-    """
-    parameters = list(config.get("target_parameters") or ())
-    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    fused = bool(ranks or alphas)
-    if fused and (ranks, alphas) != ({FUSED: 2 * config["r"]}, {FUSED: 2 * config["lora_alpha"]}):
-        key = "rank_pattern" if ranks else "alpha_pattern"
-        raise InputError(
-            f"{path / CONFIG}: {key} = {config[key]!r} is not supported: adapters have one rank, and those of gate and "
-            "up of experts twice as much where PEFT has. Keep the model's own code: "
-            "octavo.transform(PeftModel.from_pretrained(model, folder))."
-        )
-    found: list[str] = []
-    for one in sorted(parameters):
-        container, _, leaf = one.removesuffix(".weight").rpartition(".")
-        if leaf not in ("gate_up_proj", "down_proj", "gate"):
-            raise InputError(
-                f"{path / CONFIG}: target_parameters = {parameters!r}: {one!r} is no matrix of experts or router. Keep the "
-                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
-            )
-        container = container or ("mlp" if leaf == "gate" else "experts")
-        halves = (GATES[0], UPS[0]) if fused and leaf == "gate_up_proj" else (leaf,)
-        found += [f"{container}.{half}" for half in halves]
-    return found
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"lora.load = {str(path)!r} is no folder of PEFT's adapters: {CONFIG} cannot be read ({error}). Give the folder "
-            "that model.save_pretrained or octavo export has written."
-        ) from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise InputError(f"{file}: peft_type = {kind!r}: Octavo loads LoRA alone.")
-    for key, neutral in _NEUTRAL.items():
-        if key in config and config[key] not in neutral:
-            raise InputError(
-                f"{file}: {key} = {config[key]!r} is not supported: Octavo's adapters have {key} = {neutral[0]!r}. Keep the "
-                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
-            )
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
-        raise InputError(
-            f"{file}: init_lora_weights = {config['init_lora_weights']!r} changes the base weights. Save the adapters for the "
-            "original weights: model.save_pretrained(folder, path_initial_model_for_weight_conversion=…)."
-        )
-    return config
+    return LoRA(load=str(folder), dropout=peft_settings(folder).dropout)
 
 
 def _opened(path: Path) -> Any:
-    file = path / WEIGHTS
-    if not file.is_file():
-        other = path / "adapter_model.bin"
-        way = f": convert {other.name} by PeftModel.from_pretrained(…).save_pretrained(…)" if other.is_file() else ""
-        raise InputError(f"lora.load: {file} does not exist{way or '. Copy the whole folder again'}.")
+    file = check_weights(path)
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise InputError(f"lora.load: {file} cannot be read: {error}. Copy it again.") from None
-
-
-def _is_lora(key: str) -> bool:
-    return key.endswith((".lora_A.weight", ".lora_B.weight"))
-
-
-def _module_of_peft(key: str) -> str:
-    return key.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0]
 
 
 def check_folder(model: Decoder, options: LoRA) -> None:
@@ -222,12 +126,17 @@ def check_folder(model: Decoder, options: LoRA) -> None:
     assert options.load is not None
     path = Path(options.load)
     theirs = from_folder(path)
-    for key in ("rank", "scale"):
-        if getattr(theirs, key) != getattr(options, key):
-            raise InputError(
-                f"lora.{'alpha' if key == 'scale' else key}: the adapters in {path} were trained with rank {theirs.rank}, "
-                f"alpha {theirs.scale_factor:g}, rslora {theirs.rslora}. Set {_settings_of(theirs)}."
-            )
+    if (theirs.rank, theirs.scale) != (options.rank, options.scale):
+        given, there = ({"rank": one.rank, "alpha": one.scale_factor, "rslora": one.rslora} for one in (options, theirs))
+        other = ", ".join(
+            f"lora.{key} = {json.dumps(given[key])}, and there {json.dumps(there[key])}"
+            for key in given
+            if given[key] != there[key]
+        )
+        raise InputError(
+            f"lora.load: the adapters in {path} were trained with other settings: {other}. Leave these keys out, which takes "
+            f"those of the folder, or set {_settings_of(theirs)}."
+        )
     with _opened(path) as file:
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     way = conversion(model.spec)
@@ -237,7 +146,7 @@ def check_folder(model: Decoder, options: LoRA) -> None:
         shown = "; ".join(f"{key} is {list(a)} there and {list(b)} here" for key, a, b in differing[:3])
         raise InputError(
             f"lora.load: the adapters in {path} are of another base: {shown}. Give the model that they were trained on "
-            f"({_read_config(path).get('base_model_name_or_path')})."
+            f"({peft_settings(path).base})."
         )
     absent, more = ([one for one in a if one not in b] for a, b in ((own, stored), (stored, own)))
     if absent or more:
@@ -267,7 +176,7 @@ def other_base(model: Decoder, folder: str | Path) -> str:
     """A sentence if a folder of PEFT's names another base than the model's folder or id; their shapes may be the same."""
     here, there = (
         str(getattr(model.config, "_name_or_path", "") or ""),
-        _read_config(Path(folder)).get("base_model_name_or_path"),
+        peft_settings(folder).base,
     )
     if not here or not there or Path(here).name.lower() == Path(there).name.lower():
         return ""
