@@ -62,6 +62,8 @@ MODULES: dict[str, Names] = {
 
 _FP4 = "Octavo computes in FP8: use DelayedScaling, Float8CurrentScaling or Float8BlockScaling."
 _TENSORS = "Octavo's parameters stay torch.nn.Parameter, and FP8 copies of them live in a forward alone."
+_PADDING = "Leave it out: Octavo's layers take any number of tokens."
+_DELTA = "Octavo has attention by softmax alone."
 WAYS = {
     "jax": "Octavo is for PyTorch alone.",
     "make_graphed_callables": "octavo.graphed(model) records a training step as a CUDA graph.",
@@ -79,6 +81,15 @@ WAYS = {
     "parallel_cross_entropy": "Octavo's decoder computes its loss in chunks; for logits use torch.nn.functional.cross_entropy.",
     "moe_permute": "Sort tokens with torch.argsort, and use GroupedLinear.",
     "moe_unpermute": "Use torch.index_add.",
+    "Fp8Padding": _PADDING,
+    "Fp8Unpadding": _PADDING,
+    "get_cudnn_version": "Octavo asks PyTorch: torch.backends.cudnn.version().",
+    "get_device_compute_capability": "Use torch.cuda.get_device_capability().",
+    "Quantizer": _TENSORS,
+    "QuantizationCalibrationConfig": "It is of a later version than 2.20: calibrating=True alone records amaxes.",
+    "GatedDeltaNetAttention": _DELTA,
+    "GatedDeltaNet2Attention": _DELTA,
+    "GatedDeltaProductAttention": _DELTA,
     "transformer_engine_torch": "It is Transformer Engine's compiled extension: use its layers.",
 }
 
