@@ -1,6 +1,6 @@
 """Octavo trains transformers in 8-bit floating point.
 
-Names are handed on when they are first asked for, so that `import octavo` is quick and the parts that need no torch load none.
+Public names are imported lazily, so that `import octavo` is quick and the parts that need no torch load none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments and options of commands, those that several share and long ones; and how a mistyped one is answered."""
+"""Arguments and options of commands: those shared by several or too long for `cli.py`, and the message for a mistyped one."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def check_fuzz(
     if cases is None and run_file is None:
         raise InputError("no run file: give one, as in octavo verify presets/demo.toml, or --fuzz 10 for runs at random.")
     if cases is None and resume:
-        raise InputError("--resume goes on with the cases of --fuzz: give --fuzz N, or leave --resume out.")
+        raise InputError("--resume continues the cases of --fuzz: give --fuzz N, or leave --resume out.")
     if cases is None and seed is not None:
         raise InputError(f"--seed {seed} is the first case of --fuzz: give --fuzz 1, or leave --seed out.")
     if cases is not None and gpu:

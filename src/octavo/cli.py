@@ -457,9 +457,9 @@ def bench(
     hidden: options.TimedHidden = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine: times and errors of layers in FP8, or each kernel's speed beside the device's copy.
+    """Measure this machine: times and errors of layers in FP8, or each kernel's speed relative to a device copy.
 
-    Suites beside other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: one had no figure.
+    Comparisons with other libraries are in a clone of Octavo: python -m benchmarks --help. Exit code 1: one had no figure.
     """
     if found := started_by():
         raise InputError(f"octavo bench is one process, and {found}: start one task.")

@@ -1,4 +1,4 @@
-"""Ranks of a job that Slurm or MPI has started, as torchrun's variables.
+"""Translates the rank variables of Slurm and MPI to torchrun's.
 
 torchrun and `--ranks` tell each process RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; srun and mpirun have other
 names, and know no port. `adopt_ranks` sets torchrun's variables from theirs, so that all other code reads only these. The host
@@ -236,7 +236,7 @@ def _is_nested(environment: Mapping[str, str], found: _Found) -> bool:
 
 
 def _agree(environment: Mapping[str, str], found: _Found) -> None:
-    """Refuse torchrun's variables beside other ones of the launcher."""
+    """Refuse torchrun's variables that contradict those of the launcher."""
     names = found.names
     for name, value, theirs in (
         ("WORLD_SIZE", found.world, found.world_name),

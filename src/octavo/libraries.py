@@ -1,6 +1,6 @@
-"""NVIDIA's libraries on this machine: those that the process has loaded, those that the loader finds, and the driver's CUDA.
+"""Finds NVIDIA's libraries on this machine: loaded by the process, found by the loader, and the driver's CUDA version.
 
-Each function reads one thing of the system and says nothing of what is absent. Importing this file needs no torch.
+Each function reads one fact from the system and returns nothing for an absent library. Importing this file needs no torch.
 """
 
 from __future__ import annotations

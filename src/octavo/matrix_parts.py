@@ -119,7 +119,7 @@ class Matrices(Mapping[str, nn.Parameter]):
                 "of matrices.values(), and another optimizer of matrices.others()."
             )
         if self._optimizer is not None and self._optimizer() is not None:
-            raise InputError("Matrices.attach: an optimizer is attached already: make octavo.matrices anew for another one.")
+            raise InputError("Matrices.attach: an optimizer is attached already: call octavo.matrices again for another one.")
         self._optimizer = weakref.ref(optimizer)
         vars(optimizer)["octavo_matrices"] = self
         optimizer.register_step_pre_hook(self._before)

@@ -82,7 +82,7 @@ class Process:
         self.placeholders: dict[Any, Any] = {}
         """(device, dtype) → NaN, of which every weight that is gathered as FP8 is a view; as large as the largest was."""
         self.digests: dict[Any, str] = {}
-        """The kernel's stamp of a checkpoint's file → its SHA-256: a file is hashed once, whoever opens it."""
+        """The kernel's stamp of a checkpoint's file → its SHA-256: a file is hashed only once in a process."""
 
         # Contexts between which other libraries' code runs.
         self.attention = threading.local()
@@ -120,7 +120,7 @@ class Process:
         self.launcher: int | None = None
         """Process that has started this one; set once."""
         self.said: set[Any] = set()
-        """Messages that were said once."""
+        """Messages that were logged and are not repeated."""
 
 
 process = Process()

@@ -240,7 +240,7 @@ def is_lfs_pointer(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(_LFS_SIZE + 1).startswith(_LFS_POINTER) and file.tell() < _LFS_SIZE
-    except OSError:  # whoever reads the file says so
+    except OSError:  # the reader of the file reports it
         return False
 
 

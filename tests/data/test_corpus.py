@@ -406,7 +406,7 @@ def test_damaged_files_of_a_data_set_are_named(tmp_path, config):
     for name, file in (("a", "data-00000-of-00001.arrow"), ("b", "state.json"), ("c", "dataset_info.json")):
         datasets.Dataset.from_dict({"text": ["some words"] * 99}).save_to_disk(str(tmp_path / name))
         (tmp_path / name / file).write_bytes((tmp_path / name / file).read_bytes()[:200].replace(b"}", b""))
-        with pytest.raises(InputError, match=rf"{name}': the data set cannot be loaded, '{file}' is damaged: .*Save it anew"):
+        with pytest.raises(InputError, match=rf"{name}': the data set cannot be loaded, '{file}' is damaged: .*Save it again"):
             prepare(config(tmp_path / name))
     for name, content, message in (
         ("README.md", b"---\nconfigs: [\n---\n", r"ParserError: .* in README\.md, line 2\. Check data\.subset"),

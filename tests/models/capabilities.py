@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 REFUSALS = {
     "splits the sequences of Octavo's decoder": (
-        "Octavo splits the sequences of its decoder alone. In your own loop a model may"
+        "Octavo splits only the sequences of its decoder. In your loop a model may"
         " [split them itself](context-parallelism.md#your-own-model)."
     ),
     "are recomputed in part": "the model runs its original code, and only Octavo's blocks are recomputed in part.",
@@ -393,7 +393,7 @@ def references() -> list[str]:
         "recipes": ("Hugging Face's (timm's) model in float32", within(FORMAT)),
         "2 ranks, without FP8": ("one rank", within(EXACT)),
         "2 ranks, delayed scaling": ("one rank, from the same scales", within(SUMS)),
-        "recomputation, offload": ("the same step without it, delayed scaling", "none; and less is kept for backward"),
+        "recomputation, offload": ("the same step without it, delayed scaling", "none; and less is saved for backward"),
         "export, reload": ("weights and next step of the exported model", "none"),
         "Trainer": (
             "Trainer around Hugging Face's (timm's) model",

@@ -32,7 +32,7 @@ def test_a_run_is_the_eager_one_to_the_bit_and_continues_so(name, tiny_run, caps
         (["parallel.sm_activation_offloading=true"], 1, "parallel.sm_activation_offloading = true copies"),
         (["model.dtype=float16", "model.params_dtype=float32"], 1, 'the loss scale .* Set model.dtype = "bfloat16", or'),
         (["fp8.enabled=true", 'fp8.schedule={"first 2"=["*"]}'], 1, "fp8.schedule moves layers .* Remove fp8.schedule, or"),
-        (["train.recompute=true"], 1, "draws the masks of attention_dropout = 0.1 anew, .* Set train.recompute = false, or"),
+        (["train.recompute=true"], 1, "draws the masks of attention_dropout = 0.1 again, .* Set train.recompute = false, or"),
         (["model.blocks=own"], 1, "LlamaForCausalLM runs by its original code"),
         (["train.compile=true"], 1, "train.compile = true"),
     ],

@@ -1,4 +1,4 @@
-"""Octavo beside its peers on one machine: cases and entries are tables, every figure has its provenance.
+"""`octavo bench`: does FP8 pay on this GPU (`layers`), and how fast is each kernel (`kernels`).
 
 May import train and the levels above.
 """

@@ -257,7 +257,7 @@ def _same_path(given: Path, call: str, ranks: Ranks) -> Path:
 
 def _open_saved(path: Path) -> OpenCheckpoint:
     """The checkpoint at `path`; during a replacement, or after a kill in it, the new one under its temporary name."""
-    # Nothing is renamed: the save may go on, and the folder may be read-only.
+    # Nothing is renamed: the save may still be running, and the folder may be read-only.
     failure: OctavoError = InputError(f"octavo.load: there is no checkpoint at {path}.")
     for _ in range(_ATTEMPTS):
         for folder in [path, *_unfinished_replacements(path)]:

@@ -1,4 +1,4 @@
-"""Several optimizers as one: checkpoints keep the states of parameters, whichever optimizer of a training has stepped them."""
+"""Several optimizers as one, so that a checkpoint has the state of each parameter, whichever optimizer steps it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Names are translated by the model's table; parts of a joined matrix are joined, and so are their moments. The parts have one
 input, and the largest amax of a whole is the largest of its parts: the FP8 history is their maximum, the scale their minimum.
-FP8 state that has no place (of a head in high precision, or of a matrix with parts not in FP8) starts anew.
+FP8 state that has no place (of a head in high precision, or of a matrix with parts not in FP8) is dropped: scales start new.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Converted:
         used = {theirs for source in self._sources.values() for theirs in source.names}
         left = [name for name in self._found if name not in used]
         self._sources |= {name: _Source((name,), "same") for name in left if not name.startswith("fp8.")}
-        if anew := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
-            warn(f"{stored.folder}: the FP8 state of {some(anew)} has no place in Octavo's blocks and starts anew.")
+        if lost := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
+            warn(f"{stored.folder}: the FP8 state of {some(lost)} has no place in Octavo's blocks and is dropped.")
         if subset(self._found, "fp8.") and any(way.table.join(name) is Join.EXPERTS for name in self._weights):
-            warn(f"{stored.folder}: experts had no FP8 state in the model's original code; their scales start anew.")
+            warn(f"{stored.folder}: experts had no FP8 state in the model's original code; their scales start new.")
         self.layout: Layout = {}
         """Names, global shapes and dtypes, as the model has them."""
         for name, source in self._sources.items():

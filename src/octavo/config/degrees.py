@@ -163,8 +163,8 @@ def _problems(asked: dict[str, int], world: int, section: str) -> list[str]:
     if resolved % context:
         problems.append(f"context {context} does not divide {whole}")
     if resolved * tensor % expert:
-        beside = f"{whole} x tensor {tensor} = {resolved * tensor}" if tensor > 1 else whole
-        problems.append(f"expert {expert} does not divide {beside}")
+        product = f"{whole} x tensor {tensor} = {resolved * tensor}" if tensor > 1 else whole
+        problems.append(f"expert {expert} does not divide {product}")
     elif not composes(tensor, expert):
         problems.append(f"expert {expert} neither divides tensor {tensor} nor is a multiple of it")
     return problems

@@ -137,7 +137,7 @@ class BatchLoader:
             found = f"the token id {largest}" if largest > known else f"the label {least}"
             raise OctavoError(
                 f"the {self._split} split has {found}, and {known} was the largest when it was prepared: "
-                f"{str(self._prepared.folder)!r} has changed. Remove that folder; `octavo prepare` creates it anew."
+                f"{str(self._prepared.folder)!r} has changed. Remove that folder; `octavo prepare` recreates it."
             )
         return batch
 

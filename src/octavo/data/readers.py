@@ -231,7 +231,7 @@ def from_saved(path: Path, config: DataConfig, form: Form, key: str, say: Say) -
     except Exception as error:
         file = _damaged(path)
         where = f", {str(file.relative_to(path))!r} is damaged" if file else ""
-        raise InputError(f"{name}: the data set cannot be loaded{where}: {first_line(error)}. Save it anew.") from None
+        raise InputError(f"{name}: the data set cannot be loaded{where}: {first_line(error)}. Save it again.") from None
     if isinstance(data, datasets.DatasetDict):
         split = config.split or DEFAULT_SPLIT
         if split not in data:

@@ -263,7 +263,7 @@ def other_beside(folder: Path, config: Any) -> str:
         if _identity(original, name) == _identity(found, name):
             return ""
     return (
-        f"AutoTokenizer reads a tokenizer beside a config.json of {config.model_type} as {type(found).__name__}, which may "
+        f"AutoTokenizer reads a tokenizer next to a config.json of {config.model_type} as {type(found).__name__}, which may "
         "give other ids than the run's. Read the tokenizer of an export by "
         f"transformers.{type(original).__name__}.from_pretrained(FOLDER), or name one of that family as data.tokenizer."
     )

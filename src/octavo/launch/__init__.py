@@ -1,6 +1,6 @@
-"""Jobs of this machine: a folder, a supervisor that minds the ranks until their end, and a state that other processes read.
+"""Jobs of this machine: each has a folder, a supervisor that watches its ranks, and a state that other processes read.
 
-Names of SageMaker's SDK that start jobs are handed on from `octavo.compat.sagemaker` when they are first asked for. May import
+SageMaker's names that start jobs are imported lazily from `octavo.compat.sagemaker`, at their first use. May import
 config and the levels above, but not _version, dtypes, hub. Nothing imports torch.
 """
 

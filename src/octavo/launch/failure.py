@@ -40,7 +40,7 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
         and (Path(job["source"]) / f"{missing[1].partition('.')[0]}.py").is_file()
         and job["estimator"]["source_dir"] is None
     ):
-        return f"{what}: its file lies beside the script, and only the script is taken along. Give source_dir"
+        return f"{what}: its file is next to the script, and only the script is copied into the job. Give source_dir"
     if what:
         return what
     written = [line for line in map(str.strip, text.splitlines()) if line]

@@ -1,4 +1,4 @@
-"""`python -m octavo.launch.supervisor FOLDER`: starts a job, minds it until its end, and writes its state.
+"""`python -m octavo.launch.supervisor FOLDER`: starts a job, watches it until its end, and writes its state.
 
 It outlives the estimator of `fit(wait=False)`. Its ranks do not outlive it: the launcher dies with it, each rank with the
 launcher, and what ranks have started and left behind is ended with the job.

@@ -167,7 +167,7 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     if [name for name in wanted if name not in weights.shapes] == ["lm_head.weight"]:
         raise InputError(
             f"{weights.owner} has no weight 'lm_head.weight'. If the output head is the embedding, set tie_word_embeddings ="
-            " true (config.json); else copy the whole model folder anew."
+            " true (config.json); else copy the whole model folder again."
         )
     weights.check_present(list(wanted))
     for theirs, (asked, dtype) in wanted.items():

@@ -125,7 +125,7 @@ def _adapters(model: nn.Module) -> str:
     if not found:
         return ""
     ranks = " and ".join(map(str, sorted({module.lora_B.shape[1] for module in found})))
-    return f"of rank {ranks} beside {len(found)} of the source's matrices, in the dtype of activations"
+    return f"of rank {ranks} on {len(found)} of the source's matrices, in the dtype of activations"
 
 
 def kernels_on(

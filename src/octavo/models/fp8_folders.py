@@ -127,7 +127,7 @@ class Fp8Matrix:
         if len(faulty):
             raise InputError(
                 f"{owner}: {self.scale} has {faulty[0].item():g} as a scale ({len(faulty)} of {values.numel()} are such): a "
-                "scale is a finite number above 0. The folder is damaged, or was quantised wrongly: copy it anew, or give the "
+                "scale is a finite number above 0. The folder is damaged, or was quantised wrongly: copy it again, or give the "
                 "original model."
             )
         if float(values.median()) * _E4M3_MAX > _LARGEST:
@@ -149,7 +149,7 @@ class Fp8Matrix:
         """float32 of bytes × scales of rows from `start` on, each rounded once; scales: of `check_scales`."""
         values = data.float()
         if bool(values.isnan().any()):
-            raise InputError(f"{owner}: {self.weight} has bytes that are NaN (0x7F, 0xFF): copy the folder anew.")
+            raise InputError(f"{owner}: {self.weight} has bytes that are NaN (0x7F, 0xFF): copy the folder again.")
         if self.group is None:
             return values.mul_(scales)
         height, width = self.group
@@ -309,7 +309,7 @@ def matrices_of(
     if not found:
         raise InputError(
             f'{owner}: config.json says quant_method "{scheme.method}", and no weight is in FP8: the files are of another '
-            "model. Copy the whole folder anew; or, if these are the weights in high precision, remove quantization_config "
+            "model. Copy the whole folder again; or, if these are the weights in high precision, remove quantization_config "
             "from config.json."
         )
     for name in shapes:
@@ -318,7 +318,7 @@ def matrices_of(
             there = dtypes.get(f"{module}.weight")
             raise InputError(
                 f"{owner}: {name} is a scale, and {module}.weight is {f'of kind {there}, not FP8' if there else 'not there'}:"
-                " its values cannot be known. Copy the whole folder anew."
+                " its values cannot be known. Copy the whole folder again."
             )
         if (kind in _ACTIVATION_SCALES and f"{module}.weight" in found) or _CACHE_SCALE.search(name):
             spare.append(name)
@@ -351,7 +351,7 @@ def _matrix(
     names = [f"{module}.{one}" for one in SCALES if f"{module}.{one}" in shapes]
     if len(names) != 1:
         what = f"two scales, {some(names)}" if names else f"no scale ({module}.weight_scale or .weight_scale_inv)"
-        raise InputError(f"{owner}: {name} is in FP8 and has {what}: its values cannot be known. Copy the whole folder anew.")
+        raise InputError(f"{owner}: {name} is in FP8 and has {what}: its values cannot be known. Copy the whole folder again.")
     if f"{module}.weight_zero_point" in shapes:
         raise InputError(f"{owner}: {name} has a zero point, {module}.weight_zero_point: FP8 weights have none. {DEQUANTISE}")
     (scale,) = names
@@ -376,5 +376,5 @@ def _sharing(group: Group, scale: str, shape: tuple[int, int], scales: tuple[int
     of = f"blocks of {group.block[0]} by {group.block[1]}" if wanted == "block" else f"one a {wanted}"
     raise InputError(
         f"{owner}: {scale} has shape {list(scales)}; for a weight {list(shape)} with scales {of}, as config.json says, it is "
-        f"{list(fitting[wanted][0])}. Give the config that belongs to the weights, or copy the whole folder anew."
+        f"{list(fitting[wanted][0])}. Give the config that belongs to the weights, or copy the whole folder again."
     )

@@ -102,9 +102,9 @@ def load_generation_config(source: str) -> GenerationFile | None:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged ({first_line(error)}): copy it anew, or remove it.") from None
+        raise InputError(f"{path} is damaged ({first_line(error)}): copy it again, or remove it.") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} is damaged (no JSON object): copy it anew, or remove it.")
+        raise InputError(f"{path} is damaged (no JSON object): copy it again, or remove it.")
     return GenerationFile(text, values)
 
 

@@ -398,7 +398,7 @@ def pose_as_pretrained(model: PretrainedInterface) -> None:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """For `pickle` and `copy`, which look a class up by its name: returns the original class, which is extended anew."""
+    """For `pickle` and `copy`, which look a class up by its name: returns the original class, which is then extended again."""
     return _posing, (written_class(self), self.config, vars(self).copy())
 
 

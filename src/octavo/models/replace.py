@@ -47,7 +47,7 @@ def replace_linears(model: nn.Module) -> None:
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of PEFT's adapters, without the layers beside them."""
+    """The modules of PEFT's adapters, without the layers that they adapt."""
     if (peft := sys.modules.get("peft")) is None:
         return
     for layer in model.modules():
@@ -87,7 +87,7 @@ def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -
 
     Raises:
         InputError: of matrices that become one parameter one has an attribute that another has not, or with another value; or
-            an attribute is a tensor, which would have to be laid out anew.
+            an attribute is a tensor, which would need another layout.
     """
     way = conversion_of(model)
     assert way is not None

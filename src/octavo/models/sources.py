@@ -162,7 +162,7 @@ _KEYS_OF_ROPE = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""Type of scaling → its keys, beside those of every type."""
+"""Type of scaling → its keys, in addition to those of every type."""
 
 
 def check_positions(source: str, overrides: Mapping[str, Any]) -> str:

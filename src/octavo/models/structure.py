@@ -88,11 +88,11 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def kind_of(module: nn.Module | None, beside: nn.Module | None = None) -> str:
+def kind_of(module: nn.Module | None, other_module: nn.Module | None = None) -> str:
     """A module's class, with an article; its full name if the compared module's class has the same name."""
     if module is None:
         return "missing"
-    cls, other = written_class(module), None if beside is None else written_class(beside)
+    cls, other = written_class(module), None if other_module is None else written_class(other_module)
     if other is None or cls.__name__ != other.__name__:
         return f"a {cls.__name__}"
     return class_name(cls) + (" of another code" if cls.__module__ == other.__module__ else "")
@@ -168,7 +168,7 @@ def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str
 
 
 def _scales_rotation(module: nn.Module) -> bool:
-    """True for a rotary scaling that computes its frequencies anew for longer inputs."""
+    """True for a rotary scaling that recomputes its frequencies for longer inputs."""
     kinds = getattr(module, "rope_type", None)
     return any(kind in ("dynamic", "longrope") for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 

@@ -153,7 +153,7 @@ class WeightFiles(Weights):
                 if tensor in self.where:
                     raise InputError(
                         f"{self.folder}: {tensor} is in {self.where[tensor]} and in {file}, both named by {name}: the"
-                        " shards are of two saves. Copy the whole model folder anew."
+                        " shards are of two saves. Copy the whole model folder again."
                     )
                 self.where[tensor] = file
                 shapes[tensor] = tuple(shape)
@@ -162,12 +162,12 @@ class WeightFiles(Weights):
             if self.where.get(tensor) != file:
                 raise InputError(
                     f"{self.folder / name} says that {tensor} is in {file}, where it is not: index and shards are of two saves."
-                    " Copy the whole model folder anew."
+                    " Copy the whole model folder again."
                 )
         self.matrices, self.spare = matrices_of(scheme, shapes, dtypes, str(self.folder))
         self.cache = scheme is not None and scheme.cache
-        beside = {*self.spare, *(matrix.scale for matrix in self.matrices.values())}
-        shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in beside}
+        scales = {*self.spare, *(matrix.scale for matrix in self.matrices.values())}
+        shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in scales}
         kinds = {tensor: "float" if tensor in self.matrices else kind_of(dtypes[tensor]) for tensor in shapes}
         self._scales: tuple[str, Tensor] | None = None  # of the matrix that was read last
         super().__init__(shapes, kinds, str(self.folder), "a checkpoint of this model")
@@ -215,14 +215,14 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise InputError(f"{path} is damaged ({first_line(error)}): copy it anew.") from None
+        raise InputError(f"{path} is damaged ({first_line(error)}): copy it again.") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} is damaged (no JSON object): copy it anew.")
+        raise InputError(f"{path} is damaged (no JSON object): copy it again.")
     return values
 
 
 def _copy_again(path: Path) -> str:
-    return "it is a pointer of git LFS, run git lfs pull" if is_lfs_pointer(path) else "copy it anew"
+    return "it is a pointer of git LFS, run git lfs pull" if is_lfs_pointer(path) else "copy it again"
 
 
 def _refuse_other_formats(folder: Path) -> None:
@@ -290,7 +290,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor → shard."""
     listed = _json_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
-        raise InputError(f"{index} is damaged (no weight_map of tensors and files): copy it anew.")
+        raise InputError(f"{index} is damaged (no weight_map of tensors and files): copy it again.")
     for tensor, file in listed.items():
         if not _inside(file) or not file.endswith(".safetensors"):
             raise InputError(f"{index} says that {tensor} is in {file!r}, which is no safetensors file inside the folder.")

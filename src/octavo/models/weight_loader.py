@@ -217,7 +217,7 @@ def _not_as_stored(
 ) -> str:
     """Why a matrix of these parts cannot have the bytes and scales of its sources; empty if it can."""
     if len(there) < len({source for source, _, _ in parts}):
-        return "parts in FP8 beside others"
+        return "parts of which only some are in FP8"
     matrices = [found.matrix for found in there.values()]
     if block:
         if not all(matrix.is_block for matrix in matrices):

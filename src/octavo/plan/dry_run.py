@@ -1,4 +1,4 @@
-"""`octavo train --dry-run` and `octavo describe`: a checked run on paper; nothing is trained or written.
+"""`octavo train --dry-run` and `octavo describe`: a checked run as text; nothing is trained or written.
 
 The dry run has the resolved run file, the arithmetic of the run and its memory, for ranks and a GPU that may be others than
 those at hand. The description has the matrices in FP8 and the others with the reason; its model is built on the meta device, so

@@ -121,7 +121,7 @@ def _refuse(plan: RunPlan, before: RunConfig, keys: Mapping[str, tuple[Any, Any]
     if config.lora.rank is not None and config.lora.base == "fp8" and keys.keys() - {"fp8.fast_accumulation", "fp8.schedule"}:
         raise InputError(
             f'lora.base = "fp8" stores the frozen weights by the recipe, and {", ".join(keys)} changed: they would be rounded '
-            f"anew, to other weights than those of the adapters' training. Restore it, or {_OTHER_RUN}."
+            f"a second time, to other weights than those of the adapters' training. Restore it, or {_OTHER_RUN}."
         )
     if config.train.compare_bf16:
         raise InputError(

@@ -92,8 +92,8 @@ def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
     drawn = [f"{name} = {rate:g}" for name, rate in rates.items() if rate]
     if drawn and recomputes_block(config.train.recompute):
         yield (
-            f"a recomputed block draws the masks of {' and '.join(drawn)} anew, by a state that cannot be read in a recording. "
-            "Set train.recompute = false"
+            f"a recomputed block draws the masks of {' and '.join(drawn)} again, from a generator state that cannot be read "
+            "during a capture. Set train.recompute = false"
         )
 
 

@@ -172,8 +172,8 @@ def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
             found.append(f"{run.name} has {newest} of its {planned} steps; compared are steps up to {numbers[-1]}.")
         elif newest > numbers[-1]:
             found.append(
-                f"{run.name} goes on to step {newest}; compared are steps up to {numbers[-1]}, at which its learning rate may "
-                "be another."
+                f"{run.name} continues to step {newest}; compared are steps up to {numbers[-1]}, at which its learning rate "
+                "may be another."
             )
     return found
 

@@ -1,7 +1,7 @@
 """Progress of a run: a line that stays every few steps, one for each validation, and on a terminal a live line below them.
 
 Lines fit their terminal, and plain output has 110 columns. A narrow line leaves out the fields that say least; results of a
-validation go on in a further line instead.
+validation continue on a further line instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records in the folder of a run, read without torch: JSON files, and the state of the newest checkpoint.
 
-A file that is absent or damaged is no fault here: these figures label a plot or a table, and nothing continues from them.
+An absent or damaged file is not an error: these figures only label a plot or a table.
 """
 
 from __future__ import annotations

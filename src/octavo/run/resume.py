@@ -181,7 +181,7 @@ def extend(before: RunConfig, now: RunConfig, done: int) -> RunConfig:
         )
     if schedule != "wsd" and not asked:
         raise InputError(
-            f"{now.length(new)}, but the run has ended at step {old}, and {rates}. To go on with the rates of {new} steps, "
+            f"{now.length(new)}, but the run has ended at step {old}, and {rates}. To continue with the rates of {new} steps, "
             f"which are higher than the last one, set train.extended={json.dumps(ends)} too."
         )
     return with_values(now, {"train.extended": ends})
@@ -213,7 +213,7 @@ def check_resumable(
     causes = [key for key in changed if not set(idle.get(key, ())).intersection(changed)] or changed
     if causes == ["parallel.expert_dispatch_fp8"] and now.parallel.expert_parallel_degree == 1:
         remedy = (
-            "Continue it with parallel.expert_parallel_degree of 2 or more, since with 1 no token travels in FP8, "
+            "Continue it with parallel.expert_parallel_degree of 2 or more, since with 1 no token is sent in FP8, "
             "or set another train.output."
         )
     raise InputError(f"the run in {str(folder)!r} was started with other settings: {_differences(old, new, causes)}. {remedy}")
@@ -320,5 +320,5 @@ def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
         warn(
             f"{checkpoint} continues, but {validated} (train.validate_batches x train.micro_batch or train.global_batch): "
             "validation losses from here on do not compare with earlier ones, with which train.early_stopping and "
-            "checkpoint.best go on to compare them."
+            "checkpoint.best continue to compare them."
         )

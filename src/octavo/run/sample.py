@@ -106,7 +106,7 @@ class _Tokenizer:
             return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False)
         except Exception as error:  # transformers raises of many kinds
             raise InputError(
-                f"{self.folder}: the tokenizer cannot be loaded: {first_line(error).rstrip('.:')}. Save it there anew:"
+                f"{self.folder}: the tokenizer cannot be loaded: {first_line(error).rstrip('.:')}. Save it there again:"
                 f" tokenizer.save_pretrained({str(self.folder)!r})."
             ) from None
 
@@ -543,7 +543,7 @@ def sample_text(
     top_p: float = TOP_P,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation by the live model of a training, in `dtype` without FP8; the training goes on unchanged.
+    """The prompt and its continuation by the live model of a training, in `dtype` without FP8; the training is not affected.
 
     Between steps, outside of `octavo.fp8_autocast`. All ranks call it with the same arguments and get the same text.
 

@@ -1,7 +1,7 @@
 """Experiment trackers: a table of adapters, each an extra to install, all off by default.
 
 Trackers get each step after metrics.jsonl, which stays the record. A tracker that does not open is an error; one that fails
-later is dropped with a warning, and the training goes on. Output of trackers goes to stderr, since stdout may be one JSON
+later is dropped with a warning, and the training continues. Output of trackers goes to stderr, since stdout may be one JSON
 document.
 """
 

@@ -23,7 +23,7 @@ def _read(tmp_path, text):
     ("text", "note"),
     [
         ("name = input()\ngetattr(te, name)(1, 2)", "getattr on transformer_engine.pytorch asks for a name"),
-        ("te.Linear(**given())", "arguments of transformer_engine.pytorch.Linear are made at run time"),
+        ("te.Linear(**given())", "arguments of transformer_engine.pytorch.Linear are computed at run time"),
         ("build(te)", "transformer_engine.pytorch is given to build: its uses there are not seen"),
         ("import importlib\nimportlib.import_module(input())", "import_module imports a module that is known only at run time"),
         ("import functools\nfunctools.partial(te.Linear, nonsense=1)", "transformer_engine.pytorch.Linear is given to partial"),

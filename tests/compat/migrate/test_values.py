@@ -367,7 +367,7 @@ def test_a_name_without_a_value_is_named_where_values_are_unknown_by_it(tmp_path
         "for k, v in sizes.items():\n    h[k] = v",
         call,
     ]
-    with pytest.raises(InputError, match="the hyperparameters are made at run time") as error:
+    with pytest.raises(InputError, match="the hyperparameters are computed at run time") as error:
         run_file([_notebook(tmp_path / "n.ipynb", cells)])
     assert told in str(error.value) if told else "has no value" not in str(error.value)
 

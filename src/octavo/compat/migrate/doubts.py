@@ -1,6 +1,6 @@
-"""Parts of a script that its names and arguments do not resolve: each is worth a note, since the run may refuse it there.
+"""Parts of a script that reading cannot check, each of which gets a note, since the run may refuse it.
 
-Attributes of what a layer has inside, writes to them, calls of something that may be a layer, and dtypes that no layer takes.
+Attributes of a layer's submodules, writes to them, calls of something that may be a layer, and dtypes that no layer takes.
 Omitted: dtypes of tensors that come from files.
 """
 
@@ -39,7 +39,7 @@ _REACHED = (
     "items",
     "__getitem__",
 )
-"""Methods that give a module which has no name of its own."""
+"""Methods that return a module without a name."""
 
 
 def doubts(nodes: Sequence[ast.AST], meanings: Meanings) -> Iterator[tuple[ast.AST, str]]:
@@ -79,7 +79,7 @@ def doubts(nodes: Sequence[ast.AST], meanings: Meanings) -> Iterator[tuple[ast.A
         if isinstance(node, ast.Call):
             plain = len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
             if not (plain and not several) and _may_be_layer(node.func, meanings, values, unnamed):
-                yield node, "what is called here may be a layer, whose arguments are not checked"
+                yield node, "this call may be of a layer, whose arguments are not checked"
             yield from _counted(node, meanings, values)
 
 

@@ -1,4 +1,4 @@
-"""Calls of an estimator in a script: their ranks on this machine, and arguments that mean nothing, are refused or not checked.
+"""Checks calls of an estimator in a script: their ranks on this machine, and arguments without effect, refused or unchecked.
 
 Known values are given to the checks of `octavo.launch`. Omitted: whether a remote address can be reached.
 """
@@ -44,7 +44,7 @@ _KINDS = {
 def told(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What a call with these arguments does here: its ranks, and arguments without meaning, refused, or not checked.
 
-    folder: in which the call is made.
+    folder: in which the call runs.
     """
     refused = [f"{name}: {REFUSED[name]}" for name, value in given.items() if name in REFUSED and value is not None]
     refused += [f"{name}: no argument of the SDK" for name in given if name not in (*_CALL, *REFUSED, "fit", REST)]

@@ -1,4 +1,4 @@
-"""What is known of values without a run: dictionaries and lists in part, sums and texts of constants."""
+"""Values that are known without running a script: constants, partly known dictionaries and lists, sums and texts."""
 
 from __future__ import annotations
 

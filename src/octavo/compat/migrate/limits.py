@@ -1,6 +1,6 @@
-"""Values of arguments that the compatibility layer refuses, as far as a script has them as constants.
+"""Which constant arguments of a script the compatibility layer would refuse.
 
-Of the layers the tables are those of `octavo.nn.arguments`, read from its source. Omitted: values that are tensors, modules
+The tables of layers are those of `octavo.nn.arguments`, read from its source. Omitted: values that are tensors, modules
 or functions; sizes that do not fit each other.
 """
 
@@ -149,7 +149,7 @@ def made_by(dotted: str) -> str | None:
 
 
 def _real(value: Any) -> Any:
-    """A known value as the script has it: formats and recipes are objects, lists are tuples."""
+    """A known value as Python objects: formats and recipes are objects, lists are tuples."""
     if isinstance(value, Made):
         kind = getattr(recipes, value.dotted)
         return kind(*map(_real, value.args), **{name: _real(each) for name, each in value.words.items()})
@@ -168,7 +168,7 @@ def _fault(check: Callable[[], Any]) -> str | None:
 
 
 def _of_recipe(name: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Fields of a recipe that are refused when it is made, or by an autocast."""
+    """Fields of a recipe that its constructor or an autocast refuses."""
     for field, value in given.items():
         if is_known(value) and field != REST:
             fault = _fault(lambda: te.check_recipe(getattr(recipes, name)(**{field: _real(value)}), name))  # noqa: B023
@@ -282,8 +282,8 @@ def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
 def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Values that do not fit those of other arguments."""
     known = {name: value for name, value in given.items() if is_known(value) and name != REST and not isinstance(value, Made)}
-    made = {name: _real(value) for name, value in known.items()}
-    fault = _fault(lambda: te.check_layer(layer, made)) if "." not in layer else None
+    real = {name: _real(value) for name, value in known.items()}
+    fault = _fault(lambda: te.check_layer(layer, real)) if "." not in layer else None
     if fault is not None:
         name = next((each for each in ("num_gqa_groups", "layer_type") if each in fault), "parameters_split")
         yield name, given.get(name), fault
@@ -294,8 +294,8 @@ def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
         if is_known(terms.get("core_attention_bias_type", "no_bias")):
             yield from _alone_and_together(_check_terms, terms)
         lengths = {name: given[name] for name in (*te.LENGTHS, REST) if given.get(name) is not None}
-        own = not layer.startswith("DotProduct")
-        yield from _alone_and_together(lambda each: te.check_lengths(each, own_keys=own), lengths)
+        self_attention = not layer.startswith("DotProduct")
+        yield from _alone_and_together(lambda each: te.check_lengths(each, own_keys=self_attention), lengths)
     heads, groups = given.get("num_attention_heads"), given.get("num_gqa_groups")
     if layer in _ATTENTIONS and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
         yield "num_gqa_groups", groups, f"it divides num_attention_heads = {heads}."
@@ -387,15 +387,15 @@ def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str,
         return
     kind = "self_attn_mask_type" if name == "TransformerLayer" else "attn_mask_type"
     order = "attn_input_format" if name == "TransformerLayer" else "qkv_format"
-    kinds = [given[kind]] if given.get(kind) is not None else [made.get(kind, "causal") for made in makings] or ["causal"]
+    kinds = [given[kind]] if given.get(kind) is not None else [layer.get(kind, "causal") for layer in makings] or ["causal"]
     lengths = any(given.get(each) is not None for each in te.LENGTHS)
     masked = any(not isinstance(each, str) or "padding" in each or each == "arbitrary" for each in kinds)
     if masked and given.get("attention_mask") is None and not lengths:
         yield f"{kind} may be one that takes attention_mask or lengths, and the call has neither"
-    if any(made.get(order, "sbhd") not in ("sbhd", "bshd") for made in (*makings, given)):
+    if any(layer.get(order, "sbhd") not in ("sbhd", "bshd") for layer in (*makings, given)):
         yield "packed sequences take lengths, and a mask type with padding"
-    of_cross = [made.get("layer_type", made.get("attention_type")) in ("cross", "decoder") for made in makings]
-    unsure_kind = any(UNKNOWN in (made.get("layer_type"), made.get("attention_type")) or REST in made for made in makings)
+    of_cross = [layer.get("layer_type", layer.get("attention_type")) in ("cross", "decoder") for layer in makings]
+    unsure_kind = any(UNKNOWN in (layer.get("layer_type"), layer.get("attention_type")) or REST in layer for layer in makings)
     encoded = given.get("encoder_output") is not None
     if name != "DotProductAttention" and (any(of_cross) or unsure_kind) and not encoded:
         yield "cross-attention takes encoder_output"
@@ -453,8 +453,8 @@ def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str 
     kind = None if signature is None else signature.kinds.get(name)
     if value is None:
         there = signature is None or name not in signature.required
-        own = dotted.removeprefix(_TE) in _of_layers()  # whose kinds are those of defaults
-        return None if there and (kind is None or own or takes(kind, None)) else "it has to be there."
+        of_layer = dotted.removeprefix(_TE) in _of_layers()  # whose kinds are those of defaults
+        return None if there and (kind is None or of_layer or takes(kind, None)) else "it has to be there."
     if name == "mixed_precision" and value == "fp16":
         return "it needs a GPU."
     if (

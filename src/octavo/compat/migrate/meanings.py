@@ -1,7 +1,7 @@
-"""Meaning of a script's names: imported ones with their aliases, subclasses, partials, and names of layers.
+"""Resolves a script's names: imports and their aliases, subclasses, partials, and variables that hold layers.
 
-A name that is bound twice, to a library and to something else, is not sure. Layers are followed through assignments, wrappers
-and the parameters of the script's own functions; whoever gets one otherwise is listed in `strays`.
+A name that is bound twice, to a library and to something else, is unsure. Layers are followed through assignments, wrappers
+and the parameters of the script's functions; other receivers of a layer are listed in `strays`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Target:
 
     Attributes:
         dotted: the canonical name; `….forward` for a call of a layer.
-        skip: arguments in front that are not its own: self.
+        skip: leading arguments that do not count: self.
         sure: False if it may be something else.
         whole: False if further arguments come from a partial.
-        recomputed: the arguments are those of a `checkpoint`, which takes its own out.
+        recomputed: the arguments are those of a `checkpoint`, which removes its arguments.
     """
 
     dotted: str
@@ -65,8 +65,8 @@ class Meanings:
         self._layers: dict[str, set[str | None]] = {}  # text of a variable → layers; None for something else
         self._partial: set[str] = set()
         self._instances: set[str] = set()  # names of instances of `METHODS`
-        self._made: dict[str, str] = {}  # subclass without a constructor of its own → base
-        self._called: dict[str, str] = {}  # subclass without a forward of its own → base
+        self._constructed: dict[str, str] = {}  # subclass without a constructor → base
+        self._called: dict[str, str] = {}  # subclass without a forward → base
         self._bases: dict[int, str] = {}  # class (`id`) → base
         self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
         for node in ast.walk(self.tree):
@@ -120,8 +120,8 @@ class Meanings:
                 return None
             return ".".join([owner, text.value, *reversed(parts)])
         if parts and isinstance(node, ast.Call):  # a method of what a class makes
-            made = self.dotted(node.func)
-            return ".".join([canonical(made), *reversed(parts)]) if made and canonical(made) in METHODS else None
+            cls = self.dotted(node.func)
+            return ".".join([canonical(cls), *reversed(parts)]) if cls and canonical(cls) in METHODS else None
         if not isinstance(node, ast.Name):
             return None
         start = self.names.get(node.id)
@@ -166,8 +166,8 @@ class Meanings:
             if last in ("__init__", "forward", "__call__") and is_called(owner):
                 return [Target(owner if last == "__init__" else f"{owner}.forward", skip=1, sure=sure)]
             return [Target(name, sure=sure, whole=whole)]
-        if isinstance(function, ast.Name) and function.id in self._made:
-            return [Target(self._made[function.id])]
+        if isinstance(function, ast.Name) and function.id in self._constructed:
+            return [Target(self._constructed[function.id])]
         if isinstance(function, ast.Attribute) and function.attr in ("__init__", "forward", "__call__"):
             base = self._base_of_super(function.value)
             if base is not None:
@@ -211,7 +211,7 @@ class Meanings:
         self._bases[id(node)] = base
         methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
         if "__init__" not in methods and (node.bases and not self._own_init(node)):
-            self._made[node.name] = base
+            self._constructed[node.name] = base
         if not {"forward", "__call__"} & methods:
             self._called[node.name] = base
 
@@ -224,10 +224,10 @@ class Meanings:
                 yield node.name, self._bases[id(node)]
 
     def _own_init(self, node: ast.ClassDef) -> bool:
-        """True if a base of the script's own has a constructor."""
+        """True if a base class defined in the script has a constructor."""
         names = {each.id for each in node.bases if isinstance(each, ast.Name)}
-        own = {name for name, _ in self._named_bases()} & names
-        return any(name not in self._made for name in own)
+        bases = {name for name, _ in self._named_bases()} & names
+        return any(name not in self._constructed for name in bases)
 
     def _base_of_super(self, node: ast.AST) -> str | None:
         """The layer of `super()` in one of its subclasses."""
@@ -300,7 +300,7 @@ class Meanings:
         return [f"{getattr(around, 'name', '')}:self.{node.attr}"]
 
     def _hand_over(self, call: ast.Call) -> None:
-        """Layers given to the script's own functions are those of their parameters."""
+        """Layers passed to the script's functions are bound to their parameters."""
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         for function in self._functions.get(name, ()):
             parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
@@ -395,7 +395,7 @@ def _test(node: ast.AST) -> ast.AST | None:
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """(target, value) of an assignment; of one of several, each with its own."""
+    """(target, value) of an assignment; for several targets, each with its value."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             several = isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, ast.Tuple | ast.List)

@@ -1,4 +1,4 @@
-"""The Python of a notebook or a script, as text; lines of Jupyter's own become statements that do nothing."""
+"""The Python source of a notebook or a script; Jupyter's magics and commands become statements that do nothing."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def notebook(path: Path, notes: list[str], first: list[int]) -> str:
                 notes.append(f"code cell {number} is not read: {lines[0].strip()}")
                 found += [_of_other(magic, lines[0]), *([""] * (len(lines) - 1))]
                 continue
-            apart = magic[0] in _APART and any(line.strip() for line in lines[1:])
-            lines = ["with __command__():", *(f" {line}" for line in lines[1:])] if apart else ["", *lines[1:]]
+            separate = magic[0] in _APART and any(line.strip() for line in lines[1:])
+            lines = ["with __command__():", *(f" {line}" for line in lines[1:])] if separate else ["", *lines[1:]]
         if not _parses("\n".join(lines)):
             lines = _statements(lines, number, notes)
         try:
@@ -92,7 +92,7 @@ def _of_other(magic: list[str], line: str) -> str:
 
 
 def _statements(lines: list[str], number: int, notes: list[str]) -> list[str]:
-    """The lines of a cell with a statement in place of each command of the notebook's own, also of one over several lines."""
+    """The lines of a cell with a statement in place of each notebook command, also those over several lines."""
     found: list[str] = []
     goes_on = False
     for line in lines:
@@ -130,7 +130,7 @@ def _in_python(command: re.Match[str], number: int, notes: list[str]) -> str:
 def no_python(place: str, error: SyntaxError) -> InputError:
     """The error for a script with a fault of syntax."""
     line = (error.text or "").strip()[:80]
-    return InputError(f"{place}, line {error.lineno}: {error.msg}: {line!r}. Mend it, and run migrate again.")
+    return InputError(f"{place}, line {error.lineno}: {error.msg}: {line!r}. Correct it, and rerun migrate.")
 
 
 def _parses(text: str) -> bool:

@@ -34,7 +34,7 @@ def runs_unchanged(script: Script) -> bool:
 
 
 def _folder(script: Script) -> Path:
-    """The folder in which a script runs: a notebook's is its own."""
+    """The folder in which a script runs: for a notebook the folder that contains it."""
     return script.path.parent if script.path.suffix == ".ipynb" else Path()
 
 
@@ -69,7 +69,7 @@ def lines(script: Script) -> list[str]:
     for given in script.estimators:
         call = told(given, _folder(script))
         found.append(f"Estimator: {call['ranks']}.")
-        found += [f"  {name} has no meaning on a machine of your own" for name in call["meaningless"]]
+        found += [f"  {name} has no meaning outside of AWS" for name in call["meaningless"]]
         found += [f"x {fault}" for fault in call["refused"]]
         found += [f"! {fault}" for fault in call["unchecked"]]
     marks = {use.row.status if use.row else "absent" for use in script.uses} | (

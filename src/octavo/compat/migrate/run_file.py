@@ -30,7 +30,7 @@ from octavo.storage import write_atomic
 
 @dataclass
 class _Draft:
-    """A run file as it grows: (section.key) → (value, from what)."""
+    """A run file under construction: (section.key) → (value, where it comes from)."""
 
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -119,7 +119,9 @@ def _collect(scripts: Sequence[Script]) -> tuple[dict[str, Any], set[str], dict[
             for what, table in _tables(call).items():
                 if REST in table:
                     stops = "".join(f" In {sentence}: the script ends there." for sentence in script.unbound[:1])
-                    raise InputError(f"{script.path}: {what} made at run time.{stops} Write them as a dictionary of constants.")
+                    raise InputError(
+                        f"{script.path}: {what} computed at run time.{stops} Write them as a dictionary of constants."
+                    )
                 unsure = [name for name in unsure if name not in table]
                 unsure += [name for name, value in table.items() if value is UNKNOWN]
                 values |= {name: value for name, value in known(table) if value is not None}

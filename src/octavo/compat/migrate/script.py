@@ -341,7 +341,7 @@ class _Reader:
         for name, value in given.items():
             self._argument(where.get(name, node), target, name, value)
         if open_ended:
-            self._note(node, f"arguments of {target.dotted} are made at run time")
+            self._note(node, f"arguments of {target.dotted} are computed at run time")
         elif (
             signature is None
             and words

@@ -1,4 +1,4 @@
-"""Names and arguments in the source of installed modules, read and never imported: what a script may call.
+"""Signatures and names in installed modules, read from their source without importing them.
 
 A module that builds its names at run time (`__getattr__`, `import *`), and a function with `**kwargs`, is not told: None.
 """
@@ -126,9 +126,9 @@ def made_by(layer: str) -> Signature | None:
     while found is not None and base is not None:
         node = next((each for each, _ in _found(_NN[layer], base)), None)
         methods = [each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-        own = _signature(methods[0], skip=1, rest=True) if methods else None
-        more += own.names if own is not None else ()
-        kinds = (dict(own.kinds) if own is not None else {}) | kinds
+        of_forward = _signature(methods[0], skip=1, rest=True) if methods else None
+        more += of_forward.names if of_forward is not None else ()
+        kinds = (dict(of_forward.kinds) if of_forward is not None else {}) | kinds
         bases = [each.id for each in getattr(node, "bases", ()) if isinstance(each, ast.Name)]
         base = None if methods or not bases else bases[0]
     names = () if found is None else tuple(dict.fromkeys((*found.names, *more)))
@@ -240,7 +240,7 @@ def _found(module: str, name: str) -> Iterator[tuple[ast.FunctionDef | ast.Class
 
 
 def _is_plain(base: ast.expr, module: str) -> bool:
-    """True for a base class of the same module without arguments of its own."""
+    """True for a base class of the same module that adds no arguments."""
     found = next((node for node, _ in _found(module, base.id)), None) if isinstance(base, ast.Name) else None
     return (
         isinstance(found, ast.ClassDef)
@@ -319,7 +319,7 @@ def _kind_of(default: str) -> str | None:
 
 
 def takes(annotation: str, value: Any) -> bool:
-    """True if an annotation has a constant's type in it; a class that is not Python's own has none."""
+    """True if an annotation has a constant's type in it; classes that are not built in have none."""
     try:
         return _takes(ast.parse(annotation, mode="eval").body, value)
     except SyntaxError:
