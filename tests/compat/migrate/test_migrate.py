@@ -403,7 +403,11 @@ def test_what_is_no_python_is_refused_with_its_line(place, text, part):
         ("degree = 2 ** 3", "degree = 8\nif big():\n    degree = 4", "the script: context_parallel_degree"),
         ("degree = 2 ** 3", "degree = 3", "context 3 does not divide hybrid_shard 8"),
         ("degree = 2 ** 3", "degree = len(x)", "the script: context_parallel_degree"),
-        ("hyperparameters.update(fp8=1, lr=2e-4)", "hyperparameters.update(given())", "the hyperparameters are computed at run"),
+        (
+            "hyperparameters.update(fp8=1, lr=2e-4)",
+            "hyperparameters.update(given())",
+            "the hyperparameters are computed at run",
+        ),
         ("hyperparameters.update(fp8=1, lr=2e-4)", "if x:\n    hyperparameters['fp8'] = 0", "the script: fp8"),
         (
             "hyperparameters.update(fp8=1, lr=2e-4)",
