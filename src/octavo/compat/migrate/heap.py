@@ -1,8 +1,9 @@
-"""Objects of a script that is read and not run: dictionaries, lists and functions, which several names may share.
+"""The heap of the interpreter: dictionaries, lists and functions of a script, with aliases, as far as they are known without a
+run.
 
-An object is known only as long as each way to it is. Once unseen code may have it, it is lost for good: nothing that is written
-to it later is known either. Each change is logged, so that the branches of an unknown test start from one state and are joined
-into what they have in common. Omitted: sets, and attributes.
+An object is known only while every reference to it is known. Once unseen code may hold it, it is lost for good: later writes to
+it are unknown too. Each change is logged, so that both branches of an unknown test start from the same state, and what they
+have in common is known afterwards. Omitted: sets, and attributes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.compat.migrate.known import MORE, REST, UNKNOWN, Made, same
+from octavo.compat.migrate.known import MORE, REST, UNKNOWN, RecipeValue, same
 
 _SERIAL = itertools.count()
 _DEEPEST, _MOST_PARTS = 40, 20_000
@@ -127,7 +128,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class Builtin:
-    """A function of Python's own."""
+    """A built-in function."""
 
     name: str
 
@@ -167,13 +168,13 @@ class Function(Losable):
 
 @dataclass(eq=False)
 class Job(Losable):
-    """An estimator: its arguments, a copy of them when it was made, and one of when it starts.
+    """An estimator: its arguments, a copy of them at construction, and one at its start.
 
     inputs: those of its start, as the script has them.
     """
 
     given: Table
-    made: dict[str, Any]
+    initial: dict[str, Any]
     fitted: dict[str, Any] | None = None
     inputs: Any = None
     lost: bool = False
@@ -312,7 +313,7 @@ class Heap:
                 self.lose(each)
         elif isinstance(value, Imported):
             self.on_replace(value.dotted)
-        elif isinstance(value, Made):
+        elif isinstance(value, RecipeValue):
             value.lost = True  # never taken back
 
     # branches
@@ -354,7 +355,7 @@ class Heap:
         Args:
             mark: the start of the second, whose end is now.
             after: the end of the first.
-            born: objects with a later serial were made in one of them.
+            born: objects with a later serial were created in one of them.
         """
         lost: list[Any] = []
         second = self.changed(mark)
@@ -497,9 +498,9 @@ def _exported(value: Any, depth: int, left: list[int]) -> Any:
         return {key: _exported(each, depth + 1, left) for key, each in value.items()}
     if isinstance(value, list):
         return [each if each is MORE else _exported(each, depth + 1, left) for each in value]
-    if isinstance(value, Made):
+    if isinstance(value, RecipeValue):
         inside = _exported(value.args, depth + 1, left), _exported(value.words, depth + 1, left)
-        return UNKNOWN if value.lost else Made(value.dotted, *inside)
+        return UNKNOWN if value.lost else RecipeValue(value.dotted, *inside)
     return UNKNOWN if value is MAYBE or isinstance(value, View | Imported | Builtin | Function | Job | Task) else value
 
 

@@ -55,8 +55,8 @@ _OF_TEXT = ("split", "strip", "lstrip", "rstrip", "lower", "upper", "title", "re
 
 
 @dataclass
-class Made:
-    """An object of a recipe as a value: its class, the arguments of its call, and whether its fields may be others since."""
+class RecipeValue:
+    """A recipe object as a value: its class, the arguments of its call, and whether its fields may have changed since."""
 
     dotted: str
     args: list[Any]
@@ -105,7 +105,7 @@ def is_known(value: Any) -> bool:
         return all(map(is_known, value.values()))
     if isinstance(value, list):
         return all(map(is_known, value))
-    if isinstance(value, Made):
+    if isinstance(value, RecipeValue):
         return is_known(value.args) and is_known(value.words)
     return not isinstance(value, _Unknown)
 

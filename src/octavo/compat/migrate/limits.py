@@ -12,7 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from octavo.compat.migrate.known import OPTIONAL, REST, UNKNOWN, Made, is_known
+from octavo.compat.migrate.known import OPTIONAL, REST, UNKNOWN, RecipeValue, is_known
 from octavo.compat.migrate.sources import Signature, tables, takes
 from octavo.compat.sagemaker.inputs import TrainingInput
 from octavo.compat.smp.configs import MoEConfig, SmpConfig
@@ -140,7 +140,7 @@ _ROTATIONS = (_ROTATION, f"{_TE}attention.rope.apply_rotary_pos_emb")
 _MOE = "torch.sagemaker.moe.moe_config.MoEConfig"
 
 
-def made_by(dotted: str) -> str | None:
+def recipe_class(dotted: str) -> str | None:
     """The class of the recipe that a name makes; None for others."""
     if dotted.rpartition(".")[2] in ("get_default_recipe", "get_default_fp8_recipe") and dotted.startswith(_TE):
         return "DelayedScaling"
@@ -150,7 +150,7 @@ def made_by(dotted: str) -> str | None:
 
 def _real(value: Any) -> Any:
     """A known value as Python objects: formats and recipes are objects, lists are tuples."""
-    if isinstance(value, Made):
+    if isinstance(value, RecipeValue):
         kind = getattr(recipes, value.dotted)
         return kind(*map(_real, value.args), **{name: _real(each) for name, each in value.words.items()})
     if isinstance(value, str) and value.startswith("Format.") and value[7:] in recipes.Format.__members__:
@@ -201,10 +201,10 @@ def _of_context(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, An
     value = given.get(name)
     if given.get("enabled", True) is UNKNOWN or value is None or not (given.get("enabled", True) or given.get("calibrating")):
         return
-    if is_known(value) and (not isinstance(value, Made) or value.dotted == "MMParams"):
+    if is_known(value) and (not isinstance(value, RecipeValue) or value.dotted == "MMParams"):
         yield name, value, _OBJECT
-    elif isinstance(value, Made):
-        known = Made(value.dotted, [], {key: each for key, each in value.words.items() if is_known(each)})
+    elif isinstance(value, RecipeValue):
+        known = RecipeValue(value.dotted, [], {key: each for key, each in value.words.items() if is_known(each)})
         fault = _fault(lambda: te.check_recipe(_real(known), value.dotted))
         if fault is not None:
             yield name, value, fault
@@ -219,7 +219,7 @@ def refused(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, s
         value = given.get(name, UNKNOWN)
         if name in given and is_known(value) and not limit.allows(value):
             yield name, value, limit.text
-    recipe = made_by(dotted)
+    recipe = recipe_class(dotted)
     if recipe is not None and recipe in _RECIPES:
         yield from _of_recipe(recipe, given)
     if dotted in _ACCELERATES:
@@ -281,7 +281,9 @@ def _refused_channel(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]
 
 def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Values that do not fit those of other arguments."""
-    known = {name: value for name, value in given.items() if is_known(value) and name != REST and not isinstance(value, Made)}
+    known = {
+        name: value for name, value in given.items() if is_known(value) and name != REST and not isinstance(value, RecipeValue)
+    }
     real = {name: _real(value) for name, value in known.items()}
     fault = _fault(lambda: te.check_layer(layer, real)) if "." not in layer else None
     if fault is not None:
@@ -321,7 +323,7 @@ def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, limit in _limits(dotted, given).items():
         if name in given and limit.open and not is_known(given[name]):
             yield name, limit.text
-    recipe = made_by(dotted)
+    recipe = recipe_class(dotted)
     for name, value in given.items() if recipe is not None or dotted in _ACCELERATES else ():
         if name in _FIELDS and not is_known(value):
             yield name, _FIELDS[name]
@@ -330,7 +332,7 @@ def unsure(dotted: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "transform refuses global_token_shuffle=True, and a router that SMP has not."
     if dotted in _CONTEXTS:
         chosen, enabled = given.get(_CONTEXTS[dotted]), given.get("enabled", True)
-        if isinstance(chosen, Made):
+        if isinstance(chosen, RecipeValue):
             if enabled is UNKNOWN and chosen.dotted in te.OF_BLACKWELL:
                 yield "enabled", f"{chosen.dotted} is refused"
         elif chosen is not None and not is_known(chosen) and (enabled or given.get("calibrating")):
@@ -460,7 +462,7 @@ def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str 
     if (
         (name in _limits(dotted, {}) and name != "pad_between_seqs")
         or name in _FIELDS
-        or (isinstance(value, Made) and name in _RECIPES_OF)
+        or (isinstance(value, RecipeValue) and name in _RECIPES_OF)
     ):
         return None
     if name in _TP or (name == "parameters_split" and isinstance(value, list | dict)):
@@ -481,7 +483,7 @@ def odd(dotted: str, signature: Signature | None, name: str, value: Any) -> str 
         return None if name in ("enabled", "calibrating", "_graph", _CONTEXTS[dotted]) else "it is a process group."
     if dotted in _CHECKPOINTS:
         return None if name in _USUAL or (value is False and name == "debug") else "it is not a usual value."
-    if dotted in (*_ACCELERATES, _MOE) or made_by(dotted) or dotted.startswith("sagemaker."):
+    if dotted in (*_ACCELERATES, _MOE) or recipe_class(dotted) or dotted.startswith("sagemaker."):
         return None  # checked as in the run
     layer = dotted.removeprefix(_TE).removesuffix(".forward")
     free = tables("octavo.nn.arguments", ("ARGUMENTS",), reference=_NO_REFERENCE).get("ARGUMENTS", {})

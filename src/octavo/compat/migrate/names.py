@@ -14,11 +14,11 @@ from typing import Literal
 import octavo.launch
 from octavo.compat.migrate.sources import (
     Signature,
+    constructor,
     fields_of,
     forward_of,
     has_attribute,
     has_name,
-    made_by,
     members,
     method_of,
     signature_of,
@@ -503,7 +503,7 @@ def signature_of_name(dotted: str) -> Signature | None:
     if owner in ("sagemaker.pytorch.PyTorch",):
         return method_of("octavo.compat.sagemaker.estimator", "PyTorch", method)
     if is_layer(dotted):
-        return made_by(last)
+        return constructor(last)
     return next((signature_of(m, last) for m, names in shim.modules.get(module, {}).items() if last in names.split()), None)
 
 

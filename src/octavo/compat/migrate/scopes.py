@@ -1,6 +1,6 @@
-"""Names of a script by Python's rules of scope: which a function binds, and what its code may do with those around it.
+"""Python's scoping rules for a script: which names a function binds, and what its code may do with names of outer scopes.
 
-A function that is not followed is known by this alone. Omitted: what a name holds.
+Of functions that the interpreter does not follow only this is known. Omitted: the values of names.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 READERS = ("print", "len", "repr", "str", "sorted", "isinstance", "bool", "list", "tuple", "dict", "id", "display", "min",
            "max", "sum", "any", "all", "enumerate", "zip", "reversed")  # fmt: skip
-"""Functions of Python's own, and Jupyter's, that change nothing and hand on no more than entries."""
+"""Built-in functions, and Jupyter's, that change nothing and return at most entries of their arguments."""
 _GETTERS = ("items", "keys", "values", "get", "copy")
 ANY_NAME = ("exec", "eval", "globals", "locals", "breakpoint", "__import__", "__builtins__")
-"""Names of Python's own that reach every name."""
+"""Built-ins that reach every name."""
 ANY_FRAME = (
     "__globals__", "__builtins__", "__closure__", "__code__", "__defaults__", "__kwdefaults__", "f_globals", "f_locals",
     "f_back", "_getframe", "cell_contents", "user_ns", "user_global_ns", "run_cell", "run_code", "__main__", "settrace",
@@ -79,7 +79,7 @@ def _evaluated_outside(node: Scope) -> list[ast.AST]:
 
 
 def bound(parts: Iterable[ast.AST]) -> set[str]:
-    """The names that code binds in its own scope, or unbinds."""
+    """The names that code binds or unbinds in its scope."""
     return {name for node in own_nodes(parts) for name in binds(node)}
 
 
@@ -108,7 +108,7 @@ def declared(parts: Iterable[ast.AST], kind: type[ast.Global] | type[ast.Nonloca
 
 
 def local_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
-    """The names that are a function's own."""
+    """The local names of a function."""
     body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
     outside = declared(body, ast.Global) | declared(body, ast.Nonlocal)
     return ({each.arg for each in arguments(node)} | bound(body)) - outside
@@ -168,13 +168,13 @@ class Scopes:
         return found
 
     def of_code(self, parts: Iterable[ast.AST]) -> Effects:
-        """The effects of code on the names of the scope in which it stands, which it binds itself apart (`bound`)."""
+        """The effects of code on the names of its scope, except those that it binds itself (`bound`)."""
         found = Effects()
         self._gather(list(parts), set(), set(), set(), found)
         return found
 
     def _gather(self, parts: Iterable[ast.AST], local: set[str], shared: set[str], outer: set[str], found: Effects) -> None:
-        """Add the effects of code of one scope, with names of its own, of the module, and of a function around it."""
+        """Add the effects of code of one scope: on its local names, the module's, and those of an enclosing function."""
         parts = list(parts)
         self._walk(parts, local, shared, outer, found)
         names = bound(parts)

@@ -1,4 +1,4 @@
-"""Uses of other libraries in a script, line by line; its arguments, and the calls of an estimator.
+"""Finds uses of other libraries in a script, line by line, its command-line arguments, and its calls of an estimator.
 
 Names are followed through imports with their aliases, and through variables that hold an instance of a followed class. What a
 script builds at run time (`getattr`, `importlib`) is not seen.
@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.compat.migrate.doubts import doubts
 from octavo.compat.migrate.known import OPTIONAL, REST, UNKNOWN, is_known
-from octavo.compat.migrate.limits import made_by, odd, of_call, of_state, refused, unsure
+from octavo.compat.migrate.limits import odd, of_call, of_state, recipe_class, refused, unsure
 from octavo.compat.migrate.meanings import Meanings, Target
 from octavo.compat.migrate.names import (
     NAMES,
@@ -156,7 +156,7 @@ class _Reader:
         self._unreached: dict[int, int] = {}
         self._makings: dict[str, list[dict[str, Any]]] = {}  # layer → arguments of each constructor
         self._parts: set[int] = set()  # attributes that belong to a longer one
-        self._spared: set[str] = set()  # absent names that the script's own `except` does without
+        self._spared: set[str] = set()  # absent names that an `except` of the script does without
         spared = _spared_imports(tree)
         self._spared_uses = _spared_uses(tree)
         nodes = sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno)
@@ -173,7 +173,7 @@ class _Reader:
             called=self._surely,
             maybe=self._meanings.dotted,
             has=_is_there,
-            made=lambda dotted: made_by(canonical(dotted)),
+            recipe_of=lambda dotted: recipe_class(canonical(dotted)),
             is_library=lambda dotted: library_of(dotted) is not None,
         )
         self._unreached = self._values.unreached
@@ -224,7 +224,7 @@ class _Reader:
             yield f"line {place}: {name} has no value, since the test in line {test} leaves out what binds it"
 
     def _import(self, node: ast.Import | ast.ImportFrom, *, spared: bool) -> Iterator[str]:
-        """The dotted names that are imported. spared: the script's own `except` goes on without them."""
+        """The dotted names that are imported. spared: those without which an `except` of the script continues."""
         for alias in node.names:
             if isinstance(node, ast.Import):
                 first, dotted = alias.name.partition(".")[0], alias.name
@@ -249,7 +249,7 @@ class _Reader:
             yield dotted
 
     def _beside(self, module: str, line: int) -> None:
-        """Note a module of the script's own, which is read only if it is given too."""
+        """Note a module that belongs to the script, which is read only if it is given too."""
         folder = self.script.path.parent
         parts = module.lstrip(".").split(".")
         for _ in range(len(module) - len(module.lstrip(".")) - 1):
@@ -258,7 +258,7 @@ class _Reader:
         own = module.startswith(".") or any(file.is_file() for file in files)
         if own and not {file.resolve() for file in files} & self._others and module not in self._modules:
             self._modules.add(module)
-            self.script.notes.append(f"line {self.script.place(line)}: {module} is a module of its own: give its file too")
+            self.script.notes.append(f"line {self.script.place(line)}: {module} is a separate module: give its file too")
 
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in self._parts:
@@ -487,7 +487,7 @@ class _Reader:
         self.script.uses.append(Use(line, name, library, row))
 
     def _put(self, node: ast.AST, row: Name) -> None:
-        """Add a row of its own."""
+        """Add a separate row."""
         library, line = library_of(row.name), getattr(node, "lineno", 0)
         if library is not None and (line, row.name) not in self._seen and id(node) not in self._unreached:
             self._seen.add((line, row.name))

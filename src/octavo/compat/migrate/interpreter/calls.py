@@ -1,4 +1,4 @@
-"""Calls: of libraries, of Python's own functions, of estimators, of methods, and of the script's functions."""
+"""The interpreter's calls: of libraries, built-ins, estimators, methods, and the script's functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from octavo.compat.migrate.known import (
     MORE,
     REST,
     UNKNOWN,
-    Made,
+    RecipeValue,
     converted,
     merge,
     of_text,
@@ -47,7 +47,7 @@ from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, arguments, declare
 
 _DEEPEST = 8
 _READING = ("print", "isinstance", "issubclass", "type", "len", "repr", "str", "id", "callable", "display", "hash", "bool")
-"""Functions of Python's own, and Jupyter's, that leave what they are given as it is, and hand nothing of it on."""
+"""Built-in functions, and Jupyter's, that neither change their arguments nor pass them on."""
 _READERS = (
     "json.dumps", "json.dump", "pprint.pprint", "pprint.pformat", "pprint.pp", "yaml.dump", "IPython.display.display",
     "logging.info", "logging.debug", "logging.warning", "logging.error", "copy.copy", "copy.deepcopy",
@@ -115,9 +115,9 @@ class Calls(Expressions):
             return found
         args, keywords = self._arguments(node)
         self._remember(node, [UNKNOWN] if any(isinstance(each, ast.Starred) for each in node.args) else args, keywords)
-        kind = self._makes(dotted) if dotted is not None else None
+        kind = self._recipe_of(dotted) if dotted is not None else None
         if kind is not None:
-            return Made(kind, exported(args), exported(keywords))
+            return RecipeValue(kind, exported(args), exported(keywords))
         maker = dotted or (self._whole(function) or self._maybe(function) if owner is ABSENT else None)
         names = self._positional(maker) if maker is not None else None
         if names is not None:
@@ -167,7 +167,7 @@ class Calls(Expressions):
     def _hand_on(self, args: Iterable[Any], keywords: dict[str, Any], dotted: str | None) -> None:
         """Arguments of a call that is not followed."""
         for value in (*args, *keywords.values()):
-            if not (isinstance(value, Made) and dotted is not None and self._is_library(dotted)):
+            if not (isinstance(value, RecipeValue) and dotted is not None and self._is_library(dotted)):
                 self._heap.lose(value)
 
     def _remember(self, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> None:
@@ -226,15 +226,15 @@ class Calls(Expressions):
             return items
         if isinstance(value, Fixed):
             return Fixed([self._copied(each, deep=True, memo=memo) for each in value]) if deep else value
-        if isinstance(value, Made):
-            return Made(value.dotted, value.args, value.words, value.lost)
+        if isinstance(value, RecipeValue):
+            return RecipeValue(value.dotted, value.args, value.words, value.lost)
         if is_scalar(value) or isinstance(value, Imported | Builtin | Function):
             return value
         self._heap.lose(value)
         return UNKNOWN
 
     def _builtin(self, name: str, node: ast.Call, args: list[Any], keywords: dict[str, Any]) -> Any:
-        """The result of a function of Python's own."""
+        """The result of a built-in function."""
         if name == "hasattr" and len(args) == 2 and isinstance(args[1], str):
             there = self._has(f"{self._dotted(node.args[0])}.{args[1]}")
             return UNKNOWN if there is None else there
@@ -254,7 +254,7 @@ class Calls(Expressions):
         return UNKNOWN
 
     def _of_list_call(self, node: ast.Call, name: str) -> Any:
-        """The result of a function of Python's own that reads all of a list; ABSENT if the call is not one that is followed."""
+        """The result of a built-in function that reads a whole list; ABSENT if the call is not followed."""
         if any(isinstance(each, ast.Starred) for each in node.args):
             return ABSENT
         if name == "dict":
@@ -339,10 +339,10 @@ class Calls(Expressions):
     def _of_estimator(self, job: Job, name: str, args: list[Any], keywords: dict[str, Any]) -> Any:
         if name == "fit":
             now = exported(job.given)
-            merge(now, job.made, {})
+            merge(now, job.initial, {})
             inputs = keywords.get("inputs", args[0] if args else None)
             if job.lost:
-                now = self._of_job(Job(job.given, job.made, lost=True))
+                now = self._of_job(Job(job.given, job.initial, lost=True))
             job.fitted, job.inputs = now | {"fit": {"inputs": exported(inputs)}}, inputs
             return None
         if name == "set_hyperparameters":
@@ -355,9 +355,9 @@ class Calls(Expressions):
                 self._heap.lose(Fixed(keywords.values()))
             self._heap.change(job.given)
             job.given["hyperparameters"] = after
-            made = job.made.get("hyperparameters")
-            if isinstance(made, dict) or made is None:
-                job.made = job.made | {"hyperparameters": {**(made or {}), **exported(keywords)}}
+            initial = job.initial.get("hyperparameters")
+            if isinstance(initial, dict) or initial is None:
+                job.initial = job.initial | {"hyperparameters": {**(initial or {}), **exported(keywords)}}
             return None
         if name not in _PUBLIC:
             self._heap.lose(job)

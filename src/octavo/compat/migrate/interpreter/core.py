@@ -1,4 +1,4 @@
-"""Base of the interpreter: the names of a script, its scopes, and how they are given up."""
+"""Base of the interpreter: a script's names and scopes, and when their values become unknown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from octavo.compat.migrate.known import (
     MORE,
     REST,
     UNKNOWN,
-    Made,
+    RecipeValue,
     merge,
 )
 from octavo.compat.migrate.scopes import ANY_FRAME, ANY_NAME, Scopes, bound, local_names
@@ -39,7 +39,7 @@ _POISON = (
     "inspect.getouterframes", "inspect.getinnerframes", "inspect.getmodule", "inspect.getclosurevars", "gc.get_objects",
     "gc.get_referrers", "gc.get_referents", "code.interact", *(f"builtins.{name}" for name in (*ANY_NAME, "vars")),
 )  # fmt: skip
-"""Names of libraries by which a script may change any name of its own."""
+"""Names of libraries through which a script may change any of its names."""
 NEXT, RETURN, BREAK, CONTINUE, RAISE = "next", "return", "break", "continue", "raise"
 Outcome = frozenset[str]
 GOES_ON: Outcome = frozenset({NEXT})
@@ -55,7 +55,7 @@ class Interpreter(abc.ABC):
         called: the full dotted name of an expression, or None where it may be something else.
         maybe: the same, also where it may be something else.
         has: dotted name of a library → whether it is there; None for others.
-        made: dotted name → class of a recipe that its call makes, or None.
+        recipe_of: dotted name → class of the recipe that its call returns, or None.
         is_library: True for a name of a library whose calls leave recipes as they are.
     """
 
@@ -66,10 +66,16 @@ class Interpreter(abc.ABC):
         called: Callable[[ast.AST], str | None] = lambda node: None,
         maybe: Callable[[ast.AST], str | None] = lambda node: None,
         has: Callable[[str], bool | None] = lambda dotted: None,
-        made: Callable[[str], str | None] = lambda dotted: None,
+        recipe_of: Callable[[str], str | None] = lambda dotted: None,
         is_library: Callable[[str], bool] = lambda dotted: False,
     ) -> None:
-        self._positional, self._called, self._has, self._makes, self._is_library = positional, called, has, made, is_library
+        self._positional, self._called, self._has, self._recipe_of, self._is_library = (
+            positional,
+            called,
+            has,
+            recipe_of,
+            is_library,
+        )
         self._maybe = maybe
         self._scopes = Scopes(tree)
         self._heap = Heap()
@@ -209,7 +215,7 @@ class Interpreter(abc.ABC):
     # names
 
     def _name(self, name: str) -> Any:
-        """The value of a name here, `Builtin` for one of Python's own."""
+        """The value of a name here, `Builtin` for built-ins."""
         if self._poisoned:
             return UNKNOWN
         frame: Names | None = self._frames[-1]
@@ -222,7 +228,7 @@ class Interpreter(abc.ABC):
                 return UNKNOWN
             if name in home:
                 value = home[name]
-                if self._once and home is self._module and not isinstance(value, Imported | Function | Made):
+                if self._once and home is self._module and not isinstance(value, Imported | Function | RecipeValue):
                     return value if self._module.writes.get(name, 0) < 2 and is_scalar(value) else UNKNOWN
                 return value
             frame = None if shared else frame.outer
@@ -258,7 +264,7 @@ class Interpreter(abc.ABC):
         """Threads may start any estimator with the arguments that it has now."""
         for job in self._jobs.values():
             now = exported(job.given)
-            merge(job.made, now, {})
+            merge(job.initial, now, {})
             if job.fitted is not None:
                 merge(job.fitted, now | {"fit": {"inputs": exported(job.inputs)}}, {})
 
@@ -303,7 +309,7 @@ class Interpreter(abc.ABC):
         if job.fitted is not None:
             return job.fitted
         now = exported(job.given)
-        merge(now, job.made, {})
+        merge(now, job.initial, {})
         if job.lost:
             for value in now.values():
                 if isinstance(value, dict):

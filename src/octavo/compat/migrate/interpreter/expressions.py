@@ -1,4 +1,4 @@
-"""Expressions: names, dictionaries, lists, comparisons, texts, comprehensions."""
+"""The interpreter's expressions: names, dictionaries, lists, comparisons, texts, comprehensions."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class Expressions(Interpreter):
             return COMPARISONS[type(kind)](plain(left), plain(right))
         except (TypeError, ValueError, RecursionError):
             if UNKNOWN in (left, right) or isinstance(left, Function) or isinstance(right, Function):
-                self._heap.lose(left)  # its own comparison gets the other
+                self._heap.lose(left)  # its comparison gets the other operand
                 self._heap.lose(right)
             return UNKNOWN
 

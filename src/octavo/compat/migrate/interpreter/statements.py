@@ -1,4 +1,4 @@
-"""Statements, and the ways in which a block of them ends."""
+"""The interpreter's statements, and how a block of them may end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from octavo.compat.migrate.known import (
     MOST_ITEMS,
     REST,
     UNKNOWN,
-    Made,
+    RecipeValue,
 )
 from octavo.compat.migrate.scopes import ANY_FRAME, bound, declared
 
@@ -362,12 +362,12 @@ class Statements(Calls):
         opens = opens and self._name(item.context_expr.func.id) == Builtin("open")  # type: ignore[attr-defined]
         value = self.of(item.context_expr)
         plainly = opens or (dotted is not None and (dotted in _NO_SUPPRESSION or self._is_library(dotted)))
-        if not isinstance(value, Made):
+        if not isinstance(value, RecipeValue):
             self._heap.lose(value)
 
         def inside() -> Outcome:
             if item.optional_vars is not None:
-                self._assign(item.optional_vars, value if isinstance(value, Made) else UNKNOWN)
+                self._assign(item.optional_vars, value if isinstance(value, RecipeValue) else UNKNOWN)
             return self._contexts(node, number + 1)
 
         return inside() if plainly else self._caught(inside, lambda: GOES_ON)
