@@ -47,7 +47,7 @@ from octavo.models.fingerprint import noting
 from octavo.models.fp8_folders import DEQUANTISE
 from octavo.models.huggingface import pose_as_pretrained
 from octavo.models.lora import adapt, adapted, settle
-from octavo.models.own_code import (
+from octavo.models.original_code import (
     cast,
     compute_in,
     params_dtype_of,
@@ -75,9 +75,9 @@ from octavo.models.replace import (
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor, group_of, part_of_rank, refuse_own_calls
 from octavo.models.tensor_parallel import original_code_message as no_tensor_message
-from octavo.models.vision import Blocks, is_vision_transformer, own_code_reason, replace_blocks
+from octavo.models.vision import Blocks, is_vision_transformer, original_code_reason, replace_blocks
 from octavo.models.weight_files import Weights
-from octavo.models.weight_loader import WeightLoader, folder_weights, own_weights
+from octavo.models.weight_loader import WeightLoader, folder_weights, model_weights
 from octavo.nn.norm import FLOATS, FLOATS_OF_PYTORCH
 from octavo.parallel.calls import begin, together
 from octavo.parallel.context import check_context, original_code_message
@@ -560,7 +560,7 @@ def _replacement(
     assert original is not None
     if not can_fill and any(parameter.is_meta for parameter in original.parameters()):
         return None, False, "its blocks have custom initial values: give load_from or load_state_dict_from_rank0"
-    reason = own_code_reason(original)
+    reason = original_code_reason(original)
     return None, not reason, reason
 
 
@@ -619,7 +619,7 @@ def _weights(
     needed = replaced or from_rank0 is not None
     if load_from is not None:
         return folder_weights(load_from, original, config, resize=resize)
-    return None if original is None or not needed else own_weights(original, received=from_rank0 is not None)
+    return None if original is None or not needed else model_weights(original, received=from_rank0 is not None)
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -76,7 +76,7 @@ class Matrices(Mapping[str, nn.Parameter]):
         self._spread = dist.is_initialized() and dist.get_world_size() > 1
         self.owners = self._share_out()
         """Every matrix's rank."""
-        self._own: dict[str, nn.Parameter] = {}
+        self._local: dict[str, nn.Parameter] = {}
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         for joined in self._chosen:
             for name, part in self._parts(joined, joined.parameter):
@@ -84,17 +84,17 @@ class Matrices(Mapping[str, nn.Parameter]):
                     itself = not self._spread and len(joined.names) == 1 and part.shape == joined.parameter.shape
                     itself = itself and joined.block is None
                     itself = itself and self._order_is_kept(joined)
-                    self._own[name] = joined.parameter if itself else _copy(part)
+                    self._local[name] = joined.parameter if itself else _copy(part)
         _register()
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        return self._own[name]
+        return self._local[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._local)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._local)
 
     def others(self) -> list[nn.Parameter]:
         """Trained parameters of the model that belong to no matrix: norms, biases, and unselected ones."""
@@ -110,7 +110,7 @@ class Matrices(Mapping[str, nn.Parameter]):
             InputError: the optimizer holds a parameter that is no matrix of this object, or not all of this rank's.
         """
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = {id(parameter): name for name, parameter in self._own.items()}
+        names = {id(parameter): name for name, parameter in self._local.items()}
         if held - names.keys() or names.keys() - held:
             missing = [name for number, name in names.items() if number not in held]
             why = f"it does not hold {some(missing)}" if missing else f"{len(held - names.keys())} of its parameters are others"
@@ -140,13 +140,13 @@ class Matrices(Mapping[str, nn.Parameter]):
         """Copy the rows of weights and gradients out of the model's parameters. Collective over ranks."""
         settle(self._model)
         for joined in self._chosen:
-            if self._own.get(joined.names[0]) is joined.parameter:
+            if self._local.get(joined.names[0]) is joined.parameter:
                 continue
             gradient = joined.parameter.grad
             parts = dict(self._parts(joined, joined.parameter))
             gradients = {} if gradient is None else dict(self._parts(joined, gradient))
             for name in joined.names:
-                if (parameter := self._own.get(name)) is not None:
+                if (parameter := self._local.get(name)) is not None:
                     parameter.copy_(parts[name])
                     parameter.grad = gradients[name].clone(memory_format=torch.contiguous_format) if gradients else None
 
@@ -154,12 +154,12 @@ class Matrices(Mapping[str, nn.Parameter]):
     def write(self) -> None:
         """Write the matrices into the model's parameters, whose gradients go. Collective over ranks."""
         for joined in self._chosen:
-            if self._own.get(joined.names[0]) is joined.parameter:
+            if self._local.get(joined.names[0]) is joined.parameter:
                 continue
             shapes = self._parts_of_shape(joined)
             values: dict[str, Tensor] = {}
             for name, shape in shapes.items():
-                parameter = self._own.get(name)
+                parameter = self._local.get(name)
                 if not self._spread:
                     assert parameter is not None
                     values[name] = parameter.detach()
@@ -171,7 +171,7 @@ class Matrices(Mapping[str, nn.Parameter]):
             local_shard(whole).copy_from(_join(self._way, joined.name, list(values.values()), tuple(whole.shape)))
             joined.parameter.grad = None
             for name in joined.names:
-                if (mine := self._own.get(name)) is not None:
+                if (mine := self._local.get(name)) is not None:
                     mine.grad = None
 
     def _parts(self, joined: _Joined, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ NAMES = (
     ),
     Name(
         "transformers.PreTrainedModel._get_dtype_plan",
-        ("models/own_code.py",),
+        ("models/original_code.py",),
         "which parameters stay in float32 in a model of another dtype",
         ("self", "dtype"),
     ),

@@ -409,12 +409,12 @@ from octavo.data import build, document_store, pieces
 from octavo.data.prepared import prepare
 values = json.loads(sys.argv[1])
 if len(sys.argv) > 2:
-    whole = build.manifest.own_files
+    whole = build.manifest.prepared_files
     def slow(folder):  # everything is written but the manifest
         print("writing", flush=True)
         time.sleep(float(sys.argv[2]))
         return whole(folder)
-    build.manifest.own_files = slow
+    build.manifest.prepared_files = slow
 print(prepare(DataConfig(**values)).manifest.fingerprint, flush=True)
 """
 

@@ -148,12 +148,12 @@ def test_whole_experts_are_planned_as_they_are_held_gathered_and_sharded():
         one = setup.spec
         assert saved.block_parameters(one) == dense // 2 + experts // 2 + 8 * 4096 + 2 * 4096
         held = experts // 2 if expert == 1 else experts // expert
-        assert saved.own_block_parameters(setup, one) == dense // 2 + held + 8 * 4096 + 2 * 4096
+        assert saved.local_block_parameters(setup, one) == dense // 2 + held + 8 * 4096 + 2 * 4096
         rows = saved.rows_of_experts(setup, one)
         assert rows == pytest.approx(2 * 4096 // (1 if expert == 1 else 2), rel=0.4)  # experts of tiles of 128
         found = estimate(setup_of(spec, 1, 4096, None, world=8, shard=4, tensor=2, expert=expert))
         assert found.parts["parameters"] == 4 * -(-setup.parameters // 4)
-        gathered = (saved.root_parameters(one) + 2 * saved.own_block_parameters(setup, one)) * 2
+        gathered = (saved.root_parameters(one) + 2 * saved.local_block_parameters(setup, one)) * 2
         assert found.parts["gathered weights"] in (gathered, saved.root_parameters(one) * 2)
 
 

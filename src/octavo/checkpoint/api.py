@@ -100,12 +100,12 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         state: Mapping[str, Any],
         *,
-        own_files: Mapping[str, bytes] = MappingProxyType({}),
+        rank_files: Mapping[str, bytes] = MappingProxyType({}),
         background: bool = False,
     ) -> Path:
         """Write `step-N` with JSON-able scalars `state` of rank 0, and remove the oldest beyond `keep`. Collective.
 
-        own_files: content by name, of this rank, for `read_own_file`.
+        rank_files: content by name, of this rank, for `read_rank_file`.
 
         In the background it returns once the state is copied to host memory, and an earlier write has ended. `poll` or `wait`
         raises the errors of the write.
@@ -116,7 +116,7 @@ class Checkpointer:
         self.wait()
         path = self.folder / f"step-{step}"
         buffer = self._buffer if background else None
-        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, buffer, own_files)
+        snapshot = take_snapshot(model, optimizer, {"step": step, **state}, self.io_ranks, buffer, rank_files)
 
         def write_and_prune() -> None:
             write_snapshot(path, snapshot, self.io_ranks, step)

@@ -20,10 +20,10 @@ from torch import nn
 from octavo.checkpoint import manifest, optimizer_state, shard_io
 from octavo.checkpoint.manifest import OpenCheckpoint, first_fault
 from octavo.checkpoint.opened import Damaged, Stamp, trust
-from octavo.checkpoint.own_code import Converted, as_model_has_it
+from octavo.checkpoint.original_code import Converted, as_model_has_it
 from octavo.checkpoint.rng_state import check_random, restore_random, seed_new_rank, source_of, without_tracked
 from octavo.checkpoint.stored import StoredTensors, open_tensors
-from octavo.checkpoint.writer import own_name, spec_record, weights
+from octavo.checkpoint.writer import rank_file_name, spec_record, weights
 from octavo.errors import InputError, OctavoError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import check_state_records, load_state_records, reset_states, states_of
@@ -39,7 +39,7 @@ def read_state(path: Path) -> dict[str, Any]:
         return _state_of(checkpoint)
 
 
-def read_own_file(path: Path, name: str, rank: int) -> bytes:
+def read_rank_file(path: Path, name: str, rank: int) -> bytes:
     """This rank's file of a checkpoint; rank 0's for a rank that the saved run did not have. Empty if there is none.
 
     Raises:
@@ -47,7 +47,7 @@ def read_own_file(path: Path, name: str, rank: int) -> bytes:
     """
     with OpenCheckpoint(path) as checkpoint:
         ranks = checkpoint.manifest.ranks or 1
-        name_of_rank = own_name(name, rank if rank < ranks else 0)
+        name_of_rank = rank_file_name(name, rank if rank < ranks else 0)
         if name_of_rank not in checkpoint.manifest.files:
             return b""
         content = checkpoint.folder.read(name_of_rank)

@@ -97,11 +97,11 @@ def take_snapshot(
     state: Mapping[str, Any],
     ranks: Ranks,
     buffer: PinnedBuffer | None = None,
-    own_files: Mapping[str, bytes] = MappingProxyType({}),
+    rank_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Snapshot:
     """The state as it is now. With a buffer it is copied and may be written later, else it has to be written at once.
 
-    own_files: further files of this rank, content by name.
+    rank_files: further files of this rank, content by name.
 
     Raises:
         InputError: the optimizer has states that a checkpoint cannot hold.
@@ -129,7 +129,7 @@ def take_snapshot(
             files = {STATE: json.dumps(record, allow_nan=False, indent=1).encode()}
         else:
             files = {f"random-{ranks.rank}.json": json.dumps(scalars).encode()}
-        files |= {own_name(name, ranks.rank): content for name, content in own_files.items()}
+        files |= {rank_file_name(name, ranks.rank): content for name, content in rank_files.items()}
     pieces = shard_io.deduplicate(pieces, ranks)
     if buffer is not None:
         with ranks.sharing_errors():
@@ -179,7 +179,7 @@ def _make_temporary(path: Path, bytes_needed: int) -> str:
     return temporary.name
 
 
-def own_name(name: str, rank: int) -> str:
+def rank_file_name(name: str, rank: int) -> str:
     """The name of a rank's file in a checkpoint."""
     return f"{name}-{rank}.bin"
 

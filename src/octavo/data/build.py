@@ -76,7 +76,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
     for store_file in store_files:
         store_file.unlink()
     _check_unchanged(sources)
-    files = manifest.own_files(folder)
+    files = manifest.prepared_files(folder)
     tokenizer_sha256 = _tokenizer_sha256(files)
     by_source: dict[Split, list[Counts]] = {}
     if config.weights:
@@ -297,7 +297,7 @@ def _check_unchanged(sources: Sequence[manifest.SourceFile]) -> None:
             raise InputError(f"{source.path} changed while it was read. Wait until it is written, and run again.")
 
 
-def _tokenizer_sha256(files: dict[str, manifest.OwnFile]) -> str | None:
+def _tokenizer_sha256(files: dict[str, manifest.PreparedFile]) -> str | None:
     """SHA-256 of tokenizer.json, or of all tokenizer files if there is none."""
     digests = {name: file.sha256 for name, file in files.items() if name.startswith("tokenizer/")}
     if not digests:

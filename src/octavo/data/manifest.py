@@ -44,7 +44,7 @@ class SourceFile(_Record):
     sha256: str
 
 
-class OwnFile(_Record):
+class PreparedFile(_Record):
     """A file of the prepared folder."""
 
     size: int
@@ -92,7 +92,7 @@ class Manifest(_Record):
     created: str
     key: dict[str, Any]
     sources: list[SourceFile]
-    files: dict[str, OwnFile]
+    files: dict[str, PreparedFile]
     splits: dict[Split, Counts]
     parts: dict[Split, list[Counts]] = {}
     tokenizer_sha256: str | None
@@ -157,13 +157,13 @@ def record(path: Path) -> SourceFile:
     return SourceFile(path=str(path.absolute()), size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
 
 
-def own_files(folder: Path) -> dict[str, OwnFile]:
+def prepared_files(folder: Path) -> dict[str, PreparedFile]:
     """The files of a prepared folder except its manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != FILE)
-    return {str(path.relative_to(folder)): OwnFile(size=path.stat().st_size, sha256=sha256_file(path)) for path in paths}
+    return {str(path.relative_to(folder)): PreparedFile(size=path.stat().st_size, sha256=sha256_file(path)) for path in paths}
 
 
-def fingerprint(files: dict[str, OwnFile], tokenizer_sha256: str | None, parts: Mapping[Split, Sequence[Counts]]) -> str:
+def fingerprint(files: dict[str, PreparedFile], tokenizer_sha256: str | None, parts: Mapping[Split, Sequence[Counts]]) -> str:
     """Identity of the data: SHA-256 over token files, tokenizer and sizes of sources, without paths and times."""
     lines = [f"{name} {file.sha256}" for name, file in sorted(files.items()) if "/" not in name]
     lines.append(f"tokenizer {tokenizer_sha256}")

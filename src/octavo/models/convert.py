@@ -31,7 +31,7 @@ from octavo.errors import InputError, OctavoError, first_line, warn
 from octavo.fp8.scaling import states_of
 from octavo.models.families import FAMILIES, Join, NameTable, decoder_spec
 from octavo.models.fp8_folders import DEQUANTISE, QUANTIZED_KEYS
-from octavo.models.own_code import float32_names
+from octavo.models.original_code import float32_names
 from octavo.models.spec import ModelSpec
 from octavo.models.structure import difference_from, warn_of_hooks
 from octavo.models.weight_files import Weights, kind_of, save_shards

@@ -306,7 +306,7 @@ class Decoder(PretrainedInterface):
             states_of_head.append(hidden)
             return hidden
 
-        states: Tensor = self._own_head()(hidden, run)
+        states: Tensor = self._output_head()(hidden, run)
         wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)
         if not states_of_head or not (wrapped or states is states_of_head[-1]):
             raise InputError("a hook of the output head returns something else, and model.base_model has no logits: remove it.")
@@ -333,11 +333,13 @@ class Decoder(PretrainedInterface):
             pattern = pattern_of(position_ids, attention_mask, *input_ids.shape, padded_to=padded)
         if position_ids is None:
             position_ids = torch.arange(tokens, device=input_ids.device)[None]
-        angles = self.rotary(self._own(position_ids.to(input_ids.device, non_blocking=True), padded))
+        angles = self.rotary(self._local_tokens(position_ids.to(input_ids.device, non_blocking=True), padded))
         unchanged = type(self.embedding) is Embedding and "forward" not in vars(self.embedding)
         tied = shared is not None and self.spec.tied and unchanged
         with contextlib.nullcontext() if self.tensor is None else self._embeds():
-            embedded = self.embedding(self._own(input_ids, padded), **({"shared": shared} if tied else {})).to(self.dtype)
+            embedded = self.embedding(self._local_tokens(input_ids, padded), **({"shared": shared} if tied else {})).to(
+                self.dtype
+            )
         rate = self.spec.embedding_dropout if self.training else 0.0
         residual = functional.dropout(embedded, rate) if self.tensor is None else self.tensor.dropped(embedded, rate)
         delta = None
@@ -450,7 +452,7 @@ class Decoder(PretrainedInterface):
         tensor = 1 if self.tensor is None else self.tensor.size
         return tensor if self.context is None else self.context.size * math.lcm(2, tensor)
 
-    def _own(self, x: Tensor, padded: int) -> Tensor:
+    def _local_tokens(self, x: Tensor, padded: int) -> Tensor:
         """This rank's tokens of [B, T], which is padded to `padded` tokens by its first.
 
         Each of these is a separate document with only the first token: repeated rows do not change the amax.
@@ -545,11 +547,11 @@ class Decoder(PretrainedInterface):
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if self.context is not None and torch.is_grad_enabled():
             # Each rank multiplies its tokens: the head's gradients are summed over the ranks.
-            return self._of_context(self._own_head()(hidden, run), tokens)[:, positions]
-        logits: Tensor = self._own_head()(self._of_context(hidden, tokens)[:, positions], run)
+            return self._of_context(self._output_head()(hidden, run), tokens)[:, positions]
+        logits: Tensor = self._output_head()(self._of_context(hidden, tokens)[:, positions], run)
         return logits
 
-    def _own_head(self) -> OutputHead:
+    def _output_head(self) -> OutputHead:
         head: Any = self.head
         if not isinstance(head, OutputHead):
             kind = f"{type(head).__module__}.{type(head).__name__}"
@@ -601,7 +603,7 @@ class Decoder(PretrainedInterface):
             losses.append(loss)
             return loss
 
-        loss: Tensor = self._own_head()(hidden, run)
+        loss: Tensor = self._output_head()(hidden, run)
         self._check_hooks(loss, losses)
         loss = loss if added is None else loss + added
         loss = loss if self.context is None else self.context.sum(loss)

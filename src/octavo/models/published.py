@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 
 from octavo.errors import InputError, first_line, some
 from octavo.models.fp8_folders import DEQUANTISE
-from octavo.models.own_code import float32_names
+from octavo.models.original_code import float32_names
 from octavo.models.weight_files import LISTED, Fp8Source, InMemoryWeights, WeightFiles, Weights
 
 _QUANTISED_NAME = re.compile(

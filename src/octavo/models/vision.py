@@ -80,7 +80,7 @@ def is_vision_transformer(model: nn.Module) -> bool:
     return class_name(type(model)) == "timm.models.vision_transformer.VisionTransformer"
 
 
-def own_code_reason(model: nn.Module) -> str:
+def original_code_reason(model: nn.Module) -> str:
     """The reason why a `VisionTransformer` keeps timm's blocks; empty if Octavo's compute the same."""
     blocks = model.get_submodule("blocks")
     if type(blocks) is not nn.Sequential:

@@ -69,7 +69,7 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     return weights
 
 
-def own_weights(model: nn.Module, *, received: bool) -> InMemoryWeights | None:
+def model_weights(model: nn.Module, *, received: bool) -> InMemoryWeights | None:
     """The tensors of a model whose parameters all have values; else None. received: rank 0 sends the values.
 
     Raises:

@@ -402,27 +402,27 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
                 continue  # nothing is accumulated
             if chunks != setup.mlp_chunks and not recompute:
                 continue  # they recompute the first product themselves
-            own_changes: dict[str, Any] = {}
+            step_changes: dict[str, Any] = {}
             total = cost + more
             if reshard != setup.reshard:
-                own_changes["parallel.reshard_after_forward"] = True
+                step_changes["parallel.reshard_after_forward"] = True
                 total += COSTS["reshard"]
             if sync != setup.syncs:
-                own_changes[_SYNC] = True
+                step_changes[_SYNC] = True
                 total += COSTS["sync"] * math.log2(share / micro)
-            own_changes |= of_step
+            step_changes |= of_step
             if recompute != setup.recompute:
-                own_changes["train.recompute"] = recompute
+                step_changes["train.recompute"] = recompute
                 total += COSTS[recompute] - COSTS[setup.recompute]
             if chunks != setup.mlp_chunks:
-                own_changes["train.mlp_chunks"] = chunks
+                step_changes["train.mlp_chunks"] = chunks
                 total += COSTS["chunks"]
             if offload != setup.offload:
-                own_changes["train.offload"] = True
+                step_changes["train.offload"] = True
                 total += _OFFLOADS[recompute]
             tried: dict[str, Any] = {"recompute": recompute, "mlp_chunks": chunks, "offload": offload}
             tried |= {"reshard": reshard, "syncs": sync}
-            found.append(_Tried(total, {**changes, **own_changes}, dataclasses.replace(of_micro, **tried), least))
+            found.append(_Tried(total, {**changes, **step_changes}, dataclasses.replace(of_micro, **tried), least))
     return found
 
 

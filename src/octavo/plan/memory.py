@@ -38,9 +38,9 @@ from octavo.plan.saved import (
     gathers_fp8,
     is_offloaded,
     kept_weights,
+    local_block_parameters,
     mlp_of,
     of_tensor_rank,
-    own_block_parameters,
     parameters_of_experts,
     recipe_of,
     recomputed_by_block,
@@ -319,7 +319,7 @@ def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
 
     Below 0 for one with more of whole experts than a slice of each.
     """
-    others = block_parameters(spec) - own_block_parameters(setup, spec)
+    others = block_parameters(spec) - local_block_parameters(setup, spec)
     return 0 if setup.frozen_of_block and setup.frozen_of_block >= others else others
 
 
@@ -344,7 +344,7 @@ def _gathered_block(setup: Setup, spec: ModelSpec) -> int:
     fp8 = sum(_fp8_sizes(setup, spec, setup.recipes[-1]))
     shapes = zip(setup.recipes[-1], weight_shapes(setup, spec), strict=True) if setup.stored else ()
     stored = sum(rows * columns for name, (rows, columns) in shapes if name is not None)
-    return LAYOUTS * fp8 + stored + (own_block_parameters(setup, spec) - fp8 - stored) * block_bytes(setup)
+    return LAYOUTS * fp8 + stored + (local_block_parameters(setup, spec) - fp8 - stored) * block_bytes(setup)
 
 
 def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:

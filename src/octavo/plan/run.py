@@ -38,7 +38,7 @@ from octavo.kernels.cross_entropy import Objective
 from octavo.models.decoder import FP8_HEAD, Decoder
 from octavo.models.families import decoder_spec, spec_of
 from octavo.models.hidden import hidden_parameters
-from octavo.models.own_code import refuse_float32_parameters, refuse_other_models
+from octavo.models.original_code import refuse_float32_parameters, refuse_other_models
 from octavo.models.replace import choose_recipes
 from octavo.models.resized import grown
 from octavo.models.sources import check_positions, load_config, weights_folder

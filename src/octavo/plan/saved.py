@@ -238,7 +238,7 @@ def parameters_of_experts(spec: ModelSpec) -> int:
     return spec.experts * spec.hidden_size * (widths(spec)[2] + spec.ffn_size)
 
 
-def own_block_parameters(setup: Setup, spec: ModelSpec) -> int:
+def local_block_parameters(setup: Setup, spec: ModelSpec) -> int:
     """Parameters of one block that one rank computes with."""
     if not spec.experts:
         return block_parameters(spec)

@@ -22,7 +22,7 @@ from rich.console import Console
 from octavo.build import describe
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import step_folders
-from octavo.checkpoint.reader import read_own_file, read_state
+from octavo.checkpoint.reader import read_rank_file, read_state
 from octavo.config.run import EVALUATION
 from octavo.data.loader import passes, unused_sources
 from octavo.data.packing import Batch
@@ -91,7 +91,7 @@ def train_one(
         )
     early = _early_end(plan, best)
     if latest is not None:
-        events.restore(read_own_file(latest, CALLBACKS, state.rank))
+        events.restore(read_rank_file(latest, CALLBACKS, state.rank))
     if done == plan.steps or early:
         why = f" ({early})" if early else ""
         say(console, f"{label}: already trained, {done} of {plan.steps} steps{why}, in {folder.path}")
@@ -348,13 +348,15 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
         "loss_scale": None if context.loss_scale is None else context.loss_scale.state(),
     }
     background = context.plan.config.checkpoint.async_
-    own_files, fault = {}, None
+    rank_files, fault = {}, None
     try:
         if found := session.events.state():
-            own_files[CALLBACKS] = found
+            rank_files[CALLBACKS] = found
     except Exception as error:  # of a user's state_dict: the step is saved first, as after any error of a callback
         fault = error
-    path = session.checkpoints.save(step, context.model, context.optimizer, scalars, own_files=own_files, background=background)
+    path = session.checkpoints.save(
+        step, context.model, context.optimizer, scalars, rank_files=rank_files, background=background
+    )
     if wait or fault is not None:
         session.checkpoints.wait()
     if fault is not None:

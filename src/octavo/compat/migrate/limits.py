@@ -297,7 +297,7 @@ def _unfit(layer: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
             yield from _alone_and_together(_check_terms, terms)
         lengths = {name: given[name] for name in (*te.LENGTHS, REST) if given.get(name) is not None}
         self_attention = not layer.startswith("DotProduct")
-        yield from _alone_and_together(lambda each: te.check_lengths(each, own_keys=self_attention), lengths)
+        yield from _alone_and_together(lambda each: te.check_lengths(each, self_attention=self_attention), lengths)
     heads, groups = given.get("num_attention_heads"), given.get("num_gqa_groups")
     if layer in _ATTENTIONS and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
         yield "num_gqa_groups", groups, f"it divides num_attention_heads = {heads}."

@@ -51,7 +51,7 @@ def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list
     return [*given.posonlyargs, *given.args, *given.kwonlyargs, *more]
 
 
-def own_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
+def scope_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """The nodes of one scope: of inner ones only what is evaluated in this one, and walrus targets of comprehensions."""
     left = list(parts)
     while left:
@@ -80,7 +80,7 @@ def _evaluated_outside(node: Scope) -> list[ast.AST]:
 
 def bound(parts: Iterable[ast.AST]) -> set[str]:
     """The names that code binds or unbinds in its scope."""
-    return {name for node in own_nodes(parts) for name in binds(node)}
+    return {name for node in scope_nodes(parts) for name in binds(node)}
 
 
 def binds(node: ast.AST) -> set[str]:
@@ -104,7 +104,7 @@ def binds(node: ast.AST) -> set[str]:
 
 def declared(parts: Iterable[ast.AST], kind: type[ast.Global] | type[ast.Nonlocal]) -> set[str]:
     """The names that code declares global, or nonlocal."""
-    return {name for node in own_nodes(parts) if isinstance(node, kind) for name in node.names}
+    return {name for node in scope_nodes(parts) if isinstance(node, kind) for name in node.names}
 
 
 def local_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
@@ -117,11 +117,11 @@ def local_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> se
 def is_plain_function(node: ast.AST) -> bool:
     """True for a function of which a call runs its body and gives what it returns."""
     if isinstance(node, ast.Lambda):
-        return not any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Await) for each in own_nodes([node.body]))
+        return not any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Await) for each in scope_nodes([node.body]))
     return (
         isinstance(node, ast.FunctionDef)
         and not node.decorator_list
-        and not any(isinstance(each, ast.Yield | ast.YieldFrom) for each in own_nodes(node.body))
+        and not any(isinstance(each, ast.Yield | ast.YieldFrom) for each in scope_nodes(node.body))
     )
 
 

@@ -34,7 +34,7 @@ from octavo.compat.migrate.names import (
     unchecked,
 )
 from octavo.compat.migrate.notebook import content, no_python, notebook
-from octavo.compat.migrate.scopes import binds, own_nodes
+from octavo.compat.migrate.scopes import binds, scope_nodes
 from octavo.compat.migrate.values import Values
 from octavo.errors import InputError, nearest
 
@@ -214,7 +214,7 @@ class _Reader:
                     elsewhere.add(name)
         if "*" in elsewhere:
             return
-        uses = (node for node in own_nodes(tree.body) if isinstance(node, ast.Name) and id(node) not in self._unreached)
+        uses = (node for node in scope_nodes(tree.body) if isinstance(node, ast.Name) and id(node) not in self._unreached)
         first: dict[str, int] = {}
         for node in sorted(uses, key=lambda node: node.lineno):
             if node.id in left_out and node.id not in elsewhere:

@@ -36,7 +36,7 @@ from octavo.compat.smp.utils import clip_by_pytorch
 from octavo.errors import InputError
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
-from octavo.models.own_code import compute_in, refuse_float32_parameters
+from octavo.models.original_code import compute_in, refuse_float32_parameters
 from octavo.models.tensor_parallel import check_tensor
 from octavo.models.vision import Blocks
 from octavo.parallel.coordination import all_ranks

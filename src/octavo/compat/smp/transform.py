@@ -16,9 +16,9 @@ from octavo.compat.smp.safe_globals import admit_config
 from octavo.errors import InputError, unknown
 from octavo.fp8.recipe import DelayedScaling
 from octavo.models.decoder import Decoder
-from octavo.models.own_code import params_dtype_of
+from octavo.models.original_code import params_dtype_of
 from octavo.models.weight_files import Weights
-from octavo.models.weight_loader import WeightLoader, own_weights
+from octavo.models.weight_loader import WeightLoader, model_weights
 from octavo.nn.moe import LayerNormMoE
 from octavo.nn.norm import FLOATS
 from octavo.parallel.coordination import all_ranks
@@ -112,7 +112,7 @@ def transform(
     training = model.training
     tensor, weights = state.tp_size > 1, None
     if tensor and load_state_dict_from_rank0 and not on_meta:
-        home, weights = "meta", own_weights(model, received=True)
+        home, weights = "meta", model_weights(model, received=True)
     with given_names():
         seed = state.config.random_seed
         options = BuildOptions(dtype=params_dtype, params_dtype=params_dtype, seed=seed, moe=moe, averaged=True)

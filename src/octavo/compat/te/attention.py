@@ -267,7 +267,7 @@ class MultiheadAttention(OneRank, Stateful, _attention.MultiheadAttention, metac
         encoded = _batched(encoder_output, first, self.packed) if self.attention_type == "cross" else None
         call, rest = Call.of(
             self.settings, attn_mask_type, window_size, bottom_right_diagonal, attention_mask, arguments, packed=self.packed,
-            encoded=encoded, own_keys=self.attention_type == "self",
+            encoded=encoded, self_attention=self.attention_type == "self",
         )  # fmt: skip
         if encoder_output is not None and encoded is None:
             raise InputError(
@@ -381,7 +381,7 @@ class TransformerLayer(OneRank, Stateful, _block.TransformerLayer, metaclass=Kin
             }
         call, rest = Call.of(
             self.settings, self_attn_mask_type, window_size, bottom_right_diagonal, attention_mask, for_self,
-            packed=self.packed, own_keys=True,
+            packed=self.packed, self_attention=True,
         )  # fmt: skip
         rest["inference_params"] = inference_params
         others = {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask}

@@ -66,7 +66,7 @@ class Given:
     Attributes:
         given: its arguments by `TAKEN`.
         encoded: hidden states of an encoder, [B, Tk, hidden].
-        own_keys: self-attention: queries and keys come from the same tokens and have the same lengths.
+        self_attention: queries and keys come from the same tokens and have the same lengths.
     """
 
     settings: Settings
@@ -77,14 +77,14 @@ class Given:
     given: dict[str, Any]
     packed: bool = False
     encoded: Tensor | None = None
-    own_keys: bool = False
+    self_attention: bool = False
     read: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Lengths on the host, read once a call; recomputation in backward reuses those of its forward."""
 
     @classmethod
     def of(
         cls, settings: Settings, kind: Any, window: Any, bottom_right: bool | None, mask: Any, arguments: dict[str, Any], *,
-        packed: bool = False, encoded: Tensor | None = None, own_keys: bool = False,
+        packed: bool = False, encoded: Tensor | None = None, self_attention: bool = False,
     ) -> tuple[Self, dict[str, Any]]:  # fmt: skip
         """The call, and the arguments that it does not handle."""
         given = {name: value for name, value in arguments.items() if name in TAKEN and value is not None}
@@ -105,7 +105,7 @@ class Given:
             given,
             packed,
             encoded,
-            own_keys,
+            self_attention,
         )
         return call, rest
 
@@ -243,7 +243,7 @@ class Given:
         return ~mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
 
     def _by_lengths(self, batch: int, queries: int, keys: int) -> list[Span]:
-        check_lengths(self.given, own_keys=self.own_keys, packed=self.packed)
+        check_lengths(self.given, self_attention=self.self_attention, packed=self.packed)
         q_ends, kv_ends, q_padded, kv_padded = (self._ends(name) for name in LENGTHS)
         if kv_ends is None:
             kv_ends, kv_padded = q_ends, q_padded if kv_padded is None else kv_padded
@@ -311,7 +311,7 @@ class Given:
         if not self.packed:
             return chunks(tokens, 1, 0)
         ends, padded = self._ends(name), self._ends(_PLACES[name])
-        if ends is None and name == "cu_seqlens_kv" and self.own_keys:
+        if ends is None and name == "cu_seqlens_kv" and self.self_attention:
             return self._positions("cu_seqlens_q", tokens)
         if ends is None:
             raise InputError(f"no {name}: packed sequences need it, for queries and for keys.")

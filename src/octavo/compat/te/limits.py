@@ -111,10 +111,10 @@ def check_cap_alone(cap: float, bias: str) -> None:
         raise InputError(f"softcap={cap} with core_attention_bias_type={bias!r} is not supported: leave one out.")
 
 
-def check_lengths(given: Mapping[str, Any], *, own_keys: bool, packed: bool = False) -> None:
+def check_lengths(given: Mapping[str, Any], *, self_attention: bool, packed: bool = False) -> None:
     """Check that the cumulative lengths of a call are complete.
 
-    own_keys: self-attention: queries and keys have the same lengths. packed: of packed
+    self_attention: queries and keys have the same lengths. packed: of packed
     sequences, which have lengths.
 
     Raises:
@@ -123,7 +123,7 @@ def check_lengths(given: Mapping[str, Any], *, own_keys: bool, packed: bool = Fa
     q, kv, q_padded, kv_padded = (given.get(name) is not None for name in LENGTHS)
     if not (packed or q or kv or q_padded or kv_padded):
         return
-    if q and not kv and own_keys:
+    if q and not kv and self_attention:
         kv, kv_padded = True, kv_padded or q_padded
     if not (q and kv):
         there, missing = LENGTHS[:2] if q else LENGTHS[1::-1]
