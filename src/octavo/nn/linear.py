@@ -435,7 +435,7 @@ def refuse_inputs(tensor: TensorGroup | None, asked: object) -> None:
         )
 
 
-class NormedInput(NamedTuple):
+class NormedCall(NamedTuple):
     """A call of a layer that begins with a norm: the norm of x + delta, each [..., K], is the input of its first product.
 
     first: `first` of `LinearQuantizer`. bias: that of the last product, if it is added.
@@ -487,10 +487,10 @@ class NormedLayer(ResidualLayer):
             for matrix in self._matrices():
                 init_linear_(*matrix)
 
-    def _with_norm(self, of: NormedInput, **options: Any) -> tuple[Tensor, ...]:
+    def _with_norm(self, call: NormedCall, **options: Any) -> tuple[Tensor, ...]:
         """The norm's output, rounded to the input's `dtype` before the product reads it, and what `_products` returns."""
-        normed = residual_norm(of.x, of.delta, of.norm, of.dtype)[1]
-        return normed, *self._products(normed, of, **options)
+        normed = residual_norm(call.x, call.delta, call.norm, call.dtype)[1]
+        return normed, *self._products(normed, call, **options)
 
     def _run(
         self, x: Tensor, delta: Tensor | None, first: bool | None, return_residual: bool, bias: Tensor | None,
@@ -512,23 +512,23 @@ class NormedLayer(ResidualLayer):
             weight, shift = map(self.tensor.replicated, (weight, shift))
         norm = NormParameters(self.normalization, weight, shift, self.eps, self.zero_centered_gamma)
         compiling = torch.compiler.is_compiling()
-        of = NormedInput(x if compiling else promoted(x, delta), delta, norm, compute_dtype(x), first, added)
+        call = NormedCall(x if compiling else promoted(x, delta), delta, norm, compute_dtype(x), first, added)
         if self.adapted:
             with autocast.scales_of_forward():
-                outputs = self._with_adapters(of, **options)
+                outputs = self._with_adapters(call, **options)
             return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
         if self.streams_norm if return_residual else self.return_layernorm_output or return_input:
-            outputs = self._with_norm(of, **options)
+            outputs = self._with_norm(call, **options)
             if return_residual:
                 return outputs
             normed, y, *inputs = outputs
             return results(y, bias, normed, *inputs, return_bias=self.return_bias)
         if compiling:
             h = x if delta is None else x + delta
-            outputs = h, *self._products(normalize(norm, h), of, **options)
+            outputs = h, *self._products(normalize(norm, h), call, **options)
         else:
             with autocast.scales_of_forward():
-                outputs = self._fused(of, **options)
+                outputs = self._fused(call, **options)
         return outputs if return_residual else results(outputs[1], bias, return_bias=self.return_bias)
 
 
@@ -597,34 +597,34 @@ class LayerNormLinear(NormedLayer):
     def _matrices(self) -> list[tuple[Tensor, Tensor | None, Init | None]]:
         return [(self.weight, self.bias, self.init_method)]
 
-    def _products(self, normed: Tensor, of: NormedInput, rotation: Rotation | None) -> tuple[Tensor, ...]:
-        y = product(normed, self.weight, of.bias, self.fp8_state, of.dtype, of.first)
+    def _products(self, normed: Tensor, call: NormedCall, rotation: Rotation | None) -> tuple[Tensor, ...]:
+        y = product(normed, self.weight, call.bias, self.fp8_state, call.dtype, call.first)
         return (y,) if rotation is None else rotation.composed(y)
 
-    def _with_norm(self, of: NormedInput, *, rotation: Rotation | None = None, **options: Any) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling() or active_recipe(self.fp8_state, of.x.device) is None:
-            return super()._with_norm(of, rotation=rotation, **options)
+    def _with_norm(self, call: NormedCall, *, rotation: Rotation | None = None, **options: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling() or active_recipe(self.fp8_state, call.x.device) is None:
+            return super()._with_norm(call, rotation=rotation, **options)
         with autocast.scales_of_forward():
-            _, y, normed = self._fused(of, rotation=None, return_input=True)
+            _, y, normed = self._fused(call, rotation=None, return_input=True)
         return normed, *((y,) if rotation is None else rotation.composed(y))
 
-    def _fused(self, of: NormedInput, *, rotation: Rotation | None, return_input: bool = False) -> tuple[Tensor, ...]:
-        how = self.fp8_state, self.weight, active_recipe(self.fp8_state, of.x.device), of.dtype, of.first
+    def _fused(self, call: NormedCall, *, rotation: Rotation | None, return_input: bool = False) -> tuple[Tensor, ...]:
+        how = self.fp8_state, self.weight, active_recipe(self.fp8_state, call.x.device), call.dtype, call.first
         gemms = LinearGemms(*how) if self.tensor is None else ColumnParallelGemms(self.tensor, *how, shared=self.shared_rows)
-        norm = of.norm
+        norm = call.norm
         return _NormLinearFunction.apply(
-            of.x, of.delta, norm.weight, norm.bias, self.weight, of.bias, norm.form, gemms, rotation, return_input
+            call.x, call.delta, norm.weight, norm.bias, self.weight, call.bias, norm.form, gemms, rotation, return_input
         )
 
-    def _with_adapters(self, of: NormedInput, *, rotation: Rotation | None) -> tuple[Tensor, ...]:
-        if (adapters := joined(self, self.weight, of.bias)) is not None:
-            recipe, norm = active_recipe(self.fp8_state, of.x.device), of.norm
+    def _with_adapters(self, call: NormedCall, *, rotation: Rotation | None) -> tuple[Tensor, ...]:
+        if (adapters := joined(self, self.weight, call.bias)) is not None:
+            recipe, norm = active_recipe(self.fp8_state, call.x.device), call.norm
             outputs: tuple[Tensor, ...] = _AdaptedNormLinearFunction.apply(
-                of.x, of.delta, norm.weight, norm.bias, self.weight, of.bias, norm.form,
-                LinearGemms(self.fp8_state, self.weight, recipe, of.dtype, of.first), rotation, adapters, *adapters.trained,
+                call.x, call.delta, norm.weight, norm.bias, self.weight, call.bias, norm.form,
+                LinearGemms(self.fp8_state, self.weight, recipe, call.dtype, call.first), rotation, adapters, *adapters.trained,
             )  # fmt: skip
             return outputs
-        h, y, normed = self._fused(of, rotation=None, return_input=True)
+        h, y, normed = self._fused(call, rotation=None, return_input=True)
         y = added(y, self, normed)
         return h, *((y,) if rotation is None else rotation.composed(y))
 

@@ -34,7 +34,7 @@ from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.arguments import Draws, Init, Tracker, activation_of, check, results
-from octavo.nn.linear import NormedInput, NormedLayer, joined, norm_linear, product
+from octavo.nn.linear import NormedCall, NormedLayer, joined, norm_linear, product
 from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
     NormForm,
@@ -477,17 +477,17 @@ class LayerNormMLP(NormedLayer):
         fc1, fc2 = self.init_methods
         return [(self.fc1_weight, self.fc1_bias, fc1), (self.fc2_weight, self.fc2_bias, fc2)]
 
-    def _products(self, normed: Tensor, of: NormedInput, inputs: int = 0) -> tuple[Tensor, ...]:
-        how = of.dtype, of.first
+    def _products(self, normed: Tensor, call: NormedCall, inputs: int = 0) -> tuple[Tensor, ...]:
+        how = call.dtype, call.first
         hidden = product(normed, self.fc1_weight, self.fc1_bias, self.fc1_fp8_state, *how)
         activated = reference.activation(self.activation, hidden, self.gate_rows)
-        activated = activated.to(of.dtype) if inputs > 1 else activated
-        y = product(activated, self.fc2_weight, of.bias, self.fc2_fp8_state, *how)
+        activated = activated.to(call.dtype) if inputs > 1 else activated
+        y = product(activated, self.fc2_weight, call.bias, self.fc2_fp8_state, *how)
         return (y, activated) if inputs > 1 else (y,)
 
-    def _with_adapters(self, of: NormedInput, *, inputs: int = 0) -> tuple[Tensor, ...]:
+    def _with_adapters(self, call: NormedCall, *, inputs: int = 0) -> tuple[Tensor, ...]:
         """Norm and first product as one function, then the activation, whose input the adapters change, and the second."""
-        residual, delta, norm, dtype, first, bias = of
+        residual, delta, norm, dtype, first, bias = call
         of_fc1 = joined(self, self.fc1_weight, self.fc1_bias, "lora_fc1")
         of_fc2 = joined(self, self.fc2_weight, bias, "lora_fc2")
         pair = of_fc1, of_fc2
@@ -516,17 +516,17 @@ class LayerNormMLP(NormedLayer):
         y = product(activated, self.fc2_weight, bias, *how, skip_output=self.skip_output, tensor=self.tensor)
         return h, added(y, self, activated, "lora_fc2")
 
-    def _with_norm(self, of: NormedInput, *, inputs: int = 0, **options: Any) -> tuple[Tensor, ...]:
+    def _with_norm(self, call: NormedCall, *, inputs: int = 0, **options: Any) -> tuple[Tensor, ...]:
         states = self.fc1_fp8_state, self.fc2_fp8_state
-        fused = self.checkpoint or any(active_recipe(state, of.x.device) is not None for state in states)
+        fused = self.checkpoint or any(active_recipe(state, call.x.device) is not None for state in states)
         if torch.compiler.is_compiling() or not (inputs and fused):
-            return super()._with_norm(of, inputs=inputs, **options)
+            return super()._with_norm(call, inputs=inputs, **options)
         with autocast.scales_of_forward():
-            _, y, normed, *activated = self._fused(of, inputs=inputs)
+            _, y, normed, *activated = self._fused(call, inputs=inputs)
         return normed, y, *activated
 
-    def _fused(self, of: NormedInput, *, inputs: int = 0) -> tuple[Tensor, ...]:
-        residual, delta, norm, dtype, first, bias = of
+    def _fused(self, call: NormedCall, *, inputs: int = 0) -> tuple[Tensor, ...]:
+        residual, delta, norm, dtype, first, bias = call
         first_state, second_state, device = self.fc1_fp8_state, self.fc2_fp8_state, residual.device
         weight1, weight2 = self.fc1_weight, self.fc2_weight
         how1: Any = first_state, weight1, active_recipe(first_state, device), dtype, first
