@@ -1,4 +1,4 @@
-"""The ranks that share a sequence: splitting it over them and joining it.
+"""Context-parallel ranks: splits sequences over them, joins the parts, and picks the exchange of keys and values.
 
 Shapes: T tokens of the whole sequence, n ranks; a rank holds T / n, two chunks of T / 2n.
 """

@@ -1,4 +1,4 @@
-"""The whole of a tensor that is split over ranks."""
+"""Gathers a tensor that is sharded by FSDP2 or held in parts, whole on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpoints around a layer: a recomputation finds its forward, which counts as training.
+"""Finds the activation checkpoints around a layer, so that a recomputation repeats the casts of its forward.
 
 PyTorch has no public access to a running checkpoint. With `use_reentrant=False` it is in the closure of its saved-tensor hook;
 a reentrant one, PyTorch's or another library's, is an autograd function that runs its forward without gradients. Nested

@@ -1,4 +1,4 @@
-"""How long columnwise FP8 weights of 16-bit parameters live: the rule of a model whose weights no ranks share.
+"""Whether backward finds a cached columnwise FP8 weight or recasts it: the rule for 16-bit parameters that no ranks share.
 
 The input gradient reads a weight columnwise. If forward casts both layouts, the parameter is read once, and the columnwise copy
 takes 1 byte an element until backward. If backward recasts, it takes none, and the parameter is read twice. The copies are

@@ -1,6 +1,6 @@
-"""The scale of a tensor that delayed scaling has not begun: no finite amax above 0 has given it one.
+"""The first scale of a tensor under delayed scaling, until a finite amax above 0 has been recorded for it.
 
-Octavo's rule casts it as current scaling does: with the scale of its amax, joined over the ranks that hold parts of the tensor;
+Octavo's rule casts it as current scaling does: with the scale of its amax, joined over the ranks that hold parts of the tensor.
 Transformer Engine's rule casts it with scale 1. Neither writes a scale or a history. Whether an entry has a scale is read on
 the device, so that the host may learn of it later without a change of a bit.
 """

@@ -1,7 +1,7 @@
-"""State of a thread that trains, which its backwards have too.
+"""State per training thread, shared with the thread's backwards: two threads may each train a model.
 
-Autograd runs a backward on a separate thread for each GPU. PyTorch passes a thread's objects on to them, as it does with
-gradient mode and autocast, so that two threads may each train a model. A new thread starts with separate state.
+Autograd runs a backward on a separate thread for each GPU. PyTorch passes a thread's objects on to these, as it does with
+gradient mode and autocast. A new thread starts with separate state.
 """
 
 from __future__ import annotations

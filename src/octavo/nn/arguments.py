@@ -1,4 +1,4 @@
-"""Arguments of layers: activations, masks, windows, rotary angles, initial draws; and those that a layer takes with one value.
+"""Arguments of layers: activations, masks, windows, rotary angles, initial draws; and no-op values of unsupported arguments.
 
 Calls that were written for layers with these names run, and nothing is ignored: the value without an effect is accepted, any
 other is an error that names a substitute. Names are those of Transformer Engine 2.20.

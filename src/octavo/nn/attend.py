@@ -1,4 +1,4 @@
-"""softmax(q · kᵀ · scale) · v by a pattern, through the first of these that computes it:
+"""Chooses the kernel of attention: softmax(q · kᵀ · scale) · v by the first of these that computes the pattern:
 
 ranks that share the sequence   `octavo.collectives.attention`
 padding between tokens, without window and dropout

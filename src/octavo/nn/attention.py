@@ -1,4 +1,6 @@
-"""Attention layers. B batch, T tokens, H query heads, G key-value heads, D head dimension.
+"""Attention layers: dot-product attention, and multi-head attention with its products.
+
+Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 
 Query, key and value are one matrix whose rows are grouped by key-value head: the queries that share a key-value head, then its
 key, then its value. A slice of whole groups is a working attention layer, at any tensor-parallel degree.

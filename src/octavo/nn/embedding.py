@@ -1,4 +1,4 @@
-"""The embedding of token ids, whose gradient is added to that of a tied head.
+"""Token embedding; its gradient is added in place to that of a tied head.
 
 Autograd would write a second gradient of the size of the vocabulary, read both and write their sum. Here one autograd node
 returns the rows and the weight that the head reads. It receives both gradients at once, and adds the rows to the head's in

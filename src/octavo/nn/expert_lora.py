@@ -1,9 +1,9 @@
-"""LoRA adapters of stacked experts, an A and a B an expert, and of the router.
+"""LoRA adapters of stacked experts, one A and B per expert, and of the router.
 
     y = (W + scale · B · A) · x, for each expert        A [r, K], B [N, r]
 
-PEFT has them so beside a stacked parameter (`target_parameters`), without dropout. Products of all experts' rows are grouped
-as those of their matrices: a grouped A, then a grouped B, in the dtype of activations, of rows before their cast to FP8.
+As PEFT's for a stacked parameter (`target_parameters`), without dropout. They read rows before the cast to FP8, in the dtype of
+activations: one grouped product by A, then one by B.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _wide(x: Tensor) -> torch.dtype:
 class StackedAdapters(nn.Module):
     """The adapters of one stacked parameter; the child has the name of the source's.
 
-    Of experts that are spread over ranks each rank has some. Of slices of every expert it has the rows of the first product's B
-    beside A whole, and the columns of the second's A beside B whole.
+    A rank holds the adapters of its experts. If ranks hold slices of every expert, a rank has rows of the first product's B and
+    all of its A, and columns of the second product's A and all of its B.
     """
 
     tensor: TensorGroup | None = None
@@ -98,7 +98,7 @@ class StackedAdapters(nn.Module):
         return self.adapter.lora_A, self.adapter.lora_B
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """A and B of this rank's experts, for an autograd function: their gradients are those of all ranks."""
+        """A and B of this rank's experts, for an autograd function; gradients of what all tensor ranks hold are summed."""
         a, b = (matrix.to_local() if isinstance(matrix, DTensor) else matrix for matrix in self.trained)
         if self.tensor is not None:
             whole = self.tensor.replicated(b if self.by_columns else a)
@@ -107,7 +107,7 @@ class StackedAdapters(nn.Module):
         return a, b
 
     def pairs(self, a: Tensor, b: Tensor, dtype: torch.dtype, routes: Routes) -> Pairs:
-        """The operands for products in `dtype`; ranks are filled up with zeros to what a grouped product takes."""
+        """The operands of products in `dtype`, with the adapters' rank padded by zeros for grouped products."""
         count, more = len(routes.ends), -self.rank % gemm.ALIGNMENT if routes.tile == TILE else 0
         a, b = a.to(dtype).unflatten(0, (count, -1)), (b * self.scale).to(dtype).unflatten(0, (count, -1))
         return Pairs(functional.pad(a, (0, 0, 0, more)), functional.pad(b, (0, more))) if more else Pairs(a, b)

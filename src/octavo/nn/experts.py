@@ -1,4 +1,4 @@
-"""Experts: each runs two products over its tokens. No kernel waits for the sizes of groups.
+"""Stacked experts of an MoE layer: each runs two products over its tokens. No kernel waits for the sizes of groups.
 
 Legend: T tokens, K experts per token (top-k), E experts, H hidden_size, F ffn_hidden_size, R rows of all experts. Under
 expert parallelism E and R are this rank's, and T counts received copies of tokens.

@@ -1,4 +1,4 @@
-"""The models whose sequences ranks can share: checked before a GPU is touched, and when a model is built."""
+"""Checks that context-parallel ranks can share a model's sequences, before a GPU is touched and when the model is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation offloading: a block's saved activations wait in host memory.
+"""Activation offloading: a block's saved activations are in host memory until its backward.
 
 Copies run on separate streams: to pinned memory while the next block runs, back while the backward of later blocks runs. The
 cost is memory for tensors being copied: one block's saved tensors in forward, and `horizon` blocks' in backward. With

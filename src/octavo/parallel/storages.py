@@ -1,4 +1,4 @@
-"""References to a tensor's storage."""
+"""Counts references to a tensor's storage: a gradient with one owner needs no copy before it is reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients as FlashAttention-4's backward sums them, in float32: blocks of 64 tokens × 8 columns, in the order of registers.
+"""FlashAttention-4's float32 gradient sums, before its rounding: blocks of 64 tokens × 8 columns, in the order of registers.
 
 The package has kernels that round them to bf16 and put them in order. A kernel that reads them anyway, as that of the rotation,
 takes them from here, which spares one write and one read of each, and the rounding.

@@ -149,10 +149,10 @@ def forward(
 
     Both are written to `into`, if given.
     """
-    given, options = _call(q, k, v, packed=packed, causal=causal, window=window)
+    tensors, options = _call(q, k, v, packed=packed, causal=causal, window=window)
     if into is not None:
         options |= dict(zip(("out", "lse"), into, strict=True))
-    out, lse, *_ = _interface()._flash_attn_fwd(*given, softmax_scale=scale, return_lse=True, **options)
+    out, lse, *_ = _interface()._flash_attn_fwd(*tensors, softmax_scale=scale, return_lse=True, **options)
     return (out, lse) if packed is None else (out.view(q.shape), lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1))
 
 
@@ -164,12 +164,12 @@ def backward(
 
     They repeat bit for bit under `torch.use_deterministic_algorithms`.
     """
-    given, options = _call(q, k, v, out, d_out, packed=packed, causal=causal, window=window)
+    tensors, options = _call(q, k, v, out, d_out, packed=packed, causal=causal, window=window)
     if into is not None:
         options |= dict(zip(("dq", "dk", "dv"), into, strict=True))
     lse = lse if packed is None else lse.transpose(0, 1).flatten(1)
     repeats = torch.are_deterministic_algorithms_enabled()
-    grads = _interface()._flash_attn_bwd(*given, lse, softmax_scale=scale, deterministic=repeats, **options)
+    grads = _interface()._flash_attn_bwd(*tensors, lse, softmax_scale=scale, deterministic=repeats, **options)
     dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 

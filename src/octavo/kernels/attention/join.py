@@ -94,10 +94,10 @@ def launch_add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
     while left:
         now, left = left[:_TERMS], left[_TERMS:]
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if left else out
-        given = [now[min(number, len(now) - 1)] for number in range(_TERMS)]
-        strides = [stride for term in (target, *given) for stride in term.stride()[:2]]
+        operands = [now[min(number, len(now) - 1)] for number in range(_TERMS)]
+        strides = [stride for term in (target, *operands) for stride in term.stride()[:2]]
         _add_terms[(out.shape[0] * inner * blocks,)](
-            target, *given, elements, inner, blocks, *strides, TERMS=len(now), ELEMENTS=block, num_warps=max(1, block // 512)
+            target, *operands, elements, inner, blocks, *strides, TERMS=len(now), ELEMENTS=block, num_warps=max(1, block // 512)
         )
         left = [target, *left] if left else left
 

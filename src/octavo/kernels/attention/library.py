@@ -1,4 +1,4 @@
-"""PyTorch's attention with its log-sum-exp, and a backward that takes those of a softmax over more keys.
+"""PyTorch's attention with its log-sum-exp, and a backward that accepts the log-sum-exp of a softmax over more keys.
 
 PyTorch has no public function for either. These are the operators of `scaled_dot_product_attention`: cuDNN's on Hopper, and
 those of a CPU, whose results are the same bits. Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head
