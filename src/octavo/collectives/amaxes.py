@@ -19,9 +19,9 @@ ROOM = 1024
 
 
 class Joins:
-    """The joins of one model's amaxes, whose ranks do as many and in the same order.
+    """The joins of one model's amaxes; all ranks make the same joins in the same order.
 
-    Each group that has joined some on GPUs has its memory here, or the reason why it has none.
+    Holds the memory of each group that has joined amaxes on GPUs, or the reason why it has none.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Joins:
 
 
 class _Memory:
-    """Slots of this rank that the others write, and the addresses of theirs. Collective."""
+    """Slots of this rank, which the other ranks write, and the addresses of their slots. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # as in `copies`

@@ -158,13 +158,13 @@ class Part:
 
     @property
     def chunks(self) -> tuple[Box, ...]:
-        """All its elements, those that it counts in separate boxes: no two begin at one place."""
+        """All its elements, with counted elements in separate boxes, so that no two boxes begin at one place."""
         if self.counts is None:
             return self.boxes
         return (*self.counts, *(piece for box in self.boxes for piece in _left(box, self.counts)))
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Part:
-        """The part that a slab of the rank's tensor is."""
+        """The part in a slab of the rank's tensor."""
         ends = [first + size for first, size in zip(offsets, sizes, strict=True)]
         cut = tuple(each.cut(*span) for each, *span in zip(self.indices, offsets, ends, strict=True))
         counts = self.counts
@@ -269,11 +269,11 @@ class Block:
 def share_out(
     shape: Sequence[int], held: Sequence[Sequence[Indices]], group: dist.ProcessGroup | None = None, rank: int | None = None
 ) -> Block:
-    """A block from the ranges that each rank of a group holds; every rank passes the same, so no rank is queried.
+    """A block from the ranges that each rank of a group holds. Every rank passes all ranges, so that no rank is queried.
 
     Args:
         shape: of the whole.
-        held: of each rank the indices of each dimension.
+        held: for each rank, its indices of each dimension.
         group: the ranks; None needs `rank`.
         rank: this rank's number in the group; by default as the group says.
 

@@ -42,7 +42,7 @@ _WARM_UP, _ROUNDS = 3, 9
 
 
 class PeerMemory:
-    """Memory of the ranks of a group on one host that each of them writes, and the stream of the copies there."""
+    """Memory that the ranks of a group on one host write to each other, and the stream of the copies."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

@@ -3,8 +3,9 @@
 Tokens are split by rows: of the flattened tokens [B · T] rank r has the r-th of n equal runs, viewed as [B, T / n]. So the
 concatenation of all ranks' rows is [B, T] without a copy, for any samples.
 
-The gradient of a gathered tensor depends on its consumer. Consumers that are the same on all ranks have the same gradient, of
-which `whole` and `words` return this rank's part. Those with a part of a matrix have partial sums, which `gathered` adds up.
+The gradient of a gathered tensor depends on its consumer. If all ranks compute the same from it, they have the same gradient,
+and `whole` and `words` return this rank's part. If each multiplies it by its part of a matrix, gradients are partial sums,
+which `gathered` adds up.
 
 Random numbers come from the default generators, whose states the ranks of a group share: dropout of hidden states is this
 rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside a part, as in the attention of this rank's
@@ -34,7 +35,7 @@ class TensorGroup(Ranks):
 
     Args:
         group: the ranks; None for parts that are not exchanged, as in a plan.
-        sharing: those of them that hold the same rows of keys and values, where these heads are fewer than the ranks.
+        sharing: the ranks that hold the same rows of keys and values, if there are fewer key-value heads than ranks.
         size, rank: without a group.
     """
 

@@ -532,8 +532,8 @@ class Together:
 def updates_together() -> Iterator[Together]:
     """Around a forward and its backward: both update scales when the yielded function is called, after the backward.
 
-    So ranks wait for each other once. Results are the same: an outermost autocast inside that finds updates outstanding makes
-    them first. After an exception amaxes wait for the next forward, as those of a forward that was left by one.
+    So ranks wait for each other once. Results are the same: an outermost autocast inside runs outstanding updates first. After
+    an exception, recorded amaxes count in the next forward.
     """
     thread = _threads.here()
     thread.postponed = {}

@@ -30,7 +30,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_nested_backward() -> bool:
-    """True in the backward that a reentrant checkpoint starts within that of its caller."""
+    """True in a backward that a reentrant checkpoint starts inside another backward."""
     inner = False
     for frame in _stack():
         if inner and _context(frame, "backward") is not None:

@@ -19,7 +19,7 @@ from octavo.hardware import is_affordable
 from octavo.process import process
 
 WRAPPED = _module_state_mapping
-"""The modules that FSDP2, or another wrapper that leaves the class as it is, has taken, in order."""
+"""Modules wrapped by FSDP2, or by another wrapper that does not replace them, in order."""
 
 
 def is_sharded(module: nn.Module | None) -> bool:

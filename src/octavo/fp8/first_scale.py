@@ -16,10 +16,10 @@ from octavo.kernels.quantize.cast_scaled import scale_from_amax
 
 
 def first_scale(scales: Tensor, fp8_max: float, *, native: bool, partly: bool, largest: Callable[[], Tensor]) -> Tensor:
-    """The scales of a cast: those of the buffer, and for entries that have not begun (NaN) the first.
+    """The scales of a cast: the buffer's, and the first scale for entries that have not begun (NaN).
 
-    An expert without a scale takes that of the largest amax of its stack: of the histories if one of them has a scale,
-    otherwise of its tensors.
+    An expert without a scale takes the scale of the largest amax of its stack: in the histories if an expert has a scale, else
+    in the tensors.
 
     Args:
         scales: float32 [] or [E].

@@ -73,7 +73,7 @@ class ModuleState:
     def tensor_group_of(self, operand: Operand) -> dist.ProcessGroup | None:
         """The ranks that join the amaxes of an operand over the tensor group; None for none.
 
-        Of experts that are spread over ranks these hold other tokens, and no parts of weights.
+        If experts are distributed over ranks, the others hold other tokens, and no parts of these weights.
         """
         return None if operand is Operand.WEIGHT and self.local_experts is not None else self.tensor_group
 

@@ -48,7 +48,7 @@ def refuse(recipe: Recipe, name: str) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a layer's weight is stored.
+    """Format of a layer's stored weight.
 
     Attributes:
         cast: the recipe's cast of a weight.
@@ -75,7 +75,7 @@ class Stored:
         module.register_buffer(name + _BITS, torch.empty(scales, dtype=torch.int32, device=old.device), persistent=False)
 
     def rows_to_read(self, start: int, stop: int, height: int) -> tuple[int, int]:
-        """The rows of a parameter of this height that are read to cast those from `start` to `stop`: whole blocks."""
+        """Rows of a parameter of this height that must be read to cast rows `start` to `stop`: whole blocks."""
         if self.one_scale or start == stop:
             return start, stop
         each = height // (self.experts or 1)

@@ -218,9 +218,9 @@ class _TensorGemms(LinearGemms):
 
 
 class ColumnParallelGemms(_TensorGemms):
-    """The products of a weight [N / n, K], whose input is this rank's tokens and whose output all tokens.
+    """The products of a weight [N / n, K]. Input: this rank's tokens [m, K]; output: all tokens [n · m, N / n].
 
-    shared: rows of the weight, the last, that other ranks of `TensorGroup.sharing` hold too: their gradients are added up.
+    shared: last rows of the weight that other ranks of `TensorGroup.sharing` hold too; their gradients are added up.
     """
 
     _gathers = Operand.INPUT
@@ -299,7 +299,7 @@ class ColumnParallelGemms(_TensorGemms):
         return Pending([], lambda: self._gathered_for_weight(flight))
 
     def _complete(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of a weight or bias with the sums of the rows that other ranks hold too."""
+        """The gradient of a weight or bias, with the shared rows summed over the ranks that hold them."""
         if gradient is not None and self.shared:
             rows = gradient[-self.shared :]
             rows.copy_(self.tensor.sum_shared_(rows.clone()))
@@ -307,7 +307,7 @@ class ColumnParallelGemms(_TensorGemms):
 
 
 class RowParallelGemms(_TensorGemms):
-    """The products of a weight [N, K / n], whose input is all tokens and whose output this rank's, summed over the ranks.
+    """The products of a weight [N, K / n]. Input: all tokens [n · m, K / n]; output: this rank's tokens [m, N] of the sum.
 
     In backward `grad_output` starts the gather of the gradient of all tokens, `grad_input` overlaps it, and `grad_weight` comes
     last.

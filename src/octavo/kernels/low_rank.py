@@ -185,7 +185,7 @@ def launch_pack(
 ) -> tuple[Tensor, Tensor]:
     """The joint A [R, K] and B [N, R], times the scale, of adapters A [r, K] and B [n, r] in turn; 0 where no adapter has rows.
 
-    rows: N. length: rows of a repetition of the joint B, of which `runs` name those of adapters.
+    rows: N. length: rows of one repetition of the joint B; `runs`: the adapters' rows in it.
     """
     a, b = list(matrices[::2]), matrices[1::2]
     rank, columns = a[0].shape

@@ -1,7 +1,7 @@
 """Arguments of layers: activations, masks, windows, rotary angles, initial draws; and no-op values of unsupported arguments.
 
-Calls that were written for layers with these names run, and nothing is ignored: the value without an effect is accepted, any
-other is an error that names a substitute. Names are those of Transformer Engine 2.20.
+Calls written for Transformer Engine's layers run, and nothing is ignored: a no-op value is accepted, any other value is an
+error that names a substitute. Names are those of Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ Tracker = Callable[[], Any]
 
 
 class Creation(TypedDict, total=False):
-    """How the parameters of a layer with two products are created; what is absent is as of PyTorch's layers."""
+    """How the parameters of a layer with two products are created; PyTorch's defaults for absent keys."""
 
     init_method: Init | None
     output_layer_init_method: Init | None

@@ -20,7 +20,7 @@ def derive(module: nn.Module, members: dict[str, Any], mixins: tuple[type, ...] 
 
 
 def written_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a user or library wrote, without those of `derive` and of FSDP2."""
+    """The class that a user or library wrote, below the classes that `derive` and FSDP2 have created from it."""
     cls = type(module)
     while _MARK in vars(cls) or FSDPModule in cls.__bases__:
         cls = vars(cls).get(_MARK) or cls.__bases__[-1]

@@ -49,7 +49,7 @@ from octavo.nn.rotary import Rotation
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a product of `x` runs and that it returns: autocast's if that is on, else the input's."""
+    """Dtype of a product of `x` and of its result: that of torch.autocast if it is on, else the input's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -481,7 +481,7 @@ class NormedLayer(ResidualLayer):
         self.layer_norm_bias = nn.Parameter(torch.empty(size, **make)) if normalization == "LayerNorm" else None
 
     def reset_parameters(self) -> None:
-        """Initial values: a norm that changes nothing, and those of `init_linear_` for each matrix."""
+        """Initial values: a norm with factors of 1, and each matrix by `init_linear_`."""
         reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.zero_centered_gamma)
         with self.draws():
             for matrix in self._matrices():

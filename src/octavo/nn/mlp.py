@@ -1,7 +1,7 @@
 """The feed-forward half of a block: norm, first product, activation, second product.
 
-Gate and up are one matrix. Their rows are interleaved in blocks of `gate_up_block` (gate rows first), so that any slice of rows
-that a tensor-parallel rank or a shard holds has the gates that belong to its ups.
+Gate and up are one matrix, whose rows are interleaved in blocks of `gate_up_block`, gate rows first. So any slice of whole
+blocks, of a tensor-parallel rank or of a shard, has the gates of its ups.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class LayerNormMoE(ResidualLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values of norm and router: a norm that changes nothing, and those of `init_linear_`."""
+        """Initial values: a norm with factors of 1, and a router's matrix by `init_linear_`."""
         reset_norm_(self.layer_norm_weight, self.layer_norm_bias, zero_centered=self.norm.zero_centered)
         with self.draws():
             init_linear_(self.router_weight, None, self.init_method)
@@ -197,7 +197,7 @@ def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, r
     """Bytes that `LayerNormMoE` saves for backward: first of the residual stream. Small tensors of the router are estimates.
 
     of: of this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
-    `Routes`. routed: those of the tokens whose norm and router this rank computes, of a tensor group's a part.
+    `Routes`. routed: tokens whose norm and router this rank computes; in a tensor group each rank has a part of all.
     """
     element, copies = of.use.compute_bytes, tokens * top_k
     activations = [*saved_by_norm(routed, of.hidden_size, element, kind), routed * of.hidden_size * element]

@@ -226,7 +226,7 @@ class ResidualLayer(nn.Module):
     """A layer of the residual stream. Its `forward` takes `delta` and `return_residual` for this method."""
 
     def forward_residual(self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any) -> tuple[Tensor, Any]:
-        """residual, delta [B, T, hidden] → the same for the next layer, whose norm adds delta to residual while it reads both.
+        """residual, delta [B, T, hidden] → residual, delta for the next layer, whose norm reads both and adds them.
 
         The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.
         """
@@ -246,7 +246,7 @@ class _Norm(nn.Module):
     normalization: ClassVar[str]
     bias: nn.Parameter | None
     tensor: TensorGroup | None = None
-    """The ranks that norm other tokens or heads by the same parameters."""
+    """Ranks that normalise other tokens or heads by the same parameters."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Rotation(NamedTuple):
     """Split of a joint query/key/value product; cos and sin float32 [B or 1, T, Dr], None to rotate nothing.
 
     Of each head the first Dr columns rotate, an even number of them or all. mirrored: a promise that the second halves of both
-    tables repeat their first, so that only those are read. handover: where `join` may find gradients.
+    tables repeat the first halves; only these are read. handover: where `join` may find gradients.
     """
 
     heads: int
@@ -82,7 +82,7 @@ class Rotation(NamedTuple):
         return split_rotate(qkv, self.heads, self.groups, self.cos, self.sin, mirrored=self.mirrored)
 
     def join(self, grads: Sequence[Tensor | None]) -> Producer:
-        """The gradient of the joint product from those of q, k and v, of which one at least is not None."""
+        """The gradient of the joint product from the gradients of q, k and v, at least one of which is not None."""
         found: list[Gradient | None] = [*grads] if self.handover is None else self.handover.take(grads)
         dq, dk, dv = found
         if dq is None or dk is None or dv is None:

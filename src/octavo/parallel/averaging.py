@@ -48,7 +48,7 @@ class Average:
         self.recordable = on_gpus and _backends(group).get("cuda") == "nccl"
         self._buckets: list[Tensor] = []
         self._in_bucket: list[dict[Tensor, Tensor]] = []  # the parameters of each, with their parts of it
-        # In the order of a backward, which is that of the forward reversed and, nearly always, that of the parameters.
+        # In the order of a backward: the reversed order of the forward, which is nearly always the parameters' order.
         self._large = [p for p in reversed(self._parameters) if p.nbytes >= LARGE_BYTES and p.is_contiguous()]
         large = set(self._large)
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

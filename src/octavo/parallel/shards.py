@@ -1,7 +1,7 @@
 """The part of a parameter that this rank holds, for any sharding: used to initialise, load or write parts.
 
-FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. Of experts that are spread over ranks it
-shards those of this rank. A parameter with a declared block (`octavo.collectives.blocks`) is several ranges of the whole
+FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. If experts are distributed over ranks, it
+shards this rank's experts. A parameter with a declared block (`octavo.collectives.blocks`) is several ranges of the whole
 already, and FSDP2 shards these ranges. `named_tensors` gives the tensors of a model by name, with their blocks, and
 `local_shard` the part. Placements are read here, and where a whole is gathered (`octavo.collectives.whole`).
 """

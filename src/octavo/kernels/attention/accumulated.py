@@ -1,7 +1,7 @@
 """FlashAttention-4's float32 gradient sums, before its rounding: blocks of 64 tokens × 8 columns, in the order of registers.
 
-The package has kernels that round them to bf16 and put them in order. A kernel that reads them anyway, as that of the rotation,
-takes them from here, which spares one write and one read of each, and the rounding.
+The package rounds the sums to bf16 and reorders them in another kernel. The rotation's kernel, which reads every gradient
+anyway, reads the sums instead: this saves the rounding, and one write and one read of each gradient.
 
 Blocks of 64 tokens are contiguous. In a block, from the slowest index to the fastest: 16 tokens, a token of 8, a pair of
 columns, the first or second 8 of the 16 tokens, a column of the pair: the registers of a warp group's product (WGMMA).

@@ -1,7 +1,7 @@
 """PyTorch's attention with its log-sum-exp, and a backward that accepts the log-sum-exp of a softmax over more keys.
 
-PyTorch has no public function for either. These are the operators of `scaled_dot_product_attention`: cuDNN's on Hopper, and
-those of a CPU, whose results are the same bits. Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head
+PyTorch has no public function for either. These are operators behind `scaled_dot_product_attention`: cuDNN's on Hopper, and the
+CPU's, with the same bits as that function. Shapes: B batch, Tq queries, Tk keys, H query heads, G key-value heads, D head
 dimension.
 """
 
@@ -33,7 +33,7 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
 
 
 def version() -> str:
-    """cuDNN with the version that runs; also for one that is older than that of PyTorch's build, which PyTorch raises for."""
+    """cuDNN and the version that runs, also if it is older than the version of PyTorch's build, for which PyTorch raises."""
     try:
         found = torch.backends.cudnn.version()
     except RuntimeError:

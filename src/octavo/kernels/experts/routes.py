@@ -23,7 +23,7 @@ from octavo.kernels import gemm
 from octavo.kernels.tiles import cdiv, next_power_of_2
 
 TILE = 128
-"""Rows of a tile: those of the products, and those that share a scale under block scaling."""
+"""Rows of a tile: of the products' tiles, and of a piece with one scale under block scaling."""
 _PAIRS, _MOST_COPIES, _WARPS = 8192, 512, 8
 """Pairs of a copy and an expert in a program, copies at most, and its warps."""
 _BLOCKS = 1024
