@@ -153,8 +153,8 @@ def _enter(thread: _Thread, around: list[Any]) -> buffers.Session:
     if thread.recomputed is not None:
         session = thread.recomputed.entered.next(task)
     elif task != -1:
-        found = next((one for one in around if one in recomputed), None)
-        session = process.checkpoint_autocasts[found].next(task) if found in process.checkpoint_autocasts else None
+        checkpoint = next((one for one in around if one in recomputed), None)
+        session = process.checkpoint_autocasts[checkpoint].next(task) if checkpoint in process.checkpoint_autocasts else None
     if session is None:
         session = buffers.session() if task == -1 else _repeated(thread).session
     for one in around:
@@ -225,16 +225,16 @@ def _remember(thread: _Thread, active: _Active | None) -> None:
             return
     elif not checkpoints.trains():
         return
-    new = [found for found in checkpoints.enclosing() if found not in process.checkpoint_forwards]
+    new = [checkpoint for checkpoint in checkpoints.enclosing() if checkpoint not in process.checkpoint_forwards]
     if not new:
         return
     forward = _repeated(thread) if _is_in_checkpoint(thread) else _Forward(None, thread.first_microbatch)
-    for found in new:
+    for checkpoint in new:
         around = active
-        while around is not None and id(found) in around.inside:
+        while around is not None and id(checkpoint) in around.inside:
             around = around.outer
         session = forward.session if around is None else around.session
-        process.checkpoint_forwards[found] = _Forward(around, forward.first, session, forward.captured)
+        process.checkpoint_forwards[checkpoint] = _Forward(around, forward.first, session, forward.captured)
 
 
 def _warn_of_other_thread() -> None:

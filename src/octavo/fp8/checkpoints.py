@@ -94,11 +94,11 @@ def nearest_first() -> Iterator[Any]:
 
 
 def _enclosing() -> dict[Any, bool]:
-    found: dict[Any, bool] = {}
+    checkpoints: dict[Any, bool] = {}
     for one, is_recomputed in _found():
-        found.setdefault(one, is_recomputed)
-    found.pop(None, None)
-    return found
+        checkpoints.setdefault(one, is_recomputed)
+    checkpoints.pop(None, None)
+    return checkpoints
 
 
 def _found() -> Iterator[tuple[Any, bool]]:

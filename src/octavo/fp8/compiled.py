@@ -53,11 +53,11 @@ def _cast_delayed(
             scaling.wait_to_begin(state, operand, buffer, index, index, native=native)
 
         def largest() -> Tensor:
-            found = amax_of(x)
+            largest_here = amax_of(x)
             group = state.context_group
             if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-            return found
+                dist.all_reduce(largest_here, dist.ReduceOp.MAX, group=group)
+            return largest_here
 
         scale = first_scale(scale, fp8_max, native=native, partly=False, largest=largest)
     return operator_results(cast(x, Quantizer(dtype, fp8_max, scale, amax, columnwise=columnwise)))
@@ -70,11 +70,11 @@ def _(
     return fake_results(x, dtype, columnwise)
 
 
-def outside_of_checkpoints(found: QuantizedTensor) -> QuantizedTensor:
+def outside_of_checkpoints(q: QuantizedTensor) -> QuantizedTensor:
     """A cast in code compiled without gradients, which is refused when that runs inside a reentrant checkpoint."""
-    if found.rowwise_scale_inv is None:
-        return found
-    return found._replace(rowwise_scale_inv=_outside_of_checkpoints(found.rowwise_scale_inv))
+    if q.rowwise_scale_inv is None:
+        return q
+    return q._replace(rowwise_scale_inv=_outside_of_checkpoints(q.rowwise_scale_inv))
 
 
 @torch.library.custom_op("octavo::outside_of_checkpoints", mutates_args=())

@@ -149,12 +149,12 @@ def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor
 
     All ranks of the experts call it at the same cast: they share which entries have a scale.
     """
-    found = largest()
+    amaxes = largest()
     if state.local_experts is None:
-        return found
-    found = found.amax()
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=state.buffers.expert_group)
-    return found
+        return amaxes
+    amaxes = amaxes.amax()
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=state.buffers.expert_group)
+    return amaxes
 
 
 class LinearQuantizer:
@@ -354,13 +354,13 @@ class LinearQuantizer:
         assert session is not None
 
         def largest() -> Tensor:
-            found = self._amax(producer, slot.fp8_max, recipe.casts[operand].format.dtype)
+            amaxes = self._amax(producer, slot.fp8_max, recipe.casts[operand].format.dtype)
             tensor, group = self.state.tensor_group_of(operand), self.state.context_group
             if tensor is not None:  # its ranks share one history under every autocast
-                self._join(found, tensor)
+                self._join(amaxes, tensor)
             if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
-                self._join(found, group)  # as the histories: ranks with separate ones may get a first scale at different steps
-            return found
+                self._join(amaxes, group)  # as the histories: ranks with separate ones may get a first scale at different steps
+            return amaxes
 
         partly = session.number >= slot.buffer.partly_from[slot.index]
         of_all = functools.partial(_of_whole_stack, self.state, largest)

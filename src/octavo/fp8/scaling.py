@@ -276,13 +276,13 @@ def wait_to_begin(
 
 def owner_of_slot(buffer: ScaleBuffer, index: int) -> tuple[ModuleState, Operand]:
     """State and operand of the slot at an index of a buffer. Slow, since it searches all layers: only for first casts."""
-    found = (
+    owners = (
         (state, operand)
         for state in list(process.fp8_modules.values())
         for operand, slot in state.slots.items()
         if slot.buffer is buffer and slot.index == index
     )
-    return next(found)
+    return next(owners)
 
 
 def prepare_all(recipe: Recipe) -> None:
@@ -393,10 +393,10 @@ def inspect(module: nn.Module) -> dict[str, Any]:
     Raises:
         InputError: nothing in the module runs in FP8.
     """
-    found = {name: _entries(state) for name, state in states_of(module)}
-    if not found:
+    entries = {name: _entries(state) for name, state in states_of(module)}
+    if not entries:
         raise InputError(f"{type(module).__name__} has no FP8 layer: octavo.describe(model) lists modules that have one.")
-    return found[""] if set(found) == {""} else found
+    return entries[""] if set(entries) == {""} else entries
 
 
 def _entries(state: ModuleState) -> dict[str, dict[str, Any]]:

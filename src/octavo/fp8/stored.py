@@ -118,16 +118,16 @@ class Stored:
             return
         bits.zero_()
         for index, rows in parts:
-            found, _ = cast_scaled.blocks(
+            blocks, _ = cast_scaled.blocks(
                 weight[rows.start - first : rows.stop - first], kind.dtype, kind.max, _BLOCK, rowwise=True, columnwise=False
             )
-            assert found is not None
+            assert blocks is not None
             begin, end = max(rows.start - first, skipped), min(rows.stop - first, skipped + len(out))
             if begin < end:
-                data = found.data.view(torch.uint8)[begin - (rows.start - first) :]
+                data = blocks.data.view(torch.uint8)[begin - (rows.start - first) :]
                 out[begin - skipped : end - skipped].copy_(data[: end - begin])
             block = (rows.start - index * each) // _BLOCK
-            stacked[index, block : block + len(found.scale_inv)] = found.scale_inv.contiguous().view(torch.int32)
+            stacked[index, block : block + len(blocks.scale_inv)] = blocks.scale_inv.contiguous().view(torch.int32)
         if join is not None:  # scales are above 0: integers of their bits are in the order of their values
             join(bits, False)
 

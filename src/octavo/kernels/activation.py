@@ -59,8 +59,8 @@ def is_gated(name: str) -> bool:
 def constants(name: str) -> dict[str, Any]:
     """The constants of the kernels that make an activation."""
     curve, gated, clamp = reference.activation_named(name)
-    found: dict[str, Any] = {"CURVE": curve, "GATED": gated}
-    return found if clamp is None else found | {"LIMIT": clamp.limit, "ALPHA": clamp.alpha, "OFFSET": clamp.offset}
+    of_curve: dict[str, Any] = {"CURVE": curve, "GATED": gated}
+    return of_curve if clamp is None else of_curve | {"LIMIT": clamp.limit, "ALPHA": clamp.alpha, "OFFSET": clamp.offset}
 
 
 @triton.jit

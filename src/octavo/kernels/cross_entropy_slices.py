@@ -166,8 +166,8 @@ def statistics(logits: Tensor, target: Tensor, words: Slice, objective: Objectiv
     sums = (local * LOG2_E.value - _finite(base)[:, None]).exp2().sum(-1)
     at, here = _local_targets(target, words)
     picked = functional.pad(local, (0, 1)).gather(1, torch.where(here, at, words.number)[:, None])[:, 0]
-    found = [base, sums, picked]
-    return torch.stack([x.to(base.dtype) for x in ([*found, local.sum(-1)] if objective.label_smoothing else found)])
+    rows = [base, sums, picked]
+    return torch.stack([x.to(base.dtype) for x in ([*rows, local.sum(-1)] if objective.label_smoothing else rows)])
 
 
 def cross_entropy_of_statistics_(

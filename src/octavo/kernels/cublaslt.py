@@ -131,8 +131,8 @@ def _attribute(algorithm: _Algorithm, attribute: int, value: Any) -> int:
     written = ctypes.c_size_t()
     pointer = ctypes.byref(algorithm)
     _call("cublasLtMatmulAlgoConfigGetAttribute", pointer, attribute, *_sized(value), ctypes.byref(written))
-    found: int = value.value
-    return found
+    number: int = value.value
+    return number
 
 
 def _splits(algorithm: _Algorithm) -> int:
@@ -176,12 +176,12 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", self._description, attribute, *_sized(value))
 
     def _offered(self) -> list[_Algorithm]:
-        found = self._heuristic(WORKSPACE)
+        offered = self._heuristic(WORKSPACE)
         if self.shape.dynamic:  # before Hopper no product has a workspace, nor a fixed share
-            found = [algorithm for algorithm in found if algorithm.workspace] or found
+            offered = [algorithm for algorithm in offered if algorithm.workspace] or offered
         else:
-            found += self._heuristic(0)
-        distinct = {(*algorithm.data, algorithm.workspace): algorithm for algorithm in found}
+            offered += self._heuristic(0)
+        distinct = {(*algorithm.data, algorithm.workspace): algorithm for algorithm in offered}
         return [algorithm for algorithm in distinct.values() if _splits(algorithm) <= 1]
 
     def _heuristic(self, workspace: int) -> list[_Algorithm]:
@@ -189,14 +189,14 @@ class Product:
         preference, most = ctypes.c_void_p(), ctypes.c_uint64(workspace)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         _call("cublasLtMatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, *_sized(most))
-        found, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
+        algorithms, count = (_Algorithm * MOST_ALGORITHMS)(), ctypes.c_int()
         with torch.cuda.device(self.shape.device), contextlib.suppress(RefusedError):  # has none
             _call(
                 "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._b, self._a, self._out, self._out,
-                preference, MOST_ALGORITHMS, found, ctypes.byref(count),
+                preference, MOST_ALGORITHMS, algorithms, ctypes.byref(count),
             )  # fmt: skip
         _call("cublasLtMatmulPreferenceDestroy", preference)
-        return [algorithm for algorithm in found[: count.value] if algorithm.state == 0]
+        return [algorithm for algorithm in algorithms[: count.value] if algorithm.state == 0]
 
     def __call__(
         self, number: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None, out: Tensor

@@ -207,12 +207,12 @@ def launch_unpack(joint_b: Tensor, adapters: int, runs: Sequence[Run], length: i
     sizes = [0] * adapters
     for run in runs:
         sizes[run.adapter] += repeats * run.size * rank
-    found = [part.view(-1, rank) for part in joint_b.new_empty(sum(sizes)).split(sizes)]
+    gradients = [part.view(-1, rank) for part in joint_b.new_empty(sum(sizes)).split(sizes)]
     _unpack[(cdiv(joint_b.numel(), _ELEMENTS),)](
-        joint_b, *_filled([found[run.adapter] for run in runs]), joint_b.numel(), scale, *_numbers(runs),
+        joint_b, *_filled([gradients[run.adapter] for run in runs]), joint_b.numel(), scale, *_numbers(runs),
         WIDTH=width, RUNS=len(runs), LENGTH=length, RANK=rank, BLOCK=_ELEMENTS, num_warps=_WARPS,
     )  # fmt: skip
-    return found
+    return gradients
 
 
 def _filled(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -173,14 +173,16 @@ def norm_rows(
             y_at = rowwise_ptr + r * columns
         if copy_ptr is not None:
             copy_at = copy_ptr + r * columns
-        found = _store_normed(h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, copy_at, c, inside, ONE_PLUS)
-        largest = tl.maximum(largest, found)
+        block_largest = _store_normed(
+            h, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, copy_at, c, inside, ONE_PLUS
+        )
+        largest = tl.maximum(largest, block_largest)
         if REST:
-            found = _store_normed(
+            block_largest = _store_normed(
                 h_rest, rstd, weight_ptr, bias_ptr, scale, scale_inv_ptr, amax_ptr, y_at, copy_at, c_rest, inside_rest,
                 ONE_PLUS,
             )  # fmt: skip
-            largest = tl.maximum(largest, found)
+            largest = tl.maximum(largest, block_largest)
     if amax_ptr is not None:
         raise_to(amax_ptr, largest)
 

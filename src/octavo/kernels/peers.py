@@ -41,10 +41,10 @@ def _join_largest(
     nothing = tl.zeros([BLOCK], dtype=tl.int64)
     for step in tl.static_range(1, SIZE):
         here = slots_ptr + slot + (RANK + step) % SIZE * ROOM + at
-        found = tl.atomic_add(here, nothing, mask=inside, sem="relaxed", scope="sys")
-        while tl.max(tl.where(inside & ((found >> 32) != number), 1, 0)) > 0:
-            found = tl.atomic_add(here, nothing, mask=inside, sem="relaxed", scope="sys")
-        largest = tl.maximum(largest, tl.where(inside, found & 0xFFFFFFFF, 0))
+        received = tl.atomic_add(here, nothing, mask=inside, sem="relaxed", scope="sys")
+        while tl.max(tl.where(inside & ((received >> 32) != number), 1, 0)) > 0:
+            received = tl.atomic_add(here, nothing, mask=inside, sem="relaxed", scope="sys")
+        largest = tl.maximum(largest, tl.where(inside, received & 0xFFFFFFFF, 0))
     amax = largest.to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(amax_ptr + at, amax, mask=inside)
     if SCALES:

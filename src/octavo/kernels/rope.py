@@ -265,8 +265,8 @@ def _found(gradient: Gradient) -> tuple[Tensor, tuple[int, int, int, float]]:
     if isinstance(gradient, Accumulated):
         sums = gradient.sums
         return sums, (sums.stride(0), 0, sums.stride(1), gradient.scale)
-    found = adjacent_columns(gradient)
-    return found, (found.stride(0), found.stride(1), found.stride(2), 1.0)
+    dense = adjacent_columns(gradient)
+    return dense, (dense.stride(0), dense.stride(1), dense.stride(2), 1.0)
 
 
 def launch_join(

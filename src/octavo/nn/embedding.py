@@ -120,8 +120,8 @@ class _EmbeddingFunction(torch.autograd.Function):
         if not partly:
             return embedding(ids, weight, dtype), weight.detach() if share else None
         here = ids >= 0
-        found = embedding(ids.clamp(min=0), weight, dtype).masked_fill_(~here[..., None], 0.0)
-        return found.masked_fill_((ids == UNKNOWN)[..., None], torch.nan), weight.detach() if share else None
+        rows = embedding(ids.clamp(min=0), weight, dtype).masked_fill_(~here[..., None], 0.0)
+        return rows.masked_fill_((ids == UNKNOWN)[..., None], torch.nan), weight.detach() if share else None
 
     @staticmethod
     def backward(ctx: Any, d_embedded: Tensor | None, d_weight: Tensor | None) -> tuple[Tensor | None, ...]:

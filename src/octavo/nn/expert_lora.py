@@ -88,9 +88,9 @@ class StackedAdapters(nn.Module):
     @property
     def adapter(self) -> StackedAdapter:
         """The matrices."""
-        found = self._modules[self._leaf]
-        assert isinstance(found, StackedAdapter)
-        return found
+        adapter = self._modules[self._leaf]
+        assert isinstance(adapter, StackedAdapter)
+        return adapter
 
     @property
     def trained(self) -> tuple[nn.Parameter, nn.Parameter]:
@@ -138,9 +138,9 @@ class RouterAdapters(nn.Module):
     @property
     def adapter(self) -> Adapter:
         """The matrices."""
-        found = self._modules[self._leaf]
-        assert isinstance(found, Adapter)
-        return found
+        adapter = self._modules[self._leaf]
+        assert isinstance(adapter, Adapter)
+        return adapter
 
     def added(self, weight: Tensor) -> Tensor:
         """weight + scale · B · A [E, H], in the wider dtype of both: routers run in float32."""

@@ -120,11 +120,11 @@ def _at(owner: str, attribute: str) -> property:
 def _inside(names: str, *, fp8: bool = False) -> dict[str, tuple[str, str]]:
     """Fused names of children's weights and biases, `layernorm` among them."""
     kinds = ("weight", "bias")
-    found = {f"layer_norm_{kind}": ("layernorm", kind) for kind in kinds}
+    places = {f"layer_norm_{kind}": ("layernorm", kind) for kind in kinds}
     for name in names.split():
-        found |= {f"{name}_{kind}": (name, kind) for kind in kinds}
-        found |= {f"{name}_fp8_state": (name, "fp8_state")} if fp8 else {}
-    return found
+        places |= {f"{name}_{kind}": (name, kind) for kind in kinds}
+        places |= {f"{name}_fp8_state": (name, "fp8_state")} if fp8 else {}
+    return places
 
 
 class PlainTransformerLayer(
@@ -193,11 +193,11 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 def _taken(module: nn.Module, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Weight and bias of this name, which the module has no more."""
-    found = getattr(module, f"{name}_weight"), getattr(module, f"{name}_bias", None)
+    parameters = getattr(module, f"{name}_weight"), getattr(module, f"{name}_bias", None)
     for kind in ("weight", "bias"):
         if hasattr(module, f"{name}_{kind}"):
             delattr(module, f"{name}_{kind}")
-    return found
+    return parameters
 
 
 def _product(module: nn.Module, name: str) -> Product:
@@ -237,15 +237,15 @@ def stored_names(model: nn.Module) -> dict[str, str]:
     All others are stored under their names. Wrappers around the model or inside of it, such as `torch.compile`'s, may lengthen
     the names.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for prefix, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, PlainTransformerLayer):
             continue
         start = f"{prefix}." if prefix else ""
         for name in _names_in(layer):
             if (stored := stored_name(name)) != name:
-                found[start + name] = start + stored
-    return found
+                names[start + name] = start + stored
+    return names
 
 
 def _names_in(layer: nn.Module) -> Iterator[str]:

@@ -83,12 +83,12 @@ class Rotation(NamedTuple):
 
     def join(self, grads: Sequence[Tensor | None]) -> Producer:
         """The gradient of the joint product from the gradients of q, k and v, at least one of which is not None."""
-        found: list[Gradient | None] = [*grads] if self.handover is None else self.handover.take(grads)
-        dq, dk, dv = found
+        gradients: list[Gradient | None] = [*grads] if self.handover is None else self.handover.take(grads)
+        dq, dk, dv = gradients
         if dq is None or dk is None or dv is None:
             some = next(grad for grad in grads if grad is not None)
             shapes = [(*some.shape[:2], count, some.shape[3]) for count in (self.heads, self.groups, self.groups)]
-            dq, dk, dv = (some.new_zeros(shape) if d is None else d for d, shape in zip(found, shapes, strict=True))
+            dq, dk, dv = (some.new_zeros(shape) if d is None else d for d, shape in zip(gradients, shapes, strict=True))
 
         def produce(quantizer: Quantizer) -> QuantizedTensor:
             if isinstance(dq, Tensor) and isinstance(dk, Tensor) and isinstance(dv, Tensor) and dq.shape[-1] % 2:

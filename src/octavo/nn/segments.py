@@ -103,9 +103,9 @@ def attend_segments(
     """
     plain = top or scores.beyond_sink() or (scores.sink is not None and (dropout or mask is not None))
     if not (plain or dropout or mask is not None) and v.shape[-1] == q.shape[-1]:
-        found = [sight.spans(segment) for segment in segments]
-        if all(spans is not None for spans in found):
-            spans = [span for each in found if each for span in each]
+        spans_of_segments = [sight.spans(segment) for segment in segments]
+        if all(spans is not None for spans in spans_of_segments):
+            spans = [span for each in spans_of_segments if each for span in each]
             whole: Tensor = _Segments.apply(q, k, v, scores.sink, spans, sight.window, scale)
             return whole, None
     plain = plain or scores.sink is not None

@@ -23,6 +23,6 @@ def cross_entropy_of_slices_(
 
     Columns behind `words.number` are padding, whose gradient is 0. Collective.
     """
-    found = statistics(logits, target, words, objective, reread=grad_scale is not None)
-    of_ranks = start_gather(found, words.tensor.group).wait()  # [n, 3 or 4, N]
+    local = statistics(logits, target, words, objective, reread=grad_scale is not None)
+    of_ranks = start_gather(local, words.tensor.group).wait()  # [n, 3 or 4, N]
     return cross_entropy_of_statistics_(logits, target, of_ranks, grad_scale, objective, words, fp8)

@@ -35,10 +35,10 @@ def takes(q: Tensor, k: Tensor, *, causal: bool, window: int | None) -> bool:
 def version() -> str:
     """cuDNN and the version that runs, also if it is older than the version of PyTorch's build, for which PyTorch raises."""
     try:
-        found = torch.backends.cudnn.version()
+        number = torch.backends.cudnn.version()
     except RuntimeError:
-        found = torch._C._cudnn.getVersionInt()
-    return f"cuDNN {found}"
+        number = torch._C._cudnn.getVersionInt()
+    return f"cuDNN {number}"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: None = None) -> tuple[Tensor, Tensor]:

@@ -181,8 +181,8 @@ def attend(
     backend = _backend(q, k, part)
     if backend is flash:
         return flash.forward(q, k, v, causal=causal, scale=scale, into=into)
-    found: tuple[Tensor, Tensor] = backend.forward(q, k, v, causal=causal, scale=scale)
-    return found if into is None else _copied(into, found)
+    results: tuple[Tensor, Tensor] = backend.forward(q, k, v, causal=causal, scale=scale)
+    return results if into is None else _copied(into, results)
 
 
 def differentiate(
@@ -197,8 +197,8 @@ def differentiate(
         _copied(into, backend.backward(d_out, q, k, v, out, lse, causal=causal, scale=scale))
 
 
-def _copied(into: Any, found: Any) -> Any:
-    for target, result in zip(into, found, strict=True):
+def _copied(into: Any, results: Any) -> Any:
+    for target, result in zip(into, results, strict=True):
         target.copy_(result)
     return into
 

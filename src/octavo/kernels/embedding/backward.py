@@ -85,14 +85,14 @@ def _embedding_join(
         # The word's first part, then those of the chunks that begin with the word.
         summed = tl.load(parts_ptr + (2 * chunk + 1).to(tl.int64) * columns + c, mask=c < columns, other=0.0)
         following = chunk + 1
-        found = tl.full([], PARTS, tl.int32)
-        while found == PARTS:
+        joined = tl.full([], PARTS, tl.int32)
+        while joined == PARTS:
             chunks = following + tl.arange(0, PARTS)
             keys = tl.load(keys_ptr + chunks.to(tl.int64) * CHUNK, mask=chunks * CHUNK < tokens, other=-1)
             same_word = keys == word
             at = (2 * chunks).to(tl.int64)[:, None] * columns + c[None, :]
             summed += tl.sum(tl.load(parts_ptr + at, mask=same_word[:, None] & (c < columns)[None, :], other=0.0), 0)
-            found = tl.sum(same_word.to(tl.int32), 0)
+            joined = tl.sum(same_word.to(tl.int32), 0)
             following += PARTS
         _write(grad_ptr, word, c, columns, summed, ADD)
 
