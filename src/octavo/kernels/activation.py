@@ -29,7 +29,7 @@ from octavo.kernels.quantize.cast import (
 )
 from octavo.kernels.quantize.packed_transpose import load_row_groups, packed_row, store_packed
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer, allocate, quantize, without_elements
-from octavo.kernels.tiles import adjacent_columns, advanced, cdiv, load_tile, tile_of
+from octavo.kernels.tiles import adjacent_columns, cdiv, load_tile, tile_of
 
 _BELL = tl.constexpr(-0.5 * LOG2_E.value)
 _NORMAL = tl.constexpr(0.3989422804014327)  # 1 / √(2π)
@@ -208,7 +208,10 @@ def activation_tiles(
         if expert >= experts:
             return
         first = False
-        scale_ptr, amax_ptr = advanced(scale_ptr, expert), advanced(amax_ptr, expert)
+        if scale_ptr is not None:
+            scale_ptr += expert
+        if amax_ptr is not None:
+            amax_ptr += expert
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     if GATED:
         gate, up = _load_gated(x_ptr, r, c, stride, columns, inside, BLOCK)
@@ -257,8 +260,14 @@ def activation_backward_tiles(
         if expert >= experts:
             return
         first = False
-        scale_ptr, amax_ptr = advanced(scale_ptr, expert), advanced(amax_ptr, expert)
-        y_scale_ptr, y_amax_ptr = advanced(y_scale_ptr, expert), advanced(y_amax_ptr, expert)
+        if scale_ptr is not None:
+            scale_ptr += expert
+        if amax_ptr is not None:
+            amax_ptr += expert
+        if y_scale_ptr is not None:
+            y_scale_ptr += expert
+        if y_amax_ptr is not None:
+            y_amax_ptr += expert
     r, c, inside = tile_of(tile, rows, columns, TILE_R, TILE_C)
     dy = load_tile(dy_ptr, r, c, dy_stride, inside)
     if GATED:
@@ -317,8 +326,11 @@ def activation_backward_packed(
         if expert >= experts:
             return
         first = False
-        scale_ptr, amax_ptr = advanced(scale_ptr, expert), advanced(amax_ptr, expert)
-        y_scale_ptr = advanced(y_scale_ptr, expert)
+        scale_ptr += expert
+        if amax_ptr is not None:
+            amax_ptr += expert
+        if y_scale_ptr is not None:
+            y_scale_ptr += expert
     g, c, inside = tile_of(tile, rows // 4, columns, GROUPS_R, TILE_C)
     at = _gate_columns(c, BLOCK) if GATED else c
     width = 2 * columns if GATED else columns

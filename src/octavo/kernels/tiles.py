@@ -11,14 +11,6 @@ from torch import Tensor
 
 
 @triton.jit
-def advanced(pointer, by):
-    """pointer + by; None without a pointer."""
-    if pointer is not None:
-        pointer += by
-    return pointer
-
-
-@triton.jit
 def tile_of(tile, rows, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     """Rows [TILE_R], columns [TILE_C] and mask of a tile; tiles are numbered row by row."""
     tiles_across = tl.cdiv(columns, TILE_C)

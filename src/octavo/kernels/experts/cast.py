@@ -19,7 +19,7 @@ from octavo.kernels.experts.routes import TILE, Routes
 from octavo.kernels.quantize import cast as one
 from octavo.kernels.quantize.cast_scaled import Layouts, Scaled, blocks, launch_rows, rows
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
-from octavo.kernels.tiles import advanced, cdiv
+from octavo.kernels.tiles import cdiv
 
 Scales = Literal["row", "block", "square"]
 """A scale for each row, each piece of 128 elements of a row, or each square block of them."""
@@ -36,9 +36,16 @@ def _cast_stacked(
     matrix = tl.program_id(1).to(tl.int64)
     size = rows.to(tl.int64) * columns
     x_ptr += matrix * size
-    rowwise_ptr, columnwise_ptr = advanced(rowwise_ptr, matrix * size), advanced(columnwise_ptr, matrix * size)
-    scale_ptr, amax_ptr = advanced(scale_ptr, matrix), advanced(amax_ptr, matrix)
-    scale_inv_ptr = advanced(scale_inv_ptr, matrix)
+    if rowwise_ptr is not None:
+        rowwise_ptr += matrix * size
+    if columnwise_ptr is not None:
+        columnwise_ptr += matrix * size
+    if scale_ptr is not None:
+        scale_ptr += matrix
+    if scale_inv_ptr is not None:
+        scale_inv_ptr += matrix
+    if amax_ptr is not None:
+        amax_ptr += matrix
     if PACKED:
         one.cast_packed(
             x_ptr, scale_ptr, amax_ptr, rowwise_ptr, columnwise_ptr, scale_inv_ptr, rows, columns, columns, None, HIGH, TILE_C
