@@ -49,19 +49,19 @@ class Joins:
     def methods(self) -> list[str]:
         """The method of each group of GPUs that has joined amaxes, in words."""
         return [
-            f"amaxes of {group.size()} ranks: " + ("by their memory" if isinstance(found, _Memory) else f"by NCCL: {found}")
-            for (group, _), found in self._of.items()
+            f"amaxes of {group.size()} ranks: " + ("by their memory" if isinstance(memory, _Memory) else f"by NCCL: {memory}")
+            for (group, _), memory in self._of.items()
         ]
 
     def _memory(self, amaxes: Tensor, group: dist.ProcessGroup) -> _Memory | None:
         if amaxes.device.type != "cuda" or not 0 < amaxes.numel() <= ROOM:
             return None
-        if (found := self._of.get((group, amaxes.device))) is None:
+        if (memory := self._of.get((group, amaxes.device))) is None:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            found = reached(group, functools.partial(_Memory, group, amaxes.device))
-            self._of[group, amaxes.device] = found
-        return None if isinstance(found, str) else found
+            memory = reached(group, functools.partial(_Memory, group, amaxes.device))
+            self._of[group, amaxes.device] = memory
+        return None if isinstance(memory, str) else memory
 
 
 class _Memory:

@@ -243,9 +243,9 @@ class _Chunks:
         work, take = self._exchange([[local[number] for number in numbers] for numbers in self.sent], self.received, local)
 
         def chunks() -> list[Tensor]:
-            found = local | {n: part for numbers, parts in take() for n, part in zip(numbers, parts, strict=True)}
+            chunk_of = local | {n: part for numbers, parts in take() for n, part in zip(numbers, parts, strict=True)}
             empty = kv.new_empty(2, kv.shape[1], 0, *kv.shape[3:])
-            return [found.get(number, empty) for number in range(2 * size)]
+            return [chunk_of.get(number, empty) for number in range(2 * size)]
 
         return Pending([work], chunks)
 
@@ -359,9 +359,9 @@ class _HeadsForTokens(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         (context, pattern, _, scale), groups = ctx.call, ctx.groups
         spans = pattern.spans(q.shape[0])
-        found = gradients(_to_heads(context, d_out), q, k, v, out, lse, spans, scale=scale, window=pattern.window)
+        grads = gradients(_to_heads(context, d_out), q, k, v, out, lse, spans, scale=scale, window=pattern.window)
         copies = max(1, context.size // groups)  # ranks that had the same key-value head
-        mine = torch.cat(found, 2)
+        mine = torch.cat(grads, 2)
         dq, dk, dv = map(_of_rank, _to_tokens(context, mine).split([q.shape[2], k.shape[2], k.shape[2]], 4))
         if copies > 1:
             wide = torch.promote_types(q.dtype, torch.float32)

@@ -76,9 +76,9 @@ class Indices:
 
     def cut(self, start: int, stop: int) -> Indices:
         """The indices from `start` to `stop` of the part."""
-        found = [each[max(0, start - first) : max(0, stop - first)] for first, each in self.runs()]
+        ranges = [each[max(0, start - first) : max(0, stop - first)] for first, each in self.runs()]
         held = len(self) - self.padding
-        return Indices(tuple(each for each in found if each), max(0, stop - max(start, held)))
+        return Indices(tuple(each for each in ranges if each), max(0, stop - max(start, held)))
 
 
 def indices(*ranges: tuple[int, int], padding: int = 0) -> Indices:
@@ -313,7 +313,7 @@ def _fault(part: Part) -> str | None:
         for one in each.ranges:
             if one.step != 1 or not 0 <= one.start < one.stop <= size:
                 return f"{one} in dimension {dim} is no range of the {size} indices of shape {list(part.shape)}."
-        for one, other in itertools.pairwise(sorted(each.ranges, key=lambda found: found.start)):
+        for one, other in itertools.pairwise(sorted(each.ranges, key=lambda run: run.start)):
             if one.stop > other.start:
                 return f"{one} and {other} in dimension {dim} overlap."
     return None
@@ -337,8 +337,8 @@ def declare(module: nn.Module, name: str, block: Block) -> None:
 
 def declared(module: nn.Module) -> Mapping[str, Block]:
     """The blocks of a module's direct parameters, by name."""
-    found: dict[str, Block] = vars(module).get(_BLOCKS, {})
-    return found
+    blocks: dict[str, Block] = vars(module).get(_BLOCKS, {})
+    return blocks
 
 
 def parameters_of(model: nn.Module) -> dict[Tensor, Block | None]:
@@ -347,20 +347,20 @@ def parameters_of(model: nn.Module) -> dict[Tensor, Block | None]:
     Raises:
         InputError: a parameter of two modules has two blocks.
     """
-    found: dict[Tensor, Block | None] = {}
+    block_of: dict[Tensor, Block | None] = {}
     for module in model.modules():
         blocks = vars(module).get(_BLOCKS)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            known = found.setdefault(parameter, None)
+            known = block_of.setdefault(parameter, None)
             block = None if blocks is None else blocks.get(name)
             if block is None or block is known:
                 continue
             if known is not None:
                 raise InputError(f"{name} of {type(module).__name__} is tied, with two blocks: declare one for both modules.")
-            found[parameter] = block
-    return found
+            block_of[parameter] = block
+    return block_of
 
 
 def shape_of(tensor: Tensor, blocks: Mapping[Tensor, Block | None]) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ def backward(
         """A chunk's gradients by some keys: those of the keys are written to `shares`."""
         rows = halves[half]
         into = torch.empty_like(dq[:, rows]) if written[half] else dq[:, rows]
-        given = d_out[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows]
-        pieces.differentiate(*given, (into, *shares), causal=causal, scale=scale)
+        arguments = d_out[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows]
+        pieces.differentiate(*arguments, (into, *shares), causal=causal, scale=scale)
         if written[half]:
             add_(dq[:, rows], into)
         written[half] = True

@@ -155,9 +155,9 @@ def _check_group(group: object) -> None:
         if dist.get_rank(group) >= 0:
             return
         outside = True
-    given = "one without this rank" if outside else f"a {type(group).__name__}"
+    kind = "one without this rank" if outside else f"a {type(group).__name__}"
     raise InputError(
-        f"the context group is {given}: give a process group that this rank is in, as torch.distributed.new_group returns it "
+        f"the context group is {kind}: give a process group that this rank is in, as torch.distributed.new_group returns it "
         "to its ranks."
     )
 

@@ -118,8 +118,8 @@ class PeerMemory:
         """Median microseconds of each call, of the slowest rank. Collective."""
         # A collective in flight ends when its last rank comes, and that one waits for none that is not launched yet.
         torch.cuda.synchronize(self._device)
-        found = median_us(*calls, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
-        times = torch.tensor(found, device=self._device)
+        medians = median_us(*calls, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
+        times = torch.tensor(medians, device=self._device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
         return tuple(times.tolist())
 
@@ -197,21 +197,21 @@ def reach(group: dist.ProcessGroup, device: torch.device, block: int) -> PeerMem
 def reached(group: dist.ProcessGroup, make: Callable[[], T]) -> T | str:
     """Memory that a group's ranks write, as `make` has it, or the reason why they have none: the same on all. Collective."""
     reason = "" if process.peer_copies else "OCTAVO_PEER_COPIES=0"
-    if found := _agreed([reason, platform.node()], group):
-        return found
+    if refusal := _agreed([reason, platform.node()], group):
+        return refusal
     memory = None
     try:
         memory = make()
     except RuntimeError as error:
         reason = f"no symmetric memory: {str(error).splitlines()[0]}"
-    found = _agreed([reason, ""], group)
-    return memory if memory is not None and not found else found
+    refusal = _agreed([reason, ""], group)
+    return memory if memory is not None and not refusal else refusal
 
 
-def _agreed(found: list[str], group: dist.ProcessGroup) -> str:
-    """A reason of any rank, the same on all; empty if none has one. found: of this rank, and its host."""
+def _agreed(reason_and_host: list[str], group: dist.ProcessGroup) -> str:
+    """A reason of any rank, the same on all; empty if none has one. reason_and_host: of this rank."""
     others: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(others, found, group=group)
+    dist.all_gather_object(others, reason_and_host, group=group)
     if len({host for _, host in others}) > 1:
         return "ranks on several hosts"
     return next((reason for reason, _ in others if reason), "")
@@ -236,13 +236,13 @@ def by_copies(kind: str, block: int, memory: PeerMemory, calls: Callable[[], tup
 def choices(ranks: int | None = None) -> dict[str, str]:
     """The method of each measured exchange, with the microseconds that it takes alone by NCCL and by copies, for a group
     size."""
-    found = {}
+    methods = {}
     for (kind, size, bits), (by_nccl, copied) in process.exchanges.items():
         if ranks in (None, size):
             faster = "copies" if copied < by_nccl else "NCCL"
             name = f"{kind} of {2 ** (bits - 21)} to {2 ** (bits - 20)} MiB, {size} ranks"
-            found[name] = f"{faster} (NCCL {by_nccl:.0f} µs, copies {copied:.0f} µs)"
-    return found
+            methods[name] = f"{faster} (NCCL {by_nccl:.0f} µs, copies {copied:.0f} µs)"
+    return methods
 
 
 def memory_bytes() -> int:

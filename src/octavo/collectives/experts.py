@@ -97,8 +97,8 @@ class Exchange:
         sent = tuple(part.contiguous() for part in parts)
         received = tuple(part.new_empty(sum(arriving), part.shape[1]) for part in sent)
         works: list[dist.Work | None] = []
-        for into, given in zip(received, sent, strict=True):
-            as_bytes = into.view(torch.uint8), given.view(torch.uint8)  # gloo does not know every dtype
+        for into, part in zip(received, sent, strict=True):
+            as_bytes = into.view(torch.uint8), part.view(torch.uint8)  # gloo does not know every dtype
             works.append(dist.all_to_all_single(*as_bytes, arriving, leaving, group=self.group.group, async_op=True))
         rows, *scale_inv = received  # of FP8
         return Pending(works, lambda: widen(rows, scale_inv[0], dtype) if scale_inv else rows, sent)

@@ -59,17 +59,17 @@ def earlier(pattern: Pattern, batch: int, split: Split) -> tuple[Earlier | None,
     Without a window they are full rectangles over earlier chunks, and `diagonal` has the rest. With one they are causal and
     reach to the query itself.
     """
-    found: list[list[Span]] = [[], []]
+    spans: list[list[Span]] = [[], []]
     for half, b0, b1, first, end, start in _documents(pattern, batch, split):
         if start >= first:
             continue
         at = half * split.chunk
         rows = at, at + end - first
         if pattern.window is None:
-            found[half].append(Span(b0, b1, *rows, start, first, False))
+            spans[half].append(Span(b0, b1, *rows, start, first, False))
         else:
-            found[half].append(Span(b0, b1, *rows, max(start, first - pattern.window + 1), end, True))
-    return _based(found[0], split.chunk), _based(found[1], split.chunk)
+            spans[half].append(Span(b0, b1, *rows, max(start, first - pattern.window + 1), end, True))
+    return _based(spans[0], split.chunk), _based(spans[1], split.chunk)
 
 
 def _based(spans: list[Span], chunk: int) -> Earlier | None:

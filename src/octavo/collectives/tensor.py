@@ -384,11 +384,11 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         there = [number for number, grad in enumerate(grads) if grad is not None]
-        found: list[Tensor | None] = [None] * len(grads)
+        gradients: list[Tensor | None] = [None] * len(grads)
         if there:
             for number, summed in zip(there, ctx.tensor.sum_each([grads[number] for number in there]), strict=True):
-                found[number] = summed
-        return None, *found
+                gradients[number] = summed
+        return None, *gradients
 
 
 class _Shared(torch.autograd.Function):

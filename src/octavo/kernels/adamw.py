@@ -66,11 +66,11 @@ def launch(
     weight_decay: float, step: Tensor | float, grad_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run the kernel; see `adamw_`."""
-    given = not isinstance(step, Tensor)
+    on_host = not isinstance(step, Tensor)
     if param.numel() == 0:
         return
     _adamw[(cdiv(param.numel(), BLOCK),)](
-        param, grad, exp_avg, exp_avg_sq, None if given else step, grad_scale, param.numel(), float(step) if given else 0.0,
+        param, grad, exp_avg, exp_avg_sq, None if on_host else step, grad_scale, param.numel(), float(step) if on_host else 0.0,
         float(lr), float(lr * weight_decay), float(beta1), 1.0 - beta1, math.log(beta1) if beta1 else -math.inf,
         float(beta2), 1.0 - beta2, math.log(beta2) if beta2 else -math.inf, float(eps),
         BLOCK=BLOCK, num_warps=WARPS,

@@ -128,13 +128,13 @@ ARGUMENTS: dict[str, dict[str, Only]] = {
 """The unimplemented arguments of each layer with their no-op values."""
 
 
-def check(layer: str, given: Mapping[str, Any], method: Callable[..., Any]) -> None:
+def check(layer: str, passed: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise an InputError unless all arguments are known and have no-op values.
 
     method: takes the arguments; its parameters complete the suggestions for an unknown name.
     """
     arguments = ARGUMENTS[layer]
-    for name, value in given.items():
+    for name, value in passed.items():
         only = arguments.get(name)
         if only is None:
             taken = set(inspect.signature(method).parameters) - {"self", "others"}

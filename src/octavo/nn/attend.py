@@ -209,12 +209,12 @@ class _Pieces(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         pattern, scale = ctx.call
         spans = pattern.spans(q.shape[0])
-        given = d_out, q, k, v, out, lse, spans
+        arguments = d_out, q, k, v, out, lse, spans
         how: dict[str, Any] = {"scale": scale, "window": pattern.window, "packed": _packed(pattern)}
         handover: Handover | None = ctx.handover
         if handover is None or not handover.expected or torch.is_anomaly_enabled():  # which takes NaN for a fault
-            return *gradients(*given, **how), *(None,) * 3
-        return *handover.give(accumulated(*given, **how), q.dtype), *(None,) * 3
+            return *gradients(*arguments, **how), *(None,) * 3
+        return *handover.give(accumulated(*arguments, **how), q.dtype), *(None,) * 3
 
 
 def _packed(pattern: Pattern) -> Packing | None:

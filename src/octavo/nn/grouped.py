@@ -121,11 +121,11 @@ class GroupedLinear(nn.Module):
         return torch.cat([product(*expert, dtype, first) for expert in parts])
 
     def _splits(self, m_splits: Sequence[int] | Tensor, rows: int) -> list[int]:
-        given = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        counts = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
         try:
-            splits = [operator.index(count) for count in given]
+            splits = [operator.index(count) for count in counts]
         except TypeError:
-            raise InputError(f"m_splits = {given!r}: give a list of whole numbers, the rows of each expert.") from None
+            raise InputError(f"m_splits = {counts!r}: give a list of whole numbers, the rows of each expert.") from None
         if len(splits) != self.num_gemms or sum(splits) != rows or min(splits, default=0) < 0:
             raise InputError(
                 f"m_splits = {splits} adds up to {sum(splits)} rows for {len(splits)} experts, but the input has {rows} rows "

@@ -88,8 +88,8 @@ def plain_attention(
     for first in range(0, q.shape[1], at_once):
         rows = slice(first, min(first + at_once, q.shape[1]))
         is_all = rows.stop - rows.start == q.shape[1]
-        given = q[:, rows], k, v, rows
-        out, top = band(*given) if is_all else checkpoint(band, *given, use_reentrant=False)
+        arguments = q[:, rows], k, v, rows
+        out, top = band(*arguments) if is_all else checkpoint(band, *arguments, use_reentrant=False)
         outs.append(out)
         tops.append(top)
     return torch.cat(outs, 1), torch.stack(tops).amax(0)

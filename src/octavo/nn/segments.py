@@ -202,8 +202,8 @@ def _by_library(
     for first in range(0, q.shape[1], at_once):
         rows = slice(first, min(first + at_once, q.shape[1]))
         is_all = rows.stop - rows.start == q.shape[1]
-        given = q[:, rows], k, v, rows
-        parts.append(of_band(*given) if is_all else checkpoint(of_band, *given, use_reentrant=False))
+        arguments = q[:, rows], k, v, rows
+        parts.append(of_band(*arguments) if is_all else checkpoint(of_band, *arguments, use_reentrant=False))
     return torch.cat(parts, 1)
 
 

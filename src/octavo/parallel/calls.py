@@ -92,10 +92,10 @@ class _Meetings:
                 continue
             looked = waited
             missing = [rank for rank in range(self.size) if not self.store.check([f"{number}/at/{rank}"])]
-            found = self._why_not(missing, ask=waited > _ASK_SECONDS)
-            text = f"rank {self.rank} has called it, and {ranks_text(missing)} not within {waited:.0f} s{_places(found)}"
-            hopeless = any(each.get("ended") for each in found.values()) or (
-                len(found) == len(missing) and all(each.get("blocked", 0.0) > _BLOCKED_SECONDS for each in found.values())
+            states = self._why_not(missing, ask=waited > _ASK_SECONDS)
+            text = f"rank {self.rank} has called it, and {ranks_text(missing)} not within {waited:.0f} s{_places(states)}"
+            hopeless = any(each.get("ended") for each in states.values()) or (
+                len(states) == len(missing) and all(each.get("blocked", 0.0) > _BLOCKED_SECONDS for each in states.values())
             )
             if missing and (hopeless or waited > process.patience):
                 self._first(f"{number}/verdict", f"{text}. {_remedy(call)}")
@@ -106,15 +106,15 @@ class _Meetings:
 
     def _why_not(self, missing: list[int], *, ask: bool) -> dict[int, dict[str, Any]]:
         """The state of each missing rank: it has ended, or where it is and for how long it has been blocked there."""
-        found: dict[int, dict[str, Any]] = {}
+        states: dict[int, dict[str, Any]] = {}
         for rank in missing:
             if self.store.check([f"ended/{rank}"]):
-                found[rank] = {"ended": self.store.get(f"ended/{rank}").decode()}
+                states[rank] = {"ended": self.store.get(f"ended/{rank}").decode()}
             elif ask and self.store.check([f"place/{rank}"]):
-                found[rank] = json.loads(self.store.get(f"place/{rank}"))
+                states[rank] = json.loads(self.store.get(f"place/{rank}"))
         if ask:
             self.store.add("asked", 1)
-        return found
+        return states
 
     def _first(self, key: str, value: str) -> str:
         """The value that the first rank has set for a key, which is this rank's if it is the first."""
@@ -155,10 +155,10 @@ class _Meetings:
         """Warn once of a long call without a rendezvous, with the places of the others, which are queried first."""
         if told is inside:
             return told
-        found = self._why_not([rank for rank in range(self.size) if rank != self.rank], ask=True)
-        if time.monotonic() - inside[1] < _WARN_SECONDS + 3 * _ANSWER_SECONDS and len(found) < self.size - 1:
+        states = self._why_not([rank for rank in range(self.size) if rank != self.rank], ask=True)
+        if time.monotonic() - inside[1] < _WARN_SECONDS + 3 * _ANSWER_SECONDS and len(states) < self.size - 1:
             return told
-        missing = {rank: each for rank, each in found.items() if each.get("call") != inside[0]}
+        missing = {rank: each for rank, each in states.items() if each.get("call") != inside[0]}
         if missing:
             text = f"rank {self.rank} is in it for {time.monotonic() - inside[1]:.0f} s, and {ranks_text(list(missing))} not"
             warn(f"{inside[0]}: {text}{_places(missing)}. {_remedy(inside[0])}")
@@ -256,10 +256,10 @@ def _remedy(call: str) -> str:
     return f"{call} is called by every rank: take it out of an `if rank == 0`."
 
 
-def _places(found: dict[int, dict[str, Any]]) -> str:
+def _places(states: dict[int, dict[str, Any]]) -> str:
     """The states of ranks, in brackets: "(rank 1: its process has ended; rank 2 is at train.py:31, …)"."""
     texts = []
-    for rank, each in itertools.islice(found.items(), 4):
+    for rank, each in itertools.islice(states.items(), 4):
         if "ended" in each:
             texts.append(f"rank {rank}: {each['ended']}")
         else:

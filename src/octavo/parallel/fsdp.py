@@ -62,10 +62,10 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
         return  # sharded already, which `shard` refuses
     gathered = ranks.all_gather({name: _digests(tensor) for name, tensor in tensors.items()})
     first: dict[tuple[str, tuple[int, ...]], int] = {}  # ranks, by name and place
-    for rank, found in enumerate(gathered):
-        for name in [*gathered[0], *found]:
-            other = 0 if name not in found or name not in gathered[0] else rank
-            for place, digest in found.get(name, {}).items():
+    for rank, digests in enumerate(gathered):
+        for name in [*gathered[0], *digests]:
+            other = 0 if name not in digests or name not in gathered[0] else rank
+            for place, digest in digests.get(name, {}).items():
                 holder = first.setdefault((name, place), rank)
                 other = holder if gathered[holder][name][place] != digest else other
             if other != rank:
@@ -250,13 +250,13 @@ def gather_weights_in_fp8(model: nn.Module, blocks: Sequence[nn.Module], how: Sh
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model that runs its original code: the elements of its outermost module lists."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList) and len(child) > 1:
-            found += [block for block in child if any(True for _ in block.parameters())]
+            blocks += [block for block in child if any(True for _ in block.parameters())]
         else:
-            found += blocks_of(child)
-    return list(dict.fromkeys(found))  # a shared list once
+            blocks += blocks_of(child)
+    return list(dict.fromkeys(blocks))  # a shared list once
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

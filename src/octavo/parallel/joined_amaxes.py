@@ -42,7 +42,7 @@ class _Weights:
         first = autocast.first_microbatch() if first is None else first
         cached = first is False and checkpoints.trains()
         around: dict[torch.device, Recipe | None] = {}
-        found: dict[torch.device, list[tuple[ModuleState, Tensor, Recipe]]] = {}
+        weights: dict[torch.device, list[tuple[ModuleState, Tensor, Recipe]]] = {}
         for state in self._states:
             if (weight := _plain(state)) is None or (cached and state.weight_cache is not None):
                 continue
@@ -51,8 +51,8 @@ class _Weights:
                 around[device] = autocast.gathering_recipe(device)
             recipe = state.under(around[device])
             if recipe is not None and has_one_scale(recipe) and not recipe.casts[Operand.WEIGHT].delayed:
-                found.setdefault(device, []).append((state, weight, recipe))
-        for of_device in found.values():
+                weights.setdefault(device, []).append((state, weight, recipe))
+        for of_device in weights.values():
             _join(of_device)
 
     def forget(self, *_: Any) -> None:

@@ -111,11 +111,11 @@ def _takes_nothing(method: Any) -> bool:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers of a model, a tied one under each of its names."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():  # a shared module once, so that no tensor is swapped twice
         for members in (module.named_parameters, module.named_buffers):
-            found.update(members(prefix, recurse=False, remove_duplicate=False))
-    return found
+            tensors.update(members(prefix, recurse=False, remove_duplicate=False))
+    return tensors
 
 
 def _stand_ins(model: nn.Module) -> dict[str, Tensor]:

@@ -27,9 +27,9 @@ def sum_together(model: nn.Module, tensor: TensorGroup, parts: Sequence[nn.Modul
         module for part in parts for module in part.modules() if module is not part and isinstance(module, FSDPModule)
     ]
     for part in (*parts, *shared_out):  # of those within a block FSDP2 gathers the parameters when they run
-        found = _Replicated(part, tensor, alike)
-        part.register_forward_pre_hook(found.begin)
-        part.register_forward_hook(found.end, always_call=True)
+        hooks = _Replicated(part, tensor, alike)
+        part.register_forward_pre_hook(hooks.begin)
+        part.register_forward_hook(hooks.end, always_call=True)
 
 
 class _Replicated:

@@ -63,9 +63,9 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
         if process.writes_whole or not sharded:  # one that such a method calls itself has whole weights
             return method(self, *args, **kwargs)
         ranks = writing_ranks()
-        given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+        arguments = inspect.signature(method).bind(self, *args, **kwargs).arguments
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        wanted = ranks.on_rank_0(lambda: [names[key] for key in _needed(self, sharded, given)])
+        wanted = ranks.on_rank_0(lambda: [names[key] for key in _needed(self, sharded, arguments)])
         whole: dict[int, nn.Parameter] = {}
         for key, parameter in sharded.items():
             if names[key] in wanted:
@@ -85,12 +85,12 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
     return gathered
 
 
-def _needed(model: Any, sharded: Mapping[int, nn.Parameter], given: Mapping[str, Any]) -> Collection[int]:
+def _needed(model: Any, sharded: Mapping[int, nn.Parameter], arguments: Mapping[str, Any]) -> Collection[int]:
     """The sharded parameters, by `id`, that a method reads; of a model with PEFT's adapters only these and embeddings."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return sharded
-    adapters = given.get("selected_adapters") or list(model.peft_config)
+    adapters = arguments.get("selected_adapters") or list(model.peft_config)
     if any(name not in model.peft_config or model.peft_config[name].is_prompt_learning for name in adapters):
         return sharded  # prompts are computed by modules of the model
     blocks = parameters_of(model)
@@ -100,10 +100,10 @@ def _needed(model: Any, sharded: Mapping[int, nn.Parameter], given: Mapping[str,
     with _in_place(model, empty):
         for name in adapters:
             state = model.state_dict(keep_vars=True)
-            found = peft.get_peft_model_state_dict(model, dict(state), adapter_name=name, save_embedding_layers=False)
-            if any(tensor.is_meta and id(tensor) not in keys for tensor in found.values()):
+            adapter_state = peft.get_peft_model_state_dict(model, dict(state), adapter_name=name, save_embedding_layers=False)
+            if any(tensor.is_meta and id(tensor) not in keys for tensor in adapter_state.values()):
                 return sharded  # computed of others
-            needed |= {keys[id(tensor)] for tensor in found.values() if id(tensor) in keys}
+            needed |= {keys[id(tensor)] for tensor in adapter_state.values() if id(tensor) in keys}
         finders = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
         ends = [find() for find in finders if callable(find)]  # it may write them too
         parameters = {id(parameter) for layer in ends if layer is not None for parameter in layer.parameters()}

@@ -95,8 +95,8 @@ def sharding_of(
 
 def gather_dtype(config: ParallelConfig, dtype: torch.dtype, params_dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype of parameters gathered in high precision; None: their dtype. dtype: of activations."""
-    found = dtype if config.param_dtype is None else torch_dtype(config.param_dtype)
-    return None if found == params_dtype else found
+    gathered = dtype if config.param_dtype is None else torch_dtype(config.param_dtype)
+    return None if gathered == params_dtype else gathered
 
 
 def check_experts(experts: int, degree: int, shards: int, name: str, tensor: int = 1) -> None:

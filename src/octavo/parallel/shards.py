@@ -60,15 +60,15 @@ class LocalShard:
         local = torch.arange(start, stop, device=self.local.device)
         if self.part.is_consecutive:
             return local + self.part.first
-        found, padding = torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
+        numbers, padding = torch.zeros_like(local), torch.zeros_like(local, dtype=torch.bool)
         of_local, of_whole = math.prod(self.local.shape), math.prod(self.shape)
         for indices, size in zip(self.part.indices, self.shape, strict=True):
             of_local, of_whole = of_local // max(1, len(indices)), of_whole // max(1, size)
             places = [torch.arange(run.start, run.stop) for run in indices.ranges] + [torch.full((indices.padding,), -1)]
             place = torch.cat(places).to(local.device)[local // of_local % len(indices)]
             padding |= place < 0
-            found += place * of_whole
-        return found.masked_fill_(padding, -1)
+            numbers += place * of_whole
+        return numbers.masked_fill_(padding, -1)
 
     @torch.no_grad()
     def copy_from(self, whole: Tensor) -> None:
@@ -151,10 +151,10 @@ def have_same_parts(one: Tensor, other: Tensor) -> bool:
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups of ranks that hold different parts of a tensor, one inside the other; none for a whole one."""
     held = as_held(tensor)
-    found = _groups(held.device_mesh, held.placements) if isinstance(held, DTensor) else ()
+    groups = _groups(held.device_mesh, held.placements) if isinstance(held, DTensor) else ()
     if not isinstance(tensor, BlockTensor) or len(tensor.block.parts) == 1:
-        return found
-    return (*found, tensor.block.joined_by())
+        return groups
+    return (*groups, tensor.block.joined_by())
 
 
 def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
@@ -215,8 +215,8 @@ def replicas_of(tensor: Tensor) -> list[list[int]]:
     ranks, sharded = tensor.device_mesh.mesh, [_is_shard(placement) for placement in tensor.placements]
     order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first
     inside = math.prod(size for size, shards in zip(ranks.shape, sharded, strict=True) if shards)
-    found: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()
-    return found
+    replicas: list[list[int]] = ranks.permute(order).reshape(-1, inside).tolist()
+    return replicas
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -147,8 +147,8 @@ class StoredInFp8:
         """This rank's rows of a matrix as a folder has them in FP8; None where it has them otherwise."""
         if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8) or how.experts is not None:
             return None
-        found = self.base.load.stored(name, start, rows, block=not how.one_scale, power_of_two=how.cast.power_of_two)
-        return _PartOfMatrix() if found is not None and isinstance(tensor, BlockTensor) else found
+        rows_in_fp8 = self.base.load.stored(name, start, rows, block=not how.one_scale, power_of_two=how.cast.power_of_two)
+        return _PartOfMatrix() if rows_in_fp8 is not None and isinstance(tensor, BlockTensor) else rows_in_fp8
 
     @property
     def _unstored(self) -> Values:

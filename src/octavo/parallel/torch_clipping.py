@@ -89,11 +89,11 @@ def _checked(clip: Any) -> Any:
 
     @functools.wraps(clip)
     def checked(parameters: Tensor | Iterable[Tensor], *arguments: Any, **keywords: Any) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = arguments[1] if len(arguments) > 1 else keywords.get("total_norm")
         if not hasattr(norm, _KNOWN):
-            _refuse(given)
-        return clip(given, *arguments, **keywords)
+            _refuse(tensors)
+        return clip(tensors, *arguments, **keywords)
 
     return checked
 

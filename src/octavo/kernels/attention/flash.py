@@ -94,8 +94,8 @@ def _round_sums(
         batch, length, heads, dim = rounded.shape
         sums_by_address[rounded.data_ptr()] = Accumulated(sums, scale, (batch, length, heads, dim))
         return
-    given = arch, dtype, head_dim, tokens, threads, warp_groups, swapped
-    round_(sums, rounded, scale, ends, lengths, *given, *rest, **options)
+    settings = arch, dtype, head_dim, tokens, threads, warp_groups, swapped
+    round_(sums, rounded, scale, ends, lengths, *settings, *rest, **options)
 
 
 def serves(capability: tuple[int, int] | None, head_dim: int) -> bool:

@@ -56,15 +56,26 @@ def backward(
     window: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v in their dtype; `out` and `lse` may be those of a softmax over more keys."""
-    given = [x.transpose(1, 2) for x in (d_out, q, k, v, out)]
+    tensors = [x.transpose(1, 2) for x in (d_out, q, k, v, out)]
     if q.device.type == "cpu":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, lse.contiguous(), 0.0, causal, scale=scale
+            *tensors, lse.contiguous(), 0.0, causal, scale=scale
         )
     else:
         none = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: no state of random numbers
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *given, lse[..., None].contiguous(), none, none, None, None, None, q.shape[1], k.shape[1], 0.0, causal, scale=scale
+            *tensors,
+            lse[..., None].contiguous(),
+            none,
+            none,
+            None,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            scale=scale,
         )
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv

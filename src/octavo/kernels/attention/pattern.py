@@ -224,8 +224,8 @@ def _on_host(
     position_ids: Tensor | None, attention_mask: Tensor | None, batch: int, tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """bool [B, T] on the host: a document begins, not padding, negative in the mask. A GPU that has both is waited for once."""
-    given = next(x for x in (position_ids, attention_mask, torch.empty(0)) if x is not None)
-    begins = torch.zeros(batch, tokens, dtype=torch.bool, device=given.device)
+    first = next(x for x in (position_ids, attention_mask, torch.empty(0)) if x is not None)
+    begins = torch.zeros(batch, tokens, dtype=torch.bool, device=first.device)
     if position_ids is not None:
         begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     mask = begins.new_ones(batch, tokens) if attention_mask is None else attention_mask
