@@ -4,9 +4,10 @@ all_gather  keys and values of all ranks are gathered while a chunk attends to i
             sequence, freed, and regathered in backward (`octavo.collectives.causal`). Under a window or within documents only
             chunks to which some query attends are sent, while both chunks attend to themselves; in backward gradients are
             summed over the ranks while the pairs within the last chunk are computed.
-p2p         a ring: keys and values pass through every rank; the next ones are sent during the attention to the last; their
-            gradients follow them. Needs memory for two ranks' keys and values, for any n.
-a2a         exchanges tokens for heads: each rank gets whole sequences of H / n heads. Needs n to divide the heads.
+p2p         Ring Attention: keys and values pass through every rank; the next ones are sent during the attention to the
+            present ones, and their gradients follow them. Needs memory for two ranks' keys and values, for any n.
+a2a         Ulysses: exchanges tokens for heads, so that each rank gets whole sequences of H / n heads. Needs n to divide the
+            heads.
 
 Gradients are summed in float32. Shapes: B batch, T tokens, n ranks, L = T / n tokens of this rank, C = L / 2 of a chunk,
 H query heads, G key-value heads, D head dimension.

@@ -1,7 +1,8 @@
 """Tensor parallelism: ranks hold parts of the same matrices, and between products each has its part of the tokens.
 
-Tokens are split by rows: of the flattened tokens [B · T] rank r has the r-th of n equal runs, viewed as [B, T / n]. So the
-concatenation of all ranks' rows is [B, T] without a copy, for any samples.
+Splitting tokens between products is Megatron's sequence parallelism. Tokens are split by rows: of the flattened tokens [B · T]
+rank r has the r-th of n equal runs, viewed as [B, T / n]. So the concatenation of all ranks' rows is [B, T] without a copy, for
+any samples.
 
 The gradient of a gathered tensor depends on its consumer. If all ranks compute the same from it, they have the same gradient,
 and `whole` and `words` return this rank's part. If each multiplies it by its part of a matrix, gradients are partial sums,

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose columns (the vocabulary) are split over ranks: the steps before and after the exchange.
+"""Vocab-parallel cross entropy, of logits whose columns are split over ranks: the kernels before and after the exchange.
 
 `statistics` reads a rank's slice once. From the statistics of all slices `cross_entropy_of_statistics_` computes the loss of
 every row, and rereads the slice to write its gradient in place, or in FP8. Numerics are those of

@@ -1,4 +1,4 @@
-"""Causal attention of sequences with padding between their tokens, without a mask of T × T.
+"""Causal attention with padding between tokens, by compaction: no mask of T × T.
 
 Real tokens are moved to the front, in their order: plain causal attention. A padded query attends to the real tokens before it
 and to itself: a rectangle, joined with its key. Consecutive padding shares a rectangle.

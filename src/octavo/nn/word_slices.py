@@ -1,4 +1,4 @@
-"""The cross entropy of logits whose columns are split over a tensor group: one collective for a chunk of tokens."""
+"""Vocab-parallel cross entropy: logits' columns are split over a tensor group, with one collective per chunk of tokens."""
 
 from __future__ import annotations
 
