@@ -70,7 +70,7 @@ def context_attention(
     if pattern.tokens != split.tokens:
         raise InputError(
             f"the attention pattern is of {pattern.tokens} tokens, and {context.size} ranks with {q.shape[1]} each hold "
-            f"{split.tokens}: make it for the whole sequence."
+            f"{split.tokens}: create it for the whole sequence."
         )
     _check(pattern, context, q.shape[2], k.shape[2])
     call = _Call(context, pattern, split, q.shape[-1] ** -0.5 if scale is None else scale)

@@ -100,8 +100,8 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
         refuse_transforms("FP8 layers")
     if state.gathered is not None and not has_one_scale(recipe):
         raise RuntimeError(
-            "weights that were gathered in FP8 for a forward are still there, and this one needs them in another form: run it "
-            "after the backward of the other."
+            "this layer's weight is still gathered in FP8 for an earlier forward, and this forward needs it in another form: "
+            "run it after the backward of the earlier one."
         )
     return recipe
 
@@ -322,8 +322,9 @@ class LinearQuantizer:
         if saved.columnwise_data is not None:
             if saved.columnwise_data.untyped_storage().size() < saved.columnwise_data.nbytes:  # FSDP2 has freed it
                 raise InputError(
-                    "the FP8 weights of this backward are gone: another forward with gradients has gathered them since, under "
-                    "another recipe. Run each backward before the next forward, or the other forward under torch.no_grad()."
+                    "the FP8 weights of this backward were freed: another forward with gradients, under another recipe, has "
+                    "gathered them since. Run each backward before the next forward, or the other forward under "
+                    "torch.no_grad()."
                 )
             return saved
         kind = self.recipe.casts[Operand.WEIGHT].format

@@ -91,8 +91,8 @@ def attend(
     if q.shape[1] != k.shape[1]:
         if pattern.causal or pattern.documents or pattern.real_tokens is not None:
             raise InputError(
-                f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: kernels align these differently. Give as "
-                'many of both, or attn_mask_type="no_mask".'
+                f"causal attention of {q.shape[1]} queries over {k.shape[1]} keys: kernels align these differently. Give "
+                'equal numbers, or attn_mask_type="no_mask".'
             )
         return _sdpa(q, k, v, None, False, scale, dropout)
     scale_ = q.shape[-1] ** -0.5 if scale is None else scale

@@ -91,7 +91,8 @@ class Embedding(nn.Embedding):
         if torch.compiler.is_compiling() or self.sparse or self.scale_grad_by_freq or self.max_norm is not None:
             if self.words is not None:
                 raise InputError(
-                    "torch.compile, sparse, scale_grad_by_freq and max_norm are not for a tensor group's embedding."
+                    "an embedding split over tensor_parallel_degree ranks supports no torch.compile, sparse, "
+                    "scale_grad_by_freq or max_norm: leave them out, or set tensor_parallel_degree = 1."
                 )
             return super().forward(input).to(self.dtype)
         refuse_transforms("embeddings of Octavo's decoder")

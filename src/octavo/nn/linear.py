@@ -99,7 +99,9 @@ def product(
         return high_precision(x, weight.to(out_dtype), bias)
     kind = weight.dtype if state.stored is None else state.stored.dtype
     if x.dtype == torch.float64 and recipe is not None and (x.is_cuda or kind != torch.float64):
-        raise InputError(f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or leave FP8.")
+        raise InputError(
+            f"an FP8 layer got an input of torch.float64: use {', '.join(map(str, FLOATS))}, or run it outside FP8."
+        )
     how = state, weight, recipe, out_dtype, first
     gemms = LinearGemms(*how) if tensor is None else RowParallelGemms(tensor, *how)
     gemms.want(x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)

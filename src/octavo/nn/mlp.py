@@ -423,8 +423,8 @@ class LayerNormMLP(NormedLayer):
         check("LayerNormMLP", others, LayerNormMLP.__init__)
         if checkpoint and return_layernorm_output:
             raise InputError(
-                "LayerNormMLP(checkpoint=True, return_layernorm_output=True): the parts of the layer run one by one then. "
-                "Leave one out, or wrap the layer in torch.utils.checkpoint."
+                "LayerNormMLP(checkpoint=True, return_layernorm_output=True): its parts would run separately, without "
+                "recomputation. Leave one out, or wrap the layer in torch.utils.checkpoint."
             )
         activation = activation_of(activation, activation_params)
         make: dict[str, Any] = {"dtype": params_dtype, "device": device}

@@ -47,7 +47,7 @@ class Handover:
         sums, self._sums = self._sums, [None] * 3
         for grad, summed in zip(grads, sums, strict=True):
             if summed is not None and (grad is None or any(grad.stride())):
-                raise RuntimeError("queries, keys and values have another reader than attention: their gradients are lost.")
+                raise RuntimeError("queries, keys or values have another reader than attention, whose gradients are lost.")
         return [grad if summed is None else summed for grad, summed in zip(grads, sums, strict=True)]
 
 
