@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from private_names import foreign
 
 BEGIN = "<!-- Private names: python tests/contract/names_page.py docs/private-parts.md -->"
 END = "<!-- end of private names -->"
@@ -42,11 +44,11 @@ def tables() -> str:
         module = contract(of)
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}  # names with the same files and purpose share a row
         for name in module.NAMES:
-            if files := tuple(file for file in name.files if not file.startswith(("bench/", "benchmarks/"))):
+            if files := _of_package(name.files):
                 rows.setdefault((files, name.why), []).append(name.path)
         attributes = getattr(module, "ATTRIBUTES", {}) | getattr(module, "OTHERS", {})
         for name, why in attributes.items():
-            rows.setdefault(((), why), []).append(f".{name}")
+            rows.setdefault((_of_package(sorted(foreign()[name])), why), []).append(f".{name}")
         for path in getattr(module, "FUNCTIONS", {}):
             rows.setdefault((("models/published.py",), "reads and converts files of weights"), []).append(path)
         lines += ["", f"### {title}", "", "| private name | used in | purpose |", "|---|---|---|"]
@@ -54,8 +56,12 @@ def tables() -> str:
     return "\n".join([*lines, "", END])
 
 
+def _of_package(files: Iterable[str]) -> tuple[str, ...]:
+    return tuple(file for file in files if not file.startswith("benchmarks/"))
+
+
 def _code(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "\N{EN DASH}"
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def written(page: str) -> str:
