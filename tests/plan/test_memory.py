@@ -130,7 +130,7 @@ def test_measured_peaks_on_two_gpus():
     found = {name: (estimate(setup).total / GIB, gib) for name, setup, gib in measured_on_two()}
     assert len(found) == 19
     for name, (estimated, gib) in found.items():
-        assert estimated == pytest.approx(gib, rel=0.035), name
+        assert estimated == pytest.approx(gib, rel=0.03), name
 
 
 def test_measured_peaks_of_mixtures():
