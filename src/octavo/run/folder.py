@@ -89,38 +89,28 @@ class RunFolder:
             OctavoError: the disk is full or fails.
         """
         try:
-            self._write_record(config, hf_config, tokenizer, device, ranks, turn_ends)
+            # It imports transformers, which a finished run does not need.
+            from octavo.models.generation import load_generation_config, with_ends
+
+            starts = [*self._starts(), _environment(device, ranks)]
+            # First: it makes the folder a run's.
+            write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")
+            write_atomic(self.run_file, config.to_toml())
+            self.model.mkdir(exist_ok=True)
+            write_atomic(self.model / "config.json", hf_config.to_json_string())
+            if not self.has_checkpoints:  # of a start with other settings that saved nothing
+                (self.model / "generation_config.json").unlink(missing_ok=True)
+                shutil.rmtree(self.tokenizer, ignore_errors=True)
+            generation = with_ends(load_generation_config(config.model.source), hf_config, turn_ends)
+            if generation is not None:
+                write_atomic(self.model / "generation_config.json", generation.text)
+            if tokenizer is not None and not self.tokenizer.exists():
+                temporary = self.path / ".tmp-tokenizer"
+                shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
+                shutil.copytree(tokenizer, temporary)
+                temporary.rename(self.tokenizer)
         except OSError as error:  # shutil.copytree raises a subclass without an errno
             raise _no_space(self.path, error) from None
-
-    def _write_record(
-        self,
-        config: RunConfig,
-        hf_config: Any,
-        tokenizer: Path | None,
-        device: str,
-        ranks: int,
-        turn_ends: Sequence[int],
-    ) -> None:
-        # It imports transformers, which a finished run does not need.
-        from octavo.models.generation import load_generation_config, with_ends
-
-        starts = [*self._starts(), _environment(device, ranks)]
-        write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")  # first: it makes the folder a run's
-        write_atomic(self.run_file, config.to_toml())
-        self.model.mkdir(exist_ok=True)
-        write_atomic(self.model / "config.json", hf_config.to_json_string())
-        if not self.has_checkpoints:  # of a start with other settings that saved nothing
-            (self.model / "generation_config.json").unlink(missing_ok=True)
-            shutil.rmtree(self.tokenizer, ignore_errors=True)
-        generation = with_ends(load_generation_config(config.model.source), hf_config, turn_ends)
-        if generation is not None:
-            write_atomic(self.model / "generation_config.json", generation.text)
-        if tokenizer is not None and not self.tokenizer.exists():
-            temporary = self.path / ".tmp-tokenizer"
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
-            shutil.copytree(tokenizer, temporary)
-            temporary.rename(self.tokenizer)
 
     def _starts(self) -> list[Any]:
         """The records of earlier starts."""
