@@ -53,7 +53,7 @@ class ExampleEncoder:
         self._tokenizer = ChatTokenizer(config, encoder)
         self._template = ChatTemplate(config, self._tokenizer)
         self._turns = TurnSpans(config, self._template, self._tokenizer)
-        self._labels = LabelEncoder(config, self._tokenizer)
+        self._labels = LabelEncoder(self._tokenizer, config.train_on)
 
     @property
     def by(self) -> str:

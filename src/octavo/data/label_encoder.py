@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.config.data import DataConfig
 from octavo.data.chat_tokenizer import ChatTokenizer
 from octavo.data.columns import IGNORED
 from octavo.data.documents import Document, Span
@@ -53,13 +52,12 @@ class LabelEncoder:
     """Encodes texts and labels the tokens of their trained parts.
 
     Args:
-        config: the section.
         tokenizer: that of `data.tokenizer`.
+        train_on: as `data.train_on`.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: ChatTokenizer) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: ChatTokenizer, train_on: str) -> None:
+        self._tokenizer, self._train_on = tokenizer, train_on
         self._tried = False
         self._use_anchors = True
 
@@ -160,7 +158,7 @@ class LabelEncoder:
             earlier = last
             labels[first:last] = ids[first:last]
         prefix, suffix = written.around
-        everything = self._config.train_on == "all"
+        everything = self._train_on == "all"
         around = (np.asarray(prefix if everything else [IGNORED] * len(prefix), np.int64), np.asarray(suffix, np.int64))
         whole = np.asarray([*prefix, *ids, *suffix], np.uint32)
         labels = np.concatenate([around[0], labels, around[1]])
