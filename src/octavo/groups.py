@@ -109,16 +109,21 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 def _norms_and_biases(model: nn.Module) -> set[nn.Parameter]:
     """Parameters of norms, by the class of their module or their name, and biases, which may be stacked as matrices."""
+    if flat := first_fsdp1(model):
+        raise InputError(
+            f"octavo.parameter_groups: {flat} is PyTorch's FullyShardedDataParallel, whose parameters are flat, so that "
+            "matrices and vectors look alike. Shard by octavo.transform or fully_shard, or choose by name."
+        )
     found: set[nn.Parameter] = set()
-    for name, module in model.named_modules():
-        if type(module).__module__ == _FSDP1:
-            raise InputError(
-                f"octavo.parameter_groups: {name or 'the model'} is PyTorch's FullyShardedDataParallel, whose parameters are "
-                "flat, so that matrices and vectors look alike. Shard by octavo.transform or fully_shard, or "
-                "choose by name."
-            )
+    for module in model.modules():
         is_norm = type(module).__name__.endswith("Norm")
         for leaf, parameter in module.named_parameters(recurse=False):
             if is_norm or leaf.startswith("layer_norm") or "bias" in leaf:
                 found.add(parameter)
     return found
+
+
+def first_fsdp1(model: nn.Module) -> str | None:
+    """The first module in PyTorch's first FSDP, whose flat parameters have neither names nor shapes; None without one."""
+    names = (name or "the model" for name, module in model.named_modules() if type(module).__module__ == _FSDP1)
+    return next(names, None)

@@ -31,6 +31,7 @@ from octavo.checkpoint.rng_state import random_scalars, random_tensors
 from octavo.errors import InputError
 from octavo.fp8 import recipe as recipes
 from octavo.fp8.scaling import state_records, states_of
+from octavo.groups import first_fsdp1
 from octavo.models.convert import conversion_of
 from octavo.models.decoder import Decoder
 from octavo.models.lora import adapted
@@ -40,8 +41,6 @@ from octavo.parallel.shards import named_tensors
 from octavo.parallel.world import state as world
 from octavo.storage import fsync_folder, fsync_tree, write_atomic
 from octavo.stored_names import record_name
-
-_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,11 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         InputError: a part is PyTorch's first FSDP.
     """
-    for name, module in model.named_modules():
-        if type(module).__module__ == _FSDP1:
-            raise InputError(
-                f"{name or 'the model'} is PyTorch's FullyShardedDataParallel: octavo.save and octavo.load do not know the "
-                "names in its flat parameters. Use its state_dict with torch.distributed.checkpoint, or shard by "
-                "octavo.transform."
-            )
+    if flat := first_fsdp1(model):
+        raise InputError(
+            f"{flat} is PyTorch's FullyShardedDataParallel: octavo.save and octavo.load do not know the names in its flat "
+            "parameters. Use its state_dict with torch.distributed.checkpoint, or shard by octavo.transform."
+        )
     # First, as FSDP2 then restores its shards. Some wrappers remove their name from it and leave it in `named_parameters`: only
     # the tensors of its entries matter. An outer wrapper may gather the model in its state_dict.
     state = nn.Module.state_dict(model, keep_vars=True)
