@@ -34,7 +34,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> dict[str, Any]:
     """The state of an optimizer by the type of `settings`. Collective for the full type."""
     names, blocks = names_of(model), parameters_of(model)
-    config, full = settings.optim, settings.kind is StateDictType.FULL_STATE_DICT
+    config, full = settings.optim_state_dict_config, settings.state_dict_type is StateDictType.FULL_STATE_DICT
     to_cpu = bool(getattr(config, "offload_to_cpu", False))
     returned = not (full and getattr(config, "rank0_only", False)) or not dist.is_initialized() or dist.get_rank() == 0
 

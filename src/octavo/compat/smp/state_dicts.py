@@ -14,7 +14,7 @@ import codecs
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -45,27 +45,11 @@ class SMStateDictType(Enum):
 
 @dataclass
 class Settings:
-    """The type of state dicts, and its options."""
+    """The type of state dicts, and the options of the model's and the optimizer's, as PyTorch's `StateDictSettings`."""
 
-    kind: StateDictType | SMStateDictType = StateDictType.FULL_STATE_DICT
-    model: Any = None
-    optim: Any = None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def state_dict_type(self) -> StateDictType | SMStateDictType:
-        """The type."""
-        return self.kind
-
-    @property
-    def state_dict_config(self) -> Any:
-        """Options of the model's."""
-        return self.model
-
-    @property
-    def optim_state_dict_config(self) -> Any:
-        """Options of the optimizer's."""
-        return self.optim
+    state_dict_type: StateDictType | SMStateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
 
 
 class WrongState(InputError, RuntimeError):
@@ -228,14 +212,15 @@ def model_state(model: nn.Module, settings: Settings) -> dict[str, Any]:
     """The state of a sharded model by the type of `settings`. Collective for the full type."""
     settle(model)
     tensors = tensors_of(model)
-    if settings.kind is StateDictType.FULL_STATE_DICT:
-        return _full(model, tensors, settings.model)
-    if settings.kind is StateDictType.SHARDED_STATE_DICT:
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return _full(model, tensors, settings.state_dict_config)
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     else:
         # Detached: some versions of PyTorch leave hooks of FSDP2 on the rows, which torch.save would pickle.
         state = {name: local_shard(tensor).local.detach() for name, tensor in tensors.items()}
-    if getattr(settings.model, "offload_to_cpu", False) and settings.kind is StateDictType.SHARDED_STATE_DICT:
+    offloads = getattr(settings.state_dict_config, "offload_to_cpu", False)
+    if offloads and settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         state = {name: tensor.cpu() for name, tensor in state.items()}
     return {**state, FP8: Fp8State(encode(model).numpy().tobytes(), model)}
 
@@ -267,7 +252,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], settings: Setti
     tensors, way = tensors_of(model), conversion_of(model)
     stored = stored_names_of(model)
     given = {stored.get(clean(name), clean(name)): value for name, value in state.items() if name != FP8}
-    local = settings.kind in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
+    local = settings.state_dict_type in (StateDictType.LOCAL_STATE_DICT, SMStateDictType.SM_LOCAL_STATE_DICT)
     weights = {id(getattr(one.module, part, None)): one for _, one in states_of(model) for part in one.parts}
     products = {clean(name): weights[id(p)] for name, p in model.named_parameters() if id(p) in weights}
     products = {stored.get(name, name): one for name, one in products.items()}
