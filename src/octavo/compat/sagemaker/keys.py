@@ -34,27 +34,18 @@ class Keys:
     runtime: str
 
 
-ESTIMATOR = Keys(
-    face="PyTorch",
-    entry="entry_point",
-    smp='distribution["smdistributed"]["modelparallel"]["parameters"]',
-    ranks='distribution={"torch_distributed": {"enabled": True}}',
-    inputs="inputs",
-    call="fit(inputs={…})",
-    output="output_path",
-    checkpoints="checkpoint_s3_uri",
-    checkpoint_path="checkpoint_local_path",
-    runtime="max_run",
-)
-TRAINER = Keys(
-    face="ModelTrainer",
-    entry="entry_script",
-    smp="SMP(…)",
-    ranks="distributed=Torchrun()",
-    inputs="input_data_config",
-    call="input_data_config=[InputData(…)]",
-    output="s3_output_path",
-    checkpoints="CheckpointConfig.s3_uri",
-    checkpoint_path="CheckpointConfig.local_path",
-    runtime="max_runtime_in_seconds",
-)
+_NAMES = {
+    "face": ("PyTorch", "ModelTrainer"),
+    "entry": ("entry_point", "entry_script"),
+    "smp": ('distribution["smdistributed"]["modelparallel"]["parameters"]', "SMP(…)"),
+    "ranks": ('distribution={"torch_distributed": {"enabled": True}}', "distributed=Torchrun()"),
+    "inputs": ("inputs", "input_data_config"),
+    "call": ("fit(inputs={…})", "input_data_config=[InputData(…)]"),
+    "output": ("output_path", "s3_output_path"),
+    "checkpoints": ("checkpoint_s3_uri", "CheckpointConfig.s3_uri"),
+    "checkpoint_path": ("checkpoint_local_path", "CheckpointConfig.local_path"),
+    "runtime": ("max_run", "max_runtime_in_seconds"),
+}
+"""Field → the estimator's name, and the trainer's."""
+
+ESTIMATOR, TRAINER = (Keys(**{field: names[face] for field, names in _NAMES.items()}) for face in (0, 1))
