@@ -21,7 +21,7 @@ from octavo.checkpoint.plain import KINDS, pack, unpack
 from octavo.checkpoint.rng_state import random_scalars, random_tensors, restore_random
 from octavo.errors import InputError, nearest, warn
 from octavo.run.summary import Result
-from octavo.train.evaluation import Evaluation, figures_of
+from octavo.train.evaluation import Evaluation, fault_of_arguments, figures_of, never_runs
 
 EVALUATE = "Trainer(evaluate=…)"
 """Name of a trainer's evaluation in messages."""
@@ -87,24 +87,13 @@ def check_callbacks(callbacks: Any) -> None:
 def _check_method(callback: Callback, name: str, *arguments: str) -> None:
     """Refuse a method that cannot be called with these arguments."""
     method, call = getattr(callback, name), f"{name}({', '.join(arguments)})"
-    what = "" if callable(method) else f"is {method!r}, which cannot be called"
-    if inspect.iscoroutinefunction(method):
-        what = "is async, and nothing would wait for it"
-    elif inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        what = "has a yield, and nothing would run it"
-    if what:
+    if what := never_runs(method) if callable(method) else f"is {method!r}, which cannot be called":
         raise InputError(f"Trainer(callbacks=…): {type(callback).__name__}.{name} {what}: define {call} as a plain method.")
-    try:
-        found = inspect.signature(method)
-    except (TypeError, ValueError):  # of a function in C
-        return
-    try:
-        found.bind(*arguments)
-    except TypeError as error:
+    if error := fault_of_arguments(method, *arguments):
         raise InputError(
-            f"Trainer(callbacks=…): {type(callback).__name__}.{name}{found} cannot be called as {call} ({error}): define it "
-            "with these arguments after self."
-        ) from None
+            f"Trainer(callbacks=…): {type(callback).__name__}.{name}{inspect.signature(method)} cannot be called as {call} "
+            f"({error}): define it with these arguments after self."
+        )
 
 
 class Events:

@@ -77,16 +77,32 @@ def check_function(function: Any, key: str) -> None:
     """Refuse a function that cannot be called with model and step, or whose result would be no dict."""
     if not callable(function) or isinstance(function, type):
         raise InputError(f"{key}: it is a function of model and step, and this is {function!r}.")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise InputError(f"{key}: the function is async or has a yield, and nothing would run it. Make it a plain function.")
+    if what := never_runs(function):
+        raise InputError(f"{key}: the function {what}. Make it a plain function.")
+    if error := fault_of_arguments(function, "model", "step"):
+        raise InputError(f"{key}: the function cannot be called with model and step ({error}).")
+
+
+def never_runs(function: Callable[..., Any]) -> str:
+    """Why a call would not run the function, as a predicate; empty if it does."""
+    if inspect.iscoroutinefunction(function):
+        return "is async, and nothing would wait for it"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return "has a yield, and nothing would run it"
+    return ""
+
+
+def fault_of_arguments(function: Callable[..., Any], *arguments: str) -> str:
+    """Python's error about a call with these arguments; empty if they fit, or if a function in C does not tell."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a function in C
-        return
+    except (TypeError, ValueError):
+        return ""
     try:
-        signature.bind("model", "step")
+        signature.bind(*arguments)
     except TypeError as error:
-        raise InputError(f"{key}: the function cannot be called with model and step ({error}).") from None
+        return str(error)
+    return ""
 
 
 def figures_of(
