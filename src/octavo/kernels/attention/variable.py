@@ -49,7 +49,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v in their dtype."""
     rows = [x.flatten(0, 1) for x in (d_out, q, k, v, out)]
-    none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: no state of random numbers
+    none = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: no state of random numbers
     grads = torch.ops.aten._flash_attention_backward(
         *rows, lse.transpose(0, 1).flatten(1), packed.q_ends, packed.k_ends, packed.longest_q, packed.longest_k, 0.0, causal,
         none, none, scale=scale, **_window(window),
