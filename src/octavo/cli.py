@@ -316,11 +316,12 @@ def verify(
     options.check_fuzz(run_file, fuzz, seed, gpu=gpu, causality=causality, resume=resume, ranks=ranks)
     config = None if run_file is None else _config(run_file, overrides)
     from octavo.storage import check_file, write_atomic
+
+    check_file(path, "--output", ".json")  # before the imports of seconds
     from octavo.verify.certificate import verify as compared
     from octavo.verify.fuzz import fuzz as drawn
     from octavo.verify.gpu import verify_on_gpus
 
-    check_file(path, "--output", ".json")
     console = _console(stderr=True, quiet=not sys.stderr.isatty())
     given = [override.partition("=")[0] for override in overrides or ()]
 

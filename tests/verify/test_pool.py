@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -40,7 +41,9 @@ def command_of(pid):
 
 
 @pytest.mark.long
-def test_a_job_that_fails_is_named_and_the_next_one_runs(tmp_path):
+def test_a_job_that_fails_is_named_and_the_next_one_runs(tmp_path, monkeypatch):
+    (tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))  # longer than the name of a socket may be
     config, degrees = run_of("llama-1b"), fit_degrees(world_size=2)
     spec = spec_of(load_config("llama-1b", {}))
     ranks, task = certificate.tasks(config, degrees, spec, tmp_path, [3])["plain layout"]

@@ -85,13 +85,58 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     assert "is of one of shard, and the run has 8. Run octavo verify RUN.toml --ranks 4" in said(
         degrees=fit_degrees(world_size=2, tensor_parallel_degree=2)
     )
-    path.write_text("{}")
-    with pytest.raises(InputError, match="is no report of a run's layout"):
-        refuse_unverified(config, of_many)
+    whole = json.loads(path.read_text())
+    others = ({"verified": "no"}, {"keys": []}, {"degrees": {}}, {"degrees": whole["degrees"] | {"tensor": "2"}})
+    for text in ("{}", "[]", "3", *(json.dumps(whole | other) for other in others)):
+        path.write_text(text)
+        with pytest.raises(InputError, match="is no report of a run's layout"):
+            refuse_unverified(config, of_many)
     path.write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         refuse_unverified(config, of_many)
     refuse_unverified(config, fit_degrees(world_size=1))  # one rank has no layout
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks_and_keys"),
+    [
+        ({"world_size": 64}, (2, [])),
+        ({"world_size": 64, "hybrid_shard_degree": 8}, (4, ["hybrid_shard_degree=2"])),
+        (
+            {"world_size": 8, "tensor_parallel_degree": 2, "context_parallel_degree": 4},
+            (8, ["tensor_parallel_degree=2", "context_parallel_degree=4"]),
+        ),
+        (
+            {"world_size": 64, "hybrid_shard_degree": 8, "expert_parallel_degree": 8},
+            (16, ["hybrid_shard_degree=8", "expert_parallel_degree=8"]),
+        ),
+        (
+            {"world_size": 16, "tensor_parallel_degree": 2, "expert_parallel_degree": 4},
+            (4, ["tensor_parallel_degree=2", "expert_parallel_degree=4"]),
+        ),
+    ],
+)
+def test_the_command_that_is_named_verifies_these_degrees(given, ranks_and_keys, tiny_run, tmp_path):
+    config = RunConfig.from_file(tiny_run().file, [*GIVEN, f"train.verify={json.dumps(str(tmp_path / 'verify.json'))}"])
+    world, keys = ranks_and_keys
+    degrees = fit_degrees(**given)
+    with pytest.raises(InputError) as error:
+        refuse_unverified(config, degrees)
+    command = str(error.value).partition("Run ")[2].partition(", or set")[0]
+    parallel = [f"parallel.{key}" for key in keys]
+    assert command.split() == [
+        "octavo",
+        "verify",
+        "RUN.toml",
+        "--ranks",
+        str(world),
+        "--output",
+        str(tmp_path / "verify.json"),
+        *parallel,
+    ]
+    named = fit_degrees(world_size=world, **{key: int(size) for key, _, size in (each.partition("=") for each in keys)})
+    written(tmp_path / "verify.json", config, named)
+    refuse_unverified(config, degrees)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.config.degrees import DEGREES, Degrees
+from octavo.config.degrees import DEGREES, Degrees, divisors
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.storage import local_path
@@ -43,7 +43,7 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
         return
     path = local_path(FILE if config.train.verify is True else config.train.verify, "train.verify")
     asked = f"train.verify = {json.dumps(config.train.verify)}: {path}"
-    command = f"octavo verify RUN.toml --ranks {_fewest(degrees)} --output {path}"
+    command = _command(degrees, path)
     figures = _read(path, asked, command)
     if not figures["verified"]:
         raise InputError(f"{asked} says that the layout differs from one rank. Read it, or set train.verify = false.")
@@ -51,7 +51,9 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
     for key in sorted({*here, *there}):
         if json.dumps(here.get(key), sort_keys=True) != json.dumps(there.get(key), sort_keys=True):
             found, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))
-            raise InputError(f"{asked} is of {key} = {found}, and the run has {wanted}. Run {command}.")
+            raise InputError(
+                f"{asked} is of {key} = {found}, and the run has {wanted}. Run {command}, with the run's other keys."
+            )
     verified = Degrees(**figures["degrees"])
     for name in ("tensor", "context", "expert"):
         if (found := getattr(verified, name)) != (wanted := getattr(degrees, name)):
@@ -62,10 +64,17 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
             raise InputError(f"{asked} is of {few} of {name}, and the run has {getattr(degrees, name)}. Run {command}.")
 
 
-def _fewest(degrees: Degrees) -> int:
-    """The fewest ranks with these degrees, and two where there are several shards or replicas."""
-    few = dataclasses.replace(degrees, hybrid_shard=min(degrees.shard, 2) * degrees.context)
-    return min(degrees.replicate, 2) * few.hybrid_shard * degrees.tensor
+def _command(degrees: Degrees, path: Path) -> str:
+    """The command that verifies these degrees on the fewest ranks: with two shards or replicas where there are several."""
+    parts = degrees.context * degrees.tensor
+    shards = next(n for n in divisors(degrees.shard) if n >= min(degrees.shard, 2) and n * parts % degrees.expert == 0)
+    few = dataclasses.replace(degrees, hybrid_shard=shards * degrees.context)
+    replicas = min(degrees.replicate, 2)
+    sizes = (few.hybrid_shard if replicas > 1 else 0, few.tensor, few.context, few.expert)
+    given = [f"parallel.{key}={size}" for key, size in zip(DEGREES, sizes, strict=True) if size > (key != DEGREES[0])]
+    return " ".join(
+        ["octavo verify RUN.toml --ranks", str(replicas * few.hybrid_shard * few.tensor), "--output", str(path), *given]
+    )
 
 
 def _read(path: Path, asked: str, command: str) -> Mapping[str, Any]:
@@ -75,6 +84,17 @@ def _read(path: Path, asked: str, command: str) -> Mapping[str, Any]:
         raise InputError(f"{asked} is not there. Run {command}, or set train.verify = false.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{asked} cannot be read: {error}. Run {command}.") from None
-    if not isinstance(figures, dict) or not {"verified", "keys", "degrees"} <= figures.keys():
+    if not _is_report(figures):
         raise InputError(f"{asked} is no report of a run's layout by octavo verify. Run {command}.")
     return figures
+
+
+def _is_report(figures: Any) -> bool:
+    """True for what `octavo verify` writes of a run file on CPUs."""
+    if not isinstance(figures, dict) or not isinstance(figures.get("verified"), bool):
+        return False
+    keys, degrees = figures.get("keys"), figures.get("degrees")
+    names = {field.name for field in dataclasses.fields(Degrees)}
+    if not isinstance(keys, dict) or not isinstance(degrees, dict) or degrees.keys() != names:
+        return False
+    return all(type(size) is int and size > 0 for size in degrees.values())

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -102,7 +102,8 @@ class _Server:
         with contextlib.ExitStack() as context:
             folder = context.enter_context(tempfile.TemporaryDirectory())  # of this user alone
             self._listening = context.enter_context(socket.socket(socket.AF_UNIX))
-            self._listening.bind(f"{folder}/socket")
+            with _short(f"{folder}/socket") as address:
+                self._listening.bind(address)
             self._listening.listen(1)
             self._supervisor = context.enter_context(Supervisor())
             command = [sys.executable, "-m", "octavo.verify.pool", f"{folder}/socket"]
@@ -140,6 +141,17 @@ class _Server:
         raise OctavoError(f"the process that starts the ranks {by}: nothing was verified.")
 
 
+@contextlib.contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Another name of a socket: one has 107 bytes at most, and TMPDIR may be longer."""
+    folder, _, name = path.rpartition("/")
+    number = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{number}/{name}"
+    finally:
+        os.close(number)
+
+
 def _error(folder: Path, rank: int, ranks: int, code: int) -> str:
     """Of a rank that has failed."""
     if code == _EXIT_BY_ERROR:
@@ -156,7 +168,8 @@ def serve(path: str) -> None:
     """Fork the ranks of each job that comes over this socket, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process that asks ends this one
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
+        with _short(path) as address:
+            connection.connect(address)
         import torch
 
         from octavo.verify.worker import do
