@@ -333,10 +333,12 @@ def verify(
     else:
         on_cpus = partial(compared, config, 2 if ranks is None else ranks, given=given, causality=causality)
         figures, text = verify_on_gpus(config, ranks, say=say) if gpu else on_cpus(say=say)
-    _print(figures if as_json else text)  # before the file, whose disk may be full
-    write_atomic(path, json.dumps(figures, indent=1) + "\n")
+    try:
+        _print_to_reader(figures if as_json else text)  # before the file, whose disk may be full
+    finally:
+        write_atomic(path, json.dumps(figures, indent=1) + "\n")
     if not as_json:
-        _print([f"each {'difference' if config else 'case'} is in {path}"])
+        _print_to_reader([f"each {'difference' if config else 'case'} is in {path}"])
     if not figures["verified"]:
         raise typer.Exit(EXIT_FAILED)
 
@@ -569,6 +571,17 @@ def _print(result: dict[str, Any] | list[str]) -> None:
     from octavo.run.metrics import encode
 
     print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
+
+
+def _print_to_reader(result: dict[str, Any] | list[str]) -> None:
+    """Print a result; a reader that leaves early, as `head`, is no fault."""
+    try:
+        _print(result)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # for the rest, and for the flush at exit
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

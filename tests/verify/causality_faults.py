@@ -34,7 +34,7 @@ LATER, SEQUENCES, RANKS, DOCUMENT = "later tokens", "other sequences", "samples 
 
 
 def _a_key_more(true):
-    """Each query sees the key behind it."""
+    """Each query sees the key after it."""
 
     def sdpa(q, k, v, mask, is_causal, scale, dropout):
         if is_causal:

@@ -204,7 +204,7 @@ def _from_first_row(true):
 
 
 def _states(change):
-    """States of an optimizer changed behind a read; `change(name, tensor)`."""
+    """States of an optimizer changed after a read; `change(name, tensor)`."""
 
     def fault(true):
         def install(model, optimizer, tensors, *rest):
@@ -293,7 +293,7 @@ OTHER = {
         ((causal, "add_up", _first_alone),), ("gradient layers.1.self_attention.qkv",), CONTEXT
     ),
     "chunks are in the order of ranks": Fault(
-        ((context, "chunks_in_order", _in_order_of_ranks),), ("states behind",), CONTEXT
+        ((context, "chunks_in_order", _in_order_of_ranks),), ("states after",), CONTEXT
     ),
     "the ring ends before gradients are home": Fault(
         ((attention, "_pass_on", _not_passed_on),), ("gradient layers.1.self_attention.qkv",), RING
@@ -305,13 +305,13 @@ OTHER = {
         ((context.ContextGroup, "sum", lambda _: lambda self, part: part),), ("loss of step 1",), CONTEXT
     ),
     "documents see each other": Fault(
-        ((Pattern, "bounds", _without_documents),), ("states behind 1 blocks",), CONTEXT, source="mistral-7b"
+        ((Pattern, "bounds", _without_documents),), ("states after 1 blocks",), CONTEXT, source="mistral-7b"
     ),
     "documents begin a token late": Fault(
-        ((decoder, "pattern_of", _a_token_late),), ("states behind 1 blocks",), CONTEXT, source="mistral-7b"
+        ((decoder, "pattern_of", _a_token_late),), ("states after 1 blocks",), CONTEXT, source="mistral-7b"
     ),
     "a window has a key less": Fault(
-        ((Pattern, "with_window", _a_key_less),), ("states behind 1 blocks",), CONTEXT, source="mistral-7b"
+        ((Pattern, "with_window", _a_key_less),), ("states after 1 blocks",), CONTEXT, source="mistral-7b"
     ),
     "gradients of shards are averaged": Fault(
         ((FSDPModule, "set_gradient_divide_factor", _mean_of_ranks),), ("gradient norm.weight",), {}
@@ -330,7 +330,7 @@ OTHER = {
         ((step, "microbatch", _of_first_step),), ("loss of step 2",), TENSOR, kind="fp8"
     ),
     "results of experts come back to the next token": Fault(
-        ((experts.Exchange, "collect", _of_next_row),), ("states behind 1 blocks",), EXPERT, source="mixtral-8x7b"
+        ((experts.Exchange, "collect", _of_next_row),), ("states after 1 blocks",), EXPERT, source="mixtral-8x7b"
     ),
     "a gradient for an expert is lost": Fault(
         ((experts.Exchange, "dispatch", _without_first_row),), ("gradient layers.1.moe.experts.fc2_weight",), EXPERT,
@@ -383,7 +383,7 @@ OTHER = {
         ((lora.Joint, "gradients", _doubled),), ("gradient layers.1.ffn.lora_fc2",), {}, sections={"lora": {"rank": 4}}
     ),
     "a stored base has a scale a shard": Fault(
-        ((fp8_stored.Stored, "fill", _by_own_rows),), ("scale layers.0", "states behind 1 blocks"), {}, kind="fp8",
+        ((fp8_stored.Stored, "fill", _by_own_rows),), ("scale layers.0", "states after 1 blocks"), {}, kind="fp8",
         where="beside 2 data-parallel ranks", sections={"lora": {"rank": 4, "base": "fp8"}},
     ),
     "a tied head gives no gradient": Fault(
@@ -395,10 +395,10 @@ _TENSOR = {
     "norms' gradients are not summed": ({}, ("gradient norm.weight", "gradient layers.1.ffn.layernorm.weight")),
     "a router's gradient is not summed": ({"source": "mixtral-8x7b"}, ("gradient layers.1.moe.router",)),
     "shared rows of keys and values count twice": ({"sections": ONE_KEY}, ("gradient layers.1.self_attention.qkv.weight",)),
-    "a bias is added by each rank": ({"source": "gpt-neox-20b"}, ("states behind 1 blocks",)),
+    "a bias is added by each rank": ({"source": "gpt-neox-20b"}, ("states after 1 blocks",)),
     "amaxes of the histories are not joined": ({"kind": "fp8"}, ("history layers.0",)),
-    "the first amax is not joined": ({"kind": "fp8"}, ("scale layers.0", "states behind 1 blocks")),
-    "gate and up are cut in wrong blocks": ({"sections": CUT}, ("states behind 1 blocks",)),
+    "the first amax is not joined": ({"kind": "fp8"}, ("scale layers.0", "states after 1 blocks")),
+    "gate and up are cut in wrong blocks": ({"sections": CUT}, ("states after 1 blocks",)),
     "padding counts as a word": ({"sections": ODD}, ("loss of step 1",)),
     "a target at a seam is nobody's": ({}, ("loss of step 1",)),
     "replicated parameters count twice in the norm": ({}, ("norm of step 1",)),

@@ -24,7 +24,7 @@ pytestmark = ranks.alone
 
 def results(task, name):
     """Of a task; name: of a leak that is planted."""
-    with mock.patch.object(worker.small, "LAST", 3):  # no step behind the first ones
+    with mock.patch.object(worker.small, "LAST", 3):  # no step after the first ones
         if name is None:
             return worker.results(worker.Task(**task))
         leak = LEAKS[name]

@@ -74,6 +74,6 @@ def test_a_router_whose_tokens_choose_others_has_a_bound_of_its_own(name, within
 
 def test_the_largest_error_of_a_parameter_is_of_its_values_gradients_and_moments_in_all_seeds():
     wanted = {f"{kind} w, seed {seed}": torch.ones(4).double() for kind in ("parameter", "gradient") for seed in (0, 1)}
-    wanted |= {"history layers.0.qkv.input behind step 1, seed 0": torch.ones(3), "loss of step 1, seed 0": torch.ones(())}
+    wanted |= {"history layers.0.qkv.input after step 1, seed 0": torch.ones(3), "loss of step 1, seed 0": torch.ones(())}
     found = wanted | {"gradient w, seed 1": torch.full((4,), 1.25).double(), "loss of step 1, seed 0": torch.zeros(())}
     assert _by_parameter(differences(found, wanted, EQUAL)) == {"w": 0.25, "layers.0.qkv.input": 0.0}

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -100,6 +101,21 @@ def test_what_was_found_is_printed_where_the_disk_is_full(tmp_path, monkeypatch,
     assert "1 of 1 cases from seed 7 are equal" in said.out
     assert "No space left on device" in said.err
     assert "is in" not in said.out
+
+
+def test_a_reader_that_leaves_early_is_no_fault(tmp_path, monkeypatch):
+    from octavo import cli
+
+    output, text = tmp_path / "cases.json", drawn(7, tmp_path, 4).text
+    case = {"seed": 7, "case": text, "fault": None, "seconds": 2.0}
+    output.write_text(json.dumps({"version": __version__, "cases": [case]}))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        command = ["verify", "--fuzz", "1", "--seed", "7", "--ranks", "4", "--resume", "--output", str(output)]
+        assert cli.main(command) == 0
+    assert json.loads(output.read_text())["equal"] == 1
 
 
 @pytest.mark.parametrize(

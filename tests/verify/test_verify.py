@@ -49,7 +49,7 @@ def test_a_layout_is_equal_and_continues_in_others(source, world, degrees, kind)
     for name, each in found.items():
         assert each.exact
         assert {one.name.split()[0] for one in each.differences} == kept
-        records = 26 * (kind == "fp8") * (2 + ("continued" in name))  # behind the first step and the last, and as loaded
+        records = 26 * (kind == "fp8") * (2 + ("continued" in name))  # after the first step and the last, and as loaded
         assert sum(is_record(one.name) for one in each.differences) == records
         assert sum(one.name.endswith("as loaded") for one in each.differences) > 30 * ("continued" in name) - 1
 
@@ -85,7 +85,7 @@ def test_scales_of_current_scaling_are_equal(source):
     assert [each.first for each in found.values()] == [None] * 3
     assert [each.exact for each in found.values()] == [True, False, True]
     names = [each.name for each in found["current scaling, beside one rank"].differences]
-    assert sum("behind the last step" in name for name in names) == 26
+    assert sum("after the last step" in name for name in names) == 26
     assert sum(name.startswith("scale ") and "before step 1" in name for name in names) >= 16  # of inputs and weights
 
 
@@ -255,7 +255,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert [each["precision"] for each in found["comparisons"]][-2:] == ["bfloat16, without FP8", "bfloat16, delayed scaling"]
     errors = found["comparisons"][3]["errors"]
     assert len(errors) > 100
-    assert next(iter(errors)).startswith("states behind 0 blocks, before step 1")
+    assert next(iter(errors)).startswith("states after 0 blocks, before step 1")
     parameters = found["comparisons"][3]["parameters"]
     assert {"embedding.weight", "layers.1.ffn.fc2.weight", "layers.0.self_attention.qkv.input"} <= parameters.keys()
     assert max(parameters.values()) == max(

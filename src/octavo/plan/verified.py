@@ -1,4 +1,4 @@
-"""`train.verify`: a run starts only with what `octavo verify` has found of its layout."""
+"""`train.verify`: a run starts only with a report of `octavo verify` on its layout."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _read(path: Path, asked: str, command: str) -> Mapping[str, Any]:
 
 
 def _is_report(figures: Any) -> bool:
-    """True for what `octavo verify` writes of a run file on CPUs."""
+    """True for a report of `octavo verify` of a run file on CPUs."""
     if not isinstance(figures, dict) or not isinstance(figures.get("verified"), bool):
         return False
     keys, degrees = figures.get("keys"), figures.get("degrees")

@@ -1,4 +1,4 @@
-"""What a token's logits depend on: evaluations with other tokens, and the bits of the logits that they may not change.
+"""The tokens on which logits depend: evaluations with other tokens, and the bits of the logits that they may not change.
 
 Other are, in turn: from each place on all later tokens; a sequence, and all but that one; the samples of every second
 data-parallel rank; and with documents those of a sequence before its last. Row counts of products stay the same, so that no
@@ -77,10 +77,10 @@ def changed(batch: Batch, logits: Callable[[Tensor], Tensor], *, documents: bool
     return found
 
 
-def _of_all_ranks(own: Tensor) -> Tensor:
+def _of_all_ranks(here: Tensor) -> Tensor:
     """The one with the largest first element."""
     if state.world_size == 1:
-        return own
-    every = [torch.empty_like(own) for _ in range(state.world_size)]
-    dist.all_gather(every, own)
+        return here
+    every = [torch.empty_like(here) for _ in range(state.world_size)]
+    dist.all_gather(every, here)
     return max(every, key=lambda each: each[0].item())

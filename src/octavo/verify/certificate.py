@@ -3,16 +3,16 @@
 Both compute in float64, where sums do not depend on their order (docs/numerics.md):
 
     without FP8         the layout beside one rank with the samples of all
-    in the recipe       the layout beside its data-parallel ranks alone, which cast their own samples as the layout's do, and
+    in the recipe       the layout beside its data-parallel ranks alone, which cast the same samples as the layout's, and
                         hold all parameters if it shards them
 
 Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Ranks have casts
 of their own by rule under rowwise and block scaling, where experts are spread over ranks with other samples, and where tensor
 ranks share a key-value head: errors are bounded by the format there, and scales are not compared.
 
-Behind these steps the layout saves a checkpoint, from which another layout and one rank continue: they hold the bits that were
+After these steps the layout saves a checkpoint, from which another layout and one rank continue: they hold the bits that were
 saved, and compute the next steps as a training that nothing interrupted. Under delayed scaling that is a comparison with one
-rank too: scales are there, and no rank chooses one by its own samples.
+rank too: scales are there, and no rank chooses one by its samples.
 
 A second pass is in the dtypes that the run trains in, beside one rank, within the roundings of the formats.
 """
@@ -53,10 +53,10 @@ A token that another rounding sends to another expert changes all of its part of
 of the tokens do, and a small model has few.
 """
 NARROW = Bounds(0.003, 0.03, 0.1)
-"""In 16 bits without FP8. A rounding to bf16 has an error of 0.17%, and a gradient of two blocks has about 40 behind it in each
-of two layouts: 0.17% by the root of 80 is 1.5%. Seen: losses 0.0004, norms 0.003, gradients 0.035.
+"""In 16 bits without FP8. A rounding to bf16 has an error of 0.17%, and a gradient of two blocks has passed about 40 in each of
+two layouts: 0.17% by the root of 80 is 1.5%. Seen: losses 0.0004, norms 0.003, gradients 0.035.
 
-FP8's casts have errors of 2.6% and 5.3%, and a gradient has eight of each behind it: 17%. Seen: losses 0.006, norms 0.02,
+FP8's casts have errors of 2.6% and 5.3%, and a gradient has passed eight of each: 17%. Seen: losses 0.006, norms 0.02,
 gradients 0.31. Its bounds are those of `ALIKE`, and those of experts, of which another rounding may choose another."""
 NARROW_ADAPTERS = Bounds(0.003, 0.03, 0.2)
 """As `NARROW`, of adapters, whose products are rounded once more between both matrices. Seen: moments 0.11."""
@@ -73,7 +73,7 @@ _ONE = Degrees(1, 1, 1, 1, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A layout in a precision beside another layout, or what continues of it, and the differences.
+    """A layout in a precision beside another layout, or the training that continues from it, and the differences.
 
     exact: their casts are the same.
     """
@@ -162,7 +162,7 @@ def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
     """True if a layout casts as its data-parallel ranks alone.
 
     Scales are of whole tensors, experts within tensor groups, and no tensor ranks share a key-value head: each would cast the
-    gradient of its own queries.
+    gradient of its queries alone.
     """
     one_scale = {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
     experts = degrees.tensor % degrees.expert == 0 and not config.parallel.expert_dispatch_fp8
@@ -175,7 +175,7 @@ def sets_scales_of_others(config: RunConfig) -> bool:
 
 
 def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: ModelSpec) -> bool:
-    """True if another layout casts as this one behind a load of its checkpoint: by scales in it, or of equal samples."""
+    """True if another layout casts as this one after it loads its checkpoint: by scales in it, or of equal samples."""
     if {config.fp8.recipe, *config.fp8.layers.values()} <= {"delayed", "bf16"}:
         shared = any(spec.kv_heads % each.tensor for each in (degrees, then))
         return not config.parallel.expert_dispatch_fp8 and not shared
@@ -279,7 +279,7 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
 
 
 def causal(found: Mapping[str, Tensor], precision: str, spec: ModelSpec) -> Comparison:
-    """What `causality.changed` found: no bit of a logit may change; of experts, whose products have other rows, 1e-10."""
+    """The comparison of a result of `causality.changed`: no bit of a logit may change; with experts, 1e-10 of the largest."""
     bound = EQUAL.tensor if spec.experts else 0.0
     return Comparison(precision, CAUSALITY, True, [_change(name, each, bound) for name, each in found.items()])
 
@@ -315,7 +315,7 @@ def _samples(degrees: Degrees) -> list[range]:
 
 
 def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """The run with degrees of its file lowered to what divides the ranks, and a line for each that was."""
+    """The run with degrees of its file lowered to divisors of the ranks, and a line for each that was."""
     parallel = config.parallel
     tensor = math.gcd(parallel.tensor_parallel_degree, ranks)
     shards = parallel.hybrid_shard_degree and math.gcd(parallel.hybrid_shard_degree, ranks // tensor)
@@ -341,7 +341,7 @@ _SHOWN = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 
 def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, pool: Pool, say: Callable[[str], None]) -> dict[str, Results]:
-    """What the tasks find. Those of as many ranks are one job."""
+    """The results of the tasks. Those of as many ranks are one job."""
     for name, (_, task) in all_tasks.items():
         (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
     for ranks in dict.fromkeys(ranks for ranks, _ in all_tasks.values()):
@@ -420,7 +420,7 @@ def _line(comparison: Comparison, ranks: int) -> str:
             dict.fromkeys(each.name.partition(" by ")[2].rpartition(", seed ")[0] for each in comparison.differences)
         )
         bits = "to the bit" if largest.error == 0.0 else f"within {largest.error:.1e}"
-        return f"equal    {what}: logits, {bits}, behind changes of {by}"
+        return f"equal    {what}: logits, {bits}, after changes of {by}"
     tensors = f"{len(comparison.differences) - records} tensors within {largest.error:.1e}"
     if not comparison.exact:
         return f"alike    {what}, whose roundings are others by rule: {tensors}"

@@ -53,9 +53,9 @@ def is_record(name: str) -> bool:
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
     """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity.
 
-    Gradients and moments are measured by 1e-5 of all of their kind, if theirs is less: that of a router is 0 if tokens visit
-    one expert with weight 1, and what is left of it is rounding. A rank's own of what all hold alike ("… of rank N") is beside
-    the other result's, and beyond any bound.
+    Gradients and moments are measured by 1e-5 of all of their kind, if theirs is less: that of a router is 0 if each
+    token has one expert, of weight 1, and only rounding is left of it. A rank's copy that differs from the others' ("… of rank
+    N") is compared with the other result, and is beyond any bound.
     """
     result, least = [], _least(wanted)
     for name in dict.fromkeys((*found, *wanted)):
@@ -110,31 +110,31 @@ def with_ranks(
     one, other = found.get(name), wanted.get(name)
     ranks: list[int] = []
     if one is not None and other is not None and one.shape == other.shape:
-        apart = (one.double().nan_to_num(NAN) - other.double().nan_to_num(NAN)).abs()
+        distance = (one.double().nan_to_num(NAN) - other.double().nan_to_num(NAN)).abs()
         if kind in ("parameter", "gradient", *MOMENTS) and parameter in parts:
-            ranks = _where(apart, parts[parameter])
-        elif kind in ("states", "logits") and apart.shape[0] % len(samples) == 0:
-            rows = apart.chunk(len(samples))
-            ranks = [rank for those, part in zip(samples, rows, strict=True) if _is_much(part, apart) for rank in those]
+            ranks = _where(distance, parts[parameter])
+        elif kind in ("states", "logits") and distance.shape[0] % len(samples) == 0:
+            rows = distance.chunk(len(samples))
+            ranks = [rank for those, part in zip(samples, rows, strict=True) if _is_much(part, distance) for rank in those]
     return [*every[:place], every[place]._replace(ranks=ranks), *every[place + 1 :]]
 
 
-def _where(apart: Tensor, boxes: Tensor) -> list[int]:
+def _where(distance: Tensor, boxes: Tensor) -> list[int]:
     """The ranks whose boxes have a hundredth of the largest distance, or more."""
     found = set()
     for rank, *box in boxes.tolist():
         firsts, sizes = box[: len(box) // 2], box[len(box) // 2 :]
-        part = apart[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
-        if _is_much(part, apart):
+        part = distance[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
+        if _is_much(part, distance):
             found.add(rank)
     return sorted(found)
 
 
-def _is_much(part: Tensor, apart: Tensor) -> bool:
-    return part.numel() > 0 and bool(part.max() >= 0.01 * apart.max())
+def _is_much(part: Tensor, distance: Tensor) -> bool:
+    return part.numel() > 0 and bool(part.max() >= 0.01 * distance.max())
 
 
 def loaded(found: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[Difference]:
-    """Differences of what a layout holds behind a load from what was saved, in any bit."""
-    wanted = {name: tensor for name, tensor in saved.items() if name.split()[0] in _HELD and " behind " not in name}
+    """Differences between the tensors that a layout has loaded and those that were saved, in any bit."""
+    wanted = {name: tensor for name, tensor in saved.items() if name.split()[0] in _HELD and " after " not in name}
     return [each._replace(name=f"{each.name}{LOADED}") for each in differences(found, wanted, Bounds(0.0, 0.0, 0.0))]

@@ -1,8 +1,8 @@
 """Layouts and features of models at random, each verified; the number of a case repeats it.
 
 A case is drawn from its number alone: a family of models with sizes that ranks divide or do not, degrees, an exchange of
-context parallelism, a recipe, and settings of a run that decide how ranks share the work. What `octavo train` refuses before
-it starts is drawn again.
+context parallelism, a recipe, and settings of a run that decide how ranks share the work. A run that `octavo train` refuses
+before it starts is drawn anew.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def fuzz(
     resume: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Verify so many cases, those of `seed` and the numbers behind it: the report as a dict and as lines of text.
+    """Verify so many cases, those of `seed` and the numbers after it: the report as a dict and as lines of text.
 
     Args:
         count, seed: which cases.
         ranks: of each; None: 2 or 4, as drawn.
-        output: a file that has the report of what has ended, from the first case on.
+        output: a file that has the report of the cases that have ended, from the first case on.
         resume: cases that `output` has as equal are taken from there; those that differed are verified. Other keys of the
             report stay in it.
         say: shows progress.
@@ -147,7 +147,7 @@ def fuzz(
 
 
 def _verified(case: Case, number: int, pool: Pool) -> dict[str, Any]:
-    """What is reported of a case: its first difference, or the error of a rank."""
+    """The report of a case: its first difference, or the error of a rank."""
     started, given = time.monotonic(), [f"parallel.{key}" for key in DEGREES]
     try:
         figures, _ = verify(case.config, case.ranks, given=given, seeds=[number], pool=pool)
@@ -191,7 +191,7 @@ def _refuse_to_lose(path: Path, seed: int, count: int) -> None:
 
 
 def _notes(path: Path) -> dict[str, Any]:
-    """What others have written into a report, beside what `fuzz` writes."""
+    """Keys of a report that `fuzz` does not write."""
     return {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key not in _WRITTEN}
 
 
@@ -265,7 +265,7 @@ def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[st
 
 
 def _with_further(draw: random.Random, sections: dict[str, Any]) -> dict[str, Any]:
-    """Sections with Muon, or with a frozen base that is stored in FP8; most as they are."""
+    """Sections with Muon, or with a frozen base that is stored in FP8; most unchanged."""
     found = dict(sections)
     if draw.random() < 0.15:
         found["optimizer"] = sections["optimizer"] | {"name": "muon"}

@@ -105,7 +105,7 @@ def of_few_layers(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def trained(config: RunConfig) -> Bits:
-    """The bits of what this rank holds in and behind the steps."""
+    """The bits of this rank's tensors in and after the steps."""
     plan = check(config)
     seed_everything(config.train.seed + state.token_rank)
     sharding = sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype)
@@ -209,7 +209,7 @@ def _bits_of(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None])
 
 
 def _run(folder: Path, name: str, times: int, ranks: int, environment: dict[str, str]) -> list[list[Bits]]:
-    """What the steps gave, by rank and time."""
+    """The results of the steps, by rank and time."""
     start("octavo.verify.gpu", str(folder), name, str(times), ranks=ranks, environment=environment)
     return [json.loads((folder / f"{name}-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 

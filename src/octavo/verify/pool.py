@@ -3,7 +3,7 @@
     python -m octavo.verify.pool SOCKET
 
 is a process that has imported all that a rank needs, and forks the ranks of each job. A job begins with fresh processes,
-process groups and random numbers, and leaves nothing behind; a rank that dies ends its job alone. The store in which ranks meet
+process groups and random numbers, and leaves nothing of it; a rank that dies ends its job alone. The store in which ranks meet
 is in the process that asks, which no rank outlives.
 
 Left out: GPUs, whose state no fork survives.
@@ -50,7 +50,7 @@ class Pool:
         self._server: _Server | None = None
 
     def __enter__(self) -> Pool:
-        """Start the process that forks ranks; its imports go on beside what comes next.
+        """Start the process that forks ranks; its imports run in the background.
 
         Raises:
             InputError: this process is one of several ranks itself, or this is not its main thread.
@@ -209,7 +209,7 @@ def _done(job: Mapping[str, Any], do: Callable[[Path, Sequence[str]], None]) -> 
 
 
 def _be_rank(rank: int, ranks: int, folder: Path, names: Sequence[str], do: Callable[[Path, Sequence[str]], None]) -> None:
-    """Do the tasks and end this process, without what an interpreter does at its end: gloo's threads may abort it there."""
+    """Do the tasks and end this process, without an interpreter's finalization: gloo's threads may abort it there."""
     code = EXIT_FAILED
     faulthandler.enable()  # one that dies by a fault of a library says where
     try:

@@ -32,7 +32,7 @@ _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop",
 
 
 def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
-    """A copy of a Hugging Face config with the smallest sizes that these degrees divide as they divide its own."""
+    """A copy of a Hugging Face config with the smallest sizes that these degrees divide as they divide the whole model's."""
     small = of_layers(hf_config, spec, layers_of_each_kind(spec))
     heads, kv_heads = _heads(spec, degrees)
     ffn = _of_slices(spec.ffn_size, degrees.tensor)
@@ -89,7 +89,7 @@ def length(degrees: Degrees) -> int:
 
 
 def vocabulary(spec: ModelSpec, degrees: Degrees) -> int:
-    """A vocabulary that leaves of the ranks' blocks what the model's leaves."""
+    """A vocabulary with the remainder of the model's modulo the ranks' blocks."""
     rows = _SLICE * degrees.tensor
     left = spec.vocabulary % rows
     return left if left >= 32 * degrees.tensor else rows + left
@@ -109,7 +109,7 @@ def _heads(spec: ModelSpec, degrees: Degrees) -> tuple[int, int]:
 
 
 def _of_slices(size: int, ranks: int) -> int:
-    """A size whose slices leave of a block what those of `size` leave."""
+    """A size whose slices have the remainder of those of `size` modulo a block."""
     left = size // ranks % _SLICE
     return ranks * (left if left >= 32 else _SLICE + left)
 
@@ -185,5 +185,5 @@ def check_patterns(config: RunConfig, spec: ModelSpec) -> None:
             if any(number >= layers for number in numbers):
                 raise InputError(
                     f"{key} = {pattern!r} names a layer that octavo verify's small model does not have: its layers are 0 to "
-                    f"{layers - 1}. Give {key} with a pattern of these behind the run file, which verifies the same of them."
+                    f"{layers - 1}. Give {key} with a pattern of these after the run file, which verifies the same of them."
                 )

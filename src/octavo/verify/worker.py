@@ -1,4 +1,4 @@
-"""Steps of the small run on a rank, and what all ranks hold behind them, whole; `octavo.verify.pool` forks the ranks."""
+"""Steps of the small run on a rank, and the whole tensors after them; `octavo.verify.pool` forks the ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PATIENCE_SECONDS = 180.0
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a worker trains.
+    """The trainings of a worker.
 
     Attributes:
         run: the run file's keys, its degrees those of this layout.
@@ -58,11 +58,11 @@ class Task:
         rows: samples of a micro-batch, of all ranks.
         seeds: of weights and samples, one training each.
         trains: from the first step.
-        saves: a folder for a checkpoint of each seed behind the first steps; None: nothing is saved.
+        saves: a folder for a checkpoint of each seed after the first steps; None: nothing is saved.
         loads: the folder of such checkpoints, from which another training continues; None: none does.
         then: degrees of the layout that continues; None: the same.
-        further: go on behind the first steps, for what continues from the checkpoint.
-        causality: ask what other tokens change, behind the first steps.
+        further: go on after the first steps, for a training that continues from the checkpoint.
+        causality: ask what other tokens change, after the first steps.
     """
 
     run: dict[str, Any]
@@ -80,21 +80,22 @@ class Task:
 
 
 Results = dict[str, dict[str, Tensor]]
-"""What `_Training.steps` and `held` compute by name, whole, of each phase:
+"""Whole tensors that `_Training.steps` and `held` compute, by name, of each phase:
 
     trained      the first steps
     further      the next ones
-    loaded       what a model of other weights holds behind a load of what `trained` saved
+    loaded       the tensors of a model of other weights after it has loaded the checkpoint of `trained`
     continued    the next steps from there
-    causality    what `causality.changed` finds, behind the first steps
+    causality    the result of `causality.changed`, after the first steps
 
-What a rank holds that is not rank 0's to the bit, as of a norm that all hold, is in them as "… of rank N". Beside them are the
-`parts` of ranks that train and `parts continued`: by parameter [rank, first indices, sizes] of each box of elements.
+A rank's copy that differs from rank 0's in any bit, as of a norm that all hold, is in them as "… of rank N".
+Beside them are the `parts` of ranks that train and `parts continued`: by parameter [rank, first indices, sizes] of each box of
+elements.
 """
 
 
 def results(task: Task) -> Results:
-    """What a task finds; on every rank."""
+    """The results of a task; on every rank."""
     with _of_a_large_model():
         return _results(task)
 
@@ -174,11 +175,11 @@ class _Training:
         )  # fmt: skip
 
     def steps(self, first: int, last: int) -> dict[str, Tensor]:
-        """What these steps compute, in the order of time, so that the first difference is where a fault is.
+        """Results of these steps, in the order of time, so that the first difference is where a fault is.
 
         States, scales and logits of an evaluation before them; of the first step histories of its forwards, loss, gradients
         before clipping, from the last parameter to the first, norm and histories of its backwards; losses and norms of the
-        others; what is held behind them.
+        others; states after the last step.
         """
         found, gradients, frozen = self._evaluated(first), dict[str, Tensor](), _frozen(self.model)
 
@@ -190,7 +191,7 @@ class _Training:
         for step in range(first, last + 1):
             done = train_step(self._context, step)
             loss, norm = torch.tensor([done.loss, done.grad_norm], dtype=torch.float64).unbind()
-            histories = _histories(self.model, f" behind step {step}") if step == first else {}
+            histories = _histories(self.model, f" after step {step}") if step == first else {}
             backward = {name: value for name, value in histories.items() if f".{Operand.GRAD_OUTPUT.value} " in name}
             found |= {name: value for name, value in histories.items() if name not in backward}
             found[f"loss of step {step}"] = loss
@@ -202,7 +203,7 @@ class _Training:
         for name, local in _frozen(self.model).items():
             if not torch.equal(local, frozen[name]):
                 raise OctavoError(f"{name} is frozen, and has changed in steps {first} to {last} on rank {state.rank}.")
-        return _with_other_ranks(found | self._held() | _scales(self.model, " behind the last step"))
+        return _with_other_ranks(found | self._held() | _scales(self.model, " after the last step"))
 
     def held(self) -> dict[str, Tensor]:
         """Parameters, states of the optimizer and histories. Collective."""
@@ -217,15 +218,15 @@ class _Training:
     def parts(self) -> dict[str, Tensor]:
         """The elements of each parameter that each rank holds. Collective."""
         blocks = parameters_of(self.model)
-        own = {name: part_of(with_block(p, blocks[p])).boxes for name, p in self.model.named_parameters()}
-        found: dict[str, list[tuple[int, ...]]] = {name: [] for name in own}
-        for rank, boxes in enumerate(_objects_of_all_ranks(own)):
+        here = {name: part_of(with_block(p, blocks[p])).boxes for name, p in self.model.named_parameters()}
+        found: dict[str, list[tuple[int, ...]]] = {name: [] for name in here}
+        for rank, boxes in enumerate(_objects_of_all_ranks(here)):
             for name, those in boxes.items():
                 found[name] += [(rank, *box.whole, *box.sizes) for box in those]
         return {name: torch.tensor(boxes) for name, boxes in found.items()}
 
     def changed_by_others(self) -> dict[str, Tensor]:
-        """What `causality.changed` finds of a micro-batch behind the last step. Collective."""
+        """The result of `causality.changed` of a micro-batch after the last step. Collective."""
         config = self._context.plan.config
         batch = self._samples.step(small.LAST * config.train.global_batch)[0]
         documents = config.data.packing == "documents"
@@ -242,7 +243,7 @@ class _Training:
         return output
 
     def _evaluated(self, step: int) -> dict[str, Tensor]:
-        """States behind each block, scales, and logits of the first micro-batch of all samples of a step. Collective."""
+        """States after each block, scales, and logits of the first micro-batch of all samples of a step. Collective."""
         plan = self._context.plan
         batch = self._samples.step((step - 1) * plan.config.train.global_batch)[0]
         positions = batch.position_ids if plan.config.data.packing == "documents" else None
@@ -251,17 +252,17 @@ class _Training:
         output = self._evaluation(batch.input_ids, positions, output_hidden_states=True)
         casts, found = _scales(self.model, f" before step {step}"), dict[str, Tensor]()
         for layer, states in enumerate(output.hidden_states):
-            found[f"states behind {layer} blocks, before step {step}"] = _of_all_samples(states)
+            found[f"states after {layer} blocks, before step {step}"] = _of_all_samples(states)
             found |= {name: scale for name, scale in casts.items() if f" layers.{layer}." in name}
         return found | casts | {f"logits before step {step}": _of_all_samples(output.logits)}
 
 
-def _of_all_samples(own: Tensor) -> Tensor:
+def _of_all_samples(here: Tensor) -> Tensor:
     """Rows of all data-parallel ranks. Collective."""
     if state.dp_size == 1:
-        return own
-    every = [torch.empty_like(own) for _ in range(state.dp_size)]
-    dist.all_gather(every, own.contiguous(), group=state.dp_process_group)
+        return here
+    every = [torch.empty_like(here) for _ in range(state.dp_size)]
+    dist.all_gather(every, here.contiguous(), group=state.dp_process_group)
     return torch.cat(every)
 
 
@@ -348,11 +349,11 @@ def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
 
 
 def _with_other_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Results, and behind each those of the ranks that have other bits; of scales alone a rank has its own. Collective."""
+    """Results, and after each those of the ranks that have other bits; scales alone may differ by rank. Collective."""
     if state.world_size == 1:
         return found
-    own = {name: _digest(each) for name, each in found.items() if not name.startswith("scale ")}
-    first, *others = _objects_of_all_ranks(own)
+    here = {name: _digest(each) for name, each in found.items() if not name.startswith("scale ")}
+    first, *others = _objects_of_all_ranks(here)
     differing = [{name for name in (*first, *there) if first.get(name) != there.get(name)} for there in others]
     if not any(differing):
         return found
@@ -371,11 +372,11 @@ def _digest(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().double().nan_to_num(NAN).contiguous().numpy().tobytes())
 
 
-def _objects_of_all_ranks(own: Any) -> list[Any]:
+def _objects_of_all_ranks(here: Any) -> list[Any]:
     if state.world_size == 1:
-        return [own]
+        return [here]
     every: list[Any] = [None] * state.world_size
-    dist.all_gather_object(every, own, group=state.control)
+    dist.all_gather_object(every, here, group=state.control)
     return every
 
 
@@ -404,7 +405,7 @@ def _largest(logits: Tensor, top_k: int, counted: Tensor | None = None) -> Tenso
 
 
 def do(folder: Path, names: Sequence[str]) -> None:
-    """Do tasks, one after the other, and write what each finds. Collective.
+    """Do tasks, one after the other, and write the results of each. Collective.
 
     Reads FOLDER/NAME.json of each, and rank 0 writes FOLDER/NAME.safetensors.
     """
