@@ -35,14 +35,19 @@ SHORT = ("presets/llama-8b-128k.toml", 2)
 """Of one seed and without the pass in the dtypes that train, in `make test`."""
 
 
+def with_hub_model(config, folder):
+    """The run with a folder's config in place of the Hub's."""
+    if config.model.source not in HUB:
+        return config
+    AutoConfig.for_model(**HUB[config.model.source]).save_pretrained(folder)
+    return with_values(config, {"model.source": str(folder)})
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.long(lambda name, world: (name, world) != SHORT)
 def test_a_run_file_is_equal(name, world, tmp_path):
-    config = RunConfig.from_file(ROOT / name)
-    if config.model.source in HUB:
-        AutoConfig.for_model(**HUB[config.model.source]).save_pretrained(tmp_path)
-        config = with_values(config, {"model.source": str(tmp_path)})
+    config = with_hub_model(RunConfig.from_file(ROOT / name), tmp_path)
     config, said = certificate._lowered(config, world, ())
     degrees = config.parallel.model_dump(include={"cp_comm_type", *(key for key in vars(config.parallel) if "degree" in key)})
     assert all("does not divide" in line for line in said)
@@ -51,3 +56,19 @@ def test_a_run_file_is_equal(name, world, tmp_path):
     found = comparisons(config, world, degrees, kinds=kinds, seeds=[3] if short else certificate.SEEDS)
     assert {where: each.first for where, each in found.items() if each.first is not None} == {}
     assert len(found) == (3 if config.fp8.enabled is False else 6) + (0 if short else 1 if config.fp8.enabled is False else 2)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_a_run_reads_need_not_be_here(name, tmp_path, monkeypatch):
+    """Of every preset and example: with a tokenizer and texts elsewhere, up to the start of ranks."""
+    config = with_hub_model(RunConfig.from_file(ROOT / name), tmp_path)
+    data = {
+        "source": "nowhere/texts.jsonl",
+        "validation_source": "nowhere/others.jsonl",
+        "tokenizer": str(tmp_path / "nowhere"),
+    }
+    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(certificate.Pool, "run", lambda *_: pytest.skip("would start ranks"))
+    with pytest.raises(pytest.skip.Exception):
+        certificate.verify(config, 4)

@@ -183,10 +183,12 @@ def _first_row(held: Tensor) -> int:
 
 
 def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, int], Tensor]]]:
-    """The elements of a part that this rank counts, with their numbers in the whole."""
+    """The elements of a part that this rank counts, with their numbers in the whole; one empty piece if it counts none."""
     if part.counts_all:
         yield local, LocalShard(local, part).numbers
         return
+    if not part.counted:  # all of its rows are copies, as of a key-value head that tensor ranks share
+        yield local[:0], LocalShard(local, part).numbers
     for box in part.counted:
         piece = local[box.in_local]
         runs = tuple(indices((first, first + size)) for first, size in zip(box.whole, box.sizes, strict=True))

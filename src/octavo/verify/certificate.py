@@ -31,6 +31,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from octavo.config.data import DataConfig
 from octavo.config.degrees import DEGREES, Degrees, composes, divisors
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
@@ -125,8 +126,10 @@ def verify(
     spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
     spec = check_small(spec, hf_config.model_type, reason)
     config, lowered = _lowered(config, ranks, given)
-    # Samples are of `small`, and weights are random.
-    run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False})
+    # Samples are of `small`, and weights are random: files of the run need not be here.
+    run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False, "model.resize": False})
+    shape = config.data.model_dump(include={"packing", "sequence_length"})
+    run = run.model_copy(update={"data": DataConfig(source="python:docstrings", vocab_size=257, **shape)})
     degrees = check(run, target=Target(world_size=ranks), notes=False).degrees
     config.tell_notes(ranks)
     check_patterns(config, spec)
