@@ -31,7 +31,6 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from octavo.config.data import DataConfig
 from octavo.config.degrees import DEGREES, Degrees, composes, divisors
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
@@ -44,7 +43,7 @@ from octavo.plan.run import Target, check
 from octavo.plan.verified import verified_keys
 from octavo.verify.compare import MOMENTS, Bounds, Difference, differences, is_record, loaded, with_ranks
 from octavo.verify.pool import Pool
-from octavo.verify.small import MICRO_BATCH, check_patterns, check_small, small_config
+from octavo.verify.small import MICRO_BATCH, check_patterns, check_small, small_config, without_files
 from octavo.verify.worker import Results, Task
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.02, 0.1, 0.6, router=0.9)
@@ -126,10 +125,7 @@ def verify(
     spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
     spec = check_small(spec, hf_config.model_type, reason)
     config, lowered = _lowered(config, ranks, given)
-    # Samples are of `small`, and weights are random: files of the run need not be here.
-    run = with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1, "model.load": False, "model.resize": False})
-    shape = config.data.model_dump(include={"packing", "sequence_length"})
-    run = run.model_copy(update={"data": DataConfig(source="python:docstrings", vocab_size=257, **shape)})
+    run = without_files(with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1}))
     degrees = check(run, target=Target(world_size=ranks), notes=False).degrees
     config.tell_notes(ranks)
     check_patterns(config, spec)

@@ -38,7 +38,7 @@ from octavo.plan.run import RunPlan, Target, check
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
 from octavo.verify.compare import MOMENTS
-from octavo.verify.small import check_small, layers_of_each_kind, of_layers
+from octavo.verify.small import check_small, layers_of_each_kind, of_layers, without_files
 from octavo.verify.start import start
 from octavo.watchdog.watchdog import Watchdog
 
@@ -67,7 +67,7 @@ def verify_on_gpus(
         asked = f", and --ranks is {ranks}" if ranks else ""
         raise InputError(f"octavo verify --gpu: {gpus} GPUs are at hand{asked}. Without --gpu the layout is compared on CPUs.")
     config = of_few_layers(config, ranks)
-    plan = check(config, target=Target(world_size=ranks))
+    plan = check(config, target=Target(world_size=ranks), notes=False)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "run.json").write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
         say(f"{STEPS} steps on {ranks} GPU{'s'[: ranks > 1]}, twice …")
@@ -92,7 +92,6 @@ def of_few_layers(config: RunConfig, ranks: int) -> RunConfig:
     samples = ranks // (config.parallel.tensor_parallel_degree * config.parallel.context_parallel_degree)
     values = {
         "model.config": {**config.model.config, **changed},
-        "model.load": False,
         "train.deterministic": True,
         "train.micro_batch": micro_batch,
         "train.global_batch": max(samples, 1) * micro_batch * ACCUMULATION,
@@ -101,7 +100,7 @@ def of_few_layers(config: RunConfig, ranks: int) -> RunConfig:
         "optimizer.warmup_steps": 0,
         "optimizer.schedule": "constant",
     }
-    return with_values(config, values)
+    return without_files(with_values(config, values))
 
 
 def trained(config: RunConfig) -> Bits:

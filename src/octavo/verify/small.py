@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from octavo.config.data import DataConfig
 from octavo.config.degrees import Degrees
 from octavo.config.effects import with_values
 from octavo.config.run import RunConfig
@@ -66,6 +67,13 @@ def of_layers(hf_config: Any, spec: ModelSpec, layers: Sequence[int]) -> Any:
     if spec.dense:
         found.mlp_only_layers, found.decoder_sparse_step = [layers.index(n) for n in layers if n in spec.dense], 1
     return found
+
+
+def without_files(config: RunConfig) -> RunConfig:
+    """The run on random weights and generated samples: its texts, tokenizer and weights need not be here."""
+    shape = config.data.model_dump(include={"packing", "sequence_length"})
+    data = DataConfig(source="python:docstrings", vocab_size=257, **shape)
+    return with_values(config.model_copy(update={"data": data}), {"model.load": False, "model.resize": False})
 
 
 def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
