@@ -152,7 +152,7 @@ def train(
             raise InputError(f"--ranks {ranks} and --world-size {world_size}: give one of them.")
         from octavo.run.paths import check_paths
 
-        _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not sys.stderr.isatty()))
+        _say_start(run_file, _console(stderr=True, quiet=_rank() > 0 or not _on_terminal()))
         check_paths(config)
         from octavo.plan import dry_run as arithmetic
         from octavo.plan import run as plan
@@ -322,7 +322,7 @@ def verify(
     from octavo.verify.fuzz import fuzz as drawn
     from octavo.verify.gpu import verify_on_gpus
 
-    console = _console(stderr=True, quiet=not sys.stderr.isatty())
+    console = _console(stderr=True, quiet=not _on_terminal())
     given = [override.partition("=")[0] for override in overrides or ()]
 
     def say(line: str) -> None:
@@ -571,6 +571,11 @@ def _print(result: dict[str, Any] | list[str]) -> None:
     from octavo.run.metrics import encode
 
     print(encode(result, indent=2) if isinstance(result, dict) else "\n".join(result))
+
+
+def _on_terminal() -> bool:
+    """True if stderr is a terminal; it is None where a caller has closed it."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _print_to_reader(result: dict[str, Any] | list[str]) -> None:

@@ -73,8 +73,9 @@ def install_extra(name: str) -> str:
 
 
 def warn(message: str) -> None:
-    """Write a line for the user to stderr."""
-    sys.stderr.write(f"octavo: {message}\n")
+    """Write a line for the user to stderr, which is None where a caller has closed it."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"octavo: {message}\n")
 
 
 def some(names: Iterable[str], shown: int = 4) -> str:

@@ -118,6 +118,13 @@ def test_a_reader_that_leaves_early_is_no_fault(tmp_path, monkeypatch):
     assert json.loads(output.read_text())["equal"] == 1
 
 
+def test_a_closed_stderr_changes_no_exit_code(monkeypatch):
+    from octavo import cli
+
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["verify", "--fuzz", "1", "--ranks", "1"]) == InputError.exit_code
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
