@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import octavo
 import ranks
+from chat_templates import save_tokenizer
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.run.metrics import read_metrics
@@ -164,6 +165,55 @@ def test_figures_are_those_of_the_harness_with_transformers_and_the_training_is_
         assert records[-1][f"evaluation/{figure}"] == pytest.approx(wanted, rel=1e-4), figure
         assert other[f"evaluation/{figure}"] == pytest.approx(wanted, rel=1e-3), figure
     assert {key for key in records[-1] if key.startswith("evaluation/")} == {f"evaluation/{figure}" for figure in figures}
+
+
+@needs_harness
+@pytest.mark.long
+def test_questions_to_a_model_of_chats_are_written_by_its_template_as_the_harness_writes_them(tiny_run_in, tmp_path, capsys):
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", "chatml")
+    turns = [{"role": "user", "content": "a fox?"}, {"role": "assistant", "content": "the lazy dog"}]
+    corpus = tmp_path / "chats.jsonl"
+    corpus.write_text("".join(f"{json.dumps({'messages': turns})}\n" for _ in range(24)))
+    run = tiny_run_in(tmp_path / "run", corpus=corpus, steps=1)
+    run.file.write_text(run.file.read_text().replace("vocab_size = 300\n", f'tokenizer = "{tokenizer}"\n'))
+    tasks = tasks_in(tmp_path)
+    shots = "description: 'answer in short'\nfewshot_split: test\nnum_fewshot: 2\n"
+    for name in ("tiny_choice", "tiny_answer"):
+        (tasks / f"{name}.yaml").write_text((tasks / f"{name}.yaml").read_text() + shots)
+    answer = (tasks / "tiny_answer.yaml").read_text().replace("tiny_answer", "tiny_likelihood")
+    answer = (
+        answer.replace("generate_until", "loglikelihood").replace("exact_match", "perplexity").partition("generation_kwargs")
+    )
+    (tasks / "tiny_likelihood.yaml").write_text(f"{answer[0]}metric_list:\n  - metric: perplexity\n{shots}")
+    asked = [*NAMES, "tiny_likelihood"]
+    names = [f"lm-eval:{name}" for name in asked]
+    given = [
+        *EXACT,
+        "model.config.max_position_embeddings=256",
+        "model.config.vocab_size=512",
+        "model.config.initializer_range=0.3",
+        f"train.eval={json.dumps(names)}",
+    ]
+    train(run.file, [*given, f"train.eval_tasks={tasks}", "train.eval_batch=3"])
+    record = read_metrics(run.output / "metrics.jsonl")[-1]
+    octavo.export(run.output, tmp_path / "out")
+    lm = HFLM(pretrained=str(tmp_path / "out"), dtype="float32", device="cpu", batch_size=1)
+    theirs = [
+        evaluator.simple_evaluate(
+            lm, tasks=asked, task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0,
+            apply_chat_template=chat, fewshot_as_multiturn=chat,
+        )
+        for chat in (True, False)
+    ]  # fmt: skip
+    for figure in ("tiny_choice/acc", "tiny_likelihood/perplexity", "tiny_text/bits_per_byte", "tiny_answer/exact_match"):
+        task, metric = figure.split("/")
+        assert record[f"evaluation/{figure}"] == pytest.approx(theirs[0]["results"][task][f"{metric},none"], rel=1e-4), figure
+    plain = theirs[1]["results"]["tiny_likelihood"]["perplexity,none"]
+    assert record["evaluation/tiny_likelihood/perplexity"] != pytest.approx(plain, rel=1e-2)  # without the template
 
 
 @needs_harness

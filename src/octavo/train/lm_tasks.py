@@ -3,6 +3,7 @@
 Every rank runs the harness over all questions, and ranks that see different samples answer a share of the texts each: then all
 have all answers, and the figures are those of one rank. Forwards are equally many on every rank, since sharded ranks run them
 together. They run in FP8 where training does, with its scales under delayed scaling; other recipes scale each batch separately.
+Where the data of the run are conversations, questions are written by the chat template, as training writes them.
 
 No code is fetched: data sets with scripts, metrics of the Hub and tasks that run generated code are refused.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from octavo.config.run import EVALUATION
 from octavo.config.train import TrainConfig
+from octavo.data.prepared import PreparedData
 from octavo.data.special_tokens import SpecialTokens
 from octavo.data.tokenizer import transformers_tokenizer
 from octavo.errors import InputError, first_line, install_extra, unknown, warn
@@ -119,19 +121,19 @@ def _is_registered(metric: str) -> bool:
     return metric in registry.metric_registry
 
 
-def run_tasks(context: TrainContext, tokenizer: Path | None, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
+def run_tasks(context: TrainContext, prepared: PreparedData, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Figures of the tasks of `train.eval`, `evaluation/TASK/METRIC`, the same on all ranks. All ranks call it.
 
     A metric of a filter of answers other than lm-eval's "none" is METRIC,FILTER. Standard errors are left out.
 
     Args:
-        tokenizer: folder of the run's.
+        prepared: the run's data, with its tokenizer.
         alive: called before each forward, for a watchdog.
 
     Raises:
         InputError: the data has no tokenizer, a task asks for sampled answers, or a question has more tokens than the model.
     """
-    plan, train = context.plan, context.plan.config.train
+    plan, train, tokenizer = context.plan, context.plan.config.train, prepared.tokenizer_folder
     if tokenizer is None:
         raise InputError("train.eval has tasks of lm-eval, which are text, and the data has no tokenizer: name data.tokenizer.")
     positions = getattr(plan.hf_config, "max_position_embeddings", None) or plan.config.data.sequence_length
@@ -143,13 +145,19 @@ def run_tasks(context: TrainContext, tokenizer: Path | None, alive: Callable[[],
         vocabulary=int(plan.hf_config.vocab_size),
         batch=train.eval_batch,
         autocast=functools.partial(fp8_autocast, enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True),
+        chat=plan.config.data.chat_template_variables if prepared.of_chats else None,
+        turn_ends=tuple(prepared.turn_ends),
     )
     with unchanged(context.model, "lm-eval", alive), torch.no_grad():
         return evaluate_tasks(settings, load_tasks(train), limit=train.eval_limit)
 
 
 class Scoring(NamedTuple):
-    """A model and how it is asked: longest: tokens in a forward; batch: texts in a forward of a rank."""
+    """A model and how it is asked.
+
+    longest: tokens in a forward. batch: texts in a forward of a rank. chat: variables of the chat template that writes
+    questions; None for plain text. turn_ends: ids at which an answer ends, in addition to the end token.
+    """
 
     model: nn.Module
     tokenizer: Path
@@ -158,6 +166,8 @@ class Scoring(NamedTuple):
     vocabulary: int
     batch: int
     autocast: Callable[[], Any]
+    chat: Mapping[str, Any] | None = None
+    turn_ends: tuple[int, ...] = ()
 
 
 def evaluate_tasks(settings: Scoring, tasks: Any, *, limit: int | None) -> dict[str, float]:
@@ -167,6 +177,8 @@ def evaluate_tasks(settings: Scoring, tasks: Any, *, limit: int | None) -> dict[
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=_SEED)  # each evaluation of a run draws the same examples
     options = {"bootstrap_iters": 0, "log_samples": False, "confirm_run_unsafe_code": False}
+    if settings.chat is not None:  # as lm-eval's command has it, with each example as turns of its own
+        options |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
     with _no_code_of_the_hub():
         results = evaluate(_language_model(settings), tasks, limit=limit, **options)
     assert results is not None
@@ -286,6 +298,16 @@ def _language_model(settings: Scoring) -> Any:
     tokenizer = transformers_tokenizer(str(settings.tokenizer))
     special = SpecialTokens.of(settings.tokenizer)
     prefix = special.bos if special.bos is not None else special.eos
+    said: set[str] = set()
+
+    def say_once(message: str) -> None:
+        if message not in said and state.rank == 0:
+            warn(message)
+        said.add(message)
+
+    def plainly(text: str) -> bool:
+        """True if the tokenizer puts its special tokens around a plain text: not a second BOS."""
+        return special.bos is None or not text.startswith(tokenizer.decode([special.bos]))
 
     class LanguageModel(TemplateLM):
         """The model in training."""
@@ -301,9 +323,36 @@ def _language_model(settings: Scoring) -> Any:
         def prefix_token_id(self) -> int:
             return prefix if prefix is not None else self.eot_token_id
 
+        @property
+        def tokenizer_name(self) -> str:
+            return str(settings.tokenizer)
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            def written(messages: list[dict[str, str]]) -> str:
+                text: str = tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                    **(settings.chat or {}),
+                )
+                return text
+
+            try:
+                return written(chat_history)
+            except Exception as error:  # of Jinja, and of Python within expressions
+                others = [message for message in chat_history if message["role"] != "system"]
+                if len(others) == len(chat_history):
+                    raise InputError(f"lm-eval: the chat template refuses a question: {first_line(error)}.") from None
+                say_once(
+                    "lm-eval: the chat template refuses the system message with a task's description "
+                    f"({first_line(error)}): questions are asked without it, as lm-eval does."
+                )
+                return written(others)
+
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            begun = special.bos is not None and string.startswith(tokenizer.decode([special.bos]))
-            adds = not begun if add_special_tokens is None else add_special_tokens
+            # A template writes all special tokens of a conversation, as training reads it.
+            adds = settings.chat is None and plainly(string) if add_special_tokens is None else add_special_tokens
             ids: list[int] = tokenizer.encode(string, add_special_tokens=adds)
             if ids and max(ids) >= settings.vocabulary:
                 raise InputError(f"lm-eval: a question has the token {max(ids)}, and the model {settings.vocabulary} tokens.")
@@ -328,7 +377,7 @@ def _language_model(settings: Scoring) -> Any:
             texts, owners = [], []
             for number, request in enumerate(requests):
                 (string,) = request.args
-                ids = self.tok_encode(string)
+                ids = self.tok_encode(string, add_special_tokens=plainly(string))
                 windows = get_rolling_token_windows(
                     token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=settings.longest, context_len=1
                 )
@@ -358,7 +407,7 @@ def _language_model(settings: Scoring) -> Any:
                 prompts.append(ids[-(settings.longest - limit) :] or [self.prefix_token_id])
                 limits.append(limit)
             _say_cut(cut, len(requests), settings.longest)
-            ends = {token for token in (special.eos,) if token is not None}
+            ends = {token for token in (special.eos, *settings.turn_ends) if token is not None}
 
             def ended(number: int, ids: list[int]) -> bool:
                 return ids[-1] in ends or any(stop in tokenizer.decode(ids, skip_special_tokens=True) for stop in stops[number])

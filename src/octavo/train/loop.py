@@ -290,7 +290,7 @@ def _evaluate(session: _Session, record: dict[str, Any]) -> None:
     if train.lm_eval_names:
         from octavo.train.lm_tasks import run_tasks
 
-        found.append(("lm-eval", run_tasks(context, session.prepared.tokenizer_folder, alive)))
+        found.append(("lm-eval", run_tasks(context, session.prepared, alive)))
     owner: dict[str, str] = {}
     for name, figures in found:
         for figure, value in figures.items():

@@ -138,6 +138,8 @@ class Trainer:
                 run = _Run(folder, console, stop, watch)
                 plan, prepared = run.settle(config, plan)
                 self.config = plan.config
+                if self.config.train.lm_eval_names and prepared.of_chats:
+                    console.print("lm-eval: questions are written by the chat template, since the data are conversations.")
                 bf16_plan = without_fp8(plan) if plan.config.train.compare_bf16 and plan.recipe is not None else None
                 if bf16_plan is not None:  # before the steps in FP8
                     bf16_plan = _fit_to_past(bf16_plan, RunFolder(bf16_plan.config.output))
