@@ -116,6 +116,13 @@ class PublishedWeights(Weights):
         """The bytes and scales of a tensor that its file stores in FP8, and no converter computes."""
         return self._files.fp8(self._sources[name]) if name in self._sources else None
 
+    def in_fp8(self, name: str) -> bool:
+        """True if the files have bytes in FP8 of a tensor, or of one that it is computed from."""
+        if name in self._sources:
+            return self._files.in_fp8(self._sources[name])
+        parts = self._parts[name][1].values() if name in self._parts else ()
+        return any(self._files.in_fp8(theirs) for names in parts for theirs in names)
+
     def _match(self, state: dict[str, Tensor]) -> dict[str, str]:
         """Assign the tensors of the files to those of the model, in transformers' order; returns the others."""
         model, unused = self._model, {}

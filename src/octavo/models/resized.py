@@ -82,6 +82,10 @@ class ResizedWeights(Weights):
         """The bytes and scales of a tensor without new rows."""
         return None if name in self.resized else self._weights.fp8(name)
 
+    def in_fp8(self, name: str) -> bool:
+        """As the tensor without new rows."""
+        return self._weights.in_fp8(name)
+
     def _mean(self, name: str, rows: int) -> Tensor:
         parts = range(0, rows, _ROWS)
         total = torch.stack([self._weights.read(name, at, min(at + _ROWS, rows)).double().sum(0) for at in parts]).sum(0)

@@ -71,6 +71,10 @@ class Weights(ABC):
         """The bytes and scales of a tensor that its source stores in FP8; None for another."""
         return None
 
+    def in_fp8(self, name: str) -> bool:
+        """True if a tensor is read from bytes in FP8, also where it is computed from several."""
+        return self.fp8(name) is not None
+
 
 @dataclass(frozen=True)
 class Fp8Source:

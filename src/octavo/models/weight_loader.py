@@ -174,6 +174,10 @@ class WeightLoader:
                 scales.index_copy_(0, at, there[source].scales[first:last])
         return Fp8Rows("", data, scales)
 
+    def in_fp8(self, name: str) -> bool:
+        """True if a parameter, or a part of it, is read from bytes in FP8."""
+        return any(self._weights.in_fp8(source) for source, _, _ in self._sources[name])
+
     def _rows(self, source: str, start: int, stop: int, dims: int) -> Tensor:
         """Rows of a tensor; of one that the parameter holds as a matrix, of its matrices one after the other."""
         shape = self._weights.shape(source)

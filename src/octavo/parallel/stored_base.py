@@ -62,6 +62,9 @@ class LoadsFp8(Protocol):
     def stored(self, name: str, start: int, rows: int, *, block: bool, power_of_two: bool) -> Fp8Rows | None:
         """Rows of a matrix as its source stores it; None where that is not FP8. As `WeightLoader.stored`."""
 
+    def in_fp8(self, name: str) -> bool:
+        """True if a parameter, or a part of it, is read from bytes in FP8."""
+
 
 Pieces = Iterable[tuple[Tensor, Callable[[int, int], Tensor]]]
 """Parts of a weight, each with the numbers of its elements in the whole, as `LocalShard.numbers` has them."""
@@ -70,8 +73,8 @@ Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
 
 
 @dataclass(frozen=True)
-class _PartOfMatrix:
-    """The result for a matrix that ranks hold in parts: its scales belong to parts."""
+class _NotTaken:
+    """The result for a matrix in FP8 in its folder whose bytes are not taken; by default one that ranks hold in parts."""
 
     reason: str = "parts of a matrix on several ranks"
     data: Tensor | None = None
@@ -145,10 +148,12 @@ class StoredInFp8:
 
     def _stored(self, name: str, tensor: Tensor, how: Stored, start: int, rows: int) -> Fp8Rows | None:
         """This rank's rows of a matrix as a folder has them in FP8; None where it has them otherwise."""
-        if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8) or how.experts is not None:
+        if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8):
             return None
+        if how.experts is not None:
+            return _NotTaken("matrices of experts, which are one stack here") if self.base.load.in_fp8(name) else None
         rows_in_fp8 = self.base.load.stored(name, start, rows, block=not how.one_scale, power_of_two=how.cast.power_of_two)
-        return _PartOfMatrix() if rows_in_fp8 is not None and isinstance(tensor, BlockTensor) else rows_in_fp8
+        return _NotTaken() if rows_in_fp8 is not None and isinstance(tensor, BlockTensor) else rows_in_fp8
 
     @property
     def _unstored(self) -> Values:

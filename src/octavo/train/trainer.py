@@ -252,8 +252,21 @@ def _say_resized(plan: RunPlan, console: Console, *, resumed: bool) -> None:
     say(
         console,
         f"model.resize: the vocabulary grows from {tokens - added:,} to {tokens:,} tokens; the {added:,} new {rows} are the "
-        "mean of the old ones.",
+        f"mean of the old ones.{_untrained_rows(plan, tied=tied)}",
     )
+
+
+def _untrained_rows(plan: RunPlan, *, tied: bool) -> str:
+    """A sentence about new rows that adapters leave frozen."""
+    lora = plan.config.lora
+    if lora.rank is None or lora.save_whole:
+        return ""
+    way = (
+        "train without lora, since one matrix is both"
+        if tied
+        else 'lora.save_whole = ["embed_tokens", "lm_head"], or their names in this family, trains them'
+    )
+    return f" With lora they are frozen there, and no new token is learnt: {way}."
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
