@@ -179,6 +179,32 @@ def test_bytes_of_one_scale_become_the_base_as_they_are(tmp_path, recipe, capsys
     octavo.save(tmp_path / "saved", model)
 
 
+def test_experts_are_cast_once_more_from_their_values_in_float32_and_said(tmp_path, capsys):
+    saved(tmp_path, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=144, num_experts_per_tok=2)
+    values = quantise(tmp_path, "channel")
+    model = adapters(tmp_path, octavo.recipe.CurrentScaling())
+    said = capsys.readouterr().err
+    assert re.search(r"8 of 8 matrices .* second time .* matrices of experts, which are one stack here \(4: ", said)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = hugging_face(
+        {
+            names[state.weight]: state.stored.values(state, torch.float32)
+            for _, state in states_of(model)
+            if state.stored is not None
+        },
+        model.spec,
+    )
+    stacks = [name for name in found if name.endswith("experts.down_proj")]
+    assert len(stacks) == 2
+    for name in stacks:
+        for expert, matrix in enumerate(found[name]):
+            exact = values[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"].float()
+            scale = 448 / exact.abs().max()
+            torch.testing.assert_close(
+                matrix.view_as(exact), (exact * scale).to(torch.float8_e4m3fn).float() / scale, rtol=1e-6, atol=0
+            )
+
+
 def test_blocks_become_the_base_where_no_block_has_rows_of_two_matrices(tmp_path, capsys):
     saved(tmp_path, **ALIGNED)
     quantise(tmp_path, "block")

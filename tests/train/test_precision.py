@@ -116,3 +116,15 @@ def test_a_schedule_that_cannot_be_is_refused(tiny_run, capsys, more, said):
     assert main(["train", str(tiny.file), *more]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not tiny.output.exists()
+
+
+def test_a_schedule_without_a_step_in_fp8_is_said(tiny_run, capsys):
+    file = tiny_run(steps=3).file
+    for given, said in (
+        (scheduled(first_9="*"), True),
+        (scheduled(first_2="*", last_2="*"), True),
+        (scheduled(first_2="*", last_2="layers.0.*"), False),
+        (scheduled(first_2="*"), False),
+    ):
+        check(RunConfig.from_file(file, [given]))
+        assert ("leaves every layer out of FP8 in all 3 steps" in capsys.readouterr().err) == said, given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -27,6 +27,7 @@ class PrecisionSchedule:
     """
 
     def __init__(self, model: nn.Module, schedule: Mapping[str, Sequence[str]], steps: int) -> None:
+        self._last = steps
         self._steps: dict[ModuleState, set[range]] = {}
         for when, patterns in schedule.items():
             for pattern in patterns:
@@ -48,6 +49,11 @@ class PrecisionSchedule:
             if joined:
                 found[state] = joined
         return found
+
+    def leaves_none(self, states: Iterable[ModuleState]) -> bool:
+        """True if each of these layers runs without FP8 in every step of the run."""
+        without = self.until(self._last)
+        return all(without.get(state) == [range(1, self._last + 1)] for state in states)
 
     def begin(self, step: int) -> None:
         """Before step `step`, counted from 1, and the evaluations after it."""

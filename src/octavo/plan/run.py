@@ -321,7 +321,13 @@ def check(
     if (steps := config.steps or _steps_of_epochs(config)) is not None:
         config = config.with_steps(steps)
         if use:
-            PrecisionSchedule(model, config.fp8.schedule, steps)  # raises for one that cannot be
+            schedule = PrecisionSchedule(model, config.fp8.schedule, steps)  # raises for one that cannot be
+            in_fp8 = [state for _, state in states_of(model) if state.under(recipe) is not None]
+            if config.fp8.schedule and schedule.leaves_none(in_fp8) and rank_variable("RANK", 0) == 0:
+                warn(
+                    f"fp8.schedule leaves every layer out of FP8 in all {steps} steps. Shorten its steps, or set "
+                    "fp8.enabled = false."
+                )
     stored = stored_names(model)
     plan = RunPlan(
         config=config,
