@@ -5,7 +5,7 @@ NEWEST := .venv-newest/bin
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes: without bytecode each compiles Octavo anew, and pytest rewrites every test.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help demo test test-long test-eval test-newest check docs models-table lint format clean
+.PHONY: help demo test test-long test-eval test-lightning test-newest check docs models-table lint format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -35,6 +35,13 @@ test-eval: .venv-eval/bin/python  ## lm-eval's tasks in training, in .venv-eval 
 	.venv-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,eval]'
 	.venv-eval/bin/python -m pytest -q -n 0 tests/train/test_lm_tasks.py
 
+.venv-lightning/bin/python:
+	$(PYTHON) -m venv .venv-lightning
+
+test-lightning: .venv-lightning/bin/python  ## Lightning's plug-in for Transformer Engine, in .venv-lightning
+	.venv-lightning/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' 'lightning>=2.6'
+	.venv-lightning/bin/python -m pytest -q -n 0 tests/compat/test_accelerate.py -k lightning
+
 .venv-newest/bin/python:
 	$(PYTHON) -m venv .venv-newest
 
@@ -62,4 +69,4 @@ format: .venv/ready  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environments and every run
-	rm -rf .venv .venv-newest runs
+	rm -rf .venv .venv-eval .venv-lightning .venv-newest runs

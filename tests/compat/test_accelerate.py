@@ -277,3 +277,44 @@ def test_lightning_trains_saves_and_resumes(te, tmp_path):
     fabric, model, optimizer = training()
     fabric.load(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer})
     assert steps(fabric, model, optimizer, batches()[3:]) == wanted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
+def test_lightnings_trainer_resumes_a_model_of_configure_model(te, tmp_path):
+    """It loads a checkpoint before it converts layers: those of `configure_model` are Octavo's by then."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import TransformerEnginePrecision
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.losses = None, []
+
+        def configure_model(self):
+            self.net = network() if self.net is None else self.net
+
+        def training_step(self, batch, number):
+            loss = loss_of(self.net, batch[0].bfloat16())
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    data = DataLoader(TensorDataset(torch.cat(batches())), batch_size=16)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+    def trained(epochs, checkpoint=None):
+        precision = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe=RECIPE, replace_layers=True)
+        trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=1, plugins=[precision], **quiet)
+        model = Model()
+        trainer.fit(model, data, ckpt_path=checkpoint)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return model
+
+    whole, half = trained(2), trained(1)
+    assert isinstance(whole.net[0], te.Linear)
+    resumed = trained(2, tmp_path / "1.ckpt")
+    assert half.losses == whole.losses[:6]
+    assert resumed.losses == whole.losses[6:]

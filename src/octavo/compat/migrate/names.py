@@ -60,6 +60,11 @@ _GONE = {
 """Names that scripts of SMP's container import, and that newer packages do not have → what to write."""
 OTHERS = "other packages"
 LIBRARIES |= dict.fromkeys(_GONE, OTHERS)
+_PLUGINS = tuple(
+    f"{module}.plugins.TransformerEnginePrecision"
+    for module in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+)
+LIBRARIES |= dict.fromkeys(_PLUGINS, "Lightning")
 
 
 @dataclass(frozen=True)
@@ -359,7 +364,13 @@ _SDK = (
     Name("smdistributed", "absent", "SMP v1, another library", "import octavo"),
 )
 
-_ELSEWHERE = tuple(Name(name, "absent", f"gone from {name.partition('.')[0]}", way) for name, way in _GONE.items())
+_ELSEWHERE = (
+    *(Name(name, "absent", f"gone from {name.partition('.')[0]}", way) for name, way in _GONE.items()),
+    *(
+        Name(name, "same", "its layers are Octavo's under python -m octavo.compat", "octavo.fp8_autocast() around the forward")
+        for name in _PLUGINS
+    ),
+)
 
 NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCELERATE, *_SDK, *_ELSEWHERE)}
 """Every row by its name."""

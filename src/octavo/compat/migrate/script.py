@@ -342,11 +342,7 @@ class _Reader:
             self._argument(where.get(name, node), target, name, value)
         if open_ended:
             self._note(node, f"arguments of {target.dotted} are computed at run time")
-        elif (
-            signature is None
-            and words
-            and target.dotted.startswith(("accelerate.", "torch.distributed.fsdp.", "torch.sagemaker."))
-        ):
+        elif signature is None and words and library_of(target.dotted) in ("Accelerate", "FSDP1", "Lightning", "SMP"):
             self._note(node, f"{', '.join(words)} of {target.dotted} is not checked")
         elif signature is not None and target.whole:
             count = len(node.args) - target.skip
