@@ -328,3 +328,10 @@ def test_arguments_of_fsdp_have_their_effect_where_nothing_of_smp_is_used(tmp_pa
     assert {use.row.status for use in read(tmp_path / "s.py").uses} == {"same"}
     (tmp_path / "s.py").write_text(f"import torch.sagemaker as tsm\n{text}")
     assert {use.row.status for use in read(tmp_path / "s.py").uses} == {"same", "accepted", "differs"}
+
+
+def test_sagemakers_backend_needs_no_gpu_here(tmp_path):
+    start = "import torch.sagemaker as tsm\nimport torch.distributed as dist\ndist.init_process_group('{}')\ntsm.init()\n"
+    for backend, count in (("smddp", 0), ("nccl", 1)):
+        (tmp_path / "s.py").write_text(start.format(backend))
+        assert len(read(tmp_path / "s.py").needs_gpu) == count

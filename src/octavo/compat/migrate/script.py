@@ -316,7 +316,7 @@ class _Reader:
             self._method(node, node.func)
         for value in (*node.args, *(word.value for word in node.keywords)):
             text = value.value if isinstance(value, ast.Constant) else None
-            if isinstance(text, str) and (text in ("nccl", "smddp") or text.partition(":")[0] == "cuda"):
+            if isinstance(text, str) and (text == "nccl" or text.partition(":")[0] == "cuda"):
                 self._gpu(node, f'"{text}"')
 
     def _arguments(self, node: ast.Call, target: Target) -> None:
