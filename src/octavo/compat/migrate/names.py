@@ -365,7 +365,10 @@ _SDK = (
 )
 
 _ELSEWHERE = (
-    *(Name(name, "absent", f"gone from {name.partition('.')[0]}", way) for name, way in _GONE.items()),
+    *(
+        Name(name, "absent", f"not in the versions of {name.partition('.')[0]} that Octavo needs", way)
+        for name, way in _GONE.items()
+    ),
     *(
         Name(name, "same", "its layers are Octavo's under python -m octavo.compat", "octavo.fp8_autocast() around the forward")
         for name in _PLUGINS
