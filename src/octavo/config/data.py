@@ -36,7 +36,7 @@ class DataConfig(Section):
     )
     validation: dict[str, str | list[str] | dict[str, str | list[str]]] = Field(
         default_factory=dict,
-        description="Further texts for validation by name, in the forms of `source`, or { source, split }; each has its loss.",
+        description="Additional validation texts by name, in the forms of `source`, or { source, split }; each has its loss.",
     )
     format: Literal["chat", "prompt", "text"] | None = Field(
         None,
@@ -55,7 +55,7 @@ class DataConfig(Section):
         description="Tokens of a conversation that are predicted: the assistant's turns, the last of them, or all tokens.",
     )
     faulty_rows: Literal["refuse", "drop"] = Field(
-        "refuse", description='A conversation that cannot be used exactly ends the preparation; "drop" counts it and goes on.'
+        "refuse", description='A conversation that cannot be used exactly ends the preparation; "drop" skips and counts it.'
     )
     subset: str | None = Field(
         None, description='Configuration of a Hugging Face data set that has several, such as "wikitext-2-raw-v1".'

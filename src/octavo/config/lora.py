@@ -107,21 +107,21 @@ class LoraConfig(Section):
     rank: int | None = Field(
         None, ge=1, description="Rank of the adapters, which are trained on frozen weights; none when absent."
     )
-    alpha: float | None = Field(None, gt=0, description="Adapters count alpha / rank times; 2 x rank when absent.")
+    alpha: float | None = Field(None, gt=0, description="The adapters' output is scaled by alpha / rank; 2 x rank when absent.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapters' input, in training.")
     targets: str | list[str] = Field(
         ALL_LINEAR,
         description='"all-linear" for all matrices of the blocks, or patterns (`fnmatch`) of Hugging Face\'s names of modules '
         'or of their ends, such as ["q_proj", "v_proj"].',
     )
-    rslora: bool = Field(False, description="Adapters count alpha / √rank times.")
+    rslora: bool = Field(False, description="The adapters' output is scaled by alpha / √rank.")
     save_whole: list[str] = Field(
         default_factory=list,
         description='Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].',
     )
     load: str | None = Field(
         None,
-        description="Folder of PEFT's with the adapters to begin with, and rank, alpha, targets, rslora and save_whole where "
+        description="PEFT folder with the adapters to start from, and rank, alpha, targets, rslora and save_whole where "
         "these are absent.",
     )
     base: Literal["params_dtype", "fp8"] = Field(

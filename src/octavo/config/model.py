@@ -21,7 +21,7 @@ class ModelConfig(Section):
     load: bool = Field(False, description="Start from the pretrained weights of `source` instead of random ones.")
     resize: bool = Field(
         False,
-        description="Add the tokenizer's further tokens to pretrained weights: new rows are the mean of the old ones.",
+        description="Add the tokenizer's additional tokens to pretrained weights: new rows are the mean of the old ones.",
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16",
@@ -32,7 +32,7 @@ class ModelConfig(Section):
     )
     blocks: Literal["auto", "own"] = Field(
         "auto",
-        description='"own" runs the original code of a model that would get Octavo\'s blocks; its older runs continue so.',
+        description='"own" runs the original code of a model that would get Octavo\'s blocks; runs that began with it keep it.',
     )
     config: dict[str, Any] = Field(
         default_factory=dict,

@@ -26,7 +26,7 @@ class ParallelConfig(Section):
     expert_dispatch_fp8: bool = Field(
         False,
         description="Tokens, and gradients of results, are sent to their experts in E4M3 with a scale for 128 elements: half "
-        "the bytes, one rounding more. Results are sent in model.dtype.",
+        "the bytes, one more rounding. Results are sent in model.dtype.",
     )
     cp_comm_type: Literal["all_gather", "p2p", "a2a", "auto"] = Field(
         "all_gather", description="Exchange of keys and values within a context group."
@@ -45,12 +45,12 @@ class ParallelConfig(Section):
     reduce_dtype: DtypeName = Field("float32", description="Dtype in which gradients are summed over ranks.")
     sync_each_micro_batch: bool = Field(
         False,
-        description="Sum gradients over the shards in each micro-batch, not only in the last: between them a rank stores its "
-        "shard of the gradients, not the whole, for one reduction more a micro-batch. Replicas are summed in the last.",
+        description="Reduce gradients in each micro-batch, not only in the last: in between a rank stores only its shard of "
+        "them, for one more reduction per micro-batch. Replicas are reduced in the last.",
     )
     buffer_dtype: DtypeName = Field("float32", description="Dtype of floating-point buffers, rotary tables among them.")
     sm_activation_offloading: bool = Field(
-        False, description="Keep activations saved for backward in host memory, as train.offload."
+        False, description="Offload activations saved for backward to host memory, as train.offload."
     )
     activation_loading_horizon: int = Field(
         2, ge=1, description="Blocks whose offloaded activations are loaded ahead in backward."

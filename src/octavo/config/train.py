@@ -45,7 +45,7 @@ class TrainConfig(Section):
         "more than 1 recomputes the first product in backward, and under current and rowwise scaling each chunk has separate "
         "scales (Octavo's blocks only).",
     )
-    offload: bool = Field(False, description="Keep activations saved for backward in host memory (Octavo's decoder only).")
+    offload: bool = Field(False, description="Offload activations saved for backward to host memory (Octavo's decoder only).")
     graph: bool | Literal["auto"] = Field(
         "auto",
         description="After 3 eager steps record forward and backward as CUDA graphs, for steps that wait for the host: the "
@@ -84,7 +84,7 @@ class TrainConfig(Section):
         description="A run on several ranks starts only with the result of `octavo verify` for its layout. true: in "
         "verify.json, where that command writes it. A text: in the file of this name.",
     )
-    compare_bf16: bool = Field(False, description="Train the same steps once more without FP8, and report the gap in loss.")
+    compare_bf16: bool = Field(False, description="Then train the same steps without FP8, and report the gap in loss.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end.")
     early_stopping: int = Field(
         0, ge=0, description="End the run after this many validations in a row without a new lowest loss; 0: never."
