@@ -189,7 +189,7 @@ def compare(case: LoraCase, device: torch.device, model: nn.Module, loss: Loss, 
     for what, error in errors.items():
         if not error <= limit:
             raise InputError(
-                f"{what} of two blocks: a relative error of {error:.3g} beside PEFT's in float32, where {limit} is allowed."
+                f"{what} of two blocks: a relative error of {error:.3g} from PEFT's in float32, where {limit} is allowed."
             )
     model.zero_grad(set_to_none=True)
 

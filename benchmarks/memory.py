@@ -88,7 +88,7 @@ def measure_memory(
         with recorded(row, workload.name, say):
             planned = estimate(workload.setup(memory_of_gpu(device)))
             row |= {"estimated_gib": planned.total / GIB, "host_gib": planned.host / GIB}
-            _release(device)  # what the one before has left
+            _release(device)  # memory of the previous setting
             seconds, peak = _train(workload, device, iterations, max(1, warmup))
             step = statistics.median(seconds)
             row |= {

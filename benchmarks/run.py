@@ -153,7 +153,7 @@ class _Results:
     document: dict[str, Any] = field(default_factory=dict)  # as it was last written
 
     def write(self, found: list[dict[str, Any]]) -> list[Path]:
-        """Write these rows too: what ends the suite later loses none of them. Returns the files."""
+        """Write these rows too, so that a later failure of the suite loses none of them. Returns the files."""
         self.document = self.made_of(self.rows + found)
         return write(self.document, self.output)
 
@@ -330,7 +330,7 @@ def _installed(cases: list[Any], compared: list[Entry], *, named: bool, say: Say
 
 
 def _groups(case: Any) -> list[tuple[int, str]]:
-    """(GPUs of a group, what they do together) of a case."""
+    """(GPUs of a group, their common work) of a case."""
     if not isinstance(case, Case):
         return []
     return [(case.context, "share each sequence"), (case.expert, "hold the experts"), (case.tensor, "hold each matrix")]

@@ -1,4 +1,4 @@
-"""Timeline of a trace: what each stream of a GPU does in a stretch of a step.
+"""Timeline of a trace: the kernels of each stream of a GPU in an interval of a step.
 
     python -m benchmarks context --cases llama-8b-16k-cp2 --traces traces
     python -m benchmarks.profile.timeline traces/llama-8b-16k-cp2-octavo-delayed.json.gz --from 120 --to 160 --plot out.png

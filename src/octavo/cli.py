@@ -495,7 +495,7 @@ def migrate(
     world_size: WorldSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a script's uses of SMP, Transformer Engine, FSDP1 and Accelerate, and what they become.
+    """Show a script's uses of SMP, Transformer Engine, FSDP1 and Accelerate, and their effect in Octavo.
 
     The exit code is 1 if a script has something to change first, and 0 once a run file is written.
     """

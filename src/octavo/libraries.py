@@ -53,7 +53,7 @@ def cudnn_of_map(text: str) -> list[str]:
 
 
 def cudnn_on_disk() -> dict[str, str]:
-    """Paths of cuDNN that a loader may find → what leads there: LD_LIBRARY_PATH, ldconfig, or a wheel of pip's."""
+    """Paths of cuDNN that a loader may find → their origin: LD_LIBRARY_PATH, ldconfig, or a wheel of pip's."""
     found: dict[str, str] = {}
     for path, by in (*_by_variable(), *cudnn_of_ldconfig(_ldconfig()), *_by_wheel()):
         if path not in found and not any(Path(path).samefile(other) for other in found):

@@ -1,4 +1,4 @@
-"""The one supervisor: processes that this one starts and answers for, and what tells one process of a host from another.
+"""The one supervisor of child processes: starts, signals and ends them, orphans included; and identity of processes on a host.
 
 The ranks of a host (`octavo.watchdog.launcher`) and the job of an estimator (`octavo.launch.supervisor`) are started by a
 `Supervisor`, which gives both the same:
@@ -35,7 +35,7 @@ from typing import IO, Any
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _POLL_SECONDS = 0.05
 _LONGEST_CHAIN = 100
-"""Rounds of ending what was left behind: a process becomes a child of this one when its parent has ended."""
+"""Rounds of ending orphans: a process becomes a child of this one when its parent has ended."""
 _NAMES = {int(number): number.name for number in signal.Signals}  # those of real time have none
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -63,7 +63,7 @@ def signal_name(number: int) -> str:
 
 
 class Supervisor(StopHandler):
-    """A context that handles signals, in which processes are started; none of them, nor what they leave behind, outlives it.
+    """A context that handles signals and starts processes; neither they nor their orphans outlive it.
 
     Other children of this process are left alone if they are older, or in its process group.
 
@@ -154,7 +154,7 @@ class Supervisor(StopHandler):
             each.process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL to the processes; what they leave behind is ended by `end`."""
+        """Send SIGKILL to the processes; `end` ends their orphans."""
         for each in self._processes:
             each.process.kill()
 
@@ -234,7 +234,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def _adopt_orphans(adopts: bool) -> bool:
-    """Become the parent of descendants that lose theirs, or no longer (Linux only); returns what held before."""
+    """Become the parent of orphaned descendants, or stop being it (Linux only); returns the previous setting."""
     before = ctypes.c_int(0)
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)

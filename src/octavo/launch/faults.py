@@ -1,4 +1,4 @@
-"""Uncaught errors of a job's ranks, in one file: the first is the job's reason, and what several ranks meet is printed once.
+"""Uncaught errors of a job's ranks, in one file: the first is the job's reason; an error of several ranks is printed once.
 
 A rank that has lost another, which ended before it, fails with it: its error is recorded, and not printed either. Errors of
 other processes that a script starts are not recorded, nor is what a script prints before `sys.exit`.

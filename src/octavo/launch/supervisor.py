@@ -25,7 +25,7 @@ _STOP_SECONDS = 120.0
 
 def main(folder: Path) -> int:
     """Run the job of a folder; returns its exit code."""
-    # A script expects SIGTERM, and not what schedulers send. An inherited "ignore" is of the caller, and no end of the job.
+    # A script expects SIGTERM, not schedulers' other signals. An inherited "ignore" is the caller's, and must not end the job.
     with Supervisor(sends=signal.SIGTERM, patience=_STOP_SECONDS, always=True) as processes:
         if waits := os.environ.pop("OCTAVO_LAUNCH_WAITS", ""):  # the process whose end also ends the job
             die_with_parent(int(waits), signal.SIGTERM)

@@ -32,7 +32,7 @@ _OTHER_RUN = "set another train.output"
 
 @dataclass(frozen=True)
 class Fp8Changes:
-    """What another `[fp8]` section changes in a run that continues.
+    """The changes that another `[fp8]` section makes in a continued run.
 
     Attributes:
         keys: each changed key with its old and new value.

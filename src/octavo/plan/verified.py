@@ -1,4 +1,4 @@
-"""`train.verify`: a run starts only with a report of `octavo verify` on its layout."""
+"""`train.verify`: a run starts only if `octavo verify` has passed for its layout."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | 
 
 
 def _other_base(config: RunConfig, hf_config: Any) -> Iterator[str]:
-    """What a folder of adapters cannot say: how the model below them differs from `model.source`."""
+    """A difference of the base model from `model.source` that a folder of adapters cannot express."""
     source, vocabulary = config.model.source, hf_config.vocab_size
     if not config.model.load:
         yield f"the adapters were trained on random weights (model.load = false), not on those of {source!r}."

@@ -72,7 +72,7 @@ FP8_CHANGES: dict[str, str] = {
     "fp8.head": "the head starts with new scales",
     "fp8.emulate": "the same numbers, on another device",
 }
-"""Keys of `[fp8]`, which may differ in a run that has steps to do, with what changes; an absent one keeps the run's value."""
+"""Keys of `[fp8]` that may change in an unfinished run, with the effect; an absent key keeps the run's value."""
 
 _OLDER_DEFAULTS = {"fp8.head": False, "fp8.fast_accumulation": False}
 """Defaults of older versions, whose run files leave these keys out."""
@@ -92,7 +92,7 @@ _BEYOND = {
     SCALED: "casts have other scales, so losses and gradients from here on differ from those of an uninterrupted run by the "
     "rounding of FP8.",
 }
-"""What follows from another layout beyond the last bits."""
+"""Effects of another layout beyond the last bits."""
 
 _PROVENANCE = {
     *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),

@@ -101,7 +101,7 @@ def _inside(node: ast.Attribute | ast.Subscript, meanings: Meanings) -> Iterator
 
 
 def _is_usual(name: str, part: ast.Attribute | ast.Subscript) -> bool:
-    """True for what a parameter, and `fp8_meta`, have."""
+    """True for attributes of a parameter, and entries of `fp8_meta`."""
     if name in _PARAMETER:
         return isinstance(part, ast.Subscript) or part.attr in _OF_TENSORS
     key = part.slice if isinstance(part, ast.Subscript) else None
@@ -125,7 +125,7 @@ def _wide(node: ast.AST, meanings: Meanings) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _may_be_layer(func: ast.expr, meanings: Meanings, values: dict[str, list[ast.expr]], unnamed: set[str]) -> bool:
-    """True for a called expression that gives a module without a name: an entry, what a method finds, an item of a loop."""
+    """True for a called expression that yields a module without a name: an entry, the result of a method, a loop's item."""
     if meanings.dotted(func) is not None or meanings.layers_of(func):
         return False
     if isinstance(func, ast.Subscript):

@@ -42,7 +42,7 @@ _KINDS = {
 
 
 def told(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What a call with these arguments does here: its ranks, and arguments without meaning, refused, or not checked.
+    """The effect of a call with these arguments: its ranks, and arguments without effect, refused, or unchecked.
 
     folder: in which the call runs.
     """

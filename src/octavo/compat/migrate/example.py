@@ -1,4 +1,4 @@
-"""Arguments of SMP's example script, with its defaults, by what becomes of them in a run file."""
+"""Table of the arguments of SMP's example script: their defaults, and their keys in a run file."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ Place = tuple[int, Any]
 
 
 class Heap:
-    """The log of changes, and what follows from a loss."""
+    """The log of changes, and the consequences of losing an object."""
 
     def __init__(self) -> None:
         self._log: list[tuple[Any, Any, Any]] = []  # object, name or None, what was there before
@@ -262,7 +262,7 @@ class Heap:
             self.lose(value)
 
     def forget(self, value: Any) -> None:
-        """Nothing is known of the content of an object now; what is written later is."""
+        """Forget the content of an object; later writes are known."""
         if isinstance(value, Table | Items) and not value.lost:
             self.change(value)
             gone = list(children(value))
@@ -324,20 +324,20 @@ class Heap:
         return len(self._log)
 
     def release(self) -> None:
-        """End what `mark` has started."""
+        """End the logging that `mark` started."""
         self._marks -= 1
         if not self._marks:
             self._log.clear()
 
     def changed(self, mark: int) -> dict[Place, tuple[Any, Any, Any]]:
-        """Each place that was changed since a mark → object, name, and what was there at the mark."""
+        """Each place changed since a mark → object, name, and its value at the mark."""
         found: dict[Place, tuple[Any, Any, Any]] = {}
         for box, key, before in self._log[mark:]:
             found.setdefault((id(box), key), (box, key, before))
         return found
 
     def rollback(self, mark: int) -> dict[Place, tuple[Any, Any, Any]]:
-        """Go back to the state at a mark. Returns each place → object, name, and what was there after the changes."""
+        """Restore the state at a mark. Returns each changed place → object, name, and its value before the rollback."""
         after: dict[Place, tuple[Any, Any, Any]] = {}
         for place, (box, key, before) in self.changed(mark).items():
             after[place] = box, key, _now(box, key)
@@ -345,12 +345,12 @@ class Heap:
         return after
 
     def restore(self, after: dict[Place, tuple[Any, Any, Any]]) -> None:
-        """Set each place to what `rollback` has returned."""
+        """Reapply the changes that `rollback` returned."""
         for box, key, state in after.values():
             self._write(box, key, state)
 
     def join(self, mark: int, after: dict[Place, tuple[Any, Any, Any]], born: int) -> None:
-        """Leave what two branches have in common.
+        """Merge two branches: only what they have in common stays known.
 
         Args:
             mark: the start of the second, whose end is now.
@@ -486,7 +486,7 @@ def pairwise(left: Iterable[Any], right: Iterable[Any]) -> bool:
 
 
 def exported(value: Any) -> Any:
-    """A copy of a value as plain dictionaries and lists; what is neither that nor a constant, or too much, is unknown."""
+    """A copy of a value as plain dictionaries, lists and constants; other values, or too many, are unknown."""
     return _exported(value, 0, [_MOST_PARTS])
 
 

@@ -83,7 +83,7 @@ def of_text(text: str, name: str, args: list[Any], keywords: dict[str, Any]) -> 
 
 
 def merge(left: dict[Any, Any], right: dict[Any, Any], memo: dict[Any, Any]) -> None:
-    """Leave in `left` what both have; the rest is unknown."""
+    """Keep in `left` the entries that both have; the rest becomes unknown."""
     if (id(left), id(right)) in memo:
         return
     memo[id(left), id(right)] = left

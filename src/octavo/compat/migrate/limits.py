@@ -383,7 +383,7 @@ def of_state(dotted: str) -> str | None:
 
 
 def of_call(layer: str, given: Mapping[str, Any], makings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What a call of attention needs beside its constants, by the constructors of such layers in the script."""
+    """Further arguments that a call of attention needs, from the constructors of such layers in the script."""
     name = layer.removeprefix(_TE).removesuffix(".forward")
     if name not in _ATTENTIONS or REST in given:
         return

@@ -52,7 +52,7 @@ def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list
 
 
 def scope_nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes of one scope: of inner ones only what is evaluated in this one, and walrus targets of comprehensions."""
+    """The nodes of one scope; of inner scopes only nodes evaluated in this one, and walrus targets of comprehensions."""
     left = list(parts)
     while left:
         node = left.pop()
@@ -115,7 +115,7 @@ def local_names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> se
 
 
 def is_plain_function(node: ast.AST) -> bool:
-    """True for a function of which a call runs its body and gives what it returns."""
+    """True for a function whose call runs its body and gives its return value (no generator, no coroutine)."""
     if isinstance(node, ast.Lambda):
         return not any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Await) for each in scope_nodes([node.body]))
     return (

@@ -118,7 +118,7 @@ def signature_of(module: str, name: str) -> Signature | None:
 
 @cache
 def constructor(layer: str) -> Signature | None:
-    """The signature of the constructor of one of Transformer Engine's layers, with what Octavo's layer takes beside it."""
+    """The constructor's signature of one of Transformer Engine's layers, with the additional arguments of Octavo's."""
     found = _te_signatures().get(_ALIASES.get(layer, layer))
     more = list(tables("octavo.nn.arguments", ("ARGUMENTS",)).get("ARGUMENTS", {}).get(layer, {}))
     base: str | None = layer

@@ -59,7 +59,7 @@ _MET: Mapping[str, tuple[Any, ...]] = {
     "use_spot_instances": (False,),
     "wait": (True,),
 }
-"""Values that ask for what a job has anyway, such as no debugger; ranks of one machine send nothing over a network."""
+"""Values that change nothing, such as no debugger; ranks of one machine send nothing over a network."""
 
 
 def without_effect(given: Mapping[str, Any]) -> list[str]:

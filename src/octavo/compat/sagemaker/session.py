@@ -62,7 +62,7 @@ class LocalSession(Session):
 
 
 def retrieve(*others: Any, **options: Any) -> str:
-    """An image of `sagemaker.image_uris`: a job runs in this Python, and what an estimator is given of it is said."""
+    """A placeholder for `sagemaker.image_uris`: a job runs in this Python; an estimator logs that it ignores the image."""
     return "local"
 
 

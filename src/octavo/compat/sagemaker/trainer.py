@@ -112,7 +112,7 @@ class ModelTrainer:
 
     @property
     def output_data(self) -> str:
-        """The folder of what the newest job's script wrote to SM_OUTPUT_DATA_DIR.
+        """The newest job's output folder, SM_OUTPUT_DATA_DIR in its script.
 
         Raises:
             InputError: there is no job yet.

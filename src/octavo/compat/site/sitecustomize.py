@@ -34,5 +34,5 @@ def _run_hidden() -> None:
 
 try:
     _start()
-finally:  # Python says what went wrong, and goes on
+finally:  # Python reports the error and continues
     _run_hidden()

@@ -102,8 +102,8 @@ class Call(Given, _attention.Attending):
             f"window_size={self.window}": self.window is not None,
             "kv_channels of two sizes": sizes,
         }
-        beside = {f"{what} beside a softmax offset": there for what, there in others.items()}
-        return lambda way: others if way == LIBRARY else terms if any(terms.values()) else beside
+        with_offset = {f"{what} with a softmax offset": there for what, there in others.items()}
+        return lambda way: others if way == LIBRARY else terms if any(terms.values()) else with_offset
 
     def scores(self, layer: Any, q: Tensor, keys: int, segments: list[Span]) -> Scores:
         """Terms of the softmax, on the device of q. keys: Tk."""

@@ -1,1 +1,1 @@
-"""Follows a script without running it; `octavo.compat.migrate.values` is what others use of it."""
+"""Interprets a script without running it. Other modules use it through `octavo.compat.migrate.values`."""

@@ -172,7 +172,7 @@ class Interpreter(abc.ABC):
                 self._poison()
 
     def _release(self, function: Function) -> None:
-        """A function may be called at any time from now on: give up what it uses."""
+        """A function may be called at any time from now on: names that it uses become unknown."""
         self._released.add(id(function.node))
         effects = self._scopes.of_function(function.node)
         self._take(effects.loads, function.scope)

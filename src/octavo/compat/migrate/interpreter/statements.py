@@ -78,7 +78,7 @@ class Statements(Calls):
         return self._heap.mark(), next(objects._SERIAL)
 
     def _settle(self, pending: list[tuple[int, int]], left: Outcome, last: Outcome) -> Outcome:
-        """The end of what may not have run: each state in which it was left is joined."""
+        """End a block that may not have run: merge all states in which it can be left."""
         for mark, born in reversed(pending):
             if last == RAISES:
                 self._heap.rollback(mark)
@@ -256,7 +256,7 @@ class Statements(Calls):
         return all(self._called(each) is not None or each.id == "hasattr" for each in names)
 
     def _fork(self, first: Callable[[], Outcome], second: Callable[[], Outcome]) -> Outcome:
-        """Follow two ways of which one is taken, from the same state: what both leave is known. One may end the script."""
+        """Follow both branches from the same state; what both leave is known. One may end the script."""
         if self._blind:
             return first() | second()
         heap = self._heap
@@ -302,7 +302,7 @@ class Statements(Calls):
         return self._settle(pending, left, last or left)
 
     def _again(self, node: ast.For | ast.AsyncFor | ast.While, start: Callable[[], Any]) -> Outcome:
-        """A loop that runs any number of times: until what its body changes is unknown."""
+        """A loop with an unknown number of iterations: repeated until all that its body changes is unknown."""
         outs: Outcome = frozenset()
 
         def once() -> Outcome:
