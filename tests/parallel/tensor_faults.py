@@ -136,7 +136,7 @@ FAULTS = {
     "gate and up are cut in wrong blocks": Fault(parts, "_fc1_rows", _half_of_all_rows),
     "padding counts as a word": Fault(word_slices, "statistics", _with_padding),
     "a target at a seam is nobody's": Fault(
-        cross_entropy_slices, "_own_targets", _without_first_words, options={"given": {"seed": 8}}
+        cross_entropy_slices, "_local_targets", _without_first_words, options={"given": {"seed": 8}}
     ),
     "replicated parameters count twice in the norm": Fault(shards, "counted_of", _all_of_each_rank),
     "the loss is exchanged over all ranks": Fault(word_slices, "start_gather", _over_all_ranks, world=4),
