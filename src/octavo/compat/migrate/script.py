@@ -255,8 +255,8 @@ class _Reader:
         for _ in range(len(module) - len(module.lstrip(".")) - 1):
             folder = folder.parent
         files = [folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")]
-        own = module.startswith(".") or any(file.is_file() for file in files)
-        if own and not {file.resolve() for file in files} & self._others and module not in self._modules:
+        of_script = module.startswith(".") or any(file.is_file() for file in files)
+        if of_script and not {file.resolve() for file in files} & self._others and module not in self._modules:
             self._modules.add(module)
             self.script.notes.append(f"line {self.script.place(line)}: {module} is a separate module: give its file too")
 
@@ -325,8 +325,8 @@ class _Reader:
         where = {word.arg: word.value for word in node.keywords if word.arg}
         open_ended = REST in words or any(isinstance(each, ast.Starred) for each in node.args)
         signature = signature_of_name(target.dotted)
-        own = _RECOMPUTED if target.recomputed else ()
-        given = {name: value for name, value in words.items() if name != REST and name not in own}
+        of_checkpoint = _RECOMPUTED if target.recomputed else ()
+        given = {name: value for name, value in words.items() if name != REST and name not in of_checkpoint}
         names = signature.names if signature is not None else _FIRST.get(target.dotted, ())
         if not any(isinstance(each, ast.Starred) for each in node.args):
             given = dict(zip(names, args[target.skip :], strict=False)) | given
@@ -360,7 +360,9 @@ class _Reader:
             written = repr(value) if is_known(value) else "…"
             told = str(value) if isinstance(value, str) and value.startswith("Format.") else written
             self._refuse(where.get(name.partition(".")[0], node), target, f"{name}={told}", f"refused: {reason}")
-        for name, value in (given | {name: words[name] for name in own if name in words and not target.recomputed}).items():
+        for name, value in (
+            given | {name: words[name] for name in of_checkpoint if name in words and not target.recomputed}
+        ).items():
             if (
                 name not in seen
                 and (is_known(value) or isinstance(value, list | dict))

@@ -555,10 +555,10 @@ class Calls(Expressions):
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
         several = MORE in args
         given = (dict.fromkeys(names, UNKNOWN) if several else dict(zip(names, args, strict=False))) | keywords
-        own = {*names, *(each.arg for each in node.args.kwonlyargs)}
-        more = {name: given.pop(name) for name in list(given) if name not in own}
+        parameters = {*names, *(each.arg for each in node.args.kwonlyargs)}
+        more = {name: given.pop(name) for name in list(given) if name not in parameters}
         if REST in more:  # any of the others may come by it
-            given |= dict.fromkeys(own - set(given), UNKNOWN)
+            given |= dict.fromkeys(parameters - set(given), UNKNOWN)
         if node.args.kwarg is not None:
             table = Table()
             self._heap.put(table, more)
