@@ -216,6 +216,7 @@ def test_wrong_sections_and_steps_of_a_loop_are_refused(chat_run):
         ({"packing": "join"}, 'data.packing = "join" is for text'),
         ({"pakcing": "join"}, "pakcing"),
         ({"overlong": "cut", "format": "text"}, "data.overlong"),
+        ({"sequence_length": 129}, "sequence_length = 129 is longer than the model's 128 positions"),
     ):
         with pytest.raises(InputError, match=words):
             octavo.batches(model, section | changes, global_batch=8)

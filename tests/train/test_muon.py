@@ -203,6 +203,12 @@ def test_settings_out_of_range_are_refused(settings, message):
         octavo.muon(Joint("proj"), **settings)
 
 
+def test_groups_in_place_of_a_model_are_refused():
+    groups = octavo.parameter_groups(llama(), 0.1, lr=1e-3, layer_decay=0.5)
+    with pytest.raises(InputError, match="model is of type list: give the model itself"):
+        octavo.muon(groups)
+
+
 def test_low_rank_factors_are_refused():
     model = octavo.transform(llama(), dtype=torch.float32, lora=octavo.LoRA(rank=2))
     with pytest.raises(InputError, match="low-rank factors"):

@@ -43,13 +43,19 @@ class Batches:
                 f"octavo.batches: validation = {some(config.validation)}: sets by name are of runs. "
                 "Call octavo.batches for each, with its source as data."
             )
+        hf_config = getattr(model, "config", None)
+        limit = getattr(hf_config, "max_position_embeddings", None)
+        if isinstance(limit, int) and 0 < limit < config.sequence_length:
+            raise InputError(
+                f"octavo.batches: sequence_length = {config.sequence_length} is longer than the model's {limit} positions: use "
+                f"at most {limit}, or load the model with a larger max_position_embeddings and rope_parameters."
+            )
         self.prepared: PreparedData = prepare_on_ranks(config, Console(stderr=True), "rebuild")
         self.packing: Literal["join", "documents"] = self.prepared.packing(config)
         self.counts = show.lines_of(self.prepared, config)
         self._config, self._model, self._micro_batch = config, model, micro_batch
         self._device = next(model.parameters()).device
         self._global_batch = global_batch
-        hf_config = getattr(model, "config", None)
         size = getattr(hf_config, "vocab_size", None)
         if not isinstance(size, int):
             raise InputError(
@@ -153,7 +159,8 @@ def batches(
 
     Raises:
         InputError: a key is unknown or wrong; the data has a fault, or ids beyond the model's vocabulary; ranks x micro-batch
-            does not divide the global batch; the model's original code ignores the boundaries of documents.
+            does not divide the global batch; sequences are longer than the model's positions; the model's original code ignores
+            the boundaries of documents.
     """
     values = data.model_dump(exclude_unset=True) if isinstance(data, DataConfig) else dict(data)
     # A whole run file: keys of the section without an effect are refused as there.

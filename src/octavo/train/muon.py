@@ -122,6 +122,11 @@ class MuonAdamW(AdamW):
         eps: float = 1e-8,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"octavo.muon: model is of type {type(model).__name__}: give the model itself, of which it forms the groups. "
+                "Factors of rates (rates, layer_decay) are for AdamW."
+            )
         _check(lr, adamw_lr, momentum, scale)
         hidden = hidden_parameters(model, "octavo.muon")
         own = {one.parameter for one in hidden}
