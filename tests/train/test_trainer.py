@@ -147,7 +147,8 @@ def test_early_stopping_ends_the_run_for_good_and_keeps_the_best_checkpoint(tiny
     before = losses(run.output)
     assert main([*arguments, "--json"]) == 0  # it has ended
     assert losses(run.output) == before
-    assert json.loads(capsys.readouterr().out)["run"]["steps"] == 5
+    ended = json.loads(capsys.readouterr().out)
+    assert (ended["run"]["steps"], ended["best_step"]) == (5, 2)
     more = [argument.replace("early_stopping=3", "early_stopping=4") for argument in arguments]
     worsening(monkeypatch, [3.9, 5.0, 5.0, 5.0, 5.0, 5.0])
     assert main([*more, "checkpoint.keep=1"]) == 0

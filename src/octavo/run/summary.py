@@ -52,6 +52,8 @@ class Result:
     ended_early: str = ""
     """The reason for an end before the last step."""
     sample: str | None = None
+    best: tuple[int, str] | None = None
+    """Step of the best checkpoint and its figure in words, if that is not the last one."""
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -72,6 +74,7 @@ class Result:
             "gap_percent": self.gap_percent,
             "sample": self.sample,
             "ended_early": self.ended_early,
+            "best_step": None if self.best is None else self.best[0],
         }
 
 
@@ -128,6 +131,11 @@ def summary_lines(result: Result) -> list[str]:
         facts.append(f"Validation: {', '.join(f'{name} {loss:.4f}' for name, loss in summary.validation_losses.items())}.")
     if result.ended_early:
         facts.insert(1, f"It ended at step {summary.steps} of {result.config.train.steps}: {result.ended_early}.")
+    if result.best is not None:
+        step, said = result.best
+        facts.append(
+            f"At step {step} {said}: octavo export and octavo sample take --checkpoint step-{step}, else the last step."
+        )
     if other is not None and result.gap_percent is not None:
         dtype = short_name(result.config.model.dtype)
         cost = f"loss {summary.loss:.4f} in FP8 and {other.loss:.4f} in {dtype}, a gap of {result.gap_percent:+.2f}%"

@@ -23,7 +23,7 @@ from octavo.build import describe
 from octavo.checkpoint.api import Checkpointer
 from octavo.checkpoint.manifest import step_folders
 from octavo.checkpoint.reader import read_rank_file, read_state
-from octavo.config.run import EVALUATION
+from octavo.config.run import EVALUATION, RunConfig
 from octavo.data.loader import passes, unused_sources
 from octavo.data.packing import Batch
 from octavo.data.prepared import PreparedData
@@ -95,7 +95,7 @@ def train_one(
     if done == plan.steps or early:
         why = f" ({early})" if early else ""
         say(console, f"{label}: already trained, {done} of {plan.steps} steps{why}, in {folder.path}")
-        return Result(folder.path, config, _summary(folder, done), None, ended_early=early)
+        return Result(folder.path, config, _summary(folder, done), None, ended_early=early, best=_better(best, config, done))
     with contextlib.ExitStack() as opened:
         names = config.log.trackers if first_rank else []
         trackers = Trackers(names, folder.path, config.model_dump(mode="json"), done + 1)
@@ -156,7 +156,15 @@ def train_one(
         sample = sample_of(context, prepared.tokenizer_folder) if events.samples else None
         if early:
             say(console, f"{label}: ended at step {done} of {plan.steps}: {early}")
-    return Result(folder.path, config, _summary(folder, done), None, ended_early=early, sample=sample)
+    better = _better(session.best, config, done)
+    return Result(folder.path, config, _summary(folder, done), None, ended_early=early, sample=sample, best=better)
+
+
+def _better(best: BestValidation, config: RunConfig, done: int) -> tuple[int, str] | None:
+    """Step and figure, in words, of the checkpoint that `checkpoint.best` keeps, if it is not the last one."""
+    if not config.checkpoint.best or best.step in (0, done):
+        return None
+    return best.step, f"the {best.named} was {best.loss:.4f}"
 
 
 def _announce(console: Console, label: str, plan: RunPlan, prepared: PreparedData, where: str) -> None:
