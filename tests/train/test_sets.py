@@ -114,7 +114,7 @@ def test_the_best_checkpoint_is_by_the_set_that_is_named(tiny_run, sets, monkeyp
     assert main([*given, "train.early_stopping=2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "ended at step 4 of 5: train.early_stopping = 2: the lowest validation loss of second was 1.0000 at step 2" in said
-    assert "At step 2 the lowest validation loss of second was 1.0000: octavo export and octavo sample take --checkpoint" in said
+    assert "At step 2 the lowest validation loss of second was 1.0000: octavo export and octavo sample take" in said
     assert sorted(path.name for path in (tiny.output / "checkpoints").iterdir()) == ["step-2", "step-4"]
 
 
