@@ -287,11 +287,6 @@ class Group:
         return bool(self._raw.reduce_grads)
 
     @property
-    def waits_for_replicas(self) -> bool:
-        """True with sums over the shards, of backwards before, that are not summed over the replicas yet."""
-        return self._raw._partial_reduce_output is not None
-
-    @property
     def forces_sums(self) -> bool:
         """True if gradients are summed, and not averaged."""
         return bool(self._raw.force_sum_reduction_for_comms)
@@ -310,6 +305,11 @@ class Group:
     def reduction_stream(self) -> Any:
         """The stream of reductions."""
         return self._raw.comm_ctx.reduce_scatter_stream
+
+    @property
+    def waits_for_replicas(self) -> bool:
+        """True with sums over the shards, of backwards before, that are not summed over the replicas yet."""
+        return self._raw._partial_reduce_output is not None
 
     @property
     def holds_gradients(self) -> bool:
