@@ -191,20 +191,22 @@ CURVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 }
 """f and its derivative, of float32 tensors; quick_gelu is x · sigmoid(1.702 x)."""
 
+_GATED = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "qgeglu": "quick_gelu",
+    "reglu": "relu",
+    "sreglu": "relu2",
+    "glu": "sigmoid",
+}
+"""Gated activation → its curve."""
+
 ACTIVATIONS: dict[str, tuple[str, bool]] = {
-    "gelu": ("gelu", False),
-    "gelu_tanh": ("gelu_tanh", False),
+    **{curve: (curve, False) for curve in ("gelu", "gelu_tanh")},
     "qgelu": ("quick_gelu", False),
-    "relu": ("relu", False),
-    "relu2": ("relu2", False),
-    "silu": ("silu", False),
-    "swiglu": ("silu", True),
-    "geglu": ("gelu", True),
-    "geglu_tanh": ("gelu_tanh", True),
-    "qgeglu": ("quick_gelu", True),
-    "reglu": ("relu", True),
-    "sreglu": ("relu2", True),
-    "glu": ("sigmoid", True),
+    **{curve: (curve, False) for curve in ("relu", "relu2", "silu")},
+    **{name: (curve, True) for name, curve in _GATED.items()},
 }
 """Curve of each activation, and True for the gated ones: f(gate) · up."""
 
