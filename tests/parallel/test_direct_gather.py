@@ -448,10 +448,9 @@ def order_of_streams():
         in_place.append(own.data_ptr() - whole.data_ptr() == world.state.rank * own.nbytes)
         gather(whole, own, group=group)
 
-    for parameter in group.fsdp_params:
-        allocate = parameter.alloc_all_gather_outputs
-        parameter.alloc_all_gather_outputs = lambda allocate=allocate: (
-            log.append(f"allocated in {streams.now.name}") or allocate()
+    for parameter in group.octavo_group.parameters:
+        parameter.allocate = lambda ranks, allocate=parameter.allocate: (
+            log.append(f"allocated in {streams.now.name}") or allocate(ranks)
         )
     with mock.patch.object(direct_gather, "all_gather", noted), group.use_training_state(TrainingState.FORWARD):
         group.unshard()
