@@ -27,8 +27,8 @@ HEAD_DIM = 16
 LORA_RANK = 8
 """The largest rank of adapters, of matrices that have 32 rows or more."""
 MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
-_SLICE = 128
-"""The block of an FP8 slice; 16 and 32 divide it."""
+_WORDS, _SLICE = 16, 128
+"""The multiple of a rank's words, whose first and last ones are frequent in samples; and the block of an FP8 slice."""
 _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
 
 
@@ -154,6 +154,8 @@ class Samples:
         for _ in range(ACCUMULATION):
             shape = self._ranks * self._micro_batch, self._tokens
             ids = torch.randint(3, self._words, shape, generator=draw)
+            ends = (ids // _WORDS * _WORDS - torch.randint(2, shape, generator=draw)).clamp(min=3)
+            ids = torch.where(torch.rand(shape, generator=draw) < 0.4, ends, ids)
             labels = ids.masked_fill(torch.rand(shape, generator=draw) < 0.2, IGNORED)
             positions = torch.arange(self._tokens).expand(shape).clone()
             lengths = torch.full(shape[:1], self._tokens)
