@@ -107,7 +107,8 @@ def test_a_recorded_step_trains_each_packing_as_an_eager_one(adapters, kernels):
                 ((x.double() - y.double()).square().sum(), y.double().square().sum()) for x, y in zip(a[1], b[1], strict=True)
             ]
             differing, whole = (float(sum(part)) for part in zip(*squares, strict=True))
-            assert (differing / whole) ** 0.5 < 0.1, number
+            # Other roundings change FP8 values, and AdamW's first steps are as large for small gradients as for large ones.
+            assert (differing / whole) ** 0.5 < (0.05 if number == 0 else 0.2), number
 
 
 def backward(loss, given):

@@ -41,7 +41,9 @@ def test_packing_is_that_of_pytorch_to_the_bit(case, rank, monkeypatch):
     assert all(map(torch.equal, split, wanted))
 
 
-@pytest.mark.parametrize(("rows", "columns", "between"), [(1, 3, 1), (64, 128, 16), (70, 140, 48), (130, 129, 33)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "between"), [(1, 3, 1), (64, 1024, 16), (70, 700, 48), (130, 129, 33), (33, 512, 128)]
+)
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_sum_is_rounded_once(rows, columns, between, turned):
     y = torch.randn(rows, columns + 5)[:, :columns].half()

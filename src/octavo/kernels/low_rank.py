@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.tiles import cdiv
+from octavo.kernels.tiles import cdiv, next_power_of_2
 
 LEAST_COLUMNS, LEAST_ELEMENTS = 8192, 1 << 25
 """Smallest sum of the kernel: cuBLAS adds to narrower matrices at the memory's speed."""
@@ -25,37 +25,45 @@ MOST_PARTS = 4
 
 
 class Tiles(NamedTuple):
-    """Rows and columns of a program of the sum, and its warps."""
+    """Rows and columns of a tile of the sum, tiles of a program, side by side, and its warps."""
 
     rows: int
     columns: int
+    steps: int
     warps: int
 
 
-ADD = Tiles(64, 128, 4)
+ADD = Tiles(32, 128, 4, 4)
 _ELEMENTS, _WARPS = 2048, 4
 
 
 @triton.jit
 def _add_product(
     y_ptr, a_ptr, b_ptr, rows, columns, between, y_stride, a_stride, b_stride_k, b_stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BETWEEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BETWEEN: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(columns, COLUMNS)
+    # The next tiles are loaded while one is added and stored: a program of one tile waits for its loads.
+    across = tl.cdiv(columns, COLUMNS * STEPS)
     m = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
-    n = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (m < rows)[:, None] & (n < columns)[None, :]
-    at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
-    y = tl.load(at, mask=inside, other=0.0)
-    total = y.to(tl.float32)
-    for first in range(0, between, BETWEEN):
-        k = first + tl.arange(0, BETWEEN)
-        a_at = a_ptr + m[:, None].to(tl.int64) * a_stride + k[None, :]
+    begin = (tl.program_id(0) % across) * (COLUMNS * STEPS)
+    k = tl.arange(0, BETWEEN)
+    a_at = a_ptr + m[:, None].to(tl.int64) * a_stride + k[None, :]
+    if WHOLE:  # noqa: SIM108
+        a = tl.load(a_at)
+    else:
         a = tl.load(a_at, mask=(m < rows)[:, None] & (k < between)[None, :], other=0.0)
+    for step in tl.range(0, STEPS, num_stages=3):
+        n = begin + step * COLUMNS + tl.arange(0, COLUMNS)
+        at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
         b_at = b_ptr + k[:, None].to(tl.int64) * b_stride_k + n[None, :].to(tl.int64) * b_stride_n
-        b = tl.load(b_at, mask=(k < between)[:, None] & (n < columns)[None, :], other=0.0)
-        total = tl.dot(a, b, total)
-    tl.store(at, total.to(y.dtype), mask=inside)
+        if WHOLE:
+            y = tl.load(at)
+            tl.store(at, (y.to(tl.float32) + tl.dot(a, tl.load(b_at))).to(y.dtype))
+        else:
+            inside = (m < rows)[:, None] & (n < columns)[None, :]
+            y = tl.load(at, mask=inside, other=0.0)
+            b = tl.load(b_at, mask=(k < between)[:, None] & (n < columns)[None, :], other=0.0)
+            tl.store(at, (y.to(tl.float32) + tl.dot(a, b)).to(y.dtype), mask=inside)
 
 
 def takes(out: Tensor, a: Tensor) -> bool:
@@ -74,9 +82,11 @@ def launch_add(out: Tensor, a: Tensor, b: Tensor, tiles: Tiles = ADD) -> Tensor:
     """out [M, N] += a [M, C] · b [C, N] in place: sums in float32, rounded once. Rows of out and a are contiguous."""
     rows, columns = out.shape
     between = a.shape[1]
-    _add_product[(cdiv(rows, tiles.rows) * cdiv(columns, tiles.columns),)](
+    padded, width = max(16, next_power_of_2(between)), tiles.columns * tiles.steps
+    whole = rows % tiles.rows == columns % width == 0 and between == padded
+    _add_product[(cdiv(rows, tiles.rows) * cdiv(columns, width),)](
         out, a, b, rows, columns, between, out.stride(0), a.stride(0), b.stride(0), b.stride(1),
-        ROWS=tiles.rows, COLUMNS=tiles.columns, BETWEEN=16 if between <= 16 else 32, num_warps=tiles.warps,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, BETWEEN=padded, STEPS=tiles.steps, WHOLE=whole, num_warps=tiles.warps,
     )  # fmt: skip
     return out
 
