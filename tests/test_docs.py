@@ -549,13 +549,15 @@ def test_figures_of_lora_are_in_benchmarks():
     measured = {(name, row["entry"]): row for name in names for row in rows_of(name)}
     told = [measured[name, "octavo-delayed-fp8-base"] for name in ("lora-llama-8b", "lora-llama-70b")]
     told += [measured["lora-llama-8b", entry] for entry in ("torch-peft-compiled", "ao-peft-tensorwise")]
-    recorded, eager = (measured["lora-llama-8b-graph", f"octavo-delayed-fp8-base{graph}"] for graph in ("-graph", ""))
-    kernels = [
-        sum(row["kernel_ms"].values()) for row in (recorded, eager, measured["lora-llama-70b", "octavo-delayed-fp8-base"])
-    ]
-    kernels += [recorded["kernel_ms"][kind] for kind in ("fp8 products", "attention", "bf16 products")]
-    assert all(f"{ms:,.0f} " in " ".join(part.split()) for ms in (*kernels, recorded["host_ms"], eager["host_ms"]))
-    told.append(recorded)
+    graph = "octavo-delayed-fp8-base-graph"
+    of_peer = measured["lora-llama-8b-graph", "ao-peft-tensorwise-fp8-head"]
+    recorded, whole_head = (measured["lora-llama-8b-graph", f"{graph}{head}"] for head in ("", "-fp8-head"))
+    kernels = [sum(row["kernel_ms"].values()) for row in (whole_head, measured["lora-llama-70b", "octavo-delayed-fp8-base"])]
+    kernels += [whole_head["kernel_ms"][kind] for kind in ("fp8 products", "attention", "bf16 products")]
+    hosts = [row["host_ms"] for row in (recorded, whole_head, of_peer)]
+    (flash,) = [row for row in rows_of("lora-llama-8b-flash") if row["entry"].startswith("ao-")]
+    assert all(f"{ms:,.0f} " in " ".join(part.split()) for ms in (*kernels, *hosts, flash["host_ms"], flash["step_ms"]))
+    told += [recorded, whole_head, of_peer]
     said = [figure for row in told for figure in (f"{row['tokens_per_second']:,.0f}", f"{row['peak_gib']:.1f}")]
     page = (ROOT / "docs" / "lora.md").read_text(encoding="utf-8")
     assert all(figure in page for figure in said)
