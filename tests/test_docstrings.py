@@ -43,10 +43,11 @@ def faults_of(node):
     return found
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
-def test_docstrings_are_rendered_as_they_are_meant(path):
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, NAMED)]
-    found = [f"{node.name}: {fault}" for node in nodes for fault in faults_of(node)]
+def test_docstrings_are_rendered_as_they_are_meant():
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, NAMED)]
+        found += [f"{path.relative_to(SOURCE)}, {node.name}: {fault}" for node in nodes for fault in faults_of(node)]
     assert not found, "\n".join(found)
 
 

@@ -31,6 +31,7 @@ from octavo.collectives.context import STRATEGIES
 from octavo.collectives.tensor import TensorGroup
 from octavo.config.lora import LoRA
 from octavo.config.moe import MoeConfig
+from octavo.config.peft_settings import peft_settings
 from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
 from octavo.errors import InputError, unknown, warn
@@ -454,6 +455,9 @@ def _begin_adapters(model: nn.Module) -> None:
     if found.options.load is not None:
         if (said := other_base(model, found.options.load)) and rank_variable("RANK", 0) == 0:
             warn(said)
+        theirs, ours = peft_settings(found.options.load).dropout, found.options.dropout
+        if theirs != ours and rank_variable("RANK", 0) == 0:
+            warn(f"lora.load: the folder's adapters were trained with lora.dropout = {theirs:g}, and here it is {ours:g}.")
         read, named = reader(model, found.options.load), dict(named_tensors(model))
         for name, fill in read.items():
             local_shard(named[name]).load(fill)

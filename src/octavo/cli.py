@@ -582,7 +582,8 @@ def _print_to_reader(result: dict[str, Any] | list[str]) -> None:
     """Print a result; a reader that leaves early, as `head`, is no fault."""
     try:
         _print(result)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a caller has closed it
+            sys.stdout.flush()
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)  # for the rest, and for the flush at exit
         os.dup2(nowhere, sys.stdout.fileno())

@@ -153,7 +153,7 @@ def test_mxfp8_is_refused_by_name(te):
         ("amax_history_len=0", "TERecipeKwargs(amax_history_len=0): a history has at least 1 step"),
         ("margin=99", "TERecipeKwargs(margin=99): scales are divided by 2^margin"),
         ("fp8_format='E5M2'", "TERecipeKwargs: fp8_format E5M2 is not supported: use HYBRID or E4M3."),
-        ("override_linear_precision=(False, False, True)", "TERecipeKwargs: override_linear_precision=(False, False, True): "),
+        ("override_linear_precision=(False, False, True)", "TERecipeKwargs: override_linear_precision=(False, False, True) "),
         ("amax_history_len='many'", "TERecipeKwargs(amax_history_len='many'): Input should be a valid integer"),
         ("use_mxfp8_block_scaling=True", "TERecipeKwargs(use_mxfp8_block_scaling=True): Octavo has no MXFP8"),
     ],

@@ -121,7 +121,7 @@ def test_refused(te):
         "cp_rank=-1: give a whole number of at least 0": {"cp_size": 2, "cp_rank": -1},
         "cp_size=0: give a whole number of at least 1": {"cp_size": 0},
         "cp_size=1.0: give a whole number": {"cp_size": 1.0},
-        "for 8 positions: a token has position 15": {"cp_size": 2},
+        "8 positions: a token has position 15": {"cp_size": 2},
         "7 tokens of a rank with cp_size=2: they are two chunks": {"cp_size": 2, "t": t[:7]},
         r"rotary angles are torch.float32 \[8, 16\]": {"freqs": angles[:, 0, 0]},
         r"rotary angles are torch.int64 \[8, 1, 1, 16\]": {"freqs": angles.long()},

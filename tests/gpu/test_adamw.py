@@ -93,11 +93,11 @@ def test_more_elements_than_an_int32_counts():
 
 
 def test_clipping_left_to_the_step_is_clipping():
-    model = nn.Sequential(nn.Linear(300, 400), nn.LayerNorm(400)).cuda()
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.LayerNorm(1000)).cuda()
     twin = copy.deepcopy(model)
     optimizers = [AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
     for _ in range(3):
-        x = torch.randn(50, 300, device="cuda")
+        x = torch.randn(50, 1000, device="cuda")
         for m in (model, twin):
             m.zero_grad()
             (m(x) ** 3).sum().backward()

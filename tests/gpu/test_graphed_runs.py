@@ -49,16 +49,16 @@ def test_a_recorded_run_of_documents_is_the_eager_one_up_to_rounding_and_continu
         assert list(map(float.fromhex, found)) == pytest.approx(list(map(float.fromhex, wanted)), rel=0.03)
 
 
-def test_adapters_of_documents_are_recorded_by_default(tiny_run, recordings, capsys):
+def test_packed_documents_are_recorded_where_asked(tiny_run, recordings, capsys):
     losses = []
-    for name, switch in (("eager", ["train.graph=false"]), ("auto", [])):
+    for name, switch in (("auto", []), ("graph", ["train.graph=true"])):
         run = tiny_run(name, steps=12)
         # Heads that a kernel of documents takes.
         overrides = [*graph_runs.RUNS[DOCUMENTS], "model.config.head_dim=64", *switch]
         assert main(["train", str(run.file), *overrides]) == 0
         losses.append([float.fromhex(record[1]) for record in graph_runs.curve(run)])
-        assert ('train.graph = "auto": 3 eager steps' in capsys.readouterr().out) is (not switch)
-        assert bool(recordings) is (not switch)
+        assert ("train.graph: 3 eager steps" in capsys.readouterr().out) is bool(switch)
+        assert bool(recordings) is bool(switch)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 

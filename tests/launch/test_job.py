@@ -143,7 +143,7 @@ def test_full_memory_is_answered_with_the_setting_that_divides_it(place):
     (place / "code" / "train.py").write_text(code)
     with pytest.raises(JobFailed, match="out of memory") as failed:
         estimator("memory", distribution=smp, instance_count=2, hyperparameters=values).fit(logs=False)
-    advice = "= 1 keeps whole sequences of 16384 tokens on each rank: a degree of 2 divides their activations"
+    advice = "= 1 puts whole sequences of 16384 tokens on each rank: a degree of 2 divides their activations"
     assert advice in str(failed.value)
 
 

@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_and_a_longer_one_are_compared_at_the_steps_of_both(t
     assert found["numbers"] == [1, 2]
     assert math.isclose(found["rows"][1]["gap_percent"], 10.0)
     assert found["warnings"] == [
-        "whole goes on to step 4; compared are steps up to 2, at which its learning rate may be another.",
+        "whole continues to step 4; compared are steps up to 2, at which its learning rate may be another.",
         "going has 2 of its 4 steps; compared are steps up to 2.",
     ]
 

@@ -60,6 +60,7 @@ def test_a_dry_run_says_what_a_graph_reserves(tiny_run, capsys):
 
 
 ADAPTED = ["lora.rank=4", "fp8.enabled=true", "model.config.attention_dropout=0"]
+DOCUMENTS = ["data.packing=documents", "model.config.head_dim=64"]
 
 
 @pytest.mark.parametrize(
@@ -74,16 +75,16 @@ ADAPTED = ["lora.rank=4", "fp8.enabled=true", "model.config.attention_dropout=0"
             'graph       train.graph = "auto": steps are eager: train.offload = true cop',
         ),
         (
-            [*ADAPTED, "data.packing=documents"],
+            [*ADAPTED, *DOCUMENTS],
             "h200",
-            "steps are eager: kernels of packed documents are for heads of 64, 96, 128",
+            "steps are eager: attention of packed documents may take longer in a graph. Set train.gra",
         ),
         (
             [*ADAPTED, "data.packing=documents", GRAPH],
             "h200",
             "; attention of the documents is plain PyTorch, and slow: kernels",
         ),
-        ([*ADAPTED, "data.packing=documents", "model.config.head_dim=64"], "h200", 'graph       train.graph = "auto": 3 eager'),
+        ([*ADAPTED, *DOCUMENTS, GRAPH], "h200", "graph       train.graph: 3 eager steps"),
         (ADAPTED, None, None),
     ],
 )
@@ -104,9 +105,9 @@ def test_a_step_that_auto_does_not_repeat_is_eager(tiny_run, capsys):
     train_step(context, 2)
     train_step(context, 3)
     handle.remove()
-    said = 'train.graph = "auto": layers.0 has a hook, which a replayed graph does not heed: steps are eager, and slower'
+    said = 'train.graph = "auto": layers.0 has a hook, which a replayed graph ignores: steps are eager, and slower'
     assert capsys.readouterr().err.count(said) == 1
-    assert context.graph.repeats()
+    assert context.graph.can_replay()
 
 
 def test_changes_that_no_replay_would_heed_are_refused(tiny_run):
@@ -114,7 +115,7 @@ def test_changes_that_no_replay_would_heed_are_refused(tiny_run):
     context, _ = build(check(config), prepare(config.data))
     train_step(context, 1)
     handle = context.model.layers[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match=r"layers\.0 has a hook, which a replayed graph does not heed\. Remove it, or"):
+    with pytest.raises(InputError, match=r"layers\.0 has a hook, which a replayed graph ignores\. Remove it, or"):
         train_step(context, 2)
     handle.remove()
     context.model.layers[1].eval()
@@ -122,3 +123,14 @@ def test_changes_that_no_replay_would_heed_are_refused(tiny_run):
         train_step(context, 2)
     context.model.train()
     train_step(context, 2)
+    name, parameter = next(iter(context.model.named_parameters()))
+    parameter.requires_grad_(False)
+    with pytest.raises(InputError, match=rf"{name} was trained and is not any more, .*\. Put it back, or"):
+        train_step(context, 3)
+    handle = parameter.requires_grad_(True).register_hook(lambda grad: grad)
+    with pytest.raises(InputError, match=rf"{name} has a hook, .*\. Remove it, or"):
+        train_step(context, 3)
+    handle.remove()
+    context.model.layers[0].forward = context.model.layers[0].forward
+    with pytest.raises(InputError, match=r"the forward of layers\.0 was replaced, .*\. Put it back, or"):
+        train_step(context, 3)

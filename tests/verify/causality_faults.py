@@ -56,6 +56,17 @@ def _the_last_first(true):
     return in_sequence
 
 
+def _the_last_in_the_first(true):
+    """The first token's result has a part of the last one's, which no other place sees."""
+
+    def sdpa(*arguments):
+        found = true(*arguments).clone()
+        found[:, 0] += 1e-3 * found[:, -1]
+        return found
+
+    return sdpa
+
+
 def _a_chunk_later(true):
     def fetch(self, kv):
         pending, own = true(self, kv), kv.chunk(2, 2)
@@ -105,6 +116,7 @@ def _by_now(true):
 
 LEAKS = {
     "a mask shifted by one": Leak(attend, "_sdpa", _a_key_more, (LATER,)),
+    "the last token in the first": Leak(attend, "_sdpa", _the_last_in_the_first, (LATER,)),
     "a mask shifted by one, with tensor ranks": Leak(attend, "_sdpa", _a_key_more, (LATER,), TENSOR),
     "a later chunk in the place of an earlier one": Leak(causal, "in_sequence", _the_last_first, (LATER,), CONTEXT),
     "a later chunk is exchanged": Leak(attention._Chunks, "fetch", _a_chunk_later, (LATER, DOCUMENT), CONTEXT, "mistral-7b"),

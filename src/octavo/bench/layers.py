@@ -318,7 +318,7 @@ def measure_layers(
         if timer is not None:
             drawn.clear()
             expected.clear()
-            _time(rows, layer, timed, draw(layer, timed, device, 0), timer, say)
+            _time(rows, layer, timed, device, timer, say)
     return rows
 
 
@@ -326,13 +326,14 @@ def _time(
     rows: list[dict[str, Any]],
     layer: LayerCase,
     size: Size,
-    drawn: tuple[Tensors, Tensor, Tensor],
+    device: torch.device,
     timer: Callable[..., list[float]],
     say: Callable[[str], None],
 ) -> None:
     """Add the times of a layer under each recipe to its rows, or the reason for none."""
     found: dict[str, Any] = {}
     with recorded(found, f"{layer.name}: time", say, key="time_failed"):
+        drawn = draw(layer, size, device, 0)
         times = timer(*(steps_of(OCTAVO, layer, size, recipe, *drawn)[1] for recipe in RECIPES))
         found |= dict(zip(RECIPES, times, strict=True))
     for row in rows:

@@ -1,4 +1,6 @@
-"""`octavo bench`: runs one of the two suites of the package, writes its results and returns them.
+"""`octavo bench`: the two suites that need no other library, so that an installed Octavo can measure its GPU.
+
+Comparisons with peers are in `benchmarks/` of a clone. In Python:
 
 run_suite("layers", cases=["llama-layer"], command="octavo bench layers --cases llama-layer")
 """

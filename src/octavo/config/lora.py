@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from octavo.config.peft_settings import ALL_LINEAR, CONFIG, peft_settings
 from octavo.config.section import Section, refuse_addresses
 from octavo.errors import InputError, unknown
-from octavo.storage import path_fault
+from octavo.storage import local_path, path_fault
 
 _DEFAULTS: dict[str, Any] = {"rank": 16, "alpha": None, "targets": ALL_LINEAR, "rslora": False, "save_whole": ()}
 
@@ -58,6 +57,7 @@ class LoRA:
         load: str | None = None,
         base: Literal["params_dtype", "fp8"] = "params_dtype",
     ) -> None:
+        load = None if load is None else str(local_path(load, "lora.load"))
         given = {"rank": rank, "alpha": alpha, "targets": targets, "rslora": rslora, "save_whole": save_whole}
         of_folder = peft_settings(load).taken if load is not None and None in given.values() else {}
         values = _DEFAULTS | {key: tuple(value) if isinstance(value, list) else value for key, value in of_folder.items()}
@@ -130,22 +130,28 @@ class LoraConfig(Section):
         'rowwise scaling). "params_dtype": as model.params_dtype says.',
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _take_settings(cls, values: Any) -> Any:
-        """Those of the folder to load, where they are absent."""
+    def _take_settings(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill absent settings from the folder to load; they do not count as given by the run file."""
         load = values.get("load") if isinstance(values, Mapping) else None
         if not isinstance(load, str) or path_fault(load):
-            return values
-        if values.get("rank") is not None and not (Path(load).expanduser() / CONFIG).is_file():
-            return values  # the plan of a run refuses it: the folder may be on the machine that trains
-        absent = {key: value for key, value in peft_settings(load).taken.items() if values.get(key) is None}
-        return {**values, **absent}
+            return handler(values)
+        absent = {key for key in _DEFAULTS if values.get(key) is None}
+        if absent <= {"alpha"}:  # as in the record of a run: alpha is 2 x rank there
+            return handler(values)
+        folder = local_path(load, "lora.load")
+        if "rank" not in absent and not (folder / CONFIG).is_file():
+            return handler(values)  # the plan of a run refuses it: the folder may be on the machine that trains
+        taken = {key: value for key, value in peft_settings(folder).taken.items() if key in absent}
+        section = handler({**values, **taken})
+        section.model_fields_set.difference_update(taken)
+        return section
 
     @field_validator("load")
     @classmethod
     def _check_paths(cls, value: str | None) -> str | None:
-        return value if value is None else str(refuse_addresses(value))
+        return value if value is None else str(local_path(refuse_addresses(value), "lora.load"))
 
     @field_validator("targets")
     @classmethod
@@ -162,4 +168,5 @@ class LoraConfig(Section):
         if self.rank is None:
             return None
         targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
-        return LoRA(self.rank, self.alpha, self.dropout, targets, self.rslora, tuple(self.save_whole), self.load, self.base)
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha  # given, so that no folder is read
+        return LoRA(self.rank, alpha, self.dropout, targets, self.rslora, tuple(self.save_whole), self.load, self.base)

@@ -49,8 +49,8 @@ class TrainConfig(Section):
     graph: bool | Literal["auto"] = Field(
         "auto",
         description="After 3 eager steps record forward and backward as CUDA graphs, for steps that wait for the host: the "
-        'same numbers (one GPU, Octavo\'s decoder; a CPU runs eagerly). "auto": of runs with adapters, where a graph repeats '
-        "them.",
+        'same numbers (one GPU, Octavo\'s decoder; a CPU runs eagerly). "auto": of runs with adapters, without packed '
+        "documents, where a graph repeats them.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto", description='No value but false and "auto": the fused kernels of a block are faster than a compiled one.'

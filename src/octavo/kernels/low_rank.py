@@ -40,7 +40,8 @@ _ELEMENTS, _WARPS = 2048, 4
 @triton.jit
 def _add_product(
     y_ptr, a_ptr, b_ptr, rows, columns, between, y_stride, a_stride, b_stride_k, b_stride_n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BETWEEN: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BETWEEN: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     # The next tiles are loaded while one is added and stored: a program of one tile waits for its loads.
     across = tl.cdiv(columns, COLUMNS * STEPS)
@@ -52,7 +53,7 @@ def _add_product(
         a = tl.load(a_at)
     else:
         a = tl.load(a_at, mask=(m < rows)[:, None] & (k < between)[None, :], other=0.0)
-    for step in tl.range(0, STEPS, num_stages=3):
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         n = begin + step * COLUMNS + tl.arange(0, COLUMNS)
         at = y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :]
         b_at = b_ptr + k[:, None].to(tl.int64) * b_stride_k + n[None, :].to(tl.int64) * b_stride_n
@@ -86,7 +87,8 @@ def launch_add(out: Tensor, a: Tensor, b: Tensor, tiles: Tiles = ADD) -> Tensor:
     whole = rows % tiles.rows == columns % width == 0 and between == padded
     _add_product[(cdiv(rows, tiles.rows) * cdiv(columns, width),)](
         out, a, b, rows, columns, between, out.stride(0), a.stride(0), b.stride(0), b.stride(1),
-        ROWS=tiles.rows, COLUMNS=tiles.columns, BETWEEN=padded, STEPS=tiles.steps, WHOLE=whole, num_warps=tiles.warps,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, BETWEEN=padded, STEPS=tiles.steps, STAGES=3 if padded <= 64 else 2,
+        WHOLE=whole, num_warps=tiles.warps,
     )  # fmt: skip
     return out
 

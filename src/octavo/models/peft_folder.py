@@ -124,7 +124,7 @@ def check_folder(model: Decoder, options: LoRA) -> None:
         InputError: other settings than the options', other names, or other shapes: adapters of another base.
     """
     assert options.load is not None
-    path = Path(options.load)
+    path = Path(options.load).expanduser()
     theirs = from_folder(path)
     if (theirs.rank, theirs.scale) != (options.rank, options.scale):
         given, there = ({"rank": one.rank, "alpha": one.scale_factor, "rslora": one.rslora} for one in (options, theirs))
@@ -134,8 +134,8 @@ def check_folder(model: Decoder, options: LoRA) -> None:
             if given[key] != there[key]
         )
         raise InputError(
-            f"lora.load: the adapters in {path} were trained with other settings: {other}. Leave these keys out, which takes "
-            f"those of the folder, or set {_settings_of(theirs)}."
+            f"lora.load: the adapters in {path} were trained with other settings: {other}. Remove these keys, so that the "
+            f"folder's are used, or set {_settings_of(theirs)}."
         )
     with _opened(path) as file:
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -200,7 +200,7 @@ def peft_shapes(model: nn.Module, way: Conversion) -> dict[str, Tensor]:
 
 def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, int], None]]:
     """Trained parameter → a function that fills rows of it, from a first one on, with those of a folder of PEFT's."""
-    path, way = Path(folder), conversion(model.spec)
+    path, way = Path(folder).expanduser(), conversion(model.spec)
 
     def reading(name: str, key: str) -> Callable[[Tensor, int], None]:
         def read(out: Tensor, start: int) -> None:

@@ -84,7 +84,7 @@ class _NormMlpFunction(torch.autograd.Function):
         recompute = recompute and (want_hidden or fc2.recasts)
         fc1.want(want_x, want_w1, want_b1, recomputes_output=recompute)
         skip_output = skip_output and inputs < 2
-        # Of an skip_output result only backward's operands are computed.
+        # If the output is skipped, only backward's operands are computed.
         needs_hidden = not (skip_output and recompute and fc2.recasts and fc2.knows_input_scale)
         producer = NormProducer(residual, delta, form.of(norm_weight, norm_bias))
         normed = producer.with_high_precision(fc1.out_dtype) if inputs else None

@@ -1,4 +1,7 @@
-"""Vocab-parallel cross entropy: logits' columns are split over a tensor group, with one collective per chunk of tokens."""
+"""Vocab-parallel cross entropy: each rank of a tensor group has a slice of the words, so that no rank holds all logits.
+
+One collective for each chunk of tokens joins the maxima, sums and target logits.
+"""
 
 from __future__ import annotations
 

@@ -527,6 +527,8 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
         f"out of memory{wanted}: {place} has {size(total)}, {size(total - free)} in use. The run's estimate is {known}: "
         f"{parts}. {_advice(plan, found)}"
     )
+    if plan.graph and on_gpu:
+        message += " The recorded steps reserve their memory beside validation's: train.graph = false frees it."
     return OctavoError(message)
 
 

@@ -32,12 +32,16 @@ def records(config: RunConfig, model: nn.Module, world: int, kind: str) -> bool:
     """True if a run takes its steps from `octavo.train.graph`, on a device of this kind; model: on any device."""
     if config.train.graph != "auto":
         return config.train.graph
-    return _asks(config, kind) and _against(config, model, world) is None
+    return _is_candidate(config, kind) and _why_eager(config, model, world) is None
 
 
-def _against(config: RunConfig, model: nn.Module, world: int) -> str | None:
+def _why_eager(config: RunConfig, model: nn.Module, world: int) -> str | None:
     """Why "auto" leaves the steps eager."""
-    return next(_reasons(config, model, world), None) or _plain_attention(config, model)
+    if (reason := next(_reasons(config, model, world), None)) is not None:
+        return reason
+    if config.data.packing == "documents":
+        return "attention of packed documents may take longer in a graph. Set train.graph = true to record them too"
+    return None
 
 
 def _plain_attention(config: RunConfig, model: nn.Module) -> str | None:
@@ -55,8 +59,8 @@ def _plain_attention(config: RunConfig, model: nn.Module) -> str | None:
     return None
 
 
-def _asks(config: RunConfig, kind: str) -> bool:
-    """True if "auto" is for runs of this kind."""
+def _is_candidate(config: RunConfig, kind: str) -> bool:
+    """True for runs that "auto" records if nothing stands against it."""
     return config.train.graph == "auto" and config.lora.options is not None and kind == "cuda"
 
 
@@ -99,10 +103,10 @@ def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
 
 def note(config: RunConfig, model: nn.Module, world: int, kind: str) -> str | None:
     """How a run goes by `train.graph` on a device of this kind, in one line; None where the key says nothing."""
-    if config.train.graph == "auto" and (not _asks(config, kind) or world > 1):
+    if config.train.graph == "auto" and (not _is_candidate(config, kind) or world > 1):
         return None
     if not records(config, model, world, kind):
-        why = _against(config, model, world) if config.train.graph == "auto" else None
+        why = _why_eager(config, model, world) if config.train.graph == "auto" else None
         return None if why is None else f'train.graph = "auto": steps are eager: {why}'
     if kind == "cpu":
         return "train.graph records nothing on a CPU: steps run eagerly, to the same numbers"

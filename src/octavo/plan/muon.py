@@ -1,4 +1,4 @@
-"""FLOPs and memory of Muon's steps: pure functions of the shapes of matrices."""
+"""FLOPs and memory of Muon's steps, for the dry run: pure functions of the shapes of matrices, without an optimizer."""
 
 from __future__ import annotations
 

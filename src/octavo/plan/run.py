@@ -323,7 +323,7 @@ def check(
         if use:
             schedule = PrecisionSchedule(model, config.fp8.schedule, steps)  # raises for one that cannot be
             in_fp8 = [state for _, state in states_of(model) if state.under(recipe) is not None]
-            if config.fp8.schedule and schedule.leaves_none(in_fp8) and rank_variable("RANK", 0) == 0:
+            if notes and config.fp8.schedule and schedule.leaves_none(in_fp8) and rank_variable("RANK", 0) == 0:
                 warn(
                     f"fp8.schedule leaves every layer out of FP8 in all {steps} steps. Shorten its steps, or set "
                     "fp8.enabled = false."

@@ -1,4 +1,7 @@
-"""`train.verify`: a run starts only if `octavo verify` has passed for its layout."""
+"""`train.verify`: a run starts only if `octavo verify` has passed for its layout.
+
+A layout that trains wrongly costs a run; the report of a minute on CPUs is read before a GPU is touched.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ def verified_keys(config: RunConfig) -> dict[str, Any]:
     """The keys of a run that decide what a layout computes, with their values."""
     values = config.model_dump(mode="json")
     keys = {f"{section}.{key}": values[section][key] for section, some in _DECIDE.items() for key in some or values[section]}
+    keys["data.packing"] = keys["data.packing"] or "join"
     return {key: value for key, value in keys.items() if key not in _DO_NOT}
 
 

@@ -268,6 +268,7 @@ def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | 
     model = base_on_meta(config, hf_config)
     found = adapted(model)
     assert found is not None
+    _check_scale(checkpoint, found)
     stored = StoredWeights(checkpoint)
     names = [name for name, _ in model.named_parameters()]
     with new_folder(to) as new:
@@ -320,6 +321,16 @@ def _adapter_options(config: RunConfig) -> BuildOptions:
     )
 
 
+def _check_scale(checkpoint: Path, found: Adapted) -> None:
+    """Refuse another scale of the adapters than that of their training: lora.alpha or lora.rslora of the run changed."""
+    trained, now = (read_state(checkpoint).get("lora") or {}).get("scale"), found.options.scale
+    if trained is not None and trained != now:
+        raise InputError(
+            f"{checkpoint} was trained with adapters scaled by {trained:g}, and the run file says {now:g}: set lora.alpha and "
+            "lora.rslora as they were."
+        )
+
+
 def _merged(
     checkpoint: Path, config: RunConfig, hf_config: Any, *, exact: bool
 ) -> tuple[Mapping[str, torch.Tensor], Callable[[str], torch.Tensor]]:
@@ -358,6 +369,7 @@ def _merged(
         )
     stored, way, found = StoredWeights(checkpoint), conversion(model.spec), adapted(model)
     assert found is not None
+    _check_scale(checkpoint, found)
     adapters = peft_tensors({name: stored[name] for name in stored if is_adapter(name)}, way)
 
     def read(name: str) -> torch.Tensor:

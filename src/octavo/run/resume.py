@@ -41,7 +41,7 @@ CHANGEABLE: dict[str, str] = {
     "train.recompute": "the same numbers, for less memory",
     "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",
     "train.offload": "the same numbers, for less memory",
-    "train.graph": "the same numbers, launched at once",
+    "train.graph": "the same numbers, launched at once; of packed documents by another kernel of attention",
     "train.compile": "the same model, in other kernels; true is refused",
     "train.deterministic": "the same model, in other kernels",
     "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be correctable",

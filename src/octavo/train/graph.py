@@ -1,4 +1,4 @@
-"""`train.graph`: forward and backward of a step's micro-batches as CUDA graphs, with the bits of the eager loop.
+"""`train.graph`: forward and backward of a step's micro-batches as CUDA graphs, with the numbers of the eager loop.
 
 The first micro-batch is one graph, which sets the gradients and casts the FP8 weights; all others are replays of a second one,
 which adds to them and reads these. Clipping, optimizer, evaluation and checkpoints stay eager. `octavo.plan.graph` refuses the
@@ -8,7 +8,7 @@ runs that a recording would not repeat.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from octavo.data.packing import Batch
 from octavo.errors import InputError, warn
 from octavo.fp8.autocast import microbatch
+from octavo.kernels.autograd import has_hooks
 from octavo.parallel.graphed import WARM_UP, Graphed
 
 LossOf = Callable[[Batch, Tensor], Tensor]
@@ -31,7 +32,7 @@ class StepGraph:
         device: of the model.
         micro_batches: of each step.
         documents: True if each micro-batch packs documents, whose boundaries follow from its positions on the device.
-        required: False if a step that a replay would not repeat may be eager.
+        required: True raises for a step that a replay would not repeat; False computes it eagerly.
     """
 
     def __init__(
@@ -40,7 +41,10 @@ class StepGraph:
     ) -> None:  # fmt: skip
         self._device, self._documents, self._required, self._warned = device, documents, required, False
         self._modules = [(name, module, module.training) for name, module in model.named_modules()]
-        parameters: list[Tensor] = list(dict.fromkeys(model.parameters()))
+        self._replaced = {name for name, module in model.named_modules() if "forward" in vars(module)}
+        self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
+        self._hooked = {name for name, p, _ in self._parameters if p._backward_hooks or p._post_accumulate_grad_hooks}
+        parameters: list[Tensor] = [parameter for _, parameter, _ in self._parameters]
         several = micro_batches > 1
         self._first = Graphed(_loss(loss_of, True if several else None), parameters, WARM_UP, None)
         self._later = Graphed(_loss(loss_of, False), parameters, WARM_UP, None, after=self._first)
@@ -55,27 +59,43 @@ class StepGraph:
             total += run(count, *(x.to(self._device, non_blocking=True) for x in inputs))
         return total
 
-    def repeats(self) -> bool:
-        """True if a replay is the next step. A replay runs no code of Python: it would leave out hooks, and a change of mode.
+    def can_replay(self) -> bool:
+        """True if a replay computes what the next eager step would. It runs no code of Python, such as hooks.
 
         Raises:
-            InputError: a module has a hook or another mode, and recorded steps are `required`.
+            InputError: it would not, and recorded steps are `required`.
         """
+        change = next(self._changes(), None)
+        if change is None:
+            self._warned = False
+            return True
+        what, undo = change
+        if self._required:
+            raise InputError(f"train.graph = true: {what}, which a replayed graph ignores. {undo}, or set train.graph = false.")
+        if not self._warned:
+            warn(
+                f'train.graph = "auto": {what}, which a replayed graph ignores: steps are eager, and slower. {undo} to replay.'
+            )
+        self._warned = True
+        return False
+
+    def _changes(self) -> Iterator[tuple[str, str]]:
+        """What differs from the recording, and how to undo it."""
         for name, module, training in self._modules:
-            hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-            if not hooks and module.training == training:
-                continue
             named, modes = name or "the model", ("evaluation", "training")
-            change = "has a hook" if hooks else f"was in {modes[training]} mode and is in {modes[module.training]} mode"
-            undo = "Remove it" if hooks else "Put it back"
-            change = f"{named} {change}, which a replayed graph does not heed"
-            if self._required:
-                raise InputError(f"train.graph = true: {change}. {undo}, or set train.graph = false.")
-            if not self._warned:
-                warn(f'train.graph = "auto": {change}: steps are eager, and slower, from here on. {undo} to replay them.')
-            self._warned = True
-            return False
-        return True
+            if has_hooks(module):
+                yield f"{named} has a hook", "Remove it"
+            if module.training != training:
+                yield f"{named} was in {modes[training]} mode and is in {modes[module.training]} mode", "Put it back"
+            if ("forward" in vars(module)) != (name in self._replaced):
+                yield f"the forward of {named} was replaced", "Put it back"
+        for name, parameter, trained in self._parameters:
+            if parameter.requires_grad != trained:
+                yield f"{name} was {'trained' if trained else 'frozen'} and is not any more", "Put it back"
+            if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and name not in self._hooked:
+                yield f"{name} has a hook", "Remove it"
+            if parameter.grad is not None:
+                yield f"{name} has a gradient before the step", "Set it to None"
 
 
 def _loss(loss_of: LossOf, first: bool | None) -> Callable[..., Tensor]:

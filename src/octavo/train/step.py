@@ -93,7 +93,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     context.watch.phase("forward")  # ranks wait here for a rank with slow data
     targets = _global_targets(context, batches)
 
-    if context.graph is not None and isinstance(targets, int) and context.graph.repeats():
+    if context.graph is not None and isinstance(targets, int) and context.graph.can_replay():
         total = context.graph(batches, targets)
     else:
         total = _forward_and_backward(context, batches, targets)

@@ -178,7 +178,8 @@ class _Run:
         """The plan as the run's past allows it, with the number of steps and the tokenizer's ids; and the data."""
         before = self.folder.config() if self.folder.has_checkpoints else None  # a run without checkpoints may change
         if before is None:
-            refuse_unverified(config, plan.degrees)
+            packing = plan.config.data.packing  # resolved from the data, where they are prepared
+            refuse_unverified(with_values(config, {"data.packing": packing}), plan.degrees)
         else:
             config, taken = with_keys_of(before, config, plan.config)
             # Data that has changed may not say how a run that began with it packs it.
@@ -205,7 +206,7 @@ class _Run:
         prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
         data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before
         plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": data}))
-        if plan.config.train.graph:  # of data whose packing was not known before
+        if plan.config.train.graph is True:  # of data whose packing was not known before
             check_graph(plan.config, plan.model_on_meta, plan.degrees.world)
         for each in (prepared, *prepared.sets.values()):
             check_vocabulary(each, plan.hf_config.vocab_size, load=config.model.load)

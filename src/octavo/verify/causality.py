@@ -1,7 +1,7 @@
 """The tokens on which logits depend: evaluations with other tokens, and the bits of the logits that they may not change.
 
-Other are, in turn: from each place on all later tokens; a sequence, and all but that one; the samples of every second
-data-parallel rank; and with documents those of a sequence before its last. Row counts of products stay the same, so that no
+Replaced are, in turn: all tokens from a place on; one sequence, then all but that one; the samples of every second
+data-parallel rank; with documents, those of each sequence before its last. Row counts of products stay the same, so that no
 rounding differs. Experts are the exception: the rows of an expert's product are the tokens that chose it.
 
 Left out: forwards in training, which compute the same but set scales for the next; padding, which follows all real tokens.
@@ -20,11 +20,11 @@ from octavo.data.packing import Batch
 from octavo.parallel.world import state
 
 _PLACES = 32
-"""Places at most from which on later tokens are others, in even steps."""
+"""About the number of places from which on later tokens are replaced, in even steps."""
 
 
 class Change(NamedTuple):
-    """Tokens that are others in an evaluation, and those whose logits stay: bool [B, T] of this rank's samples."""
+    """`others`: tokens that are replaced; `stay`: tokens whose logits must not change. Bool [B, T] of this rank's samples."""
 
     name: str
     others: Tensor
@@ -60,7 +60,9 @@ def changed(batch: Batch, logits: Callable[[Tensor], Tensor], *, documents: bool
         documents: the batch has a second document in each sequence.
     """
     ids, found = batch.input_ids, dict[str, Tensor]()
-    others, wanted = ids.roll(1, -1).flip(-1), logits(ids)
+    others, wanted = torch.where(ids == ids.max(), ids.min(), ids + 1), logits(ids)
+    if (others == ids).any():
+        raise ValueError("samples of one word alone: no token can be another")
     size = wanted.abs().max().double()
     if state.world_size > 1:
         dist.all_reduce(size, dist.ReduceOp.MAX)

@@ -43,7 +43,14 @@ from octavo.plan.run import Target, check
 from octavo.plan.verified import verified_keys
 from octavo.verify.compare import MOMENTS, Bounds, Difference, differences, is_record, loaded, with_ranks
 from octavo.verify.pool import Pool
-from octavo.verify.small import MICRO_BATCH, check_patterns, check_small, small_config, without_files
+from octavo.verify.small import (
+    MICRO_BATCH,
+    check_patterns,
+    check_small,
+    small_config,
+    with_packing_of_format,
+    without_files,
+)
 from octavo.verify.worker import Results, Task
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.02, 0.1, 0.6, router=0.9)
@@ -64,6 +71,7 @@ SEEDS = [0, 1, 2]
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
+NOT_DOCUMENTS = ', documents within a sequence (data.packing is not set; set "documents" to verify them)'
 NOT_IN_16 = ", roundings to float16"
 NOT_CAUSAL = "current scaling, by definition: the largest number of all tokens sets the scale of each"
 CAUSALITY = "by causality"
@@ -124,7 +132,7 @@ def verify(
     hf_config = load_config(config.model.source, config.model.config)
     spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
     spec = check_small(spec, hf_config.model_type, reason)
-    config, lowered = _lowered(config, ranks, given)
+    config, lowered = _lowered(with_packing_of_format(config), ranks, given)
     run = without_files(with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1}))
     degrees = check(run, target=Target(world_size=ranks), notes=False).degrees
     config.tell_notes(ranks)
@@ -145,7 +153,8 @@ def verify(
         **({"not_causal": NOT_CAUSAL} if causality and sets_scales_of_others(config) else {}),
         "not_covered": NOT_COVERED
         + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else "")
-        + (NOT_IN_16 if config.model.dtype == "float16" else ""),
+        + (NOT_IN_16 if config.model.dtype == "float16" else "")
+        + (NOT_DOCUMENTS if config.data.packing is None else ""),
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
     return figures, [
@@ -422,5 +431,5 @@ def _line(comparison: Comparison, ranks: int) -> str:
         return f"equal    {what}: logits, {bits}, after changes of {by}"
     tensors = f"{len(comparison.differences) - records} tensors within {largest.error:.1e}"
     if not comparison.exact:
-        return f"alike    {what}, whose roundings are others by rule: {tensors}"
+        return f"alike    {what}, which rounds differently by rule: {tensors}"
     return f"equal    {what}: {tensors}" + (f", {records} scales and histories equal to the bit" if records else "")

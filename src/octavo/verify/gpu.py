@@ -38,7 +38,7 @@ from octavo.plan.run import RunPlan, Target, check
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
 from octavo.verify.compare import MOMENTS
-from octavo.verify.small import check_small, layers_of_each_kind, of_layers, without_files
+from octavo.verify.small import check_small, layers_of_each_kind, of_layers, with_packing_of_format, without_files
 from octavo.verify.start import start
 from octavo.watchdog.watchdog import Watchdog
 
@@ -100,7 +100,7 @@ def of_few_layers(config: RunConfig, ranks: int) -> RunConfig:
         "optimizer.warmup_steps": 0,
         "optimizer.schedule": "constant",
     }
-    return without_files(with_values(config, values))
+    return without_files(with_values(with_packing_of_format(config), values))
 
 
 def trained(config: RunConfig) -> Bits:

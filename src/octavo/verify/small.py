@@ -69,6 +69,13 @@ def of_layers(hf_config: Any, spec: ModelSpec, layers: Sequence[int]) -> Any:
     return found
 
 
+def with_packing_of_format(config: RunConfig) -> RunConfig:
+    """The run with `data.packing` as `data.format` decides it: conversations and prompts are packed as separate documents."""
+    if config.data.packing is not None or config.data.format not in ("chat", "prompt"):
+        return config
+    return with_values(config, {"data.packing": "documents"})
+
+
 def without_files(config: RunConfig) -> RunConfig:
     """The run on random weights and generated samples: its texts, tokenizer and weights need not be here."""
     shape = config.data.model_dump(include={"packing", "sequence_length"})
