@@ -137,7 +137,7 @@ def test_refused(te):
     for message, call in {
         r"start_positions are torch.int64 \[1\]: give torch.int32 \[2\]": {"start_positions": torch.tensor([1])},
         "positions begin at 0, and one is -2": {"start_positions": torch.tensor([1, -2])},
-        "for 8 positions: a token has position 10": {"start_positions": torch.tensor([0, 6])},
+        "8 positions: a token has position 10": {"start_positions": torch.tensor([0, 6])},
         "cu_seqlens: sequences end at token 9, and there are 8": {"cu_seqlens": ends((3, 6))},
         r"cu_seqlens: sequence 0 has 6 tokens, and 2 ranks share it in 4 chunks": {"cu_seqlens": ends((6, 10)), "cp_size": 2},
         "cp_rank=3 with cp_size=2": {"cp_size": 2, "cp_rank": 3},
