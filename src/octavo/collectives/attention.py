@@ -33,7 +33,7 @@ from octavo.kernels.autograd import refuse_second_derivative
 
 
 class _Call(NamedTuple):
-    """What a call attends to: the ranks with their exchange, the pattern and split of whole sequences, the scale."""
+    """Ranks and their exchange, pattern and split of whole sequences, and scale of one attention call."""
 
     context: ContextGroup
     pattern: Pattern

@@ -39,6 +39,7 @@ from octavo.models.families import decoder_spec
 from octavo.models.sources import load_config
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor
+from octavo.nn.moe import Assignment
 from octavo.plan.run import Target, check
 from octavo.plan.verified import verified_keys
 from octavo.verify.compare import MOMENTS, Bounds, Difference, differences, is_record, loaded, with_ranks
@@ -152,7 +153,7 @@ def verify(
         **({"lowered": lowered} if lowered else {}),
         **({"not_causal": NOT_CAUSAL} if causality and sets_scales_of_others(config) else {}),
         "not_covered": NOT_COVERED
-        + (NOT_ASSIGNED if config.moe.moe_load_balancing in ("sinkhorn", "balanced") else "")
+        + (NOT_ASSIGNED if assignment_of(config) != "largest" else "")
         + (NOT_IN_16 if config.model.dtype == "float16" else "")
         + (NOT_DOCUMENTS if config.data.packing is None else ""),
     }
@@ -190,8 +191,9 @@ def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: Mo
     return degrees.data == then.data and all(casts_alike(config, each, spec) for each in (degrees, then))
 
 
-def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
-    """A layout of as many ranks in which a checkpoint of this one continues."""
+def other_layout(degrees: Degrees, spec: ModelSpec, assignment: Assignment = "largest") -> Degrees:
+    """A layout of as many ranks in which a checkpoint of this one continues; assignment: by the run's [moe]."""
+    spec = dataclasses.replace(spec, assignment=assignment)
     tensor, context = degrees.tensor, degrees.context
     if tensor > 1:
         tensor = divisors(tensor)[-2]  # the half of an even one
@@ -209,6 +211,12 @@ def other_layout(degrees: Degrees, spec: ModelSpec) -> Degrees:
     return Degrees(degrees.world, degrees.world // tensor, tensor, context, math.gcd(degrees.expert, tensor))
 
 
+def assignment_of(config: RunConfig) -> Assignment:
+    """How the run's routers assign tokens to experts."""
+    asked = config.moe.moe_load_balancing
+    return asked if asked in ("sinkhorn", "balanced") else "largest"
+
+
 def tasks(
     config: RunConfig,
     degrees: Degrees,
@@ -219,7 +227,7 @@ def tasks(
     causality: bool = False,
 ) -> dict[str, tuple[int, Task]]:
     """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
-    other = other_layout(degrees, spec)
+    other = other_layout(degrees, spec, assignment_of(config))
     rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
     found: dict[str, tuple[int, Task]] = {}
 
@@ -255,7 +263,7 @@ def tasks(
 
 def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
     """The comparisons of what the `tasks` found."""
-    other, comparisons = other_layout(degrees, spec), []
+    other, comparisons = other_layout(degrees, spec, assignment_of(config)), []
     for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in found):
         layout, one = found[f"{kind} layout"], found[f"{kind} one"]
         beside = found.get(f"{kind} data", one)

@@ -62,10 +62,10 @@ class LocalSession(Session):
 
 
 def retrieve(*others: Any, **options: Any) -> str:
-    """A placeholder for `sagemaker.image_uris`: a job runs in this Python; an estimator logs that it ignores the image."""
+    """`sagemaker.image_uris.retrieve`: jobs run in this Python, and an estimator logs that it ignores the image."""
     return "local"
 
 
 def get_execution_role(sagemaker_session: Any = None, use_default: bool = False) -> str:
-    """A placeholder role: jobs run under this user."""
+    """The role is "local": jobs run under this user."""
     return "local"
