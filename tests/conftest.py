@@ -46,13 +46,18 @@ def pytest_report_header():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`@long(condition)` holds for the cases whose parameters, by their names, satisfy the condition; `@long` for all."""
+    """`@long(condition)` marks the cases whose parameters, by their names, satisfy the condition; `@long` all.
+
+    `@one_of(n)` leaves one case of n unmarked, drawn by its name: the same ones each time.
+    """
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "long" and mark.args]:
             (condition,) = mark.args
             if not condition(*(item.callspec.params[name] for name in inspect.signature(condition).parameters)):
                 item.own_markers.remove(mark)
                 item.keywords._markers.pop("long", None)
+        if any(zlib.crc32(item.name.encode()) % mark.args[0] for mark in item.own_markers if mark.name == "one_of"):
+            item.add_marker("long")
 
 
 @pytest.hookimpl(optionalhook=True)  # tests on a GPU need no pytest-xdist

@@ -84,6 +84,7 @@ def drawn(rows=11, vocabulary=VOCABULARY, dtype=torch.float32):
     return logits, target
 
 
+@pytest.mark.one_of(3)
 @ways
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,6 +141,7 @@ def test_padding_may_hold_anything(exact_casts, shape, fp8, padding):
     assert torch.equal(grad, want)
 
 
+@pytest.mark.one_of(3)
 @ways
 @pytest.mark.parametrize("first", [-torch.inf, -1e3, -100.0, 0.0, 1e3])
 @pytest.mark.parametrize("second", [-torch.inf, -1e3, -300.0, -60.0, 87.0, 89.0, 300.0, 1e3])
