@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo.errors import InputError
+from octavo.fp8.recipe import Operand
+from octavo.fp8.scaling import states_of
 from octavo.models.convert import conversion
 from octavo.models.lora import adapted
 from octavo.models.peft_folder import from_folder, peft_tensors
@@ -159,6 +161,33 @@ def test_fp8_products_are_the_base_s_alone_and_recomputation_repeats_them(recipe
     exact = octavo.transform(copy.deepcopy(base), dtype=torch.float32, lora=octavo.LoRA(4))
     assert abs(exact(input_ids=ids, labels=ids).loss - first) < 0.2
     assert all(gradient.abs().max() > 0 for gradient in wanted.values())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["query_key_value"], ["dense_h_to_4h"]])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_no_product_is_computed_for_a_gradient_of_frozen_embeddings(parallel, targets):
+    """The first block's input has none. Beside its attention, with `parallel`, neither does the input of its MLP."""
+    torch.manual_seed(2)
+    recipe = octavo.recipe.DelayedScaling()
+    base = llama(model_type="gpt_neox", use_parallel_residual=parallel)
+    model = octavo.transform(base, recipe, dtype=torch.bfloat16, lora=octavo.LoRA(4, targets=targets))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) * 0.05)
+    ids = tokens(2, 16)
+    for _ in range(2):
+        with octavo.fp8_autocast(fp8_recipe=recipe):
+            model(input_ids=ids, labels=ids).loss.backward()
+    states = {name: state for name, state in states_of(model) if name.startswith("layers.")}
+    casts = {name: bool(state.slots[Operand.GRAD_OUTPUT].history.any()) for name, state in states.items()}
+    of_mlp = not parallel and targets != ["dense_h_to_4h"]
+    wanted = dict.fromkeys(casts, True)
+    wanted |= {"layers.0.self_attention.qkv": False, "layers.0.ffn.fc1": of_mlp}
+    wanted |= {"layers.0.ffn.fc2": of_mlp or "query_key_value" not in targets}
+    wanted |= {"layers.0.self_attention.proj": targets != ["dense_h_to_4h"]}
+    assert casts == wanted
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters() if parameter.requires_grad)
 
 
 def test_dropout_is_of_training_alone_and_each_matrix_draws_its_own():

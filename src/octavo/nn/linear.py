@@ -280,6 +280,7 @@ class _AdaptedNormLinearFunction(torch.autograd.Function):
         y = unflat(y, (*residual.shape[:-1], weight.shape[0]))
         ctx.set_materialize_grads(False)
         h = residual if delta is None else unflat(producer.sum, residual.shape)
+        pass_on(ctx, h)
         tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
         ctx.save_for_backward(h, producer.stats, norm_weight, matrix, reduced, *joint, *tables, *gemms.saved(x, w, weight))
         ctx.call, ctx.shape = (form, gemms, adapters, len(trained)), residual.shape
@@ -308,6 +309,16 @@ class _AdaptedNormLinearFunction(torch.autograd.Function):
             gemm.add_mm_(d_normed, d_reduced, a)
             through = backward_through_norm(ctx, form, d_normed, h, norm_weight, stats, d_residual)
         return *through, *(None,) * 6, *adapters.split(d_a, d_b)
+
+
+def pass_on(ctx: Any, h: Tensor) -> None:
+    """Mark the residual stream h, the sum of the first two inputs, as without a gradient where neither has one.
+
+    Trained adapters are inputs too, and would give it one: an MLP beside attention would compute the gradient of its input for
+    nothing, and record an amax that tensor-parallel ranks, whose adapters are in other functions, do not.
+    """
+    if not any(ctx.needs_input_grad[:2]):
+        ctx.mark_non_differentiable(h)
 
 
 def norm_linear(

@@ -34,7 +34,7 @@ from octavo.kernels.activation import activation, activation_backward, is_gated
 from octavo.kernels.autograd import SavedBytes, refuse_second_derivative, refuse_transforms
 from octavo.kernels.quantize.quantized import QuantizedTensor, Quantizer
 from octavo.nn.arguments import Draws, Init, Tracker, activation_of, check, results
-from octavo.nn.linear import NormedCall, NormedLayer, joined, norm_linear, product
+from octavo.nn.linear import NormedCall, NormedLayer, joined, norm_linear, pass_on, product
 from octavo.nn.lora import Adapters, Joint, added
 from octavo.nn.norm import (
     NormForm,
@@ -223,6 +223,7 @@ class _AdaptedNormMlpFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shape = (form, fc1, fc2, curve, block, first, second, len(trained)), residual.shape
         h = residual if delta is None else unflat(producer.sum, residual.shape)
+        pass_on(ctx, h)
         ctx.save_for_backward(
             h, producer.stats, norm_weight, hidden if fc2.wants_x else None, *saved_1, *saved_2,
             *fc1.saved(x, w1, weight_1), *fc2.saved(activated, w2, weight_2),
