@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from octavo.config.degrees import MOST_CPU_RANKS
 from octavo.errors import InputError, Interrupted
 from octavo.storage import local_path
 
@@ -67,8 +68,6 @@ class WithOverrides(TyperCommand):
 
 
 RunFile = Annotated[str, typer.Argument(metavar="RUN.toml", help="A run file, such as presets/demo.toml.", show_default=False)]
-MOST_RANKS = 256
-"""Of `octavo verify` on CPUs: each is a process."""
 SomeRunFile = Annotated[
     str | None, typer.Argument(metavar="[RUN.toml]", help="A run file; none with --fuzz.", show_default=False)
 ]
@@ -161,10 +160,10 @@ def check_fuzz(
     """Raise an InputError unless `octavo verify` was given either a run file or --fuzz, and options that go together."""
     if ranks is not None and ranks < 2 and not gpu:
         raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
-    if ranks is not None and ranks > MOST_RANKS and not gpu:
+    if ranks is not None and ranks > MOST_CPU_RANKS and not gpu:
         raise InputError(
-            f"--ranks {ranks}: octavo verify starts {MOST_RANKS} processes at most. Give --ranks {MOST_RANKS} or less: of "
-            "shards and replicas two each verify any number."
+            f"--ranks {ranks}: octavo verify starts {MOST_CPU_RANKS} processes at most. Give --ranks {MOST_CPU_RANKS} or less: "
+            "of shards and replicas two each verify any number."
         )
     if causality and (gpu or cases is not None):
         raise InputError(f"--causality is of a run file's layout on CPUs: leave {'--gpu' if gpu else '--fuzz'} out.")

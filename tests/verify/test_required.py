@@ -5,13 +5,14 @@ import json
 
 import pytest
 from rich.console import Console
+from transformers import AutoConfig
 
 import ranks
 from octavo.cli import main
 from octavo.config.degrees import fit_degrees
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
-from octavo.plan.verified import refuse_unverified, verified_keys
+from octavo.plan.verified import refuse_unverified, verified_keys, versions
 from octavo.run.metrics import read_metrics
 from octavo.train.trainer import Trainer
 
@@ -35,7 +36,7 @@ def trained(file, overrides):
 
 
 def written(path, config, degrees, **changes):
-    found = {"degrees": dataclasses.asdict(degrees), "keys": verified_keys(config), "verified": True}
+    found = versions() | {"degrees": dataclasses.asdict(degrees), "keys": verified_keys(config), "verified": True}
     path.write_text(json.dumps(found | changes))
 
 
@@ -77,10 +78,16 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     refuse_unverified(config, of_many)
     for override, text in (
         ("train.recompute=true", "is of train.recompute = true, and the run has false"),
-        ("model.config.intermediate_size=96", "is of model.config = "),
+        ("model.config.intermediate_size=96", "is of model.config.intermediate_size = 96, and the run has"),
+        ("optimizer.name=muon", 'is of optimizer.name = "muon", and the run has "adamw"'),
+        ("optimizer.layer_decay=0.5", "is of optimizer.layer_decay = 0.5, and the run has 1.0"),
+        ("optimizer.clip=0.0", 'is of optimizer.clip = 0, and the run has "above 0"'),
         ("parallel.reduce_dtype=bfloat16", 'is of parallel.reduce_dtype = "bfloat16", and the run has "float32"'),
     ):
         assert text in said(RunConfig.from_file(tiny.file, [*GIVEN, override]))
+    assert "is by Octavo 0.0.9, and the run has" in said(version="0.0.9")
+    assert "is by PyTorch 2.1.0, and the run has" in said(torch="2.1.0")
+    assert "is by Octavo of an unknown version" in said(version=None)
     assert "is of tensor degree 4, and the run has 2" in said(degrees=fit_degrees(world_size=16, tensor_parallel_degree=4))
     assert "is of one of shard, and the run has 8. Run octavo verify RUN.toml --ranks 4" in said(
         degrees=fit_degrees(world_size=2, tensor_parallel_degree=2)
@@ -95,6 +102,31 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         refuse_unverified(config, of_many)
     refuse_unverified(config, fit_degrees(world_size=1))  # one rank has no layout
+
+
+def test_a_model_whose_config_has_changed_is_named(tiny_run, tmp_path):
+    tiny, path, source = tiny_run(), tmp_path / "verify.json", tmp_path / "model"
+    keys = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}
+    AutoConfig.for_model("llama", **keys).save_pretrained(source)
+    given = [f"model.source={json.dumps(str(source))}", "fp8.enabled=false", f"train.verify={json.dumps(str(path))}"]
+    config = RunConfig.from_file(tiny.file, given).model_copy()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"config": {}})})
+    degrees = fit_degrees(world_size=2, tensor_parallel_degree=2)
+    written(path, config, degrees)
+    refuse_unverified(config, degrees)
+    other = AutoConfig.for_model("llama", **keys | {"num_key_value_heads": 1})
+    other.save_pretrained(source)
+    with pytest.raises(InputError, match=r"is of model\.config\.num_key_value_heads = 2, and the run has 1\. Run"):
+        refuse_unverified(config, degrees)
+    AutoConfig.for_model("llama", **keys).save_pretrained(tmp_path / "moved")
+    moved = config.model_copy(update={"model": config.model.model_copy(update={"source": str(tmp_path / "moved")})})
+    refuse_unverified(moved, degrees)  # the same model
+
+
+def test_a_layout_of_more_ranks_than_are_verified_is_named(tiny_run, tmp_path):
+    config = RunConfig.from_file(tiny_run().file, [*GIVEN, f"train.verify={json.dumps(str(tmp_path / 'verify.json'))}"])
+    with pytest.raises(InputError, match=r"starts 256 processes at most, and this run's .* degrees need 512"):
+        refuse_unverified(config, fit_degrees(world_size=1024, tensor_parallel_degree=16, context_parallel_degree=16))
 
 
 @pytest.mark.parametrize(

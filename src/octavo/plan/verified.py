@@ -6,39 +6,59 @@ A layout that trains wrongly costs a run; the report of a minute on CPUs is read
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.config.degrees import DEGREES, Degrees, divisors
+from octavo._version import __version__
+from octavo.config.degrees import DEGREES, MOST_CPU_RANKS, Degrees, divisors
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.models.sources import load_config
 from octavo.storage import local_path
 
 FILE = "verify.json"
 """Written by `octavo verify`, and read where `train.verify` is true."""
 _DECIDE: dict[str, tuple[str, ...]] = {
-    "model": ("source", "config", "blocks", "dtype", "params_dtype"),
+    "model": ("blocks", "dtype", "params_dtype"),
     "data": ("packing",),
     "train": ("recompute", "mlp_chunks", "offload", "label_smoothing", "z_loss", "freeze"),
+    "optimizer": ("name", "muon_scale", "rates", "layer_decay"),
     **dict.fromkeys(("fp8", "moe", "lora", "parallel"), ()),
 }
 """Keys by section that decide what a layout computes; () for all of a section."""
 _DO_NOT = (*(f"parallel.{key}" for key in DEGREES), "fp8.schedule", "fp8.emulate")
 """Degrees are compared by themselves; where FP8 runs, and in which steps, no layout decides."""
+_NOT_OF_THE_MODEL = frozenset(
+    (
+        *("architectures", "transformers_version", "auto_map", "_name_or_path", "id2label", "label2id", "problem_type"),
+        *("dtype", "torch_dtype", "use_cache", "output_hidden_states", "output_attentions", "return_dict"),
+        *("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
+    )
+)
+"""Keys of a Hugging Face config that decide nothing of a step."""
 
 
 def verified_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys of a run that decide what a layout computes, with their values."""
+    """The keys of a run that decide what a layout computes, with their values; of the model those of its config.json."""
     values = config.model_dump(mode="json")
     keys = {f"{section}.{key}": values[section][key] for section, some in _DECIDE.items() for key in some or values[section]}
     keys["data.packing"] = keys["data.packing"] or "join"
+    keys["optimizer.clip"] = "above 0" if config.optimizer.clip > 0 else 0
+    model = load_config(config.model.source, config.model.config).to_dict()
+    keys |= {f"model.config.{key}": value for key, value in model.items() if key not in _NOT_OF_THE_MODEL}
     return {key: value for key, value in keys.items() if key not in _DO_NOT}
 
 
+def versions() -> dict[str, str]:
+    """Of Octavo, and of PyTorch without the name of a build, as a laptop's is for CPUs and a cluster's for GPUs."""
+    return {"version": __version__, "torch": importlib.metadata.version("torch").partition("+")[0]}
+
+
 def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
-    """Raise an InputError unless the file of `train.verify` verifies the layout of this run.
+    """Raise an InputError unless the file of `train.verify` verifies the layout of this run, by the versions that are here.
 
     Tensor, context and expert degrees are the same there; of shards and of replicas there may be fewer, but more than one where
     the run has more than one.
@@ -47,49 +67,57 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
         return
     path = local_path(FILE if config.train.verify is True else config.train.verify, "train.verify")
     asked = f"train.verify = {json.dumps(config.train.verify)}: {path}"
-    command = _command(degrees, path)
-    figures = _read(path, asked, command)
+    run = _remedy(degrees, path)
+    figures = _read(path, asked, run)
     if not figures["verified"]:
         raise InputError(f"{asked} says that the layout differs from one rank. Read it, or set train.verify = false.")
+    for key, name in (("version", "Octavo"), ("torch", "PyTorch")):
+        if (by := figures.get(key)) != (wanted := versions()[key]):
+            raise InputError(f"{asked} is by {name} {by or 'of an unknown version'}, and the run has {wanted}. {run}.")
     here, there = verified_keys(config), figures["keys"]
     for key in sorted({*here, *there}):
         if json.dumps(here.get(key), sort_keys=True) != json.dumps(there.get(key), sort_keys=True):
             found, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))
-            raise InputError(
-                f"{asked} is of {key} = {found}, and the run has {wanted}. Run {command}, with the run's other keys."
-            )
+            raise InputError(f"{asked} is of {key} = {found}, and the run has {wanted}. {run}, with the run's other keys.")
     verified = Degrees(**figures["degrees"])
     for name in ("tensor", "context", "expert"):
         if (found := getattr(verified, name)) != (wanted := getattr(degrees, name)):
-            raise InputError(f"{asked} is of {name} degree {found}, and the run has {wanted}. Run {command}.")
+            raise InputError(f"{asked} is of {name} degree {found}, and the run has {wanted}. {run}.")
     for name in ("replicate", "shard"):
         if (getattr(degrees, name) > 1) != (getattr(verified, name) > 1):
             few = "one" if getattr(verified, name) == 1 else "several"
-            raise InputError(f"{asked} is of {few} of {name}, and the run has {getattr(degrees, name)}. Run {command}.")
+            raise InputError(f"{asked} is of {few} of {name}, and the run has {getattr(degrees, name)}. {run}.")
 
 
-def _command(degrees: Degrees, path: Path) -> str:
-    """The command that verifies these degrees on the fewest ranks: with two shards or replicas where there are several."""
+def _remedy(degrees: Degrees, path: Path) -> str:
+    """The command that verifies these degrees on the fewest ranks: with two shards or replicas where there are several.
+
+    Raises:
+        InputError: these are more than the command starts.
+    """
     parts = degrees.context * degrees.tensor
     shards = next(n for n in divisors(degrees.shard) if n >= min(degrees.shard, 2) and n * parts % degrees.expert == 0)
     few = dataclasses.replace(degrees, hybrid_shard=shards * degrees.context)
     replicas = min(degrees.replicate, 2)
     sizes = (few.hybrid_shard if replicas > 1 else 0, few.tensor, few.context, few.expert)
     given = [f"parallel.{key}={size}" for key, size in zip(DEGREES, sizes, strict=True) if size > (key != DEGREES[0])]
-    return " ".join(
-        ["octavo verify RUN.toml --ranks", str(replicas * few.hybrid_shard * few.tensor), "--output", str(path), *given]
-    )
+    if (ranks := replicas * few.hybrid_shard * few.tensor) > MOST_CPU_RANKS:
+        raise InputError(
+            f"train.verify: octavo verify starts {MOST_CPU_RANKS} processes at most, and this run's tensor, context and expert "
+            f"degrees need {ranks}: verify smaller ones, and set train.verify = false."
+        )
+    return " ".join(["Run octavo verify RUN.toml --ranks", str(ranks), "--output", str(path), *given])
 
 
-def _read(path: Path, asked: str, command: str) -> Mapping[str, Any]:
+def _read(path: Path, asked: str, run: str) -> Mapping[str, Any]:
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{asked} is not there. Run {command}, or set train.verify = false.") from None
+        raise InputError(f"{asked} is not there. {run}, or set train.verify = false.") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{asked} cannot be read: {error}. Run {command}.") from None
+        raise InputError(f"{asked} cannot be read: {error}. {run}.") from None
     if not _is_report(figures):
-        raise InputError(f"{asked} is no report of a run's layout by octavo verify. Run {command}.")
+        raise InputError(f"{asked} is no report of a run's layout by octavo verify. {run}.")
     return figures
 
 

@@ -41,7 +41,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import check_tensor
 from octavo.nn.moe import Assignment
 from octavo.plan.run import Target, check
-from octavo.plan.verified import verified_keys
+from octavo.plan.verified import verified_keys, versions
 from octavo.verify.compare import MOMENTS, Bounds, Difference, differences, is_record, loaded, with_ranks
 from octavo.verify.pool import Pool
 from octavo.verify.small import (
@@ -144,6 +144,7 @@ def verify(
         comparisons = compared(_run(trainings, Path(folder), pool, say), config, degrees, spec)
     small = small_config(hf_config, spec, degrees)
     figures = {
+        **versions(),
         "ranks": ranks,
         "degrees": dataclasses.asdict(degrees),
         "model": {key: getattr(small, key) for key in _SHOWN if getattr(small, key, None) is not None},
