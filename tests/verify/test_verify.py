@@ -1,5 +1,6 @@
 """`octavo verify`: right layouts are equal, faults are found and named, and wrong questions are refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,12 +8,15 @@ from verified import ALONE, RUN, comparisons, run_of
 
 import ranks
 from octavo.cli import main
+from octavo.collectives.context import cheaper_exchange
 from octavo.config.degrees import fit_degrees
+from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config
-from octavo.verify import certificate, small
+from octavo.verify import certificate, small, worker
 from octavo.verify.compare import is_record
+from octavo.verify.layers import layers_of_each_kind
 
 pytestmark = ranks.alone
 
@@ -183,7 +187,8 @@ def test_a_checkpoint_continues_in_another_layout(degrees, world, then):
 def test_a_small_model_is_divided_as_the_large_one(source, degrees):
     world = 8
     fitted, config = fit_degrees(**{**ALONE, **degrees}, world_size=world), load_config(source, {})
-    spec, found = spec_of(config), spec_of(small.small_config(config, spec_of(config), fitted))
+    spec = spec_of(config)
+    found = spec_of(small.small_config(config, spec, fitted, layers_of_each_kind(spec)))
     parts = fitted.tensor * fitted.context
     assert found.heads % parts == 0
     assert (found.kv_heads % fitted.tensor == 0) == (spec.kv_heads % fitted.tensor == 0)
@@ -197,6 +202,50 @@ def test_a_small_model_is_divided_as_the_large_one(source, degrees):
     assert all(window < small.length(fitted) for window in windows)
     assert found.layers <= 4
     assert found.hidden_size <= 512
+
+
+@pytest.mark.parametrize(("kv_heads", "by"), [(8, "all_gather"), (32, "a2a")])
+def test_an_exchange_by_the_bytes_is_that_of_the_whole_model(kv_heads, by, tmp_path):
+    """Of 32 heads over four ranks; the small model has 8 of 4 or 4 key-value heads, which the other one would suit."""
+    model = {"source": "llama-8b", "config": {"num_key_value_heads": kv_heads}}
+    config = run_of("llama-8b", model=model, parallel={"context_parallel_degree": 4, "cp_comm_type": "auto"})
+    spec, degrees = spec_of(load_config("llama-8b", model["config"])), fit_degrees(world_size=4, context_parallel_degree=4)
+    assert cheaper_exchange(spec.heads, spec.kv_heads, 4) == by
+    found = certificate.tasks(config, degrees, spec, tmp_path)
+    assert {task.run["parallel"]["cp_comm_type"] for name, (ranks, task) in found.items() if name.endswith("layout")} == {by}
+    for heads, kv_heads in ((12, 2), (28, 4), (8, 4)):  # of an exchange that the small model would not choose
+        spec = dataclasses.replace(spec, heads=heads, kv_heads=kv_heads)
+        assert small.exchange("auto", spec, degrees, degrees) == cheaper_exchange(heads, kv_heads, 4)
+    assert small.exchange("p2p", spec, degrees, degrees) == "p2p"
+
+
+@pytest.mark.parametrize(("asked", "frees"), [("auto", {0: True, 1: False}), (True, {1: True}), (False, {0: False})])
+def test_blocks_are_freed_and_not_where_the_memory_of_a_gpu_decides(asked, frees, tmp_path):
+    config = run_of("llama-1b", parallel={"reshard_after_forward": asked})
+    spec, degrees = spec_of(load_config("llama-1b", {})), fit_degrees(world_size=2)
+    _, task = certificate.tasks(config, degrees, spec, tmp_path, list(frees))["plain layout"]
+    assert ranks.run(2, freed, dataclasses.asdict(task)) == [frees, frees]
+
+
+def freed(task):
+    """By seed: are the blocks of the model that a rank trains freed behind their forward?"""
+    task = worker.Task(**task)
+    config = RunConfig.from_dict(task.run)
+    worker.init(config.parallel.model_dump())
+    found = {}
+    for seed in task.seeds:
+        model = worker._Training(task, config, seed).model
+        state = model.layers[0]._get_fsdp_state()
+        found[seed] = state._fsdp_param_group.post_forward_mesh_info is not None
+    worker.shutdown()
+    return found
+
+
+def test_rates_are_such_that_updates_are_compared_and_losses_finite():
+    for given, wanted in ((1e-12, 1e-5), (3e-4, 3e-4), (1e6, 0.1)):
+        run = small.small_run(run_of("llama-1b", optimizer={"lr": given}), fit_degrees(world_size=1), 4)
+        assert run.optimizer.lr == wanted
+        assert run.optimizer.adamw_lr is None
 
 
 def test_degrees_of_the_file_are_lowered_and_those_that_are_given_are_not():
@@ -217,19 +266,6 @@ def test_a_model_that_keeps_its_own_code_is_refused():
 def test_one_rank_is_no_layout(ranks):
     with pytest.raises(InputError, match=f"--ranks {ranks}"):
         certificate.verify(run_of("llama-1b"), ranks)
-
-
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"train": RUN["train"] | {"freeze": ["*layers.15.*"]}}, "train.freeze"),
-        ({"fp8": {"skip": ["*.14.*"]}}, "fp8.skip"),
-        ({"lora": {"rank": 4, "targets": ["model.layers.2.*"]}}, "lora.targets"),
-    ],
-)
-def test_patterns_of_layers_that_the_small_model_lacks_are_refused(sections, key):
-    with pytest.raises(InputError, match=rf"{key} = .* its layers are 0 to 1\. Give {key}"):
-        certificate.verify(run_of("llama-1b", **sections), 2)
 
 
 def test_no_ranks_are_no_layout_of_the_command(tmp_path, capsys):

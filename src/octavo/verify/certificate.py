@@ -43,11 +43,13 @@ from octavo.nn.moe import Assignment
 from octavo.plan.run import Target, check
 from octavo.plan.verified import verified_keys, versions
 from octavo.verify.compare import MOMENTS, Bounds, Difference, differences, is_record, loaded, with_ranks
+from octavo.verify.layers import with_few_layers
 from octavo.verify.pool import Pool
 from octavo.verify.small import (
     MICRO_BATCH,
-    check_patterns,
     check_small,
+    exchange,
+    experts_of,
     small_config,
     with_packing_of_format,
     without_files,
@@ -137,12 +139,12 @@ def verify(
     run = without_files(with_values(config, {"train.global_batch": ranks, "train.micro_batch": 1}))
     degrees = check(run, target=Target(world_size=ranks), notes=False).degrees
     config.tell_notes(ranks)
-    check_patterns(config, spec)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
         pool = pool or started.enter_context(Pool(ON_CPUS))
         trainings = tasks(config, degrees, spec, Path(folder), seeds or SEEDS, causality=causality)
         comparisons = compared(_run(trainings, Path(folder), pool, say), config, degrees, spec)
-    small = small_config(hf_config, spec, degrees)
+    _, layers = with_few_layers(config, hf_config, spec, experts_of(spec, degrees))
+    small = small_config(hf_config, spec, degrees, layers)
     figures = {
         **versions(),
         "ranks": ranks,
@@ -229,6 +231,8 @@ def tasks(
 ) -> dict[str, tuple[int, Task]]:
     """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
     other = other_layout(degrees, spec, assignment_of(config))
+    whole = load_config(config.model.source, config.model.config)
+    config, layers = with_few_layers(config, whole, spec, experts_of(spec, degrees))
     rows = math.lcm(MICRO_BATCH * degrees.data, other.data)
     found: dict[str, tuple[int, Task]] = {}
 
@@ -236,15 +240,15 @@ def tasks(
         """Keys of [parallel], those without effect by their defaults."""
         keys: dict[str, Any] = dict(zip(DEGREES, (of.hybrid_shard, of.tensor, of.context, of.expert), strict=True))
         parallel = config.parallel
-        exchange = parallel.cp_comm_type if of.context > 1 else "all_gather"
-        return keys | {"cp_comm_type": exchange, "expert_dispatch_fp8": parallel.expert_dispatch_fp8 and fp8 and of.expert > 1}
+        by = exchange(parallel.cp_comm_type, spec, degrees, of) if of.context > 1 else "all_gather"
+        return keys | {"cp_comm_type": by, "expert_dispatch_fp8": parallel.expert_dispatch_fp8 and fp8 and of.expert > 1}
 
     def add(name: str, of: Degrees, *, fp8: bool, **options: Any) -> None:
         run = config.model_dump(mode="json")
         run["parallel"] |= layout(of, fp8)
         if not fp8:
             run["lora"]["base"] = "params_dtype"  # a base in FP8 needs products in FP8
-        found[name] = of.world, Task(run, dataclasses.asdict(degrees), fp8, rows, list(seeds), **options)
+        found[name] = of.world, Task(run, dataclasses.asdict(degrees), list(layers), fp8, rows, list(seeds), **options)
 
     for fp8 in (False, True) if config.fp8.enabled is not False else (False,):
         at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"

@@ -38,7 +38,8 @@ from octavo.plan.run import RunPlan, Target, check
 from octavo.train.optimizer import build_optimizer
 from octavo.train.step import TrainContext, train_step
 from octavo.verify.compare import MOMENTS
-from octavo.verify.small import check_small, layers_of_each_kind, of_layers, with_packing_of_format, without_files
+from octavo.verify.layers import with_few_layers
+from octavo.verify.small import check_small, of_layers, with_packing_of_format, without_files
 from octavo.verify.start import start
 from octavo.watchdog.watchdog import Watchdog
 
@@ -86,7 +87,8 @@ def of_few_layers(config: RunConfig, ranks: int) -> RunConfig:
     hf_config = load_config(config.model.source, config.model.config)
     spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
     spec = check_small(spec, hf_config.model_type, reason)
-    few = of_layers(hf_config, spec, layers_of_each_kind(spec))
+    config, layers = with_few_layers(config, hf_config, spec, spec.experts)
+    few = of_layers(hf_config, spec, layers)
     changed = {key: value for key, value in few.to_dict().items() if value != hf_config.to_dict().get(key)}
     micro_batch = config.train.micro_batch or 1
     samples = ranks // (config.parallel.tensor_parallel_degree * config.parallel.context_parallel_degree)

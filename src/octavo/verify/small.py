@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from octavo.collectives.context import cheaper_exchange, splits_heads
 from octavo.config.data import DataConfig
 from octavo.config.degrees import Degrees
 from octavo.config.effects import with_values
@@ -29,12 +30,13 @@ LORA_RANK = 8
 MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
 _WORDS, _SLICE = 16, 128
 """The multiple of a rank's words, whose first and last ones are frequent in samples; and the block of an FP8 slice."""
+_SMALLEST_RATE, _LARGEST_RATE = 1e-5, 0.1
 _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
 
 
-def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
-    """A copy of a Hugging Face config with the smallest sizes that these degrees divide as they divide the whole model's."""
-    small = of_layers(hf_config, spec, layers_of_each_kind(spec))
+def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees, layers: Sequence[int]) -> Any:
+    """A copy of a Hugging Face config with these layers and the smallest sizes that the degrees divide as the whole model's."""
+    small = of_layers(hf_config, spec, layers)
     heads, kv_heads = _heads(spec, degrees)
     ffn = _of_slices(spec.ffn_size, degrees.tensor)
     sizes: dict[str, Any] = {
@@ -46,8 +48,8 @@ def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees) -> Any:
         "moe_intermediate_size": ffn,
         "vocab_size": vocabulary(spec, degrees),
         "sliding_window": _window(degrees),
-        **dict.fromkeys(("num_local_experts", "num_experts"), _experts(spec, degrees)),
-        "num_experts_per_tok": min(spec.top_k, _experts(spec, degrees)),
+        **dict.fromkeys(("num_local_experts", "num_experts"), experts_of(spec, degrees)),
+        "num_experts_per_tok": min(spec.top_k, experts_of(spec, degrees)),
         **{key: number for number, key in enumerate(("pad_token_id", "bos_token_id", "eos_token_id"))},
         **dict.fromkeys(_NO_NOISE, 0.0),
     }
@@ -91,11 +93,18 @@ def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
         "train.steps": LAST,
         "optimizer.warmup_steps": 0,
         "optimizer.schedule": "constant",
+        "optimizer.lr": _between(config.optimizer.lr),
+        "optimizer.adamw_lr": None if config.optimizer.adamw_lr is None else _between(config.optimizer.adamw_lr),
         "optimizer.clip": 0.5 if config.optimizer.clip > 0 else config.optimizer.clip,
     }
     if config.lora.rank is not None:
         values |= {"lora.rank": min(config.lora.rank, LORA_RANK), "lora.dropout": 0.0, "lora.load": None}
     return with_values(config, values)
+
+
+def _between(rate: float) -> float:
+    """A rate whose updates a comparison sees, and after which losses are finite."""
+    return min(max(rate, _SMALLEST_RATE), _LARGEST_RATE)
 
 
 def length(degrees: Degrees) -> int:
@@ -114,6 +123,24 @@ def _window(degrees: Degrees) -> int:
     return length(degrees) // 2 - 3
 
 
+def exchange(strategy: str, spec: ModelSpec, like: Degrees, of: Degrees) -> str:
+    """The exchange of keys and values, for "auto" that of the whole model's heads: those of the small one would choose another.
+
+    Args:
+        strategy: the run's.
+        spec: the whole model's.
+        like: degrees by which the small one shrinks.
+        of: those of the layout.
+    """
+    if strategy != "auto":
+        return strategy
+    whole, small = (
+        [max(1, count // of.tensor) for count in heads] for heads in ((spec.heads, spec.kv_heads), _heads(spec, like))
+    )
+    chosen = cheaper_exchange(whole[0], whole[1], of.context)
+    return chosen if chosen != "a2a" or splits_heads(small[0], small[1], of.context) else "all_gather"
+
+
 def _heads(spec: ModelSpec, degrees: Degrees) -> tuple[int, int]:
     """Query heads and key-value heads."""
     parts, group = degrees.tensor * degrees.context, spec.heads // spec.kv_heads
@@ -129,17 +156,9 @@ def _of_slices(size: int, ranks: int) -> int:
     return ranks * (left if left >= 32 else _SLICE + left)
 
 
-def _experts(spec: ModelSpec, degrees: Degrees) -> int:
+def experts_of(spec: ModelSpec, degrees: Degrees) -> int:
+    """Experts of a layer."""
     return min(spec.experts, max(4, 2 * degrees.expert))
-
-
-def layers_of_each_kind(spec: ModelSpec) -> Sequence[int]:
-    """Two layers of each kind, in their order."""
-    kinds: dict[tuple[bool, bool], list[int]] = {}
-    for layer in range(spec.layers):
-        windowed = bool(spec.windows) and spec.windows[layer] is not None
-        kinds.setdefault((windowed, layer in spec.dense), []).append(layer)
-    return sorted(layer for those in kinds.values() for layer in those[:2])
 
 
 class Samples:
@@ -185,22 +204,3 @@ def check_small(spec: ModelSpec | None, name: str, reason: str) -> ModelSpec:
         why = f": {reason}" if reason else ""
         raise InputError(f"octavo verify shrinks Octavo's decoders, and {name} runs its original code{why}: not verifiable.")
     return spec
-
-
-def check_patterns(config: RunConfig, spec: ModelSpec) -> None:
-    """Raise an InputError for patterns that name layers which the small model does not have."""
-    layers = len(layers_of_each_kind(spec))
-    given = {
-        "train.freeze": config.train.freeze,
-        "fp8.skip": config.fp8.skip,
-        "fp8.layers": list(config.fp8.layers),
-        "lora.targets": config.lora.targets if isinstance(config.lora.targets, list) else [],
-    }
-    for key, patterns in given.items():
-        for pattern in patterns:
-            numbers = [int(part) for part in pattern.split(".") if part.isdecimal()]
-            if any(number >= layers for number in numbers):
-                raise InputError(
-                    f"{key} = {pattern!r} names a layer that octavo verify's small model does not have: its layers are 0 to "
-                    f"{layers - 1}. Give {key} with a pattern of these after the run file, which verifies the same of them."
-                )

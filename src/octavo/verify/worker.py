@@ -53,6 +53,7 @@ class Task:
     Attributes:
         run: the run file's keys, its degrees those of this layout.
         like: degrees by which the model shrinks, those of the layout that is verified.
+        layers: those of the whole model that the small one has.
         fp8: the run's recipe; False: without FP8.
         wide: in float64; False: in the dtypes that the run trains in.
         rows: samples of a micro-batch, of all ranks.
@@ -67,6 +68,7 @@ class Task:
 
     run: dict[str, Any]
     like: dict[str, int]
+    layers: list[int]
     fp8: bool
     rows: int
     seeds: list[int]
@@ -146,7 +148,7 @@ class _Training:
         whole, like = load_config(config.model.source, config.model.config), Degrees(**task.like)
         spec = decoder_spec(whole)[0]
         assert spec is not None  # `certificate` has refused others
-        hf_config = small.small_config(whole, spec, like)
+        hf_config = small.small_config(whole, spec, like, task.layers)
         config = small.small_run(config, like, task.rows * small.ACCUMULATION)
         recipe = recipe_from_config(config.fp8) if task.fp8 else None
         plan = _plan(config, hf_config, recipe, task.rows // state.dp_size)
@@ -156,6 +158,8 @@ class _Training:
         if options.lora is not None and options.lora.base == "fp8":
             options = dataclasses.replace(options, base_recipe=recipe)
         sharding = sharding_of(state, recipe, dtype=options.dtype, params_dtype=options.params_dtype)
+        if sharding is not None and sharding.reshard_after_forward == "auto":  # of which GPUs decide: either way is trained
+            sharding = dataclasses.replace(sharding, reshard_after_forward=seed % 2 == 0)
         drawn = seed if weights is None else weights
         source = _random_model(hf_config, seed if options.lora is not None else drawn)
         self.model = build_model(source, options, device="cpu", sharding=sharding).train()

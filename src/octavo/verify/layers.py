@@ -1,0 +1,167 @@
+"""The few layers of a large model that a small one has, and the run's patterns of names with their numbers there.
+
+Two layers of each kind: with and without a window, dense or of experts, and as patterns of names tell layers from one another.
+`fp8.skip = ["*.0.*", "*.31.*"]` leaves layers 0, 1, 2 and 31, which are 0 to 3 of the small model, and becomes the names of its
+layers 0 and 3. Patterns that treat the layers of a kind alike stay.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from octavo.build import build_model
+from octavo.config.effects import with_values
+from octavo.config.run import RunConfig
+from octavo.errors import InputError
+from octavo.fp8.scaling import states_of
+from octavo.models.convert import conversion_of
+from octavo.models.lora import adapted
+from octavo.models.spec import ModelSpec
+from octavo.nn.plain_names import stored_names
+from octavo.plan.run import build_options
+
+MOST = 12
+"""Layers of the small model."""
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""The first number in a name is a layer's, a further one an expert's."""
+Hits = Mapping[int | None, frozenset[str]]
+"""Names by layer, with # in place of its number; of None those outside of layers."""
+
+
+def layers_of_each_kind(spec: ModelSpec, marks: Mapping[int, Any] | None = None) -> Sequence[int]:
+    """Two layers of each kind, in their order; marks: what else makes a layer's kind."""
+    kinds: dict[Any, list[int]] = {}
+    for layer in range(spec.layers):
+        kinds.setdefault((_kind(spec, layer), (marks or {}).get(layer)), []).append(layer)
+    return sorted(layer for those in kinds.values() for layer in those[:2])
+
+
+def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts: int) -> tuple[RunConfig, Sequence[int]]:
+    """The run with patterns of names in a model of few of its layers, and these layers.
+
+    A factor of a rate, which changes nothing else, makes no kind of layers: its pattern is left out where no layer is left that
+    it matches.
+
+    Args:
+        config, hf_config, spec: the run and its model.
+        experts: of a layer of the small model.
+
+    Raises:
+        InputError: patterns make too many kinds of layers, or one matches nothing.
+    """
+    targets = config.lora.targets if config.lora.rank is not None and not isinstance(config.lora.targets, str) else []
+    named: dict[str, Sequence[str]] = {
+        "train.freeze": config.train.freeze,
+        "fp8.skip": config.fp8.skip,
+        "fp8.layers": list(config.fp8.layers),
+        "lora.targets": ["any of the targets"] if targets else [],
+        "optimizer.rates": list(config.optimizer.rates),
+    }
+    if not any(named.values()):
+        return config, layers_of_each_kind(spec)
+    without_weights = with_values(config, {"model.resize": False, "lora.load": None})
+    model = build_model(hf_config, build_options(without_weights, blocks="auto"), device="meta")
+    names = {"fp8": set(_of_fp8(model)), "parameters": set(_of_parameters(model))}
+    found: dict[str, dict[str, Hits]] = {key: {} for key in named}
+    for key, patterns in named.items():
+        for pattern in patterns:
+            if key == "lora.targets":
+                chosen = adapted(model)
+                hits = _by_layer(() if chosen is None else chosen.targets)
+            else:
+                every = names["fp8" if key.startswith("fp8.") else "parameters"]
+                hits = _by_layer(_outermost(name for name in every if fnmatch.fnmatchcase(name, pattern)))
+            if _tells_layers(hits, spec):
+                found[key][pattern] = hits
+    marking = [hits for key, those in found.items() if key != "optimizer.rates" for hits in those.values()]
+    marks = {layer: tuple(hits.get(layer) for hits in marking) for layer in range(spec.layers)}
+    layers = layers_of_each_kind(spec, marks)
+    if len(layers) > MOST:
+        keys = " and ".join(key for key, those in found.items() if those and key != "optimizer.rates")
+        raise InputError(
+            f"{keys}: its patterns make so many kinds of layers that two of each are {len(layers)}, and octavo verify's small "
+            f"model has {MOST} at most. Give patterns that name fewer layers after the run file."
+        )
+
+    def small(key: str, pattern: str) -> list[str]:
+        hits = found[key].get(pattern)
+        return [pattern] if hits is None else _renumbered(hits, layers, experts)
+
+    values: dict[str, Any] = {
+        key: [name for pattern in named[key] for name in small(key, pattern)] for key in ("train.freeze", "fp8.skip")
+    }
+    for key, table in (("fp8.layers", config.fp8.layers), ("optimizer.rates", config.optimizer.rates)):
+        values[key] = {}
+        for pattern, value in table.items():
+            for name in small(key, pattern):
+                values[key].pop(name, None)  # later ones win
+                values[key][name] = value
+    if found["lora.targets"]:
+        values["lora.targets"] = small("lora.targets", named["lora.targets"][0])
+    return with_values(config, values), layers
+
+
+def _kind(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
+    """Has it a window, and is it dense in a model with experts?"""
+    return bool(spec.windows) and spec.windows[layer] is not None, layer in spec.dense
+
+
+def _of_parameters(model: nn.Module) -> Iterator[str]:
+    """The names of parameters and of the modules around them, Octavo's, the source's and those of files."""
+    way, stored = conversion_of(model), stored_names(model)
+    for name, _ in model.named_parameters():
+        for alias in (name, *(() if way is None else way.names(name)), stored.get(name, name)):
+            yield from itertools.accumulate(alias.split("."), "{}.{}".format)
+
+
+def _of_fp8(model: nn.Module) -> Iterator[str]:
+    """The names of layers with FP8 products and of the modules around them."""
+    way, stored = conversion_of(model), stored_names(model)
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, _ in states_of(model):
+        parameters = {f"{name}.weight", f"{name}_weight"} & known
+        theirs = [] if way is None else [each.removesuffix(".weight") for one in parameters for each in way.names(one)]
+        for alias in (name, *theirs, stored.get(name, name)):
+            yield from itertools.accumulate(alias.split("."), "{}.{}".format)
+
+
+def _outermost(names: Iterable[str]) -> set[str]:
+    """Without names inside a module that is named too."""
+    every = set(names)
+    return {name for name in every if not any(around in every for around in _modules(name))}
+
+
+def _modules(name: str) -> Iterator[str]:
+    """The modules around a name."""
+    return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+
+
+def _by_layer(names: Iterable[str]) -> Hits:
+    found: dict[int | None, set[str]] = {}
+    for name in names:
+        number = _LAYER.search(name)
+        layer = None if number is None else int(number[0])
+        found.setdefault(layer, set()).add(name if number is None else f"{name[: number.start()]}#{name[number.end() :]}")
+    return {layer: frozenset(those) for layer, those in found.items()}
+
+
+def _tells_layers(hits: Hits, spec: ModelSpec) -> bool:
+    """True if not all layers of a kind have the same names among these."""
+    kinds: dict[tuple[bool, bool], set[frozenset[str] | None]] = {}
+    for layer in range(spec.layers):
+        kinds.setdefault(_kind(spec, layer), set()).add(hits.get(layer))
+    return any(len(those) > 1 for those in kinds.values())
+
+
+def _renumbered(hits: Hits, layers: Sequence[int], experts: int) -> list[str]:
+    """The names of these layers with their numbers in the small model, without those of experts that it does not have."""
+    found = list(hits.get(None, ()))
+    for number, layer in enumerate(layers):
+        found += [name.replace("#", str(number), 1) for name in hits.get(layer, ())]
+    return sorted(name for name in found if not any(int(each) >= experts for each in _LAYER.findall(name)[1:]))
