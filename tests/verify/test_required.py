@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from unittest import mock
 
+import datasets
 import pytest
 from rich.console import Console
 from transformers import AutoConfig
@@ -60,6 +62,25 @@ def test_a_run_starts_with_its_certificate_and_continues_without(tiny_run):
     assert len(read_metrics(tiny.output / "metrics.jsonl")) == 4
 
 
+def trained_on_a_set_of_the_hub(file, overrides):
+    texts = [{"text": f"{n} sheep sleep, and {n % 7} do not. " * 20} for n in range(200)]
+    with mock.patch("datasets.load_dataset", return_value=datasets.Dataset.from_list(texts)):
+        return trained(file, [*overrides, "data.source=someone/texts", "data.split=train"])
+
+
+def test_packing_that_only_prepared_data_tell_is_compared_then(tiny_run, tmp_path):
+    tiny, path = tiny_run(steps=1), tmp_path / "verify.json"
+    folder = json.dumps(str(tmp_path / "data"))
+    given = [*GIVEN, f"train.verify={json.dumps(str(path))}", f"data.folder={folder}", "data.validation_fraction=0.1"]
+    config, degrees = RunConfig.from_file(tiny.file, given), fit_degrees(world_size=2, tensor_parallel_degree=2)
+    written(path, config.model_copy(update={"data": config.data.model_copy(update={"packing": "documents"})}), degrees)
+    said = ranks.run(2, trained_on_a_set_of_the_hub, tiny.file, given)
+    assert all('is of data.packing = "documents", and the run has "join". Run' in each for each in said)
+    assert (tmp_path / "data").is_dir()  # prepared
+    written(path, config, degrees)
+    assert ranks.run(2, trained_on_a_set_of_the_hub, tiny.file, given) == ["", ""]
+
+
 def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     path = tmp_path / "verify.json"
     tiny = tiny_run()
@@ -74,6 +95,12 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
 
     written(path, config, fit_degrees(world_size=4, tensor_parallel_degree=2))
     refuse_unverified(config, of_many)  # fewer shards
+    documents = config.model_copy(update={"data": config.data.model_copy(update={"packing": "documents"})})
+    written(path, documents, of_many)
+    refuse_unverified(config, of_many)  # the data are not prepared: they may be packed so
+    joined = config.model_copy(update={"data": config.data.model_copy(update={"packing": "join"})})
+    with pytest.raises(InputError, match=r'is of data\.packing = "documents", and the run has "join"'):
+        refuse_unverified(joined, of_many)
     written(path, config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})}), of_many)
     refuse_unverified(config, of_many)
     for override, text in (

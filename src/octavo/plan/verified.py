@@ -61,7 +61,7 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
     """Raise an InputError unless the file of `train.verify` verifies the layout of this run, by the versions that are here.
 
     Tensor, context and expert degrees are the same there; of shards and of replicas there may be fewer, but more than one where
-    the run has more than one.
+    the run has more than one. `data.packing` is compared where it is set.
     """
     if not config.train.verify or degrees.world == 1:
         return
@@ -74,7 +74,10 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
     for key, name in (("version", "Octavo"), ("torch", "PyTorch")):
         if (by := figures.get(key)) != (wanted := versions()[key]):
             raise InputError(f"{asked} is by {name} {by or 'of an unknown version'}, and the run has {wanted}. {run}.")
-    here, there = verified_keys(config), figures["keys"]
+    here, there = verified_keys(config), dict(figures["keys"])
+    if config.data.packing is None:  # unknown until the data are prepared
+        del here["data.packing"]
+        there.pop("data.packing", None)
     for key in sorted({*here, *there}):
         if json.dumps(here.get(key), sort_keys=True) != json.dumps(there.get(key), sort_keys=True):
             found, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))

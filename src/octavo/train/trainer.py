@@ -178,7 +178,7 @@ class _Run:
         """The plan as the run's past allows it, with the number of steps and the tokenizer's ids; and the data."""
         before = self.folder.config() if self.folder.has_checkpoints else None  # a run without checkpoints may change
         if before is None:
-            packing = plan.config.data.packing  # resolved from the data, where they are prepared
+            packing = plan.config.data.packing  # resolved from the data, where their form is known
             refuse_unverified(with_values(config, {"data.packing": packing}), plan.degrees)
         else:
             config, taken = with_keys_of(before, config, plan.config)
@@ -205,6 +205,8 @@ class _Run:
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
         prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
         data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before
+        if before is None and plan.config.data.packing is None:
+            refuse_unverified(with_values(config, {"data.packing": data.packing}), plan.degrees)
         plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": data}))
         if plan.config.train.graph is True:  # of data whose packing was not known before
             check_graph(plan.config, plan.model_on_meta, plan.degrees.world)
