@@ -68,6 +68,8 @@ def test_files_that_a_run_reads_need_not_be_here(name, tmp_path, monkeypatch):
         "tokenizer": str(tmp_path / "nowhere"),
     }
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    if config.lora.rank is not None:
+        config = with_values(config, {"lora.load": str(tmp_path / "nowhere")})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(certificate.Pool, "run", lambda *_: pytest.skip("would start ranks"))
     with pytest.raises(pytest.skip.Exception):

@@ -227,6 +227,15 @@ def test_blocks_are_freed_and_not_where_the_memory_of_a_gpu_decides(asked, frees
     assert ranks.run(2, freed, dataclasses.asdict(task)) == [frees, frees]
 
 
+@pytest.mark.long(lambda seed: seed != 1)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parameters_gathered_in_16_bits_are_compared_in_float64(seed):
+    config = run_of("llama-1b", parallel={"param_dtype": "bfloat16"})
+    found = comparisons(config, 2, {}, seeds=[seed], kinds=("plain",))
+    assert {name: each.first for name, each in found.items() if each.first is not None} == {}
+    assert len(found) == 3
+
+
 def freed(task):
     """By seed: are the blocks of the model that a rank trains freed behind their forward?"""
     task = worker.Task(**task)

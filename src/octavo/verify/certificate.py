@@ -244,7 +244,7 @@ def tasks(
         return keys | {"cp_comm_type": by, "expert_dispatch_fp8": parallel.expert_dispatch_fp8 and fp8 and of.expert > 1}
 
     def add(name: str, of: Degrees, *, fp8: bool, **options: Any) -> None:
-        run = config.model_dump(mode="json")
+        run = without_files(config).model_dump(mode="json")
         run["parallel"] |= layout(of, fp8)
         if not fp8:
             run["lora"]["base"] = "params_dtype"  # a base in FP8 needs products in FP8

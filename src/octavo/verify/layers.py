@@ -25,6 +25,7 @@ from octavo.models.lora import adapted
 from octavo.models.spec import ModelSpec
 from octavo.nn.plain_names import stored_names
 from octavo.plan.run import build_options
+from octavo.verify.small import without_files
 
 MOST = 12
 """Layers of the small model."""
@@ -65,8 +66,7 @@ def with_few_layers(config: RunConfig, hf_config: Any, spec: ModelSpec, experts:
     }
     if not any(named.values()):
         return config, layers_of_each_kind(spec)
-    without_weights = with_values(config, {"model.resize": False, "lora.load": None})
-    model = build_model(hf_config, build_options(without_weights, blocks="auto"), device="meta")
+    model = build_model(hf_config, build_options(without_files(config), blocks="auto"), device="meta")
     names = {"fp8": set(_of_fp8(model)), "parameters": set(_of_parameters(model))}
     found: dict[str, dict[str, Hits]] = {key: {} for key in named}
     for key, patterns in named.items():

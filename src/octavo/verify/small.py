@@ -79,10 +79,12 @@ def with_packing_of_format(config: RunConfig) -> RunConfig:
 
 
 def without_files(config: RunConfig) -> RunConfig:
-    """The run on random weights and generated samples: its texts, tokenizer and weights need not be here."""
+    """The run on random weights and generated samples: its texts, tokenizer, weights and adapters need not be here."""
     shape = config.data.model_dump(include={"packing", "sequence_length"})
     data = DataConfig(source="python:docstrings", vocab_size=257, **shape)
-    return with_values(config.model_copy(update={"data": data}), {"model.load": False, "model.resize": False})
+    return with_values(
+        config.model_copy(update={"data": data}), {"model.load": False, "model.resize": False, "lora.load": None}
+    )
 
 
 def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
@@ -98,7 +100,7 @@ def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
         "optimizer.clip": 0.5 if config.optimizer.clip > 0 else config.optimizer.clip,
     }
     if config.lora.rank is not None:
-        values |= {"lora.rank": min(config.lora.rank, LORA_RANK), "lora.dropout": 0.0, "lora.load": None}
+        values |= {"lora.rank": min(config.lora.rank, LORA_RANK), "lora.dropout": 0.0}
     return with_values(config, values)
 
 

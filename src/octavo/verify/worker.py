@@ -158,6 +158,8 @@ class _Training:
         if options.lora is not None and options.lora.base == "fp8":
             options = dataclasses.replace(options, base_recipe=recipe)
         sharding = sharding_of(state, recipe, dtype=options.dtype, params_dtype=options.params_dtype)
+        if sharding is not None and task.wide:
+            sharding = dataclasses.replace(sharding, param_dtype=None)  # gathered as they are computed with
         if sharding is not None and sharding.reshard_after_forward == "auto":  # of which GPUs decide: either way is trained
             sharding = dataclasses.replace(sharding, reshard_after_forward=seed % 2 == 0)
         drawn = seed if weights is None else weights
