@@ -7,6 +7,7 @@ import pytest
 from verified import ALONE, RUN, comparisons, run_of
 
 import ranks
+from octavo.build import build_model
 from octavo.cli import main
 from octavo.collectives.context import cheaper_exchange
 from octavo.config.degrees import fit_degrees
@@ -14,6 +15,7 @@ from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.models.families import spec_of
 from octavo.models.sources import load_config
+from octavo.plan.run import build_options
 from octavo.verify import certificate, small, worker
 from octavo.verify.compare import is_record
 from octavo.verify.layers import layers_of_each_kind
@@ -251,10 +253,25 @@ def freed(task):
 
 
 def test_rates_are_such_that_updates_are_compared_and_losses_finite():
-    for given, wanted in ((1e-12, 1e-5), (3e-4, 3e-4), (1e6, 0.1)):
-        run = small.small_run(run_of("llama-1b", optimizer={"lr": given}), fit_degrees(world_size=1), 4)
+    one = fit_degrees(world_size=1)
+    for given, wanted in ((1e-12, 1e-5), (3e-4, 3e-4), (1e6, 3e-3)):
+        run = small.small_run(run_of("llama-1b", optimizer={"lr": given}), one, 4)
         assert run.optimizer.lr == wanted
         assert run.optimizer.adamw_lr is None
+        muon = {"name": "muon", "muon_scale": "original", "lr": 0.02, "adamw_lr": given}
+        run = small.small_run(run_of("llama-1b", optimizer=muon), one, 4)
+        assert (run.optimizer.lr, run.optimizer.adamw_lr) == (0.02, wanted)
+
+
+def test_noise_of_routers_is_none_by_either_key():
+    source, one = {"source": "mixtral-8x7b", "config": {"router_jitter_noise": 0.2}}, fit_degrees(world_size=1)
+    for moe, model in (({"router_jitter_noise": 0.1}, "mixtral-8x7b"), ({}, source)):
+        config = run_of("mixtral-8x7b", model={"source": model} if isinstance(model, str) else model, moe=moe)
+        whole = load_config(config.model.source, config.model.config)
+        spec = spec_of(whole)
+        few, run = small.small_config(whole, spec, one, layers_of_each_kind(spec)), small.small_run(config, one, 4)
+        model = build_model(few, build_options(run, blocks="auto"), device="meta")
+        assert model.layers[0].moe.config.jitter == 0.0
 
 
 def test_degrees_of_the_file_are_lowered_and_those_that_are_given_are_not():

@@ -19,6 +19,7 @@ from octavo.collectives.context import cheaper_exchange, splits_heads
 from octavo.config.data import DataConfig
 from octavo.config.degrees import Degrees
 from octavo.config.effects import with_values
+from octavo.config.optimizer import OptimizerConfig
 from octavo.config.run import RunConfig
 from octavo.data.packing import IGNORED, Batch
 from octavo.errors import InputError
@@ -30,7 +31,7 @@ LORA_RANK = 8
 MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
 _WORDS, _SLICE = 16, 128
 """The multiple of a rank's words, whose first and last ones are frequent in samples; and the block of an FP8 slice."""
-_SMALLEST_RATE, _LARGEST_RATE = 1e-5, 0.1
+_RATES, _LARGEST_OF_MUON = (1e-5, 3e-3), 0.02
 _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
 
 
@@ -95,8 +96,8 @@ def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
         "train.steps": LAST,
         "optimizer.warmup_steps": 0,
         "optimizer.schedule": "constant",
-        "optimizer.lr": _between(config.optimizer.lr),
-        "optimizer.adamw_lr": None if config.optimizer.adamw_lr is None else _between(config.optimizer.adamw_lr),
+        **_rates(config.optimizer),
+        "moe.router_jitter_noise": None if config.moe.router_jitter_noise is None else 0.0,
         "optimizer.clip": 0.5 if config.optimizer.clip > 0 else config.optimizer.clip,
     }
     if config.lora.rank is not None:
@@ -104,9 +105,13 @@ def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
     return with_values(config, values)
 
 
-def _between(rate: float) -> float:
-    """A rate whose updates a comparison sees, and after which losses are finite."""
-    return min(max(rate, _SMALLEST_RATE), _LARGEST_RATE)
+def _rates(optimizer: OptimizerConfig) -> dict[str, float | None]:
+    """The rates, within those whose updates a comparison sees, and whose roundings to 16 bits it bounds."""
+    smallest, largest = _RATES
+    of_muon = optimizer.name == "muon" and optimizer.muon_scale == "original"
+    found = {"optimizer.lr": min(max(optimizer.lr, smallest), _LARGEST_OF_MUON if of_muon else largest)}
+    adamw = optimizer.adamw_lr
+    return found | {"optimizer.adamw_lr": None if adamw is None else min(max(adamw, smallest), largest)}
 
 
 def length(degrees: Degrees) -> int:
