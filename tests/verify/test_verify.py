@@ -263,6 +263,15 @@ def test_rates_are_such_that_updates_are_compared_and_losses_finite():
         assert (run.optimizer.lr, run.optimizer.adamw_lr) == (0.02, wanted)
 
 
+def test_parts_of_a_run_that_are_not_compared_are_named():
+    model = {"source": "llama-1b", "load": True, "resize": True, "dtype": "float16"}
+    every = run_of("llama-1b", model=model, moe={"moe_load_balancing": "balanced"}, fp8={"schedule": {"first 2": "*"}})
+    none = run_of("llama-1b", data=RUN["data"] | {"packing": "join"})
+    assert certificate.not_covered(none) == certificate.NOT_COVERED
+    for part in ("float16", "fp8.schedule", "model.resize", "moe.moe_load_balancing", "data.packing"):
+        assert part in certificate.not_covered(every), part
+
+
 def test_noise_of_routers_is_none_by_either_key():
     source, one = {"source": "mixtral-8x7b", "config": {"router_jitter_noise": 0.2}}, fit_degrees(world_size=1)
     for moe, model in (({"router_jitter_noise": 0.1}, "mixtral-8x7b"), ({}, source)):

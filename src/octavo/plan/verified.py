@@ -33,7 +33,7 @@ _DO_NOT = (*(f"parallel.{key}" for key in DEGREES), "fp8.schedule", "fp8.emulate
 """Degrees are compared by themselves; where FP8 runs, and in which steps, no layout decides."""
 _NOT_OF_THE_MODEL = frozenset(
     (
-        *("architectures", "transformers_version", "auto_map", "_name_or_path", "id2label", "label2id", "problem_type"),
+        *("architectures", "transformers_version", "auto_map", "id2label", "label2id", "problem_type"),
         *("dtype", "torch_dtype", "use_cache", "output_hidden_states", "output_attentions", "return_dict"),
         *("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
     )
@@ -48,7 +48,7 @@ def verified_keys(config: RunConfig) -> dict[str, Any]:
     keys["data.packing"] = keys["data.packing"] or "join"
     keys["optimizer.clip"] = "above 0" if config.optimizer.clip > 0 else 0
     model = load_config(config.model.source, config.model.config).to_dict()
-    keys |= {f"model.config.{key}": value for key, value in model.items() if key not in _NOT_OF_THE_MODEL}
+    keys |= {f"model.config.{key}": value for key, value in model.items() if key not in _NOT_OF_THE_MODEL and key[0] != "_"}
     return {key: value for key, value in keys.items() if key not in _DO_NOT}
 
 

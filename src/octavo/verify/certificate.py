@@ -76,6 +76,8 @@ NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of t
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
 NOT_DOCUMENTS = ', documents within a sequence (data.packing is not set; set "documents" to verify them)'
 NOT_IN_16 = ", roundings to float16"
+NOT_SCHEDULED = ", steps at which fp8.schedule changes the precision"
+NOT_RESIZED = ", words that model.resize adds"
 NOT_CAUSAL = "current scaling, by definition: the largest number of all tokens sets the scale of each"
 CAUSALITY = "by causality"
 _ONE_SCALE = ("delayed", "current", "bf16")
@@ -155,10 +157,7 @@ def verify(
         "comparisons": [_figures(each) for each in comparisons],
         **({"lowered": lowered} if lowered else {}),
         **({"not_causal": NOT_CAUSAL} if causality and sets_scales_of_others(config) else {}),
-        "not_covered": NOT_COVERED
-        + (NOT_ASSIGNED if assignment_of(config) != "largest" else "")
-        + (NOT_IN_16 if config.model.dtype == "float16" else "")
-        + (NOT_DOCUMENTS if config.data.packing is None else ""),
+        "not_covered": not_covered(config),
     }
     said = [f"not causal: {NOT_CAUSAL}"] if "not_causal" in figures else []
     return figures, [
@@ -168,6 +167,18 @@ def verify(
         *said,
         f"not covered: {figures['not_covered']}",
     ]
+
+
+def not_covered(config: RunConfig) -> str:
+    """The parts of a run that no comparison has, in words."""
+    missing = {
+        NOT_ASSIGNED: assignment_of(config) != "largest",
+        NOT_IN_16: config.model.dtype == "float16",
+        NOT_SCHEDULED: config.fp8.enabled is not False and bool(config.fp8.schedule),
+        NOT_RESIZED: config.model.resize,
+        NOT_DOCUMENTS: config.data.packing is None,
+    }
+    return NOT_COVERED + "".join(part for part, is_missing in missing.items() if is_missing)
 
 
 def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
