@@ -12,6 +12,7 @@ from transformers import AutoConfig
 import ranks
 from octavo.cli import main
 from octavo.config.degrees import fit_degrees
+from octavo.config.optimizer import OptimizerConfig
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
 from octavo.plan.verified import refuse_unverified, verified_keys, versions
@@ -112,6 +113,13 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
         ("parallel.reduce_dtype=bfloat16", 'is of parallel.reduce_dtype = "bfloat16", and the run has "float32"'),
     ):
         assert text in said(RunConfig.from_file(tiny.file, [*GIVEN, override]))
+    tables = ({"*.fc1": 0.5, "*.0.*": 0.25}, {"*.0.*": 0.25, "*.fc1": 0.5})
+    in_order, other = (config.model_copy(update={"optimizer": OptimizerConfig(rates=rates)}) for rates in tables)
+    assert "is of optimizer.rates = " in said(in_order)
+    written(path, in_order, of_many)
+    refuse_unverified(in_order, of_many)
+    with pytest.raises(InputError, match=r"is of optimizer\.rates = .*, and the run has .*, with the run's other keys"):
+        refuse_unverified(other, of_many)  # whose last pattern, which wins, is another
     assert "is by Octavo 0.0.9, and the run has" in said(version="0.0.9")
     assert "is by PyTorch 2.1.0, and the run has" in said(torch="2.1.0")
     assert "is by Octavo of an unknown version" in said(version=None)

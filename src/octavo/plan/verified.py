@@ -31,6 +31,8 @@ _DECIDE: dict[str, tuple[str, ...]] = {
 """Keys by section that decide what a layout computes; () for all of a section."""
 _DO_NOT = (*(f"parallel.{key}" for key in DEGREES), "fp8.schedule", "fp8.emulate")
 """Degrees are compared by themselves; where FP8 runs, and in which steps, no layout decides."""
+_IN_ORDER = ("fp8.layers", "optimizer.rates")
+"""Tables of patterns, of which later ones win."""
 _NOT_OF_THE_MODEL = frozenset(
     (
         *("architectures", "transformers_version", "auto_map", "id2label", "label2id", "problem_type"),
@@ -79,7 +81,8 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
         del here["data.packing"]
         there.pop("data.packing", None)
     for key in sorted({*here, *there}):
-        if json.dumps(here.get(key), sort_keys=True) != json.dumps(there.get(key), sort_keys=True):
+        in_order = key in _IN_ORDER
+        if json.dumps(here.get(key), sort_keys=not in_order) != json.dumps(there.get(key), sort_keys=not in_order):
             found, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))
             raise InputError(f"{asked} is of {key} = {found}, and the run has {wanted}. {run}, with the run's other keys.")
     verified = Degrees(**figures["degrees"])
