@@ -11,6 +11,8 @@ from octavo.parallel.shards import named_tensors
 from octavo.train import muon
 
 SETTINGS = {"lr": 0.01, "adamw_lr": 0.003, "weight_decay": 0.1, "scale": "original", "eps": 1e-3}
+FACTORS = SETTINGS | {"rates": {"*.o_proj": 0.5, "*norm*": 3.0}, "layer_decay": 0.8}
+"""With the rate of each parameter by its name and depth."""
 
 
 def built(shape, settings=SETTINGS):
@@ -57,7 +59,7 @@ def continued(shape, degrees, load_from, save_to, steps=2):
     """State after some steps from a checkpoint, which is then saved, and the matrices of each step."""
     if degrees is not None:
         octavo.init(degrees)
-    model, optimizer = built(shape)
+    model, optimizer = built(shape, FACTORS)
     octavo.load(load_from, model, optimizer)
     counts = [stepped(model, optimizer, seed) for seed in range(steps)]
     octavo.save(save_to, model, optimizer)

@@ -25,7 +25,7 @@ from octavo.train.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from llamas import SHAPES, hugging_face, llama
 
-from muon_ranks import SETTINGS, built, continued, stepped, whole_state
+from muon_ranks import FACTORS, SETTINGS, built, continued, stepped, whole_state
 
 pytestmark = ranks.alone
 
@@ -88,6 +88,48 @@ def test_steps_are_those_of_pytorchs_muon_and_adamw_on_each_matrix(shape, scale)
         assert torch.equal(found[name], p), name
 
 
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
+def test_rates_by_name_and_depth_are_those_of_a_group_for_each_matrix(scale):
+    model = octavo.transform(llama(**SHAPES["one-group"]), dtype=torch.float32)
+    reference = llama(**SHAPES["one-group"])
+    rates, decay = {"*.down_proj": 0.5, "lm_head": 2.0, "*norm*": 3.0}, 0.7
+    optimizer = octavo.muon(model, lr=0.02, adamw_lr=0.004, scale=scale, rates=rates, layer_decay=decay)
+    blocks = model.spec.layers
+
+    def factor(name):
+        depth = 0 if "embed" in name else int(name.split("layers.")[1].split(".")[0]) + 1 if ".layers." in name else blocks + 1
+        by_name = 0.5 if "down_proj" in name else 3.0 if "norm" in name else 2.0 if name.startswith("lm_head") else 1.0
+        return by_name * decay ** (blocks + 1 - depth)
+
+    named = dict(reference.named_parameters())
+    muon = torch.optim.Muon(
+        [{"params": [p], "lr": 0.02 * factor(name)} for name, p in named.items() if is_hidden(name, p)],
+        lr=0.02, weight_decay=0.1, adjust_lr_fn=scale,
+    )  # fmt: skip
+    decayed = {name: 0.1 if p.ndim > 1 else 0.0 for name, p in named.items()}
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p], "lr": 0.004 * factor(name), "weight_decay": decayed[name]}
+            for name, p in named.items()
+            if not is_hidden(name, p)
+        ],
+        betas=(0.9, 0.95),
+    )
+    way, before = conversion_of(model), {name: p.detach().clone() for name, p in named.items()}
+    for _ in range(3):
+        for p in named.values():
+            p.grad = torch.randn_like(p)
+        for name, p in model.named_parameters():
+            p.grad = way.join(name, tuple(named[source].grad for source in way.names(name))).clone()
+        for each in (optimizer, muon, adamw):
+            each.step()
+    found = hugging_face({name: p.detach() for name, p in model.named_parameters()}, model.spec)
+    for name, p in named.items():
+        moved = (p - before[name]).abs().max()
+        # PyTorch's iteration runs in bfloat16, Octavo's on a CPU in float32.
+        assert (found[name] - p).abs().max() < (0.15 if is_hidden(name, p) else 1e-4) * moved, name
+
+
 @pytest.mark.parametrize("shape", [(3, 40, 24), (3, 24, 40), (1, 33, 33), (2, 1, 16)])
 def test_singular_values_go_near_one_and_vectors_stay(shape):
     stack = torch.randn(shape, dtype=torch.float64)
@@ -123,7 +165,7 @@ MIXED = ("shard 4, uneven rows", "tensor 2 x shard 2", "expert 2")
 def test_a_layout_continues_one_rank_and_one_rank_continues_it(layout, tmp_path):
     world, degrees, shape = LAYOUTS[layout]
     changes = SHAPES[shape]
-    model, optimizer = built(changes)
+    model, optimizer = built(changes, FACTORS)
     stepped(model, optimizer, 7)
     octavo.save(tmp_path / "begun", model, optimizer)
     (own_counts, wanted) = continued(changes, None, tmp_path / "begun", tmp_path / "own")
@@ -283,6 +325,20 @@ def test_a_run_continues_with_the_same_bits_and_over_shards(tiny_run):
     ranks.run(2, run, other.file, [])
     for mine, wanted in zip(numbers(other.output), numbers(whole.output), strict=True):
         assert mine == pytest.approx(wanted, rel=2e-3)
+
+
+def test_a_run_with_factors_continues_with_the_same_bits_and_refuses_others(tiny_run, capsys):
+    plain, whole, stopped = (tiny_run(name, steps=4) for name in ("plain", "whole", "stopped"))
+    factors = ['optimizer.rates={ "*embed*" = 0.1, "*.mlp" = 0.5 }', "optimizer.layer_decay=0.5"]
+    run(plain.file, [])
+    run(whole.file, factors)
+    for steps in (2, 4):
+        run(stopped.file, [*factors, f"train.steps={steps}"])
+    assert numbers(stopped.output) == numbers(whole.output)
+    assert numbers(whole.output)[0][0] == numbers(plain.output)[0][0]
+    assert numbers(whole.output)[-1][0] != numbers(plain.output)[-1][0]
+    with pytest.raises(InputError, match=r"optimizer.layer_decay was"):
+        run(stopped.file, [factors[0], "optimizer.layer_decay=0.25", "train.steps=6"])
 
 
 def test_the_dry_run_counts_one_state_of_muons_matrices(tiny_run):

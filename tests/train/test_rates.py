@@ -204,7 +204,20 @@ def test_a_run_has_them_over_ranks_and_across_resume_and_refuses_others(tiny_run
     assert "optimizer.rates pattern '*embed_toknes*' matches no parameter. The nearest is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [{"rates": {"*embed*": 0.5}}, {"layer_decay": 0.5}])
-def test_muon_has_no_factors(given):
-    with pytest.raises(ValueError, match=f'optimizer.{next(iter(given))} with optimizer.name = "muon"'):
-        OptimizerConfig(name="muon", **given)
+def test_a_schedule_multiplies_both_rates_of_muon_by_the_factors():
+    model = octavo.transform(llama())
+    given = {"lr": 0.01, "adamw_lr": 0.002, "rates": {"*embed*": 0.1, "*.mlp": 0.25}, "layer_decay": 0.5}
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", **given))
+    set_rates(optimizer, 0.04)
+    for name, rate in rates_of(model, optimizer.param_groups).items():
+        power = 4 if "embed" in name else 0 if "layers." not in name else 3 - int(name.split("layers.")[1][0])
+        by_name = 0.1 if "embed" in name else 0.25 if ".ffn.fc" in name else 1.0
+        own = 0.008 if name.endswith(("embedding.weight", "head.weight")) or "norm" in name else 0.04
+        assert rate == pytest.approx(own * by_name * 0.5**power, rel=1e-12), name
+
+
+@pytest.mark.parametrize(("given", "words"), list(refusals()))
+def test_muon_refuses_the_same_factors(given, words):
+    with pytest.raises(InputError, match=words) as fault:
+        octavo.muon(octavo.transform(llama()), lr=1e-3, **given)
+    assert str(fault.value).startswith("octavo.muon: ")

@@ -71,12 +71,6 @@ class OptimizerConfig(Section):
                 'optimizer.muon_scale = "original" has rates of another size (about 0.02) than AdamW, which trains the '
                 "embedding, head, norms, biases and routers: set optimizer.adamw_lr too, such as 3e-4"
             )
-        if self.name == "muon" and (self.rates or self.layer_decay != 1):
-            key = "rates" if self.rates else "layer_decay"
-            raise ValueError(
-                f'optimizer.{key} with optimizer.name = "muon": an update by Muon has the size of its matrix, and factors are '
-                'for AdamW. Remove it, or set optimizer.name = "adamw"'
-            )
         return self
 
     @field_validator("rates")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from octavo.collectives.blocks import local_of, part_of
 from octavo.collectives.whole import whole_tensor
 from octavo.errors import InputError, some
-from octavo.groups import parameter_groups
+from octavo.groups import factors_of, parameter_groups
 from octavo.models.hidden import HiddenParameter, hidden_parameters
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import LocalShard, like
 from octavo.plan.muon import iteration_flops
 from octavo.train.adamw import AdamW
 
+RATE_KEYS = ("octavo.muon: rates", "octavo.muon: layer_decay")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration, as `torch.optim.Muon` has them."""
 STEPS = 5
@@ -102,10 +103,12 @@ class MuonAdamW(AdamW):
         betas: of AdamW.
         eps: of AdamW.
         dtype: of Newton and Schulz's steps; None: bf16 on a GPU, the wider of float32 and the weight's dtype on a CPU.
+        rates: factors of `lr` and `adamw_lr` by pattern of names (`octavo.parameter_groups`).
+        layer_decay: factor of both by depth (`octavo.parameter_groups`).
 
     Raises:
         InputError: the model has no hidden matrix, or one that cannot be split; a setting out of its range; "original" without
-            `adamw_lr`.
+            `adamw_lr`; a fault of `rates` or `layer_decay`.
     """
 
     def __init__(
@@ -121,23 +124,31 @@ class MuonAdamW(AdamW):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         dtype: torch.dtype | None = None,
+        rates: Mapping[str, float] | None = None,
+        layer_decay: float = 1.0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"octavo.muon: model is of type {type(model).__name__}: give the model itself, of which it forms the groups. "
-                "Factors of rates (rates, layer_decay) are for AdamW."
+                "It takes rates and layer_decay itself."
             )
         _check(lr, adamw_lr, momentum, scale)
         hidden = hidden_parameters(model, "octavo.muon")
         own = {one.parameter for one in hidden}
+        factors = factors_of(model, {} if rates is None else rates, layer_decay, keys=RATE_KEYS)
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for one in hidden:
+            by_factor.setdefault(1.0 if factors is None else factors[one.name], []).append(one.parameter)
+        settings: dict[str, Any] = {"weight_decay": float(weight_decay), "muon": True}
+        settings |= {"momentum": momentum, "nesterov": nesterov, "scale": scale}
         groups: list[dict[str, Any]] = [
-            {"params": [one.parameter for one in hidden], "lr": lr, "weight_decay": float(weight_decay), "muon": True}
-            | {"momentum": momentum, "nesterov": nesterov, "scale": scale}
+            {"params": by_factor[factor], "lr": lr * factor} | settings | ({} if factors is None else {"lr_scale": factor})
+            for factor in sorted(by_factor, reverse=True)
         ]
         rate = lr if adamw_lr is None else adamw_lr
-        for group in parameter_groups(model, weight_decay):
+        for group in parameter_groups(model, weight_decay, lr=rate, rates=rates, layer_decay=layer_decay):
             if rest := [parameter for parameter in group["params"] if parameter not in own]:
-                groups.append({"params": rest, "lr": rate, "weight_decay": group["weight_decay"], "lr_scale": rate / lr})
+                groups.append(group | {"params": rest, "lr_scale": group["lr"] / lr})
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self._model, self._dtype = model, dtype
         self._hidden = {one.parameter: one for one in hidden}
@@ -157,10 +168,11 @@ class MuonAdamW(AdamW):
         super().add_param_group(param_group)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        if group.get("muon"):
-            self._step_matrices(group)
-        else:
+        matrices = [each for each in self.param_groups if each.get("muon")]
+        if not group.get("muon"):
             super()._step_group(group)
+        elif group is matrices[0]:  # groups of other rates too, so that all ranks compute at once
+            self._step_matrices(matrices)
 
     def _shared_out(self, hidden: list[HiddenParameter]) -> dict[nn.Parameter, list[_Slice]]:
         """Each parameter's slices and their ranks: the most FLOPs first, each to the rank with the fewest."""
@@ -181,20 +193,21 @@ class MuonAdamW(AdamW):
         return {parameter: sorted(slices, key=lambda each: each.start) for parameter, slices in found.items()}
 
     @torch.no_grad()
-    def _step_matrices(self, group: dict[str, Any]) -> None:
+    def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
         settle(self._model)
         if not self._checked:
             self._check_held()
-        stepped = self._with_gradients([self._hidden[parameter] for parameter in group["params"]])
+        group_of = {parameter: group for group in groups for parameter in group["params"]}
+        stepped = self._with_gradients([self._hidden[parameter] for parameter in group_of])
         rank = dist.get_rank() if self._spread else 0
         # All gathers first: a rank then computes its matrices while the others compute theirs.
         taken: list[tuple[HiddenParameter, dict[_Slice, Tensor]]] = []
         for one in stepped:
-            whole = whole_tensor(one.tensor(self._direction(one.parameter, group)))
+            whole = whole_tensor(one.tensor(self._direction(one.parameter, group_of[one.parameter])))
             slices = self._slices[one.parameter]
             mine = {each: whole[each.start : each.stop] for each in slices if each.owner == rank}
             if not self._spread:
-                self._apply(one, _of_slice(one, mine[slices[0]], whole.dtype), group)
+                self._apply(one, _of_slice(one, mine[slices[0]], whole.dtype), group_of[one.parameter])
                 continue
             if len(mine) < len(slices):  # no memory for the matrices of other ranks
                 mine = {each: rows.clone() for each, rows in mine.items()}
@@ -210,7 +223,7 @@ class MuonAdamW(AdamW):
                 rows = mine.pop(each) if each in mine else local_of(one.parameter).new_empty(empty, dtype=like_it)
                 dist.broadcast(rows, each.owner)
                 parts.append(rows)
-            self._apply(one, parts[0] if len(parts) == 1 else torch.cat(parts), group)
+            self._apply(one, parts[0] if len(parts) == 1 else torch.cat(parts), group_of[one.parameter])
 
     def _check_held(self) -> None:
         """Refuse parameters that are no longer the model's: steps would change no weight of it."""

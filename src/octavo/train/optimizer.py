@@ -40,6 +40,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
             scale=config.muon_scale,
             betas=config.betas,
             eps=config.eps,
+            rates=config.rates,
+            layer_decay=config.layer_decay,
         )
     groups = decay_groups(model, config.weight_decay, factors_of(model, config.rates, config.layer_decay, keys=RATE_KEYS))
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
