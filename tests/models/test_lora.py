@@ -1,6 +1,7 @@
 """Octavo's adapters are PEFT's: loss, logits, gradients and folders, in both directions; and what is refused."""
 
 import copy
+import dataclasses
 import json
 import runpy
 import sys
@@ -291,6 +292,54 @@ def test_adapters_of_another_base_or_another_kind_are_refused_with_the_shapes(tm
         (folder / "adapter_config.json").write_text(json.dumps(config | {key: value}))
         refused(key, from_folder, folder)
     refused("no folder of PEFT's", from_folder, tmp_path)
+
+
+VARIANTS = {
+    "kasa_config": {"beta": 0.1, "gamma": 0.1},
+    "monteclora_config": {},
+    "velora_config": {"num_groups": 4},
+    "use_bdlora": {},
+    "arrow_config": {},
+    "alora_invocation_tokens": [1, 2],
+    "use_qalora": True,
+    "lora_bias": True,
+    "of_a_later_release": {"power": 2},
+}
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_a_key_that_changes_what_adapters_compute_is_refused_by_name_and_null_is_not(key, tmp_path):
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], key: VARIANTS[key]}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(settings))
+    refused((str(file), f"{key} = {VARIANTS[key]!r} is not", "PeftModel.from_pretrained"), from_folder, tmp_path)
+    file.write_text(json.dumps(settings | {key: None}))
+    assert from_folder(tmp_path).rank == 4
+
+
+def test_every_key_of_the_installed_peft_is_known(tmp_path):
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert from_folder(tmp_path).rank == 4
+    variants = {each.name for each in dataclasses.fields(peft.LoraConfig) if each.metadata.get("is_lora_variant")}
+    assert {"use_dora", "kasa_config"} <= variants
+    for key in saved.keys() - {"peft_type", "r", "lora_alpha", "bias", "target_modules"}:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {key: None}))
+        assert from_folder(tmp_path).rank == 4, key
+    for key in variants:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(saved | {key: {"beta": 1}}))
+        refused(f"{key} = ", from_folder, tmp_path)
+
+
+@pytest.mark.parametrize(("start", "words"), [("mica", "trains lora_A alone"), ("loftq", "changes the base weights")])
+def test_ways_to_begin_that_adapters_alone_do_not_hold_are_refused(start, words, tmp_path):
+    file = tmp_path / "adapter_config.json"
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    file.write_text(json.dumps(settings | {"init_lora_weights": start}))
+    refused((start, words), from_folder, tmp_path)
+    file.write_text(json.dumps(settings | {"init_lora_weights": "eva"}))
+    assert from_folder(tmp_path).alpha == 8
 
 
 def test_a_checkpoint_holds_what_is_trained_alone_and_refuses_another_base(tmp_path):

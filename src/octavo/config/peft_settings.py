@@ -26,10 +26,10 @@ GATES, UPS, DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 """Names of each expert's matrices, as PEFT takes them: those of gate and up are one of twice the rank."""
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "use_qalora": (False,),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "use_qalora": (False, None),
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
     "layers_to_transform": (None,),
@@ -39,8 +39,24 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
-"""Keys of PEFT's config that change what adapters compute → the values under which they do not."""
+"""Keys of PEFT's config that change what adapters or their gradients compute → the values under which they do not."""
+_OTHERS = frozenset(
+    {
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "target_parameters", "rank_pattern"),
+        *("alpha_pattern", "modules_to_save", "init_lora_weights", "peft_type", "base_model_name_or_path"),  # read
+        *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of values that adapters begin with
+        *("megatron_core", "qalora_group_size"),  # of keys above
+        "ensure_weight_tying",  # an embedding that is the head too is refused in modules_to_save and target_modules
+    }
+)
+"""All other keys of PEFT's config."""
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""`init_lora_weights` under which the base has its original weights, and both factors are trained."""
 _LONGEST_HEADER = 100_000_000
 """Bytes, as safetensors bounds it."""
 
@@ -149,10 +165,22 @@ def _config(path: Path) -> dict[str, Any]:
                 f"{file}: {key} = {config[key]!r} is not supported: Octavo's adapters have {key} = {neutral[0]!r}. Keep the "
                 "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
             )
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+    for key in sorted(config.keys() - _NEUTRAL.keys() - _OTHERS):
+        if config[key] not in (None, False):
+            raise InputError(
+                f"{file}: {key} = {config[key]!r} is not known, and may change what adapters compute. If it does not, remove it; "
+                "else keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+            )
+    start = config.get("init_lora_weights")
+    if start == "mica":
         raise InputError(
-            f"{file}: init_lora_weights = {config['init_lora_weights']!r} changes the base weights. Save the adapters for the "
-            "original weights: model.save_pretrained(folder, path_initial_model_for_weight_conversion=…)."
+            f"{file}: init_lora_weights = 'mica' trains lora_A alone, and Octavo trains both factors. Keep the model's own code: "
+            "octavo.transform(PeftModel.from_pretrained(model, folder))."
+        )
+    if start not in _STARTS:
+        raise InputError(
+            f"{file}: init_lora_weights = {start!r} changes the base weights. Save the adapters for the original weights: "
+            "model.save_pretrained(folder, path_initial_model_for_weight_conversion=…)."
         )
     return config
 
