@@ -96,6 +96,22 @@ def test_adapters_on_a_gpu_are_recorded_by_default_and_a_dry_run_says_so(overrid
     assert said is None or " ".join(said.split()) in out
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([*DOCUMENTS, GRAPH], "PyTorch's FlashAttention-2, all documents of a recorded step in one call"),
+        ([*DOCUMENTS, GRAPH, "train.deterministic=true"], "plain PyTorch, all documents of a recorded step in one call"),
+        (["data.packing=documents", GRAPH], "plain PyTorch, all documents of a recorded step in one call"),
+        (DOCUMENTS, "cuDNN's kernel through scaled_dot_product_attention, document by document"),  # "auto" leaves them eager
+        (["model.config.head_dim=64", GRAPH], "cuDNN's kernel through scaled_dot_product_attention, document by document"),
+    ],
+)
+def test_a_description_names_the_kernel_of_documents_in_recorded_steps(overrides, said, tiny_run, capsys):
+    given = [*ADAPTED, *overrides]
+    assert main(["describe", str(tiny_run().file), *given, "--gpu", "h200"]) == 0
+    assert f"attention: {said}\n" in capsys.readouterr().out
+
+
 def test_a_step_that_auto_does_not_repeat_is_eager(tiny_run, capsys):
     config = RunConfig.from_file(tiny_run().file, [*ADAPTED, GRAPH])
     context, _ = build(check(config), prepare(config.data))

@@ -136,11 +136,13 @@ def kernels_on(
     native: bool,
     shared: str = "",
     repeats: bool | None = None,
+    recorded: str = "",
 ) -> tuple[str, str, str]:
     """(attention, products in FP8, reason for the model's original code) in words.
 
     kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units. shared, repeats: how ranks share
-    each sequence, and `train.deterministic`, for a model that is only planned.
+    each sequence, and `train.deterministic`, for a model that is only planned. recorded: the kernel of packed documents in
+    recorded steps, where FlashAttention-4 does not serve.
     """
     repeats = torch.are_deterministic_algorithms_enabled() if repeats is None else repeats
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {kind}, without FP8 units"
@@ -150,11 +152,12 @@ def kernels_on(
     if cores:  # by the rule of `octavo.nn.attend`
         by_flash = all(flash.serves(capability, core.head_dim) for core in cores)
         causal = any(core.causal for core in cores)
-        parts = [f"FlashAttention-4 {flash.VERSION}" if by_flash else f"{parts[0]}{', document by document' if causal else ''}"]
+        in_turn = f"{parts[0]}{', document by document' if causal else ''}"
+        parts = [f"FlashAttention-4 {flash.VERSION}" if by_flash else recorded or in_turn]
         if not causal:
             parts.insert(0, f"Octavo's kernel up to {short.LONGEST} tokens")
         windows = sorted({core.window for core in cores if core.window is not None})
-        in_pieces = "" if by_flash else " in pieces"
+        in_pieces = "" if by_flash or recorded else " in pieces"
         parts += [f"a window of {', '.join(map(str, windows))} keys{in_pieces}"] if windows else []
         context = next((core.context for core in cores if core.context is not None), None)
         shared = shared if context is None else f"{context.size} ranks share each sequence ({context.strategy})"

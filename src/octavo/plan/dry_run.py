@@ -25,6 +25,7 @@ from octavo.hardware import FP8_CAPABILITY, GPUS, lookup
 from octavo.models.description import Description, kernels_on
 from octavo.parallel.coordination import writing_ranks
 from octavo.plan import advice, fp8_auto
+from octavo.plan.graph import documents_kernel
 from octavo.plan.muon import MuonWork
 from octavo.plan.run import RunPlan, Target, check, inactive_parameters
 from octavo.run.folder import RunFolder
@@ -216,6 +217,9 @@ def _description(plan: RunPlan) -> Description:
     native = capability is not None and capability >= FP8_CAPABILITY
     shared, repeats = plan.shared_sequences, plan.config.train.deterministic
     kind = plan.hardware.kind
-    attention, products, _ = kernels_on(kind, capability, model, native=native, shared=shared, repeats=repeats)
+    recorded = documents_kernel(plan.config, model, plan.degrees.world, kind)
+    attention, products, _ = kernels_on(
+        kind, capability, model, native=native, shared=shared, repeats=repeats, recorded=recorded
+    )
     products = products if plan.recipe is not None else plan.fp8_note
     return dataclasses.replace(found, layers=layers, products=products, attention=attention)

@@ -59,6 +59,14 @@ def _plain_attention(config: RunConfig, model: nn.Module) -> str | None:
     return None
 
 
+def documents_kernel(config: RunConfig, model: nn.Module, world: int, kind: str) -> str:
+    """The kernel of packed documents in recorded steps without FlashAttention-4; empty for steps that are not recorded."""
+    if kind != "cuda" or config.data.packing != "documents" or not records(config, model, world, kind):
+        return ""
+    kernel = "PyTorch's FlashAttention-2" if _plain_attention(config, model) is None else "plain PyTorch"
+    return f"{kernel}, all documents of a recorded step in one call"
+
+
 def _is_candidate(config: RunConfig, kind: str) -> bool:
     """True for runs that "auto" records if nothing stands against it."""
     return config.train.graph == "auto" and config.lora.options is not None and kind == "cuda"
