@@ -319,6 +319,26 @@ def test_a_faulty_row_is_refused_by_its_line_or_counted(chats, fault):
         chats(rows[1:2], faulty_rows="drop", name="one.jsonl")
 
 
+def test_a_key_that_stands_twice_is_refused_in_messages_and_tools_alone(folders, config, tmp_path):
+    good = json.dumps(ASKED)
+    lines = {
+        "beside": (f'{{"messages": {good}, "meta": {{"a": 1, "a": 2}}, "meta": 3}}', None),
+        "message": (good.join(('{"messages": ', "}")).replace('"role": "user"', '"role": "user", "role": "system"'), "role"),
+        "column": (f'{{"messages": {good}, "messages": {good}}}', "messages"),
+        "tools": (f'{{"messages": {good}, "tools": [{{"name": "f", "name": "g"}}]}}', "name"),
+    }
+    for name, (line, key) in lines.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(f'{{"messages": {good}}}\n{line}\n')
+        changes = {"tokenizer": str(folders["chatml"]), "packing": "documents", "validation_fraction": 0.0}
+        if key is None:
+            found = documents(prepare(config(path, **changes), console=Console(quiet=True)))
+            assert found[0] == found[1]
+        else:
+            with pytest.raises(InputError, match=rf"{name}\.jsonl, line 2: the key '{key}' stands there twice"):
+                prepare(config(path, **changes), console=Console(quiet=True))
+
+
 HEADER = "{{ '<|im_start|>' + m['role'] + '\\n' }}"
 MARK = "{% if m['role'] == 'assistant' %}{% generation %}"
 

@@ -199,7 +199,11 @@ ODD = {
     "large id": (".jsonl", b'{"input_ids": [1, ' + b"9" * 30 + b"]}", "line 1: 'input_ids' must be a list of whole numbers"),
     "deep": (".jsonl", FINE + b'{"n": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "line 2 has lists or objects within"),
     "deep ids": (".jsonl", b'{"input_ids": ' + b"[" * 500 + b"]" * 500 + b"}", "line 1: 'input_ids' must be a list of whole"),
-    "twice inside": (".jsonl", FINE + b'{"text": "a", "of": [{"b": 1, "b": 2}]}', "line 2: the key 'b' stands there twice"),
+    "twice inside": (
+        ".jsonl",
+        FINE + b'{"text": "a", "loss_mask": [{"b": 1, "b": 2}]}',
+        "line 2: the key 'b' stands there twice",
+    ),
     "twice": (".jsonl", FINE + b'{"text": "a", "text": "b"}', "line 2: the key 'text' stands there twice"),
     "NaN": (".jsonl", FINE + b'{"text": NaN}', "line 2: 'text' is a number, not a string"),
     "NaN id": (".jsonl", b'{"input_ids": [1, NaN]}', "line 1: 'input_ids' must be a list of whole numbers"),
@@ -239,6 +243,21 @@ ODD = {
         "is not a readable Parquet file behind row 2048",
     ),
 }  # fmt: skip
+
+
+UNUSED = [
+    b'{"text": "a", "meta": {"b": 1, "b": 2}}\n{"meta": 1, "text": "c", "meta": [2]}\n{"text": "d"}\n',
+    b'{"other": [{"x": {"text": 1, "text": 2}}], "text": "a"}\n{"text": "c"}\n{"n": 1, "text": "d", "n": 1}',
+]
+
+
+@pytest.mark.parametrize("content", UNUSED)
+def test_a_key_that_stands_twice_in_a_column_that_is_not_read_is_no_fault(tmp_path, config, content):
+    (tmp_path / "c.jsonl").write_bytes(content)
+    assert _read(config, tmp_path / "c.jsonl") == ["a", "c", "d"]
+    (tmp_path / "ids.jsonl").write_bytes(b'{"input_ids": [5, 6, 7], "meta": {"b": 1, "b": 2}}\n')
+    (document,) = Corpus(config(tmp_path / "ids.jsonl"))
+    assert document.input_ids.tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize("where", ["file", "folder", "pattern"])

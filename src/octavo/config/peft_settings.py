@@ -168,13 +168,13 @@ def _config(path: Path) -> dict[str, Any]:
     for key in sorted(config.keys() - _NEUTRAL.keys() - _OTHERS):
         if config[key] not in (None, False):
             raise InputError(
-                f"{file}: {key} = {config[key]!r} is not known, and may change what adapters compute. If it does not, remove it; "
-                "else keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+                f"{file}: {key} = {config[key]!r} is not known, and may change what adapters compute. Remove it if it does "
+                "not; else keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
             )
     start = config.get("init_lora_weights")
     if start == "mica":
         raise InputError(
-            f"{file}: init_lora_weights = 'mica' trains lora_A alone, and Octavo trains both factors. Keep the model's own code: "
+            f"{file}: init_lora_weights = 'mica' trains lora_A alone, and Octavo trains both. Keep the model's own code: "
             "octavo.transform(PeftModel.from_pretrained(model, folder))."
         )
     if start not in _STARTS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -14,16 +14,33 @@ class RepeatedKey(ValueError):
         super().__init__(f"the key {key!r} stands there twice")
 
 
+class Repeating(dict[str, Any]):
+    """An object of `decode_any` with the last value of each key.
+
+    Attributes:
+        repeated: keys that stand there more than once.
+    """
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.repeated = [key for key in self if keys.count(key) > 1]
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        raise RepeatedKey(Repeating(pairs).repeated[0])
     return found
 
 
-_SPACE = re.compile(r"\s*")
+def _any_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else Repeating(pairs)
+
+
 _JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads makes one a text, for as long as it reads it
+_ANY_JSON = json.JSONDecoder(object_pairs_hook=_any_object)
 
 
 def decode(text: str) -> Any:
@@ -36,13 +53,19 @@ def decode(text: str) -> Any:
     return _JSON.decode(text)
 
 
-def repeating_row(text: str) -> int:
-    """The number of the first element with a key twice, from 1, in an array that `decode` refused for one."""
-    at, number = text.index("[") + 1, 1
-    while True:
-        try:
-            space = _SPACE.match(text, at)
-            _, at = _JSON.raw_decode(text, at if space is None else space.end())
-        except RepeatedKey:
-            return number
-        at, number = text.index(",", at) + 1, number + 1
+def decode_any(text: str) -> Any:
+    """The value of a text, in which objects with a key twice are `Repeating`; raises as json.loads."""
+    return _ANY_JSON.decode(text)
+
+
+def check_keys(value: object) -> None:
+    """Refuse a value of `decode_any` with a key twice, at any depth.
+
+    Raises:
+        RepeatedKey: see there.
+    """
+    if isinstance(value, Repeating):
+        raise RepeatedKey(value.repeated[0])
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for each in inner:
+        check_keys(each)

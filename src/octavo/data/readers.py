@@ -29,7 +29,7 @@ from octavo.config.data import COMPRESSED, DataConfig, counted, kind_of
 from octavo.data.columns import INPUT_IDS
 from octavo.data.documents import Document
 from octavo.data.forms import Form, kind
-from octavo.data.json_objects import RepeatedKey, decode, repeating_row
+from octavo.data.json_objects import RepeatedKey, Repeating, check_keys, decode, decode_any
 from octavo.errors import InputError, OctavoError, first_line, is_unreachable, some, unreachable
 from octavo.storage import is_lfs_pointer
 
@@ -61,17 +61,17 @@ def read_json_lines(path: Path, form: Form) -> Iterator[Document]:
             continue
         origin = f"{path}, line {number}"
         # Files with a byte order mark each may have been joined.
-        row = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
-        yield _from_object(row, form, origin)
+        row, repeats = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
+        yield _from_object(row, form, origin, repeats)
 
 
-def _parsed(text: str, origin: str) -> Any:
-    """The value of a line of JSON."""
+def _parsed(text: str, origin: str) -> tuple[Any, bool]:
+    """The value of a line of JSON, or of a file; True if some object in it has a key twice."""
     try:
-        return decode(text)
-    except RepeatedKey as error:
-        row = f", row {repeating_row(text)}" if text.lstrip().startswith("[") else ""
-        raise InputError(f"{origin}{row}: {error}. Remove one of the two.") from None
+        try:
+            return decode(text), False
+        except RepeatedKey:
+            return decode_any(text), True
     except json.JSONDecodeError as error:
         line = f" of line {error.lineno}" if error.lineno > 1 else ""
         fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{line}"
@@ -87,17 +87,31 @@ def read_json_array(path: Path, form: Form) -> Iterator[Document]:
     data = bytearray()
     for line in _lines(path):
         data += line
-    values = _parsed(decoded(data, str(path)), str(path))
+    values, repeats = _parsed(decoded(data, str(path)), str(path))
     if not isinstance(values, list):
         raise InputError(f"{path} is {kind(values)}, not a list of objects. Correct or remove it.")
     for number, row in enumerate(values, start=1):
-        yield _from_object(row, form, f"{path}, row {number}")
+        yield _from_object(row, form, f"{path}, row {number}", repeats)
 
 
-def _from_object(row: Any, form: Form, origin: str) -> Document:
+def _from_object(row: Any, form: Form, origin: str, repeats: bool) -> Document:
     if not isinstance(row, dict):
         raise InputError(f"{origin} is {kind(row)}, not an object: write one object a line (JSON lines).")
+    if repeats:
+        _check_keys(row, form, origin)
     return form.document(row, origin)
+
+
+def _check_keys(row: dict[str, Any], form: Form, origin: str) -> None:
+    """Refuse a key that stands twice within the columns that are read, or is one of them."""
+    others = row.repeated if isinstance(row, Repeating) else []
+    try:
+        for name in form.wanted(list(row), [name for name, value in row.items() if isinstance(value, list)], origin):
+            if name in others:
+                raise RepeatedKey(name)
+            check_keys(row[name])
+    except RepeatedKey as error:
+        raise InputError(f"{origin}: {error}. Remove one of the two.") from None
 
 
 def read_csv(path: Path, form: Form, delimiter: str = ",") -> Iterator[Document]:
