@@ -96,6 +96,16 @@ def test_adapters_on_a_gpu_are_recorded_by_default_and_a_dry_run_says_so(overrid
     assert said is None or " ".join(said.split()) in out
 
 
+def test_a_dry_run_of_data_that_nobody_has_read_says_what_conversations_would_change(tiny_run, tmp_path, capsys):
+    said = "beside the optimizer's; of conversations, which are packed documents, steps would be eager"
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    run = tiny_run()
+    for given, expected in (([], True), (["data.packing=join"], False), (["data.format=text"], False), ([GRAPH], False)):
+        source = f"data.source={tmp_path / 'chats.jsonl'}"
+        assert main(["train", str(run.file), *ADAPTED, source, *given, "--dry-run", "--gpu", "h200"]) == 0
+        assert (said in " ".join(capsys.readouterr().out.split())) is expected
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

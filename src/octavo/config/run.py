@@ -243,7 +243,8 @@ class RunConfig(Section):
 
 def _refusal(config: RunConfig, idle: Sequence[Idle]) -> str:
     said = "; ".join(f"{shown(config, each.key)} {each.why}" for each in idle)
-    absent = dict.fromkeys(key for each in idle for key in each.by if value_of(config, key) is None)
+    needed = [key for each in idle if "it needs a run without" not in each.why for key in each.by]
+    absent = dict.fromkeys(key for key in needed if value_of(config, key) is None)
     if not absent:
         return f"{said}. Remove one of the two."
     return f"{said}. Set {' or '.join(absent)}, or remove {', '.join(each.key for each in idle)}."

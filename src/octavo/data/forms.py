@@ -171,7 +171,8 @@ class Form:
                 )
         elif kinds and found != self.format:
             first = self.notice or "The rows before it are text or token ids."
-            raise InputError(f"{where} has {_SAID[found]}, by the column {kinds[found]}. {first} Use one form in all sources.")
+            by = f"by the column{'s' if found == 'prompt' else ''} {kinds[found]}"
+            raise InputError(f"{where} has {_SAID[found]}, {by}. {first} Use one form in all sources.")
         self._known.add(tuple(names))
         return self.format
 
