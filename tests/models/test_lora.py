@@ -317,6 +317,27 @@ def test_a_key_that_changes_what_adapters_compute_is_refused_by_name_and_null_is
     assert from_folder(tmp_path).rank == 4
 
 
+NO_VALUES = {
+    "r": ("4", 0, 4.5, None, True),
+    "lora_alpha": ("abc", None, [1], 0, float("nan")),
+    "lora_dropout": ("a", 1, -0.1),
+    "use_rslora": ("false", 1),
+    "target_modules": (5, ["q_proj", 3], {"q_proj": 1}),
+    "modules_to_save": ("lm_head", 3),
+    "target_parameters": ("experts", [1]),
+    "rank_pattern": (["a"],),
+    "base_model_name_or_path": (7,),
+}
+
+
+@pytest.mark.parametrize("key", NO_VALUES)
+def test_a_value_that_peft_does_not_write_is_refused_by_its_key(key, tmp_path):
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    for value in NO_VALUES[key]:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {key: value}))
+        refused(("adapter_config.json", f"{key} = ", "Correct it"), from_folder, tmp_path)
+
+
 def test_every_key_of_the_installed_peft_is_known(tmp_path):
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
     config.save_pretrained(tmp_path)

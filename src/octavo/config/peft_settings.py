@@ -7,7 +7,8 @@ refused by its key.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,29 @@ _OTHERS = frozenset(
 """All other keys of PEFT's config."""
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """`init_lora_weights` under which the base has its original weights, and both factors are trained."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+
+
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda value: _is_number(value) and isinstance(value, int) and value > 0, "a whole number from 1"),
+    "lora_alpha": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "lora_dropout": (lambda value: value is None or (_is_number(value) and 0 <= value < 1), "a number from 0 and below 1"),
+    "use_rslora": (lambda value: value is None or isinstance(value, bool), "true or false"),
+    "target_modules": (lambda value: value is None or isinstance(value, str) or _is_texts(value), "a list of names, or a text"),
+    "target_parameters": (lambda value: value is None or _is_texts(value), "a list of names"),
+    "modules_to_save": (lambda value: value is None or _is_texts(value), "a list of names"),
+    "rank_pattern": (lambda value: value is None or isinstance(value, dict), "an object"),
+    "alpha_pattern": (lambda value: value is None or isinstance(value, dict), "an object"),
+    "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a text"),
+}
+"""Keys that are read → a test of the value, and its kind in words."""
 _LONGEST_HEADER = 100_000_000
 """Bytes, as safetensors bounds it."""
 
@@ -159,6 +183,9 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise InputError(f"{file}: peft_type = {kind!r}: Octavo loads LoRA alone.")
+    for key, (fits, words) in _VALUES.items():
+        if key in config and not fits(config[key]):
+            raise InputError(f"{file}: {key} = {config[key]!r} is not {words}. Correct it, or copy the folder again.")
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise InputError(
