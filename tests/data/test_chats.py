@@ -276,6 +276,8 @@ ASKED = [{"role": "user", "content": "a fox?"}, {"role": "assistant", "content":
 FAULTS = {
     "no assistant": ([ASKED[0]], {}, r"none of the 1 messages is an assistant's"),
     "role": ([ASKED[0], {"role": "narrator", "content": "x"}], {}, r"message 2 of 'messages' has the role 'narrator'"),
+    "two texts": ([{"from": "human", "value": "x", "content": "y"}, ASKED[1]], {}, r"has 'content' = 'y' and 'value' = 'x'"),
+    "two roles": ([ASKED[0], {**ASKED[1], "from": "human"}], {}, r"'role' = 'assistant' and 'from' = 'human': keep one"),
     "sharegpt role": ([{"from": "me", "value": "x"}], {}, r"message 1 of 'messages' is from 'me': known are human"),
     "empty": ([ASKED[0], {"role": "assistant", "content": " "}], {}, r"message 2 of 'messages' \(assistant\) has no text"),
     "null": ([ASKED[0], {"role": "assistant", "content": None}], {}, r"message 2 of 'messages' \(assistant\) has no text"),
@@ -507,6 +509,12 @@ def test_a_given_format_decides_between_columns_and_two_forms_are_not_mixed(tmp_
     assert chats(both, format="prompt").manifest.examples.format == "prompt"
     assert chats(both, format="text").manifest.examples is None
     assert chats(both, format="chat", text_field="messages").manifest.examples.format == "chat"
+    with pytest.raises(InputError, match=r"line 1: there is no 'mesages', only 'text', .* Did you mean 'messages'\?"):
+        chats(both, format="chat", text_field="mesages", name="typo.jsonl")
+    twice = [{"from": "gpt", "value": "the dog", **ASKED[1]}]
+    assert documents(chats([{"messages": [ASKED[0], *twice]}] * 2, name="twice.jsonl")) == documents(
+        chats([{"messages": ASKED}] * 2)
+    )
     with pytest.raises(InputError, match=r"there is no 'messages' or .* for data\.format = 'chat', only 'text'"):
         chats([{"text": "a"}], format="chat", name="text.jsonl")
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": ASKED}) + "\n")

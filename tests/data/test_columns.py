@@ -228,6 +228,8 @@ def test_text_beside_token_ids_is_a_choice_of_the_user(tmp_path, config, kind):
     path = _write(tmp_path / f"a{kind}", [{"text": "a", "body": "b", "input_ids": [1, 2], "labels": [-100, 2]}])
     with pytest.raises(InputError, match=r"1 holds both 'text' and 'input_ids'\. Set data\.text_field = \"input_ids\""):
         list(Corpus(config(path)))
+    with pytest.raises(InputError, match=r"there is no 'txt', only .* Did you mean 'text'\?"):
+        list(Corpus(config(path, text_field="txt")))
     (document,) = Corpus(config(path, text_field="input_ids"))
     assert (document.input_ids.tolist(), document.labels.tolist()) == ([1, 2], [-100, 2])
     assert [document.text for document in Corpus(config(path, text_field="body"))] == ["b"]

@@ -101,6 +101,7 @@ def _message(given: Mapping[str, Any], number: int, column: str) -> tuple[Messag
             if values[key] not in (0, 1):
                 raise _Fault("weights", f"{where} has {key!r} = {_shortened(values[key])}: 0 and 1 are known")
             asked = bool(values.pop(key))
+    _refuse_two_forms(values, where)
     message = _of_sharegpt(values, where) if "from" in values and "role" not in values else dict(values)
     role = message.get("role")
     if role not in ROLES:
@@ -120,6 +121,19 @@ def _message(given: Mapping[str, Any], number: int, column: str) -> tuple[Messag
     if blank and role != "tool" and not (role == "assistant" and "tool_calls" in message):
         raise _Fault("empty content", f"{where} ({role}) has no text")
     return message, asked
+
+
+def _refuse_two_forms(values: Mapping[str, Any], where: str) -> None:
+    """Refuse a message of both forms whose texts or roles differ: one of them would be lost."""
+    texts = {"content": values.get("content"), "value": values.get("value")}
+    roles = {"role": values.get("role"), "from": values.get("from")}
+    if "role" in values and isinstance(roles["from"], str):
+        roles["from"] = _SHAREGPT_ROLES.get(roles["from"], roles["from"])
+    for both in (roles, texts):
+        first, second = both.values()
+        if first is not None and second is not None and first != second:
+            shown = " and ".join(f"{key!r} = {_shortened(values[key])}" for key in both)
+            raise _Fault("two forms", f"{where} has {shown}: keep one of the two")
 
 
 def _of_sharegpt(values: Mapping[str, Any], where: str) -> Message:

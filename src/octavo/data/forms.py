@@ -112,21 +112,28 @@ class Form:
 
     def _text_column(self, names: Collection[str], where: str) -> str:
         column = columns.column_of(names, self.text_field)
-        if column is not None:
+        mistyped = column != self.text_field and self._is_named and nearest(self.text_field, set(names) - {INPUT_IDS})
+        if column is not None and not mistyped:
             return column
         if all(name in names for name in _PAIR):
             raise _pairs(where)
+        raise self._absent(names, where)
+
+    def _absent(self, names: Collection[str], where: str) -> InputError:
+        """Of a row without the column that `data.text_field` names."""
         guess = nearest(self.text_field, names)
         hint = f" Did you mean {guess!r}?" if guess else ""
         if all(name in names for name in _EXCLUSIVE):
             hint = " For answers to instructions name the columns 'prompt' and 'completion'."
         found = ", ".join(map(repr, names)) or "nothing"
-        raise InputError(f"{where}: there is no {self.text_field!r}, only {found}.{hint} Change data.text_field.")
+        return InputError(f"{where}: there is no {self.text_field!r}, only {found}.{hint} Change data.text_field.")
 
     def _messages(self, names: Collection[str], where: str) -> tuple[str, ...]:
         """The column of the messages; none if there is none."""
         if self._is_named and self.text_field in names:
             return (self.text_field,)
+        if self._is_named and self.format == "chat":
+            raise self._absent(names, where)
         found = tuple(name for name in MESSAGES if name in names)
         if len(found) > 1:
             raise InputError(f"{where} has both {' and '.join(map(repr, found))}. Name one of them in data.text_field.")
