@@ -317,6 +317,21 @@ def test_a_key_that_changes_what_adapters_compute_is_refused_by_name_and_null_is
     assert from_folder(tmp_path).rank == 4
 
 
+def test_adapters_of_whole_numbers_are_refused_and_those_of_16_bits_read(tmp_path):
+    base = llama()
+    peft_model(base, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    stored, ids = load_file(file), tokens(2, 16)
+    for dtype in (torch.bfloat16, torch.float16):
+        save_file({name: tensor.to(dtype) for name, tensor in stored.items()}, file)
+        reference = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+        model = octavo.transform(copy.deepcopy(base), dtype=torch.float32, lora=from_folder(tmp_path))
+        torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits, rtol=2e-5, atol=2e-5)
+    name = next(iter(stored))
+    save_file(stored | {name: (100 * stored[name]).to(torch.int8)}, file)
+    refused((f"whole numbers: {name} (I8)", "float32"), octavo.transform, llama(), lora=from_folder(tmp_path))
+
+
 NO_VALUES = {
     "r": ("4", 0, 4.5, None, True),
     "lora_alpha": ("abc", None, [1], 0, float("nan")),

@@ -251,6 +251,12 @@ def test_groups_in_place_of_a_model_are_refused():
         octavo.muon(groups)
 
 
+@pytest.mark.parametrize("decay", [-1.0, math.nan, "0.1"])
+def test_a_weight_decay_that_is_no_number_from_0_is_refused(decay):
+    with pytest.raises(InputError, match="weight_decay = "):
+        octavo.muon(octavo.transform(llama()), weight_decay=decay)
+
+
 def test_low_rank_factors_are_refused():
     model = octavo.transform(llama(), dtype=torch.float32, lora=octavo.LoRA(rank=2))
     with pytest.raises(InputError, match="low-rank factors"):

@@ -138,10 +138,17 @@ def check_folder(model: Decoder, options: LoRA) -> None:
             f"folder's are used, or set {_settings_of(theirs)}."
         )
     with _opened(path) as file:
-        stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        stored = {key: tuple(each.get_shape()) for key, each in slices.items()}
+        kinds = {key: each.get_dtype() for key, each in slices.items()}
     way = conversion(model.spec)
     own = {key: tuple(part.shape) for key, part in peft_shapes(model, way).items()}
     differing = [(key, stored[key], own[key]) for key in own if key in stored and stored[key] != own[key]]
+    if numbers := [f"{key} ({kind})" for key, kind in kinds.items() if not kind.startswith(("F", "BF"))]:
+        raise InputError(
+            f"lora.load: the adapters in {path} are whole numbers: {some(numbers, 3)}. Octavo knows no scales of them: save "
+            "them as float32, float16 or bfloat16."
+        )
     if differing:
         shown = "; ".join(f"{key} is {list(a)} there and {list(b)} here" for key, a, b in differing[:3])
         raise InputError(

@@ -136,6 +136,8 @@ class MuonAdamW(AdamW):
         hidden = hidden_parameters(model, "octavo.muon")
         own = {one.parameter for one in hidden}
         factors = factors_of(model, {} if rates is None else rates, layer_decay, keys=RATE_KEYS)
+        rate = lr if adamw_lr is None else adamw_lr
+        of_adamw = parameter_groups(model, weight_decay, lr=rate, rates=rates, layer_decay=layer_decay)
         by_factor: dict[float, list[nn.Parameter]] = {}
         for one in hidden:
             by_factor.setdefault(1.0 if factors is None else factors[one.name], []).append(one.parameter)
@@ -145,8 +147,7 @@ class MuonAdamW(AdamW):
             {"params": by_factor[factor], "lr": lr * factor} | settings | ({} if factors is None else {"lr_scale": factor})
             for factor in sorted(by_factor, reverse=True)
         ]
-        rate = lr if adamw_lr is None else adamw_lr
-        for group in parameter_groups(model, weight_decay, lr=rate, rates=rates, layer_decay=layer_decay):
+        for group in of_adamw:
             if rest := [parameter for parameter in group["params"] if parameter not in own]:
                 groups.append(group | {"params": rest, "lr_scale": group["lr"] / lr})
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
