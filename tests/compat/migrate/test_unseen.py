@@ -114,6 +114,56 @@ def test_what_needs_another_library_is_not_said_to_run_unchanged(tmp_path):
     assert any(line.startswith("As far as it is read, it runs unchanged") for line in lines(script))
 
 
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [
+        (
+            "import lightning\nlightning.Fabric(precision='transformer-engine')",
+            'lightning.Fabric(precision="transformer-engine")',
+        ),
+        (
+            "from lightning.fabric import Fabric\nFabric('cpu', 'auto', 1, 1, 'transformer-engine-float16')",
+            'lightning.Fabric(precision="transformer-engine-float16")',
+        ),
+        ("import pytorch_lightning as pl\npl.Trainer(precision='transformer-engine')",
+         'lightning.Trainer(precision="transformer-engine")'),
+        ("import lightning.pytorch as pl\nhow = {'precision': 'transformer-engine'}\npl.Trainer(**how)",
+         'lightning.Trainer(precision="transformer-engine")'),
+        ("from composer import Trainer\nTrainer(precision='amp_fp8')", 'composer.Trainer(precision="amp_fp8")'),
+        ("from composer.core.precision import Precision\nprint(Precision.AMP_FP8)", "composer.core.Precision.AMP_FP8"),
+        (
+            "from lightning.fabric.plugins.precision import TransformerEnginePrecision as P\nP(weights_dtype=None)",
+            "lightning.fabric.plugins.TransformerEnginePrecision",
+        ),
+    ],
+)  # fmt: skip
+def test_a_precision_that_asks_for_transformer_engine_is_seen(tmp_path, text, used):
+    assert used in [use.name for use in _read(tmp_path, text).uses]
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (
+            "import lightning as L, sys\nL.Fabric(precision=sys.argv[1])",
+            "the precision of lightning.Fabric is known only at run",
+        ),
+        ("import lightning as L, sys\nL.Trainer(**dict(sys.argv))", "the precision of lightning.Trainer is known only at run"),
+        ("from lightning import Trainer\nclass Mine(Trainer): pass", "Mine is a lightning.Trainer: the precision of its calls"),
+        ("import lightning as L\nL.Fabric(precision='transformer-engine', devices=2)", "devices of lightning.Fabric is not"),
+    ],
+)
+def test_a_precision_that_is_not_seen_whole_is_listed(tmp_path, text, note):
+    assert any(note in each for each in _read(tmp_path, text).notes)
+
+
+def test_a_trainer_without_transformer_engine_has_no_row(tmp_path):
+    script = _read(
+        tmp_path, "import lightning as L\nL.Fabric(precision='bf16-true', devices=2).launch()\nL.Trainer(max_epochs=1)\n"
+    )
+    assert (script.uses, script.notes) == ([], [])
+
+
 def test_the_exit_code_tells_a_script_with_something_to_change(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text, code in (("good", "te.Linear(8, 8)", 0), ("bad", "te.nothing()", 1), ("broken", "def", 2)):

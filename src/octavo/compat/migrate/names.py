@@ -60,10 +60,39 @@ _GONE = {
 """Names that scripts of SMP's container import, and that newer packages do not have → what to write."""
 OTHERS = "other packages"
 LIBRARIES |= dict.fromkeys(_GONE, OTHERS)
-_PLUGINS = tuple(
-    f"{module}.plugins.TransformerEnginePrecision"
-    for module in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
-)
+_OF_LIGHTNING = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+_PLUGINS = tuple(f"{module}.plugins.TransformerEnginePrecision" for module in _OF_LIGHTNING)
+_TEXTS = ("transformer-engine", "transformer-engine-float16")
+PRECISIONS = {"lightning.Fabric": _TEXTS, "lightning.Trainer": _TEXTS, "composer.Trainer": ("amp_fp8",)}
+"""Class → its values of `precision` that ask for Transformer Engine's names; of its other uses there are no rows."""
+_HOMES_OF_PRECISIONS = {
+    "lightning.Fabric": ("lightning.fabric", "lightning.fabric.fabric", "lightning_fabric", "lightning_fabric.fabric"),
+    "lightning.Trainer": tuple(
+        f"{root}{module}"
+        for root in ("lightning.pytorch", "pytorch_lightning")
+        for module in ("", ".trainer", ".trainer.trainer")
+    ),
+    "composer.Trainer": ("composer.trainer", "composer.trainer.trainer"),
+}
+_SAME = {
+    "torch.sagemaker.state_handler.state": "torch.sagemaker.state",
+    "composer.core.precision.Precision.AMP_FP8": "composer.core.Precision.AMP_FP8",
+    **{
+        f"{module}.{name.partition('.')[2]}": name for name, modules in _HOMES_OF_PRECISIONS.items() for module in modules
+    },
+    **{
+        f"{plugin.removesuffix('.TransformerEnginePrecision')}.{module}.TransformerEnginePrecision": plugin
+        for plugin in _PLUGINS
+        for module in ("precision", "precision.transformer_engine")
+    },
+}  # fmt: skip
+"""Other names of an object → the one in the table."""
+LIBRARIES |= {
+    each: "Composer" if each.startswith("composer") else "Lightning"
+    for pair in _SAME.items()
+    for each in pair
+    if each.startswith(("lightning", "pytorch_lightning", "composer"))
+}
 LIBRARIES |= dict.fromkeys(_PLUGINS, "Lightning")
 
 
@@ -364,6 +393,7 @@ _SDK = (
     Name("smdistributed", "absent", "SMP v1, another library", "import octavo"),
 )
 
+_BY_CALLS = "Composer's fp8_autocast is Octavo's under python -m octavo.compat; only its calls of these names are tested"
 _ELSEWHERE = (
     *(
         Name(name, "absent", f"not in the versions of {name.partition('.')[0]} that Octavo needs", way)
@@ -373,6 +403,18 @@ _ELSEWHERE = (
         Name(name, "same", "its layers are Octavo's under python -m octavo.compat", "octavo.fp8_autocast() around the forward")
         for name in _PLUGINS
     ),
+    *(
+        Name(
+            f'{name}(precision="{text}")',
+            "differs" if name.startswith("composer.") else "same",
+            _BY_CALLS if name.startswith("composer.") else "its layers are Octavo's under python -m octavo.compat",
+            "octavo.fp8_autocast() around the forward",
+        )
+        for name, texts in PRECISIONS.items()
+        for text in texts
+    ),
+    *(Name(name, "same", "its own") for name in PRECISIONS),
+    Name("composer.core.Precision.AMP_FP8", "differs", _BY_CALLS, "octavo.fp8_autocast() around the forward"),
 )
 
 NAMES: dict[str, Name] = {row.name: row for row in (*_SMP, *_TE, *_FSDP1, *_ACCELERATE, *_SDK, *_ELSEWHERE)}
@@ -636,10 +678,6 @@ def _around(dotted: str) -> Iterator[str]:
     """The names around a dotted name, the longest first."""
     while dotted := dotted.rpartition(".")[0]:
         yield dotted
-
-
-_SAME = {"torch.sagemaker.state_handler.state": "torch.sagemaker.state"}
-"""Other names of an object → the one in the table."""
 
 
 def canonical(dotted: str) -> str:

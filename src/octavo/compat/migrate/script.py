@@ -22,6 +22,7 @@ from octavo.compat.migrate.limits import odd, of_call, of_state, recipe_class, r
 from octavo.compat.migrate.meanings import Meanings, Target
 from octavo.compat.migrate.names import (
     NAMES,
+    PRECISIONS,
     Name,
     absent_attribute,
     canonical,
@@ -63,6 +64,8 @@ _ESTIMATORS = {
     ),
 }  # fmt: skip
 """Estimators, with their positional arguments."""
+_PLACE_OF_PRECISION = {"lightning.Fabric": 4}
+"""Position of the argument `precision`, where it has one."""
 _FIRST = _ESTIMATORS | {"sagemaker.inputs.TrainingInput": ("s3_data",)}
 """Functions whose other arguments go by name, with their positional arguments."""
 
@@ -286,6 +289,10 @@ class _Reader:
                 if dotted.startswith(_CUDA) and dotted.removeprefix(_CUDA).partition(".")[0] not in WITHOUT_GPU:
                     self._gpu(node, dotted)
 
+        elif isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                if (dotted := canonical(self._meanings.dotted(base) or "")) in PRECISIONS:
+                    self._note(node, f"{node.name} is a {dotted}: the precision of its calls is not seen")
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             replaced = self._meanings.dotted(node)
             if replaced is not None and library_of(replaced) is not None:
@@ -310,7 +317,10 @@ class _Reader:
         if dotted is not None and library_of(dotted) is None and (state := of_state(dotted)) is not None:
             self._note(node, f"{dotted}: {state}")
         for target in self._meanings.targets(node):
-            self._arguments(node, target)
+            if target.dotted in PRECISIONS:
+                self._precision(node, target)
+            else:
+                self._arguments(node, target)
         self._indirect(node, dotted)
         if isinstance(node.func, ast.Attribute):
             self._method(node, node.func)
@@ -378,6 +388,22 @@ class _Reader:
                 self._note(node, f"{target.dotted}: {need}")
         for name, reason in unsure(target.dotted, given):
             self._note(where.get(name, node), f"the value of {name} is known only at run time: {reason}")
+
+    def _precision(self, node: ast.Call, target: Target) -> None:
+        """The row of a precision of Lightning's or Composer's by its text, the one argument that is of Transformer Engine."""
+        args, words = self._values.arguments(node)
+        open_ended = REST in words or not target.whole or any(isinstance(each, ast.Starred) for each in node.args)
+        place = _PLACE_OF_PRECISION.get(target.dotted, len(args))
+        value = words.get("precision", UNKNOWN if open_ended else args[place] if len(args) > place else None)
+        texts = PRECISIONS[target.dotted]
+        if isinstance(value, str) and value in texts:
+            self._use(node, f'{target.dotted}(precision="{value}")')
+            others = [name for name in words if name not in ("precision", REST)]
+            if others:
+                self._note(node, f"{', '.join(others)} of {target.dotted} is not checked")
+        elif not is_known(value):
+            means = " or ".join(map(repr, texts))
+            self._note(node, f"the precision of {target.dotted} is known only at run time: {means} is of Transformer Engine")
 
     def _argument(self, node: ast.AST, target: Target, name: str, value: Any) -> None:
         """The rows of the table for an argument, or that of one which is not there."""
@@ -464,7 +490,7 @@ class _Reader:
     def _use(self, node: ast.AST, dotted: str, *, sure: bool = True) -> None:
         library, line = library_of(dotted), getattr(node, "lineno", 0)
         name = canonical(dotted)
-        if library is None or (line, name) in self._seen:
+        if library is None or (line, name) in self._seen or _is_of_a_trainer(name):
             return
         row = find(name)
         if not sure and row is not None and row.status != "absent":
@@ -495,6 +521,11 @@ class _Reader:
         place = (getattr(node, "lineno", 0), text)
         if place not in self.script.needs_gpu and id(node) not in self._unreached:
             self.script.needs_gpu.append(place)
+
+
+def _is_of_a_trainer(name: str) -> bool:
+    """True for Lightning's and Composer's own classes: of their calls only the precision has rows."""
+    return any(name == each or name.startswith(f"{each}.") for each in PRECISIONS)
 
 
 def _is_none(node: ast.AST) -> bool:
