@@ -194,6 +194,16 @@ def test_configuration_of_a_dict_a_file_and_the_estimator(tsm, tmp_path, monkeyp
     ):
         with pytest.raises(InputError, match=fault):
             tsm.init(config)
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"expert_parallel_degree": 8}')
+    for face, where, machines in (
+        ("", "SM_HP_MP_PARAMETERS in the environment", "torchrun's --nproc-per-node"),
+        ("PyTorch", 'distribution["smdistributed"]["modelparallel"]["parameters"]', "that of instance_type and instance_count"),
+        ("ModelTrainer", "SMP(…)", "that of Compute(instance_type=…, instance_count=…)"),
+    ):
+        monkeypatch.setenv("OCTAVO_LAUNCH_FACE", face)
+        with pytest.raises(InputError) as refused:
+            tsm.init()
+        assert f"Degrees are keys of {where}; the number of ranks is {machines}" in str(refused.value)
     with pytest.raises(AttributeError, match=r"torch.sagemaker.state.dp_ranks is not in .*Did you mean dp_rank"):
         tsm.state.dp_ranks  # noqa: B018
 

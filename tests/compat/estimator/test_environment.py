@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo.compat.sagemaker.distribution import Layout
 from octavo.compat.sagemaker.environment import (
     DRIVERS,
@@ -80,6 +81,14 @@ def test_a_job_has_no_rank_of_its_estimator_and_absolute_paths(monkeypatch, tmp_
     found = inherited()
     assert "RANK" not in found
     assert found["PYTHONPATH"].split(":")[:2] == [f"{tmp_path}/own", "/other"]
+
+
+def test_a_job_finds_octavo_as_a_package_alone(monkeypatch):
+    package = Path(octavo.__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{package}/compat/site:/other")
+    assert inherited()["PYTHONPATH"].split(":") == ["/other", str(package.parent)]
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert inherited()["PYTHONPATH"] == str(package.parent)
 
 
 def test_hyperparameters_that_share_a_variable_are_named_with_the_one_that_it_has():

@@ -313,3 +313,35 @@ dist.destroy_process_group()
     shown = capfd.readouterr()
     assert "2 [3.0, 1.0]" in shown.out
     assert shown.err.count("SageMaker's collectives") == 1
+
+
+@pytest.mark.parametrize("degree", ["expert_parallel_degree", None])
+def test_a_fault_of_all_ranks_is_one_line_with_the_keys_of_the_call(place, degree):
+    """Under `python -m octavo.compat`, as the SDK's scripts run; the model tells the ranks what is wrong, not the call."""
+    (place / "shared-scripts" / "train.py").write_text(
+        f"""import torch
+import torch.sagemaker as tsm
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+tsm.init()
+if {degree!r}:
+    torch.manual_seed(0)
+size = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+FullyShardedDataParallel(tsm.transform(LlamaForCausalLM(LlamaConfig(**size))))
+"""
+    )
+    arguments = call({degree: 2} if degree else {}, instance_type="local", instance_count=2)
+    (place / "launch.py").write_text(f"from sagemaker.pytorch import PyTorch\nPyTorch(**{arguments!r}).fit()\n")
+    command = [sys.executable, "-m", "octavo.compat", "launch.py"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    told = done.stdout + done.stderr
+    if degree:
+        assert told.count("expert_parallel_degree = 2") == 1, told
+        assert 'Degrees are keys of distribution["smdistributed"]["modelparallel"]["parameters"]; the number of ranks' in told
+        assert "that of instance_type and instance_count" in told
+    else:
+        assert told.count("ranks 0 and 1 hold different weights") == 1, told
+        assert "with DelayedParamIniter, or use those of rank 0: torch.sagemaker.transform(model, load_state_dict" in told
+    assert "octavo.init" not in told
+    assert "torchrun" not in told

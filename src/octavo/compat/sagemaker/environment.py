@@ -234,11 +234,12 @@ def inherited() -> dict[str, str]:
     """This process's environment, adapted for a job: it has another current folder and other ranks."""
     found = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     paths = [str(Path(path).absolute()) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
-    root = str(Path(__file__).absolute().parent.parent.parent)  # where Octavo is not installed, but imported from a folder
+    root = str(Path(__file__).absolute().parents[3])  # where Octavo is not installed, but imported from a folder
     # Only the script needs the folder with the shims; it would change uncaught errors of the job's other processes.
     site = Path(root, "octavo", "compat", "site").resolve()
     paths = [path for path in paths if Path(path).resolve() != site]
-    found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if root in paths else [root])])
+    there = root in paths or Path(root).name in ("site-packages", "dist-packages")
+    found["PYTHONPATH"] = os.pathsep.join([*paths, *([] if there else [root])])
     found["OCTAVO_COMPAT_LINES"] = "1"  # line-buffered: the log is current, and ranks do not split each other's lines
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 
@@ -14,6 +15,7 @@ class Keys:
         entry: the script.
         smp: SMP's parameters.
         ranks: an argument that starts ranks.
+        machines: the arguments that say how many.
         inputs: the channels.
         call: a call with channels.
         output: the folder of jobs, or the address of results.
@@ -26,6 +28,7 @@ class Keys:
     entry: str
     smp: str
     ranks: str
+    machines: str
     inputs: str
     call: str
     output: str
@@ -39,6 +42,7 @@ _NAMES = {
     "entry": ("entry_point", "entry_script"),
     "smp": ('distribution["smdistributed"]["modelparallel"]["parameters"]', "SMP(…)"),
     "ranks": ('distribution={"torch_distributed": {"enabled": True}}', "distributed=Torchrun()"),
+    "machines": ("instance_type and instance_count", "Compute(instance_type=…, instance_count=…)"),
     "inputs": ("inputs", "input_data_config"),
     "call": ("fit(inputs={…})", "input_data_config=[InputData(…)]"),
     "output": ("output_path", "s3_output_path"),
@@ -49,3 +53,10 @@ _NAMES = {
 """Field → the estimator's name, and the trainer's."""
 
 ESTIMATOR, TRAINER = (Keys(**{field: names[face] for field, names in _NAMES.items()}) for face in (0, 1))
+FACE = "OCTAVO_LAUNCH_FACE"
+"""Environment variable of a job with ranks: the class that its user called."""
+
+
+def of_this_job() -> Keys | None:
+    """The names of the call that started this process's ranks; None outside of such a job."""
+    return next((keys for keys in (ESTIMATOR, TRAINER) if os.environ.get(FACE) == keys.face), None)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from octavo.compat.sagemaker import code, container_paths, environment, inputs
 from octavo.compat.sagemaker.checkpoints import Checkpoints
 from octavo.compat.sagemaker.distribution import Layout, memory_advice
-from octavo.compat.sagemaker.keys import ESTIMATOR, TRAINER
+from octavo.compat.sagemaker.keys import ESTIMATOR, FACE, TRAINER
 from octavo.compat.sagemaker.request import Request, jobs_of
 from octavo.errors import EXIT_INTERRUPTED, InputError, warn
 from octavo.launch import addresses, job
@@ -251,6 +251,7 @@ def _command(
         variables["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "octavo.compat", script, *arguments]
     if layout.ranks is not None:
+        variables[FACE] = request.keys.face
         command = [sys.executable, "-P", "-m", "octavo.watchdog", str(layout.ranks), *command]
     return command, variables
 

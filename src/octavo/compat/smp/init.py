@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.compat.missing import MissingName, way_of
+from octavo.compat.sagemaker.keys import of_this_job
 from octavo.compat.smp.configs import SmpConfig
 from octavo.compat.smp.keys import users_names
 from octavo.compat.smp.shim import WAYS
@@ -182,7 +183,9 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
     if isinstance(config, Mapping):
         return config, "torch.sagemaker.init"
     if config is None:
-        text, where = os.environ.get(PARAMETERS, "").strip() or "{}", f"{PARAMETERS} in the environment"
+        keys = of_this_job()
+        text = os.environ.get(PARAMETERS, "").strip() or "{}"
+        where = f"{PARAMETERS} in the environment" if keys is None else keys.smp
     elif isinstance(config, str | os.PathLike):
         where = str(config)
         try:

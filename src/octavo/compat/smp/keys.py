@@ -1,6 +1,7 @@
 """Translates Octavo's error messages to the names that an SMP script uses: keys of `torch.sagemaker.init`, torchrun's options.
 
-Octavo's messages name keys of run files and options of `octavo train`, which a script does not have.
+In a job they are the arguments of the estimator or the trainer. Octavo's messages name keys of run files and options of
+`octavo train`, which a script does not have.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from octavo.compat.sagemaker.keys import of_this_job
 from octavo.errors import InputError
 
 _NAMES = (
@@ -17,6 +19,8 @@ _NAMES = (
     (re.compile(r"\bparallel\.(?=[a-z])(?<!octavo\.parallel\.)"), ""),
     (re.compile(r'"all_gather" or "a2a"'), '"all_gather"'),  # "a2a" is not an option of SMP's
     (re.compile(r"\boctavo\.init\b"), "torch.sagemaker.init"),
+    (re.compile(r"under octavo\.delayed_init\(\)"), "on the meta device, with DelayedParamIniter"),
+    (re.compile(r"octavo\.transform(?=\(model, load_state_dict_from_rank0=True\))"), "torch.sagemaker.transform"),
 )
 _DEGREES = re.compile(r"_degree\b")
 _SAID = "Degrees are keys of"
@@ -35,5 +39,7 @@ def users_names(where: str = "torch.sagemaker.init") -> Iterator[None]:
         if text == str(error) and not of_degrees:
             raise
         if of_degrees:
-            text += f" {_SAID} {where}; the number of ranks is torchrun's --nproc-per-node times its --nnodes."
+            keys = of_this_job()
+            count = "torchrun's --nproc-per-node times its --nnodes" if keys is None else f"that of {keys.machines}"
+            text += f" {_SAID} {where}; the number of ranks is {count}."
         raise InputError(text) from error
