@@ -280,7 +280,7 @@ def test_the_kernel_depends_on_the_shape_alone(monkeypatch):
 def test_a_scale_that_short_attention_refuses(scale):
     layer = octavo.nn.MultiheadAttention(32, 2, attn_mask_type="no_mask").bfloat16()
     layer.core_attention.softmax_scale = scale
-    with pytest.raises(octavo.errors.InputError, match=f"softmax_scale = {scale}: .* more than 0"):
+    with pytest.raises(octavo.errors.InputError, match=f"softmax_scale = {scale}: .* above 0"):
         layer(torch.randn(1, 3, 32).bfloat16())
 
 

@@ -147,7 +147,7 @@ def test_another_reader_is_noticed():
     nothing = handover.give([in_order(x, 1.0) for x in grads], torch.float32)
     assert all(x.isnan().all() for x in nothing)
     rotation = Rotation(2, 1, None, None, handover=handover)
-    with pytest.raises(RuntimeError, match="another reader"):
+    with pytest.raises(RuntimeError, match="used outside attention"):
         rotation.join([nothing[0] + 1, *nothing[1:]])
 
 

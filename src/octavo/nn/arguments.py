@@ -24,7 +24,7 @@ class Only(NamedTuple):
     """The no-op values of an argument; `instead` names the substitute for other values."""
 
     values: tuple[Any, ...]
-    instead: str = "Octavo's layers have nothing like it."
+    instead: str = "Octavo's layers have no equivalent."
 
 
 FREE = Only((), "")
@@ -34,7 +34,7 @@ _TP = "Tensor and sequence parallelism are set for a whole model: octavo.init's 
 _GRAD = "Backward computes gradients into .grad."
 _OVERLAP = "There is no overlap of tensor-parallel communication to switch on."
 _SPLIT = "A parameter is one matrix here: take slices of its rows."
-_SOFTMAX = "Scores are scaled and go through a plain softmax; layers of octavo.compat.te have more."
+_SOFTMAX = "octavo.nn has the plain softmax of scaled scores; octavo.compat.te has others."
 _CONTEXT = "Call set_context_parallel_group, or octavo.init with a context_parallel_degree for a whole model."
 _DECODER = "Cross-attention: octavo.compat.te, with layer_type='decoder' or attention_type='cross'."
 _THD = "Pass [B, T, …] and a mask that separates documents, or use octavo.compat.te, which packs sequences."
@@ -51,7 +51,7 @@ _PARALLEL = {
 _ROLES = {"set_parallel_mode": Only((False,), _TP)}
 _UB_FLAGS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 _UB = {flag: Only((False,), _OVERLAP) for flag in _UB_FLAGS}
-_GATHERED = {"return_layernorm_output_gathered": Only((False, True))}  # of one tensor-parallel rank the same
+_GATHERED = {"return_layernorm_output_gathered": Only((False, True))}  # identical on one tensor-parallel rank
 _PARTS = {"parameters_split": Only((None,), _SPLIT)}
 _WARM_UP = {"seq_length": FREE, "micro_batch_size": FREE}
 _WINDOW = {"window_size": Only((None, (-1, -1), (-1, 0)), "It is an argument of the constructor.")}
@@ -209,10 +209,10 @@ def check_mask(argument: str, name: str) -> bool:
 
 
 def window_of(size: Any, *, causal: bool) -> int | None:
-    """The keys that a query sees, with that at its position, for Transformer Engine's `window_size`; None for all.
+    """Window length of Transformer Engine's `window_size`, counting the query's position; None without a window.
 
     Raises:
-        InputError: it is not a pair of numbers, or a window of attention that is not causal.
+        InputError: `size` is not a pair of numbers, or is a window without a causal mask.
     """
     if size is None or tuple(size) in ((-1, -1), (-1, 0)):
         return None
@@ -225,12 +225,12 @@ def window_of(size: Any, *, causal: bool) -> int | None:
 
 
 def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
-    """cos and sin for the first positions of Transformer Engine's angles, float32 [T, 1, 1, Dr]; others as they are.
+    """(cos, sin) of the first T positions, from Transformer Engine's angles [≥ T, 1, 1, Dr]; a pair is returned unchanged.
 
-    shape: [B, T]. Dr: the columns of each head that rotate, the first; an even number of at most `head_dim`.
+    shape: [B, T]. Dr: rotated columns, the first of each head: `head_dim`, or a smaller even number.
 
     Raises:
-        InputError: the angles do not fit samples, tokens or heads, or are different for queries and keys.
+        InputError: the angles do not fit samples, tokens or heads, or differ between queries and keys.
     """
     pair = isinstance(rotary, tuple) and len(rotary) in (2, 3) and all(isinstance(table, Tensor) for table in rotary[:2])
     if not (rotary is None or isinstance(rotary, Tensor) or pair):
@@ -244,16 +244,16 @@ def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
         return None
     columns = (rotary if isinstance(rotary, Tensor) else rotary[0]).shape[-1]
     fits = columns == head_dim or (columns < head_dim and columns % 2 == 0)
-    how = f"{head_dim} as a head, or an even number of fewer, of which only these rotate"
+    how = f"columns = {head_dim}, the head dimension, or a smaller even number to rotate only the first columns"
     if not isinstance(rotary, Tensor):
         if rotary[0].dim() != 3:
             raise InputError(
-                "rotary_pos_emb with other angles for keys than for queries is not supported: pass one tensor of angles."
+                "rotary_pos_emb with different angles for queries and keys is not supported: pass one tensor of angles."
             )
         if not fits:
             raise InputError(f"rotary_pos_emb has (cos, sin) of {columns} columns: give {how}.")
         batch, tokens = shape
-        for table in rotary[:2]:  # a kernel would read beyond a smaller one
+        for table in rotary[:2]:  # the kernel would read a smaller one out of bounds
             if tuple(table.shape) not in ((1, tokens, columns), (batch, tokens, columns)):
                 wanted = f"[{batch} or 1, {tokens}, {columns}]"
                 raise InputError(f"rotary_pos_emb has a table of shape {list(table.shape)}: give (cos, sin), each {wanted}.")
@@ -261,8 +261,8 @@ def cos_and_sin(rotary: Any, shape: Sequence[int], head_dim: int) -> Any:
     tokens = shape[1]
     if rotary.dim() != 4 or rotary.shape[0] < tokens or rotary.shape[1:3] != (1, 1) or not fits:
         raise InputError(
-            f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, columns], {how}. Or pass"
-            " (cos, sin), each [batch or 1, sequence, columns]."
+            f"rotary_pos_emb has the shape {list(rotary.shape)}: angles are [{tokens} or more, 1, 1, columns] with {how}. Or "
+            "pass (cos, sin), each [batch or 1, sequence, columns]."
         )
     angles = rotary[:tokens, 0, 0].float()[None]
     return angles.cos(), angles.sin()
@@ -288,7 +288,7 @@ def check_dropout(argument: str, rate: float) -> None:
 Init = Callable[[Tensor], Any]
 """Fills a weight in place, as `torch.nn.init.normal_` does."""
 Tracker = Callable[[], Any]
-"""Gives an object whose `fork(name)` is a context with separate random numbers: `octavo.state.get_rng_state_tracker`."""
+"""Returns an object whose `fork(name)` is a context with separate random numbers: `octavo.state.get_rng_state_tracker`."""
 
 
 class Creation(TypedDict, total=False):
@@ -303,7 +303,7 @@ class Creation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Draws:
-    """Called, the context for a layer's random numbers: that of its tracker if it has one."""
+    """Callable that returns the context of a layer's random numbers: its tracker's, if it has one."""
 
     tracker: Tracker | None = None
     name: str | None = None
@@ -321,7 +321,7 @@ class Draws:
 def results(y: Tensor, bias: Tensor | None, *inputs: Tensor, return_bias: bool) -> Any:
     """The results of a linear layer: y, or in Transformer Engine's order (y, the bias in y's dtype, the norm's output).
 
-    inputs: those of the layer's products in high precision, if they are returned; a norm's output is the first.
+    inputs: high-precision inputs of the layer's products, if returned; a norm's output comes first.
     """
     more = [None if bias is None else bias.to(y.dtype)] if return_bias else []
     return (y, *more, *inputs) if more or inputs else y

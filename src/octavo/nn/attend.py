@@ -43,7 +43,7 @@ from octavo.nn.padding import padded_attention
 from octavo.nn.rotary import Handover
 
 MASKED_PAIRS = 1 << 24
-"""Pairs of a query and a key of a sample whose mask exists at a time; all of 4,096 tokens."""
+"""Most query-key pairs of a sample whose mask is in memory at once: the whole mask of 4,096 tokens."""
 
 
 def attend(
@@ -55,15 +55,15 @@ def attend(
     Args:
         q, k, v: with a `context` this rank's tokens. A full pattern may have any number of queries.
         pattern: the keys of each query; or a mask, bool [B or 1, H or 1, T, T], True where a query attends to a key; without
-            one its result is 0.
+            a key the result is 0.
         scale: None for D^-½.
-        dropout: the probability with which a softmax's value is dropped.
+        dropout: dropout probability of softmax values.
         context: the ranks that share each sequence.
         handover: passes gradients to the rotation that produced q, k and v, if nothing else reads them.
 
     Raises:
-        InputError: the pattern is of another number of tokens, these ranks cannot compute it, or causal attention has other
-            numbers of queries and keys.
+        InputError: the pattern has a different number of tokens, these ranks cannot compute it, or causal attention has
+            different numbers of queries and keys.
     """
     if context is not None:
         if isinstance(pattern, Tensor):
@@ -117,7 +117,7 @@ def attend(
 
 
 def backend(q: Tensor, k: Tensor, pattern: Pattern) -> str:
-    """Name of the kernel that `attend` takes without dropout, for reports."""
+    """Name of the kernel that `attend` uses without dropout, for reports."""
     if not q.is_cuda:
         return "PyTorch on the CPU"
     if pattern.real_tokens is not None and pattern.window is not None:
@@ -154,7 +154,7 @@ def scaled_dot_product(
     """PyTorch's function for [B, T, H, D]; 0 for a query without a key in `mask`, bool [B or 1, H or 1, Tq, Tk]."""
     if mask is None or mask.dtype != torch.bool:
         return _sdpa(q, k, v, mask, causal, scale, dropout)
-    empty = ~mask.any(-1, keepdim=True)  # not every kernel has a result for it, nor a gradient
+    empty = ~mask.any(-1, keepdim=True)  # not every kernel defines their result and gradient
     out = _sdpa(q, k, v, mask | empty, causal, scale, dropout)
     return out.masked_fill(empty.transpose(1, 2), 0.0)
 
@@ -183,7 +183,7 @@ def _prefers_pieces(q: Tensor, k: Tensor, pattern: Pattern) -> bool:
 
 
 def result_bytes(tokens: int, heads: int, head_dim: int, element: int) -> list[int]:
-    """Bytes of attention's result, of so many bytes an element, and of its log-sum-exp, float32."""
+    """Bytes of attention's result, `element` bytes per element, and of its float32 log-sum-exp."""
     return [tokens * heads * head_dim * element, tokens * heads * torch.float32.itemsize]
 
 
@@ -212,12 +212,12 @@ class _Pieces(torch.autograd.Function):
         arguments = d_out, q, k, v, out, lse, spans
         how: dict[str, Any] = {"scale": scale, "window": pattern.window, "packed": _packed(pattern)}
         handover: Handover | None = ctx.handover
-        if handover is None or not handover.expected or torch.is_anomaly_enabled():  # which takes NaN for a fault
+        if handover is None or not handover.expected or torch.is_anomaly_enabled():  # it rejects NaN
             return *gradients(*arguments, **how), *(None,) * 3
         return *handover.give(accumulated(*arguments, **how), q.dtype), *(None,) * 3
 
 
 def _packed(pattern: Pattern) -> Packing | None:
-    """The documents that only the device knows; the longest may have all tokens."""
+    """Documents with boundaries in device memory; the longest may have all tokens."""
     ends = pattern.ends
     return None if ends is None else Packing(ends, ends, pattern.tokens, pattern.tokens)

@@ -79,14 +79,17 @@ class _ShortAttentionFunction(torch.autograd.Function):
 
 
 def short_attention(qkv: Tensor, heads: int, groups: int, scale: float | None = None) -> Tensor:
-    """softmax(q · kᵀ · scale) · v of the joint product, every query with every key, and differentiable once.
+    """softmax(q · kᵀ · scale) · v without a mask, from the joint product; differentiable once.
 
-    qkv: [B, T, (H + 2G)·D], of a shape that `octavo.kernels.attention.short.takes` on a GPU; not to be written before backward
-    has read it → [B, T, H·D]. scale: by default D^-½; an InputError unless it is more than 0.
+    qkv [B, T, (H + 2G)·D] → [B, T, H·D]. On a GPU `octavo.kernels.attention.short.takes` must accept the shape; nothing may
+    write to qkv before backward. scale: above 0; None for D^-½.
+
+    Raises:
+        InputError: scale is 0 or below.
     """
     scale = (qkv.shape[-1] // (heads + 2 * groups)) ** -0.5 if scale is None else scale
     if scale <= 0:
-        raise InputError(f"softmax_scale = {scale}: the scale of attention has to be more than 0.")
+        raise InputError(f"softmax_scale = {scale}: give a number above 0, or None for 1/√head_dim.")
     return _ShortAttentionFunction.apply(qkv, heads, groups, scale)
 
 
@@ -105,7 +108,7 @@ class Attending(abc.ABC):
 
 
 class ContextParallel(nn.Module):
-    """Base of an attention, and of the layers around one."""
+    """Base of attention layers, and of layers that contain one."""
 
     def set_context_parallel_group(
         self,
@@ -114,8 +117,8 @@ class ContextParallel(nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "all_gather",
     ) -> None:
-        """Share sequences with the ranks of a group: inputs and rotary angles are then those of this rank's tokens, as
-        `octavo.context_parallel.split` returns them. None ends it. `cp_global_ranks` and `cp_stream` are accepted for
+        """Share each sequence among the ranks of a group: inputs and rotary angles are then those of this rank's tokens, as
+        `octavo.context_parallel.split` returns them. None turns this off. `cp_global_ranks` and `cp_stream` are accepted for
         Transformer Engine's callers, and unused.
         """
         self._share_sequences(cp_group, cp_comm_type)
@@ -181,8 +184,9 @@ class DotProductAttention(ContextParallel):
     ) -> Tensor:
         """query [B, T, H, D], key and value [B, T, G, D] → [B, T, H·D].
 
-        With "sbhd" T is the first dimension. attention_mask: bool [B, 1, T, T], True where a query attends to a key, and then
-        without the window; or a `Pattern` of whole sequences. attn_mask_type: for this call. handover: as in `attend`.
+        With "sbhd" T is the first dimension. attention_mask: bool [B, 1, T, T], True where a query attends to a key, which
+        replaces the window; or a `Pattern` of whole sequences. attn_mask_type: overrides the constructor's. handover: as in
+        `attend`.
         """
         if others:
             check("DotProductAttention.forward", others, DotProductAttention.forward)
@@ -193,7 +197,7 @@ class DotProductAttention(ContextParallel):
             out: Tensor = attention_mask.core(self, query_layer, key_layer, value_layer)
             return out
         causal = self.causal if attn_mask_type is None else check_mask("attn_mask_type", attn_mask_type)
-        if query_layer.numel() == 0:  # for which not every kernel of PyTorch's has an answer
+        if query_layer.numel() == 0:  # not every kernel of PyTorch accepts empty inputs
             return query_layer.flatten(2)
         dropout = self.attention_dropout if self.training else 0.0
         q, k, v = query_layer, key_layer, value_layer
@@ -212,15 +216,15 @@ class DotProductAttention(ContextParallel):
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, first: bool) -> None:
-    """Raise an InputError unless samples, tokens and heads fit: not every kernel does for others."""
+    """Raise an InputError unless samples, tokens and heads agree: not every kernel checks them."""
     sample = 1 if first else 0
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     fits = fits and q.shape[sample] == k.shape[sample] and k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
     if not fits:
         order = "T, B" if first else "B, T"
         raise InputError(
-            f"query, key and value are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}: give [{order}, H, D] and twice "
-            f"[{order}, G, D], with one B, keys and values of one T, and H a multiple of G."
+            f"query, key and value are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}: give query [{order}, H, D], key "
+            f"and value [{order}, G, D], with the same B, the same T of key and value, and H a multiple of G."
         )
 
 
@@ -228,10 +232,10 @@ def saved_by_attention_layer(
     tokens: int, hidden_size: int, heads: int, groups: int, head_dim: int, recipes: tuple[Recipe | None, Recipe | None],
     use: WeightUse, *, normalization: str, qk_norm: bool, joined: bool, runs: int = 1,
 ) -> SavedBytes:  # fmt: skip
-    """Bytes that `MultiheadAttention` saves for backward of so many tokens.
+    """Bytes that `MultiheadAttention` saves for backward of `tokens` tokens.
 
-    recipes: of the first product and of `proj`. qk_norm: queries and keys have an RMSNorm. joined: the result is put together
-    from those of documents. runs: as in `saved_input_bytes`, of `proj`.
+    recipes: of the first product and of `proj`. qk_norm: queries and keys have an RMSNorm. joined: the result is concatenated
+    from results of documents. runs: as in `saved_input_bytes`, of `proj`.
     """
     width, element = heads * head_dim, use.compute_bytes
     qkv = saved_by_norm_linear(tokens, (width + 2 * groups * head_dim, hidden_size), recipes[0], use, normalization)
@@ -358,9 +362,9 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
     ) -> Any:
         """hidden_states [B, T, hidden], mask bool [B, 1, T, T], rotary (cos, sin) each float32 [B, T, Dr] → like the input.
 
-        The mask is True where a query attends to a key, as PyTorch's, and stands in place of the mask type and window; or it is
-        a `Pattern`. Of each head the first Dr columns rotate. rotary_pos_emb may also be Transformer Engine's angles, [T, 1, 1,
-        Dr]. attn_mask_type: for this call. delta and return_residual are for `forward_residual`.
+        The mask is True where a query attends to a key, as in PyTorch, and replaces mask type and window; or it is a
+        `Pattern`. The first Dr columns of each head rotate. rotary_pos_emb may also be Transformer Engine's angles, [T, 1, 1,
+        Dr]. attn_mask_type: overrides the constructor's. delta and return_residual are for `forward_residual`.
         """
         if others:
             check("MultiheadAttention.forward", others, MultiheadAttention.forward)
@@ -368,7 +372,7 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
         if self.sequence_first:
             x, delta = x.transpose(0, 1), None if delta is None else delta.transpose(0, 1)
         taken = isinstance(attention_mask, Attending)
-        # Attention is that of the tokens of all ranks.
+        # Attention covers the tokens of all ranks.
         tokens = x.shape[:2] if self.tensor is None else widened(x.shape[:2], self.tensor.size)
         angles = None if taken else cos_and_sin(rotary_pos_emb, tokens, self.head_dim)
         if isinstance(attention_mask, Attending):
@@ -398,7 +402,7 @@ class MultiheadAttention(ContextParallel, ResidualLayer):
         return attended
 
     def _qkv(self, x: Tensor, delta: Tensor | None, first: bool | None, rotation: Rotation | None = None) -> tuple[Tensor, ...]:
-        """The residual stream, and the joint product or with a rotation its parts."""
+        """The residual stream, and the joint product, or with a rotation its queries, keys and values."""
         if self.input_layernorm:
             outputs: tuple[Tensor, ...] = forward_residual(self.layernorm_qkv, x, delta, first, rotation=rotation)
             return outputs

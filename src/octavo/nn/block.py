@@ -20,22 +20,26 @@ from octavo.nn.norm import NORM_LAYERS, ResidualLayer, forward_residual
 from octavo.nn.rotary import Angles
 
 RunBlock = Callable[..., tuple[Any, ...]]
-"""Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta) and of experts their `routing`, as
+"""Runs a layer in a stack: (layer, residual, delta, …) → (residual, delta), with experts also `routing`, as
 `TransformerLayer.forward_residual` does."""
 
 
 class TransformerLayer(ContextParallel, ResidualLayer):
     """h = x + attention(norm(x)), then h + mlp(norm(h)). x, result: [B, T, hidden]; the residual stream has the input's dtype.
 
-    With `parallel_attention_mlp` x + attention(norm(x)) + mlp(norm'(x)). `hidden_dropout` is that of the results of attention
-    and MLP, and with `parallel_attention_mlp` of their sum. attn_input_format: "bshd" for hidden states [B, T, hidden], or
-    "sbhd" for [T, B, hidden]. `bias` is that of all products where `qkv_bias` and `mlp_bias` say nothing else. `init_method`
-    fills the weights of the first product of attention and MLP, `output_layer_init_method` those of the second. `qk_norm_type`,
-    `qk_norm_eps` and `qk_norm_before_rope` are those of `MultiheadAttention`. With `experts` the MLP is a `LayerNormMoE`, and
-    `ffn_hidden_size` that of one expert; experts have no biases. `apply_residual_connection_post_layernorm`: the residual is
-    the output of the norm, not its input. `output_layernorm`: a norm behind the MLP (`layernorm`) in place of that in front of
-    attention. `drop_path_rate`: in training the results of attention and MLP are zero for this share of the first dimension (of
-    the samples, or with "sbhd" of the positions), and the others are divided by the share that remains.
+    With `parallel_attention_mlp`: x + attention(norm(x)) + mlp(norm'(x)).
+
+    Args:
+        hidden_dropout: dropout of the results of attention and MLP; with `parallel_attention_mlp`, of their sum.
+        attn_input_format: "bshd" for hidden states [B, T, hidden], or "sbhd" for [T, B, hidden].
+        bias: all products have biases; `qkv_bias` and `mlp_bias` override it.
+        init_method, output_layer_init_method: fill the weights of the first and second product of attention and MLP.
+        qk_norm_type, qk_norm_eps, qk_norm_before_rope: as in `MultiheadAttention`.
+        experts: the MLP is a `LayerNormMoE` without biases; `ffn_hidden_size` is then the size of one expert.
+        apply_residual_connection_post_layernorm: the residual is the norm's output, not its input.
+        output_layernorm: a norm after the MLP (`layernorm`) instead of the norm before attention.
+        drop_path_rate: in training, the share of samples (with "sbhd" of positions) whose results of attention and MLP are
+            zero; results of the others are divided by the remaining share.
     """
 
     separate_dropout = False
@@ -114,8 +118,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
         if apply_residual_connection_post_layernorm and (parallel_attention_mlp or experts is not None):
             other = "parallel_attention_mlp=True" if parallel_attention_mlp else "experts"
             raise InputError(
-                f"TransformerLayer(apply_residual_connection_post_layernorm=True) with {other}: there is no such form. Leave "
-                "one out."
+                f"TransformerLayer(apply_residual_connection_post_layernorm=True) with {other} is not supported. Leave one out."
             )
         sizes = hidden_size, ffn_hidden_size, layernorm_epsilon
         form = norm | {"activation": activation, "activation_params": activation_params}
@@ -156,7 +159,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
 
         The mask is True where a query attends to a key: the opposite of Transformer Engine's. delta and return_residual are for
         `forward_residual`, whose delta is None with `parallel_attention_mlp`. With `experts` the last result is their
-        `routing`, of the tokens that `counted` names.
+        `routing`, of the tokens in `counted`.
         """
         if others:
             check("TransformerLayer.forward", others, TransformerLayer.forward)
@@ -176,7 +179,7 @@ class TransformerLayer(ContextParallel, ResidualLayer):
             h, out = forward_residual(self.layernorm_mlp, h, None, is_first_microbatch)
             separate = self.separate_dropout
             out = self._dropped(attended) + self._dropped(out) if separate else self._dropped(attended + out)
-            # Added here, not by the next norm: both parts return the stream as they got it, and FSDP2 wants no view of it.
+            # Added here, not by the next norm: both parts return the stream unchanged, and FSDP2 warns of a view.
             h = h + out if self.layernorm is None else self.layernorm(h, out)
             return (h, None) if return_residual else h
         if self.experts is not None:

@@ -11,7 +11,7 @@ _MARK = "octavo_derived_from"
 
 
 def derive(module: nn.Module, members: dict[str, Any], mixins: tuple[type, ...] = ()) -> None:
-    """Give a module a separate class: its class with these members, under the same name, which libraries read.
+    """Replace a module's class by a subclass with these members and the same name, which libraries read.
 
     mixins: further bases, after the module's class.
     """

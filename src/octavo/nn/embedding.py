@@ -21,7 +21,7 @@ from octavo.kernels.embedding.backward import embedding_backward
 from octavo.kernels.embedding.forward import embedding
 
 ELSEWHERE, UNKNOWN = -1, -2
-"""Local ids of words of other ranks, and of none."""
+"""Local id of a word of another rank; of an id outside the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Words(Slice):
     tensor: TensorGroup
 
     def local(self, ids: Tensor) -> Tensor:
-        """Ids counted from this rank's first: `ELSEWHERE` of other ranks' words, `UNKNOWN` outside of the vocabulary."""
+        """Ids relative to this rank's first; `ELSEWHERE` for other ranks' words, `UNKNOWN` outside the vocabulary."""
         local = (ids >= self.first) & (ids < self.first + self.number)
         known = (ids >= 0) & (ids < self.vocabulary)
         return torch.where(local, ids - self.first, torch.where(known, ELSEWHERE, UNKNOWN))
@@ -59,8 +59,8 @@ class SharedWeight:
 class Embedding(nn.Embedding):
     """`torch.nn.Embedding` with a separate result dtype; gradients are summed in float32, in a fixed order.
 
-    Of its options `padding_idx` is supported: that row is not trained and keeps its initial value; a negative index counts from
-    the end. With another option set, such as `max_norm`, gradients are PyTorch's.
+    `padding_idx` is supported: that row is not trained and keeps its initial value; a negative index counts from the end. With
+    any other option, such as `max_norm`, PyTorch computes the gradients.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Embedding(nn.Embedding):
         """A forward of the decoder is running, which reads this rank's tokens."""
 
     def forward(self, input: Tensor, shared: SharedWeight | None = None) -> Tensor:
-        """The rows of the ids `input` [...]: [..., K]. shared: is filled, for a head with the same weight.
+        """input: ids [...] → their rows [..., K]. shared: filled here, for a head with the same weight.
 
         Raises:
             IndexError: an id is outside of the vocabulary, on a CPU; a GPU gives a row of NaN.
@@ -100,7 +100,7 @@ class Embedding(nn.Embedding):
         input = input if words is None else words.local(input)
         how = words is not None, shared is not None
         embedded, value = _EmbeddingFunction.apply(input, weight, self.padding_idx, self.dtype, *how)
-        if shared is not None and value.requires_grad:  # not of a forward without gradients inside one with them
+        if shared is not None and value.requires_grad:  # not in a forward without gradients inside one with gradients
             shared.parameter, shared.value = weight, value
         return embedded if words is None else words.tensor.scattered(embedded)
 

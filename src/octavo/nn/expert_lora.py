@@ -2,8 +2,8 @@
 
     y = (W + scale · B · A) · x, for each expert        A [r, K], B [N, r]
 
-As PEFT's for a stacked parameter (`target_parameters`), without dropout. They read rows before the cast to FP8, in the dtype of
-activations: one grouped product by A, then one by B.
+As PEFT's for a stacked parameter (`target_parameters`), without dropout. Their input is the rows before the cast to FP8, in the
+activations' dtype: one grouped product by A, then one by B.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class StackedAdapters(nn.Module):
-    """The adapters of one stacked parameter; the child has the name of the source's.
+    """The adapters of one stacked parameter; the module is named like the source's parameter.
 
     A rank holds the adapters of its experts. If ranks hold slices of every expert, a rank has rows of the first product's B and
     all of its A, and columns of the second product's A and all of its B.
@@ -98,7 +98,7 @@ class StackedAdapters(nn.Module):
         return self.adapter.lora_A, self.adapter.lora_B
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """A and B of this rank's experts, for an autograd function; gradients of what all tensor ranks hold are summed."""
+        """A and B of this rank's experts, for an autograd function; replicated matrices sum gradients over tensor ranks."""
         a, b = (matrix.to_local() if isinstance(matrix, DTensor) else matrix for matrix in self.trained)
         if self.tensor is not None:
             whole = self.tensor.replicated(b if self.by_columns else a)
@@ -122,7 +122,7 @@ class StackedAdapters(nn.Module):
 
 
 class RouterAdapters(nn.Module):
-    """The adapter of a router's matrix [E, H]; the child has the source's name of it."""
+    """The adapter of a router's matrix [E, H]; the module is named as in the source."""
 
     tensor: TensorGroup | None = None
     """The ranks that route other tokens by the same adapter."""

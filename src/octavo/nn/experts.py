@@ -85,7 +85,7 @@ class StackedExperts(nn.Module):
 
     @property
     def spread(self) -> tuple[nn.Parameter, ...]:
-        """The parameters of this rank's experts, if these are some of all."""
+        """The parameters, if experts are distributed over ranks; otherwise none."""
         if self.group is None:
             return ()
         return (self.fc1_weight, self.fc2_weight, *(each for one in self.adapters for each in one.trained))
@@ -125,7 +125,7 @@ class StackedExperts(nn.Module):
 
 
 class _Trip:
-    """The copies of x [T, H] and of their weights, on their way to the ranks of their experts."""
+    """A dispatch in flight: copies of the rows of x [T, H], with their weights, to the ranks of their experts."""
 
     def __init__(self, exchange: Exchange, x: Tensor, scores: Tensor, *, fp8: bool) -> None:
         self.exchange, self.fp8 = exchange, fp8
@@ -188,7 +188,7 @@ class _ExpertsFunction(torch.autograd.Function):
             if exchange is not None:
                 y = add_copies(exchange.collect(y).wait(), exchange.rows, routes.tile)
         ctx.call = routes.tile, routes.splits, fc1, fc2, curve, exchange, trip is not None and trip.fp8, adapters
-        fc1.routes = fc2.routes = None  # a backward takes those that were saved
+        fc1.routes = fc2.routes = None  # backward sets the saved ones
         ctx.save_for_backward(
             tokens, rows, experts, ends, weights, x if fc1.recasts or adapters else None,
             hidden if want_hidden or fc2.recasts else None,
@@ -288,14 +288,14 @@ class _AdapterBackward:
         self._found: list[Tensor] = []
 
     def second(self, dy: Tensor, d_activated: Tensor, activated: Tensor) -> None:
-        """Compute the gradients of the second product's, and add that of its input to d_activated; all are rows."""
+        """Compute the gradients of the second product's adapters; add that of their input to d_activated. All are rows."""
         pair = self._pairs[1]
         d_reduced, d_b = pair.of_result(dy, self._reduced[1], self._routes)
         pair.add_of_input_(d_activated, d_reduced, self._routes)
         self._found = [pair.of_a(d_reduced, activated, self._routes), d_b]
 
     def first(self, d_hidden: Tensor, x: Tensor) -> None:
-        """Compute the gradients of the first product's."""
+        """Compute the gradients of the first product's adapters."""
         self._d_reduced, d_b = self._pairs[0].of_result(d_hidden, self._reduced[0], self._routes)
         self._found = [self._pairs[0].of_a(self._d_reduced, x, self._routes), d_b, *self._found]
 
@@ -311,7 +311,7 @@ class _AdapterBackward:
 
 
 def saved_by_experts(rows: int, of: MlpUse) -> SavedBytes:
-    """Bytes that `StackedExperts` saves for backward of so many rows, without its input and scores."""
+    """Bytes that `StackedExperts` saves for backward of `rows` rows, without its input and scores."""
     element = of.use.compute_bytes
     of_rows = torch.int32.itemsize + torch.float32.itemsize  # `tokens` and `weights`
     activations = [rows * of_rows, rows * of.fc1_rows * element]
@@ -326,15 +326,15 @@ def backward_bytes_of_experts(
 ) -> int:
     """Temporaries of the backward of `StackedExperts` at their peak, gradients of both stacks of matrices among them.
 
-    tokens: of this rank. copies: of tokens, exchanged with other ranks. trained: what has gradients.
+    tokens: of this rank. copies: token copies exchanged with other ranks. trained: the parameters with gradients.
     """
     width, element = of.hidden_size, of.use.compute_bytes
     dy = tokens * width * element + rows * width * (element if of.second is None else 2)
-    dy += 2 * copies * width * element  # as they leave and as they arrive: of the gradient, or of the input's
+    dy += 2 * copies * width * element  # send and receive buffers, of the output's or of the input's gradient
     x, dx = rows * width * (element if of.first is None else 1), rows * width * element
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use)
     if trained == "weights":
         return dy + of.backward_bytes(rows, sum(of.sizes) * of.use.parameter_bytes + max(x, w1 + dx))
-    # In high precision too: the gradients of both results, the second product's input, and the first's.
+    # Also in high precision: the gradients of both results, and the inputs of both products.
     adapters = rows * (2 * width + of.ffn + of.fc1_rows) * element if trained == "adapters" else 0
     return dy + adapters + of.backward_bytes(rows, w1 + dx)

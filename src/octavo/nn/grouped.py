@@ -1,7 +1,7 @@
 """`GroupedLinear`: one linear layer per expert, each applied to its rows of one input.
 
-Each operand of each expert has separate scales: the results are those of as many `Linear` layers, bit for bit if products run
-one by one. On Hopper the products of all experts are one launch in bfloat16, and under the rowwise recipe for output and input
+Each operand of each expert has separate scales: results equal those of one `Linear` per expert, bit for bit if products run one
+by one. On Hopper the products of all experts are one launch in bfloat16, and under the rowwise recipe for output and input
 gradient. The splits are read on the host, since shapes follow from them: the host waits for a tensor on a GPU.
 """
 
@@ -32,7 +32,7 @@ class GroupedLinear(nn.Module):
     """yᵢ = xᵢ · weightᵢᵀ + biasᵢ for each expert i. x: [rows, in_features], split by rows into xᵢ; y: [rows, out_features].
 
     Parameters: weight0 … weight{n-1} [out_features, in_features]; bias0 … [out_features]. Names and arguments are Transformer
-    Engine's; those without a meaning here are in `octavo.nn.arguments`. With `return_bias` no bias is added, and the layer
+    Engine's; `octavo.nn.arguments` lists those that are not supported. With `return_bias` no bias is added, and the layer
     returns (output, [bias0, …]).
     """
 
@@ -64,7 +64,7 @@ class GroupedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values as of as many `Linear` layers."""
+        """Initial values, as of one `Linear` per expert."""
         with self.draws():
             for weight, bias in zip(self.weights, self.biases, strict=True):
                 init_linear_(weight, bias, self.init_method)

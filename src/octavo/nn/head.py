@@ -36,7 +36,7 @@ BUFFER_BYTES = 4 << 30
 TRANSPOSED_BYTES = 1 << 25
 """Bytes of these gradients that are transposed at a time."""
 _ALIGNED = 128
-"""Rows of a chunk, and words of a transposed piece, are a multiple of this where there are so many: tiles have no remainder."""
+"""Larger chunks and transposed pieces have a multiple of this many rows, or words, so that no tile is partly filled."""
 
 
 class OutputHead(nn.Linear):
@@ -61,8 +61,8 @@ def linear_cross_entropy(
     """Sum over real targets of the cross entropy with softmax(hidden · weightᵀ), divided by `num_items`: float32 [].
 
     hidden: [N, K]. weight: [V, K], any float dtype. target: int64 [N]. num_items: float32 [], the number of targets of the
-    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them. words: the words whose rows `weight`
-    has on this rank; the gradient of `hidden`, the same on all ranks of the group, is then this rank's part of a sum.
+    whole step. fp8: the products of a head in FP8; fp8_logits: the logits are one of them. words: this rank's slice of the
+    vocabulary; `hidden` is then the same on all ranks of the group, and its gradient is this rank's summand.
     """
     hidden, grads = hidden.to(compute_dtype(hidden)), torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):  # it would round float32 sums
@@ -103,7 +103,7 @@ class _Head:
 
 
 class _Fp8Head(_Head):
-    """`_Head` in FP8. The products of its gradients are of as many chunks as `BUFFER_BYTES` hold: none can add to its result.
+    """`_Head` in FP8. An FP8 product cannot add to its output, so gradient products take all chunks that `BUFFER_BYTES` hold.
 
     A few words at a time are transposed for the weight's gradient. The last products run when the logits are gone.
     """
@@ -156,7 +156,7 @@ class _Fp8Head(_Head):
         if self.buffer is not None:
             self._multiply()
         if self.rows == 0 and self.d_hidden is not None and self.high_precision is not None:
-            self._columnwise_weight()  # which later micro-batches are to find
+            self._columnwise_weight()  # cached for later micro-batches
         return self.d_hidden, self.d_weight
 
     def _multiply(self) -> None:
@@ -212,7 +212,7 @@ def _aligned(size: int) -> int:
 
 
 def _padded(x: Tensor, columns: int) -> Tensor:
-    """An FP8 matrix with so many columns, the further ones 0; itself if it has them."""
+    """An FP8 matrix padded with zeros to `columns` columns; itself if it has them."""
     more = columns - x.shape[1]
     return functional.pad(x.view(torch.uint8), (0, more)).view(x.dtype) if more else x
 
@@ -223,8 +223,9 @@ def peak_bytes(
 ) -> int:  # fmt: skip
     """Bytes of `linear_cross_entropy` with its gradients at their peak, its result included, without hidden states and weight.
 
-    element, weight_element: bytes of an element of the hidden states and of the weight. fp8: its products in FP8, with
-    "backward" those of its gradients. cached: micro-batches share the FP8 weight. late: of float16. trained: the weight is.
+    element, weight_element: bytes per element of the hidden states and of the weight. fp8: products in FP8; "backward": only
+    those of gradients. cached: micro-batches share the FP8 weight. late: float16, whose gradients are scaled in backward.
+    trained: the weight has a gradient.
     """
     n, whole, row_bytes = tokens, words * hidden_size, words * element
     d_hidden = n * hidden_size * element
@@ -249,7 +250,7 @@ def peak_bytes(
     before = buffer + rows * row_bytes + (0 if fp8 is True else copy) + x + w + sums
     x_rowwise = n * hidden_size if fp8 is True else 0
     weight = buffer + w_columnwise + x_rowwise + sums
-    turned = 2 * TRANSPOSED_BYTES  # the next piece is there before the last one goes
+    turned = 2 * TRANSPOSED_BYTES  # two pieces are in memory at once
     last = buffer + n * hidden_size + (x_rowwise if several else 0) + total + (2 * turned if several else turned)
     return d_hidden + max(before, weight, last, total + converted if several else 0)
 
@@ -295,7 +296,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         refuse_second_derivative("losses of the output head")
         *gradients, factor = ctx.saved_tensors
         if factor is None:
-            # A gradient as large as the vocabulary is not worth a copy, nor a pass over it where the loss is not scaled.
+            # No copy of a gradient as large as the vocabulary, and no pass over it if the loss is not scaled.
             reused = torch._C._autograd._get_current_graph_task_keep_graph()
             scaled = [None if d is None else scale_(d.clone() if reused else d, grad_loss) for d in gradients]
         else:
@@ -319,7 +320,7 @@ def _largest_chunk(rows: int, row_bytes: int, chunk_bytes: int) -> int:
 
 
 def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
-    """total + gradᵀ · hidden, float32 [V, K], in place but for the first; on a GPU the product is not rounded before."""
+    """total + gradᵀ · hidden, float32 [V, K], in place except the first; on a GPU the product is added unrounded."""
     if grad.device.type == "cuda" and grad.dtype != torch.float32:
         if total is None:
             return torch.mm(grad.t(), hidden, out_dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Linear layers that multiply in FP8 under `octavo.fp8_autocast`, and as PyTorch's do outside of it.
+"""Linear layers with FP8 products under `octavo.fp8_autocast`, and PyTorch's products outside of it.
 
 Parameters may be float32 master weights: a product runs in the dtype of its input (under `torch.autocast`, in that of the
-autocast), and the FP8 cast reads the master weight. Backward saves FP8 operands, and of a norm the residual stream.
+autocast), and the FP8 cast reads the master weight. Saved for backward: FP8 operands, and the residual stream before a norm.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: ModuleState, out_dtype: torch.dtype, first: bool | None,
     *, skip_output: bool = False, tensor: TensorGroup | None = None,
 ) -> Tensor:  # fmt: skip
-    """x · weightᵀ + bias, in FP8 where an autocast says so, else in `out_dtype`. x [..., K], weight [N, K] → [..., N].
+    """x · weightᵀ + bias, in FP8 under an FP8 autocast, else in `out_dtype`. x [..., K], weight [N, K] → [..., N].
 
     skip_output: as `Linear.skip_output`. tensor: as `Linear.tensor`.
     """
@@ -334,7 +334,7 @@ def norm_linear(
 def saved_by_norm_linear(rows: int, shape: tuple[int, int], recipe: Recipe | None, use: WeightUse, kind: str) -> SavedBytes:
     """Bytes that `LayerNormLinear` saves: of the residual stream [rows, K], statistics and operands; weight [N, K].
 
-    kind: of `NORMS`. Rotary tables, which all layers share, are left out.
+    kind: a name in `NORMS`. Rotary tables, which all layers share, are left out.
     """
     norm = saved_by_norm(rows, shape[1], use.compute_bytes, kind)
     x = saved_input_bytes(rows, shape[1], recipe, use.compute_bytes)
@@ -463,7 +463,7 @@ class NormedCall(NamedTuple):
 
 
 class NormedLayer(ResidualLayer):
-    """Base of the layers that begin with a norm: its parameters, initial values, and the choice of how products are run."""
+    """Base of the layers that begin with a norm: its parameters, initial values, and how its products run."""
 
     _matrices: Callable[[], list[tuple[Tensor, Tensor | None, Init | None]]]
     """Weight, bias and `init_method` of each product."""
@@ -501,7 +501,7 @@ class NormedLayer(ResidualLayer):
                 init_linear_(*matrix)
 
     def _with_norm(self, call: NormedCall, **options: Any) -> tuple[Tensor, ...]:
-        """The norm's output, rounded to the input's `dtype` before the product reads it, and what `_products` returns."""
+        """The norm's output, rounded to the input's `dtype` before the product reads it, and the result of `_products`."""
         normed = residual_norm(call.x, call.delta, call.norm, call.dtype)[1]
         return normed, *self._products(normed, call, **options)
 
@@ -550,9 +550,8 @@ class LayerNormLinear(NormedLayer):
     out_features].
 
     Parameters: layer_norm_weight [in_features], layer_norm_bias [in_features] (LayerNorm only), weight [out_features,
-    in_features], bias. With `return_bias` the bias is returned after y instead of being added, and with
-    `return_layernorm_output` so is norm(x), which is then rounded to the compute dtype and cast from there, in the kernel that
-    computes it.
+    features], bias. With `return_bias` the bias is returned after y instead of being added. With `return_layernorm_output`
+    norm(x) is returned too: its kernel then rounds it to the compute dtype, and casts the rounded values to FP8.
     """
 
     shared_rows = 0

@@ -1,15 +1,15 @@
-"""LoRA adapters of a matrix, or of matrices that are one parameter here: each has a separate A and B, as in PEFT.
+"""LoRA adapters of one matrix, or of several that are fused in one parameter: each has a separate A and B, as in PEFT.
 
     y + scale · B · A · dropout(x)        x [..., K], A [r, K], B [N, r]
 
-Products run in the dtype of x, never in FP8 by history: B begins at 0 and grows in each early step by about its magnitude, and
-the scale of the step before would clip it.
+Products run in the dtype of x, never in FP8 with a delayed scale: B begins at 0, and early steps change it by about its
+magnitude, so that the previous step's scale would clip it.
 The input is that of the FP8 layer before its cast, which the norm's or the activation's kernel stores beside the FP8 operand.
 
-Adapters of one parameter are computed as one pair of matrices (`Joint`): the As below each other, and the Bs side by side, each
-in the rows of its matrix and with zeros in those of the others. So the input is read once for all of them, and a product of few
-columns adds to the frozen one's result in place. Dropout, which each adapter draws for itself, and compiled code have a product
-for each adapter.
+Adapters of one parameter are computed as one pair of matrices (`Joint`): the As stacked, and the Bs side by side, each in its
+matrix's rows and zero in other rows. The input is read once for all of them, and a product of few columns adds to the frozen
+product's result in place. Under dropout, drawn for each adapter separately, and in compiled code each adapter has separate
+products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo.collectives.tensor import TensorGroup
 from octavo.kernels import gemm, low_rank
 
 SUFFIXES = (".lora_A", ".lora_B")
-"""The ends of the names of adapters' parameters."""
+"""Suffixes of adapters' parameter names."""
 
 
 def is_adapter(name: str) -> bool:
@@ -68,19 +68,19 @@ class Joint(NamedTuple):
 
 
 def _narrow_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product that takes the time of reading its operands: trials of algorithms would cost a start more than they give."""
+    """A memory-bound product: trials of algorithms would cost more at the start than they save."""
     return gemm.high_precision_mm(a, b, dtype, recurring=False)
 
 
 class Adapters(nn.Module):
     """The adapters of one parameter, by the names of the source's matrices in it.
 
-    Of a parameter of which tensor ranks hold rows they hold the same rows of each B, and A whole; of one by columns the same
-    columns of A, and B whole. Between the two products A · x [B, T, r] is gathered from the ranks' tokens, or added up.
+    Tensor-parallel ranks that hold rows of the parameter hold the same rows of each B, and each whole A; ranks that hold
+    columns hold the same columns of A, and each whole B. Between the two products A · x [B, T, r] is gathered or reduced.
 
     Args:
-        parts: name → rows of each matrix of the parameter, in the order of their rows, with and without adapter.
-        adapted: the names of those with one.
+        parts: name → rows of each matrix of the parameter, in the order of their rows, adapted or not.
+        adapted: the names with an adapter.
         lengths: rows of each part in one repetition of the parameter's rows. As many as parts, or more where one matrix of the
             source has all parts one after the other.
         scale, dropout: as in `octavo.LoRA`.
@@ -89,7 +89,7 @@ class Adapters(nn.Module):
     tensor: TensorGroup | None = None
     """The ranks that hold other rows or columns of the parameter."""
     by_columns = False
-    """They hold columns."""
+    """These ranks hold columns."""
     shared_rows: Mapping[str, int] = {}
     """Name → rows of a B, the last, that other ranks of the group hold too."""
 
@@ -183,7 +183,7 @@ class Adapters(nn.Module):
     def _places(self) -> list[low_rank.Run] | None:
         """Blocks of `Joint.b` with a B, as runs of rows.
 
-        None where one adapter has all rows in their order.
+        None if one adapter covers all rows in order.
         """
         if len(self.lengths) == 1:
             return None

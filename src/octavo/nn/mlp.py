@@ -47,7 +47,7 @@ from octavo.nn.norm import (
 )
 
 GATE_UP_BLOCK = 32
-"""Rows: as FP8 columns of the product they fill a sector of memory, 32 bytes, and any degree that divides F by 32 cuts none."""
+"""Most rows of a block: 32 FP8 columns of the product fill a memory sector, and a degree that divides F / 32 cuts no block."""
 
 
 def gate_up_block(ffn_hidden_size: int) -> int:
@@ -68,7 +68,7 @@ def deinterleave(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _NormMlpFunction(torch.autograd.Function):
-    """The residual stream, the result, and as many `inputs` of the two products in high precision: none, the first, both."""
+    """The residual stream, the result, and the first `inputs` (0, 1 or 2) inputs of the two products in high precision."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class _NormMlpFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         want_x, (want_w1, want_b1, want_w2, want_b2) = any(ctx.needs_input_grad[:4]), ctx.needs_input_grad[4:8]
         want_hidden = want_x or want_w1 or want_b1
-        # Two recomputations: of the activation's result, where its cast repeats, and on request of the first product.
+        # Recomputed: the activation's result, if its cast can be repeated, and on request the first product.
         fc2.want(want_hidden, want_w2, want_b2, recasts=True)
         recompute = recompute and (want_hidden or fc2.recasts)
         fc1.want(want_x, want_w1, want_b1, recomputes_output=recompute)
@@ -177,10 +177,10 @@ class _NormMlpFunction(torch.autograd.Function):
 
 
 class _AdaptedNormMlpFunction(torch.autograd.Function):
-    """The residual stream and the result of an MLP of frozen matrices, with the adapters of one or both.
+    """The residual stream and the result of an MLP of frozen matrices, with adapters of one or both.
 
     The activation's kernel reads the first product with its adapters, and stores the second's input in high precision beside
-    the FP8 operand. In backward no weight has a gradient, so that no operand is turned.
+    the FP8 operand. In backward no weight has a gradient, so that no operand is transposed.
     """
 
     @staticmethod
@@ -290,13 +290,13 @@ class _ActivationFunction(torch.autograd.Function):
 
 
 class MlpUse(NamedTuple):
-    """The facts of an MLP, or of a rank's experts, on which the memory of its forward and backward depends.
+    """Inputs of the memory estimate of an MLP, or of a rank's experts, for forward and backward.
 
     Attributes:
         hidden_size, ffn: columns of the first matrix and of the second.
         fc1_rows: rows of the first matrix, of one expert.
         first, second: recipes of both products.
-        use: of both weights.
+        use: `WeightUse` of both weights.
         experts: matrices in a stack.
     """
 
@@ -314,13 +314,13 @@ class MlpUse(NamedTuple):
         return self.experts * self.fc1_rows * self.hidden_size, self.experts * self.hidden_size * self.ffn
 
     def saved_weights(self, *, recompute: bool = False) -> list[int]:
-        """Bytes of saved copies; recompute: of the first product's result."""
+        """Bytes of saved copies of weights; recompute: the first product is recomputed."""
         fc1, fc2 = (self.experts * self.fc1_rows, self.hidden_size), (self.experts * self.hidden_size, self.ffn)
         first = saved_weight_bytes(*fc1, self.first, self.use, rowwise=recompute, recast=recompute)
         return first + saved_weight_bytes(*fc2, self.second, self.use, recast=recompute)
 
     def backward_bytes(self, rows: int, products: int, *, recompute: bool = False) -> int:
-        """Temporaries behind the gradient of the output of so many rows; products: those of the last two products."""
+        """Temporaries after the gradient of the output [rows, hidden]; products: the share of the last two products."""
         element = self.use.compute_bytes
         activated = rows * self.ffn * (element if self.second is None else 1) if repeats_input(self.second) else 0
         d_activated, d_hidden = rows * self.ffn * element, rows * self.fc1_rows * (element if self.first is None else 2)
@@ -330,7 +330,7 @@ class MlpUse(NamedTuple):
 
 
 def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool, runs: int = 1) -> SavedBytes:
-    """Bytes that `LayerNormMLP` saves for backward of so many rows: first of the residual stream.
+    """Bytes that `LayerNormMLP` saves for backward of `rows` rows, first of the residual stream.
 
     kind: of the norm. recompute: `checkpoint`, or several `chunks`. runs: as in `saved_input_bytes`, of the second product.
     """
@@ -347,19 +347,19 @@ def saved_by_mlp(rows: int, of: MlpUse, kind: str, *, recompute: bool, runs: int
 def backward_bytes_of_mlp(tokens: int, of: MlpUse, *, chunks: int, recompute: bool, tensor: int = 1) -> int:
     """Temporaries of the backward of `LayerNormMLP` at their peak, gradients of both matrices among them.
 
-    tensor: ranks that share the matrices, each with so many tokens of the stream; products are of the tokens of all.
+    tensor: ranks that share the matrices, each with `tokens` tokens of the stream; products read the tokens of all ranks.
     """
     width, element = of.hidden_size, of.use.compute_bytes
     n = min(tokens, math.ceil(tokens / chunks / CHUNK_ROWS) * CHUNK_ROWS)
     several, every = n < tokens, n * tensor
     dy = n * width * element + (every * width * 2 if of.second is not None else 0)  # of the stream, its FP8 in both layouts
-    if several:  # the whole gradient of the stream, with that of each part
+    if several:  # the whole gradient of the stream, beside each part's
         dy += (2 * tokens - n) * width * element
     hidden = every * of.fc1_rows * element if recompute else 0
     d_weights = (2 if several else 1) * sum(of.sizes) * of.use.parameter_bytes
     w1 = restored_weight_bytes(of.sizes[0], of.first, of.use, recast=recompute)
     d_normed = 2 * n * width * element
-    if tensor > 1:  # the parts of a sum, and the gathered input; of dy the bytes that were gathered, or all of it
+    if tensor > 1:  # partial sums, the gathered input, and the gathered dy in FP8 or in the compute dtype
         d_normed += every * width * (element + (element if of.first is None else 2))
         dy += n * width if of.second is not None else every * width * element
     return dy + hidden + of.backward_bytes(every, d_weights + w1 + d_normed, recompute=recompute)
@@ -386,14 +386,14 @@ class LayerNormMLP(NormedLayer):
     both halves), fc1_bias, fc2_weight [hidden_size, F], fc2_bias. activation: a name of `octavo.nn.arguments.ACTIVATIONS`,
     where "gelu" is Transformer Engine's, with the tanh. `return_bias` (of fc2) and `return_layernorm_output` are as in
     `LayerNormLinear`, and `output_layer_init_method` is the `init_method` of fc2. `checkpoint`: the first product is not saved
-    for backward but recomputed, to the same bits; under `torch.compile` the compiler decides on what is saved. The
-    attribute `gate_rows`: gate and up alternate in blocks of so many rows; ffn_hidden_size: all of gate, then all of up. The
-    attribute `chunks`: the tokens run in so many chunks, one after the other, in forward and in backward, with the temporaries
-    of one. Several imply `checkpoint`; each is a separate tensor to the scales of current and rowwise scaling, and the
-    gradients of weights are summed in their dtype.
+    for backward but recomputed, to the same bits; under `torch.compile` the compiler decides on what is saved. The attribute
+    `gate_rows` is the number of rows in which gate and up alternate; with ffn_hidden_size all of gate precedes all of up. The
+    attribute `chunks` is the number of chunks of tokens, which run one after the other in forward and in backward, with the
+    temporaries of one. Several imply `checkpoint`; each is a separate tensor to the scales of current and rowwise scaling, and
+    the gradients of weights are summed in their dtype.
 
     Raises:
-        InputError: an argument or a value that this layer does not take, or `checkpoint` with `return_layernorm_output`.
+        InputError: an unsupported argument or value, or `checkpoint` with `return_layernorm_output`.
     """
 
     chunks = 1

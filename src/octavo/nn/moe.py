@@ -196,7 +196,7 @@ class LayerNormMoE(ResidualLayer):
 def saved_by_moe(tokens: int, of: MlpUse, experts: int, top_k: int, kind: str, row_tile: int, *, routed: int) -> SavedBytes:
     """Bytes that `LayerNormMoE` saves for backward: first of the residual stream. Small tensors of the router are estimates.
 
-    of: of this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
+    of: this rank's experts, which are assumed to get an equal share of the tokens' copies. kind: of the norm. row_tile: of
     `Routes`. routed: tokens whose norm and router this rank computes; in a tensor group each rank has a part of all.
     """
     element, copies = of.use.compute_bytes, tokens * top_k

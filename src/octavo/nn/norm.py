@@ -35,9 +35,9 @@ def _computes_in_float64(layer: nn.Module, x: Tensor) -> bool:
 def check_input(
     layer: nn.Module, *inputs: Tensor | None, size: int | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> None:
-    """Raise an InputError for an input of another dtype or another size of the last dimension.
+    """Raise an InputError for an unsupported dtype, or a wrong size of the last dimension.
 
-    With `size` all inputs have one shape: a kernel would read beyond a smaller one.
+    With `size` all inputs must have one shape: a kernel would read a smaller one out of bounds.
     """
     first: Tensor | None = None
     for x in inputs:
@@ -90,14 +90,14 @@ def normalize(of: NormParameters, x: Tensor) -> Tensor:
 
 
 def reset_norm_(weight: Tensor, bias: Tensor | None, *, zero_centered: bool = False) -> None:
-    """The norm that only normalises."""
+    """Reset the parameters to no effect: a factor of 1, a bias of 0."""
     nn.init.constant_(weight, 0.0 if zero_centered else 1.0)
     if bias is not None:
         nn.init.zeros_(bias)
 
 
 def promoted(residual: Tensor, delta: Tensor | None) -> Tensor:
-    """`residual` in the dtype of `residual + delta`: a float32 stream stays one when a layer hands over bfloat16."""
+    """`residual` in the dtype of `residual + delta`: a float32 stream stays float32 if a layer returns bfloat16."""
     return residual if delta is None else residual.to(torch.promote_types(residual.dtype, delta.dtype))
 
 
@@ -146,7 +146,7 @@ def statistics_bytes(kind: str) -> int:
 
 
 def saved_by_norm(rows: int, columns: int, element: int, kind: str) -> list[int]:
-    """Bytes of the sum [rows, columns] of residual and delta, of so many bytes an element, and of its statistics."""
+    """Bytes of the sum [rows, columns] of residual and delta, `element` bytes per element, and of its statistics."""
     return [rows * columns * element, rows * statistics_bytes(kind)]
 
 
@@ -228,7 +228,7 @@ class ResidualLayer(nn.Module):
     def forward_residual(self, residual: Tensor, delta: Tensor | None = None, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         """residual, delta [B, T, hidden] → residual, delta for the next layer, whose norm reads both and adds them.
 
-        The other arguments are `forward`'s; hooks of the module run. The last delta is added by a norm or by hand.
+        The other arguments are `forward`'s; hooks of the module run. The caller adds the last delta, usually by a norm.
         """
         return self(residual, *args, delta=delta, return_residual=True, **options)
 
@@ -318,7 +318,7 @@ class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]
         return tuple(self.weight.shape)
 
     def extra_repr(self) -> str:
-        """Nothing, as that of `RMSNorm`."""
+        """Empty, as for `RMSNorm`."""
         return ""
 
 

@@ -1,7 +1,7 @@
 """Causal attention with padding between tokens, by compaction: no mask of T × T.
 
-Real tokens are moved to the front, in their order: plain causal attention. A padded query attends to the real tokens before it
-and to itself: a rectangle, joined with its key. Consecutive padding shares a rectangle.
+Real tokens are moved to the front in their order, where attention is plainly causal. A padded query attends to the real tokens
+before it and to itself: a rectangle, whose result is merged with that of its one key. Consecutive padding shares a rectangle.
 
 Shapes: B batch, T tokens, H query heads, G key-value heads, D head dimension.
 """

@@ -37,7 +37,7 @@ def _warning(register: Callable[..., Any]) -> Callable[..., Any]:
     def warned(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(
             f"a hook of a {type(self).__name__} inside of a fused layer never runs: norm and products are one computation. "
-            "Hook the layer around (ffn, self_attention), or run the model's original code: octavo.transform(blocks='own').",
+            "Hook the enclosing layer (ffn, self_attention), or run the model's original code: octavo.transform(blocks='own').",
             stacklevel=2,
         )
         return register(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def _warning(register: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Uncalled(nn.Module):
-    """Base of a module that holds parameters, and that the module around computes with: its hooks would never run."""
+    """Base of a module that only holds parameters of the enclosing layer's computation: its hooks would never run."""
 
     register_forward_hook = _warning(nn.Module.register_forward_hook)
     register_forward_pre_hook = _warning(nn.Module.register_forward_pre_hook)
@@ -55,11 +55,11 @@ class Uncalled(nn.Module):
 
 
 class PlainRMSNorm(Uncalled, RMSNorm):
-    """The weight of a norm that the layer around computes."""
+    """The weight of a norm that the enclosing layer computes."""
 
 
 class PlainLayerNorm(Uncalled, LayerNorm):  # type: ignore[misc]
-    """Weight and bias of a norm that the layer around computes."""
+    """Weight and bias of a norm that the enclosing layer computes."""
 
 
 _NORMS: Mapping[str, Any] = {"RMSNorm": PlainRMSNorm, "LayerNorm": PlainLayerNorm}
@@ -69,7 +69,7 @@ class Product(Uncalled):
     """Weight and bias of a product that the enclosing module computes; never called.
 
     Attributes:
-        kind: name of the class of the module around.
+        kind: class name of the enclosing module.
     """
 
     def __init__(self, kind: str, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -88,14 +88,14 @@ class Product(Uncalled):
 
 
 class _Plain:
-    """Base, in front of a layer's class, of a layer with plain names: where its fused names are."""
+    """Mixin in front of a layer's class, for plain names: maps the fused names to their places."""
 
     places: ClassVar[dict[str, tuple[str, str]]] = {}
     """Fused name → attribute of this module, and attribute of that; empty for the attribute itself."""
 
     def __init_subclass__(cls, places: dict[str, tuple[str, str]] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if places is not None:  # not of a class that is derived of one of these
+        if places is not None:  # not in a subclass of these classes
             cls.places, cls.__name__ = places, cls.__bases__[1].__name__  # the layer's, which users and libraries read
             for name, (owner, attribute) in places.items():
                 setattr(cls, name, _at(owner, attribute))
@@ -182,7 +182,7 @@ def use_plain_names(layer: TransformerLayer) -> TransformerLayer:
 
 def _take_stored_names(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook: `load_state_dict` also accepts a state dict of an older version, with the stored names."""
-    for name in _names_in(layer):  # of both names in one state dict the stored one is left, as an unexpected key
+    for name in _names_in(layer):  # if a state dict has both, the stored name stays, as an unexpected key
         if (stored := prefix + stored_name(name)) in state_dict and prefix + name not in state_dict:
             state_dict[prefix + name] = state_dict.pop(stored)
 
@@ -192,7 +192,7 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def _taken(module: nn.Module, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight and bias of this name, which the module has no more."""
+    """Remove and return the weight and bias of this name."""
     parameters = getattr(module, f"{name}_weight"), getattr(module, f"{name}_bias", None)
     for kind in ("weight", "bias"):
         if hasattr(module, f"{name}_{kind}"):
@@ -213,7 +213,7 @@ def _norm(module: nn.Module, normalization: str, eps: float, zero_centered: bool
 
 
 def _replace(module: nn.Module, name: str, by: dict[str, nn.Module]) -> None:
-    """Put children in the place of one, among the others in their order."""
+    """Replace one child by others, at its position."""
     children = dict(module.named_children())
     for each in children:
         delattr(module, each)
@@ -234,8 +234,8 @@ def _put_first(module: nn.Module, parts: dict[str, nn.Module]) -> None:
 def stored_names(model: nn.Module) -> dict[str, str]:
     """Parameters, buffers, modules and FP8 products in layers with plain names → their stored names.
 
-    All others are stored under their names. Wrappers around the model or inside of it, such as `torch.compile`'s, may lengthen
-    the names.
+    All others are stored under their present names. Wrappers around the model or inside it, such as `torch.compile`'s, may
+    lengthen the names.
     """
     names: dict[str, str] = {}
     for prefix, layer in model.named_modules(remove_duplicate=False):

@@ -1,6 +1,6 @@
 """Splits the joint query/key/value product into heads and rotates queries and keys, as one kernel or in PyTorch.
 
-Queries and keys that are normalised between the two (`rotate`) rotate in PyTorch on every device.
+With a norm of queries and keys between split and rotation (`rotate`), PyTorch rotates them on every device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Angles = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 
 
 class Handover:
-    """Gradients from attention to its `Rotation`, bypassing autograd, which does not support sums in a kernel's order.
+    """Passes gradients from attention to its `Rotation` outside autograd, which cannot add in a kernel's order.
 
-    Autograd gets NaN in their place, so that a reader between the two notices.
+    Autograd gets NaN in their place, so that any other use of queries, keys or values is noticed.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Handover:
         self._sums: list[Accumulated | None] = [None] * 3
 
     def give(self, gradients: Sequence[Gradient], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Autograd's gradients of q, k and v, of this dtype: NaN in place of sums."""
+        """Store gradients; returns autograd's of q, k and v in this dtype, NaN in place of sums."""
         self._sums = [x if isinstance(x, Accumulated) else None for x in gradients]
         some = next((x for x in self._sums if x is not None), None)
         if some is None:
@@ -43,19 +43,19 @@ class Handover:
         return tuple(nothing.expand(x.shape) if isinstance(x, Accumulated) else x for x in gradients)
 
     def take(self, grads: Sequence[Tensor | None]) -> list[Gradient | None]:
-        """The gradients of q, k and v: sums where some were given, else autograd's `grads`."""
+        """The gradients of q, k and v: the sums stored by `give`, else autograd's `grads`."""
         sums, self._sums = self._sums, [None] * 3
         for grad, summed in zip(grads, sums, strict=True):
             if summed is not None and (grad is None or any(grad.stride())):
-                raise RuntimeError("queries, keys or values have another reader than attention, whose gradients are lost.")
+                raise RuntimeError("queries, keys or values are used outside attention: the gradients of that use are lost.")
         return [grad if summed is None else summed for grad, summed in zip(grads, sums, strict=True)]
 
 
 class Rotation(NamedTuple):
     """Split of a joint query/key/value product; cos and sin float32 [B or 1, T, Dr], None to rotate nothing.
 
-    Of each head the first Dr columns rotate, an even number of them or all. mirrored: a promise that the second halves of both
-    tables repeat the first halves; only these are read. handover: where `join` may find gradients.
+    The first Dr columns of each head rotate; Dr is even, or D. mirrored: the second halves of both tables repeat the first
+    halves, and only the first are read. handover: the gradients for `join`, if attention has stored them there.
     """
 
     heads: int

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 PAIRS = 1 << 26
-"""Pairs of a query and a key, of all samples and heads, that are there at a time."""
+"""Most query-key pairs, of all samples and heads, in memory at once."""
 
 
 class Scores(NamedTuple):
@@ -117,7 +117,7 @@ def _band(
     if there is not None:
         logits = logits.masked_fill(~there, -math.inf)
         empty = ~there.any(-1, keepdim=True)
-        logits = logits.masked_fill(empty, 0.0)  # a softmax of nothing has NaN for its gradient
+        logits = logits.masked_fill(empty, 0.0)  # the gradient of an empty softmax is NaN
     lse = logits.logsumexp(-1, keepdim=True)
     if scores.sink is not None:
         lse = torch.logaddexp(lse, scores.sink.to(wide).view(1, -1, 1, 1))

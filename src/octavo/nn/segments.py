@@ -1,6 +1,6 @@
 """Attention of sequences that are concatenated or padded, with any numbers of queries and keys.
 
-A segment is a rectangle of queries and keys; all else is padding, whose result and gradients are 0. It is computed by
+A segment is a rectangle of queries and keys; the rest is padding, with results and gradients of 0. Segments are computed by
 
 causal attention, a window before each query, no mask; a sink
                                 kernels that give a log-sum-exp, span by span: FlashAttention-4, cuDNN's, or the reference
@@ -30,13 +30,13 @@ from octavo.nn.attend import MASKED_PAIRS, scaled_dot_product
 from octavo.nn.scores import NOTHING, Scores, plain_attention
 
 LIBRARY, PLAIN = "PyTorch's scaled_dot_product_attention", "plain PyTorch, in float32"
-"""Ways without a kernel of Octavo's, by name."""
+"""Names of the implementations without Octavo's kernels."""
 
 
 class Sight(NamedTuple):
     """The keys to which a query of a segment attends: from `left` before its position to `right` after it; None for all.
 
-    Query i has its place at key i, or with `bottom_right` at key i + keys − queries.
+    Query i is aligned with key i, or with `bottom_right` at key i + keys − queries.
     """
 
     left: int | None = None
@@ -62,7 +62,7 @@ class Sight(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """The most keys to which a query attends, its position included, of `spans`."""
+        """Most keys of a query in `spans`, the one at its position included; None without a limit."""
         return None if self.left is None else self.left + 1
 
     def spans(self, segment: Span) -> list[Span] | None:
@@ -92,13 +92,13 @@ def attend_segments(
 
     Args:
         q, k, v: [B, Tq, H, D], [B, Tk, G, D], [B, Tk, G, Dv].
-        segments: their queries have their keys, as far as `sight` goes; ascending, without a query or a key in two of them.
+        segments: their queries attend to their keys within `sight`. Ascending; no query or key is in two segments.
         sight: the keys of each query.
-        scale: of the scores.
-        scores: terms of the softmax, by places in a segment.
+        scale: factor of the scores.
+        scores: further terms of the softmax, by positions in a segment.
         mask: bool [B or 1, H or 1, Tq, Tk], True where a query attends to a key, for one segment of all queries and keys.
-        dropout: the probability with which a softmax's value is dropped.
-        top: also give the largest logits.
+        dropout: dropout probability of softmax values.
+        top: also return the largest logits.
         report: called with `LIBRARY` or `PLAIN` if that computes it.
     """
     plain = top or scores.beyond_sink() or (scores.sink is not None and (dropout or mask is not None))
@@ -212,7 +212,7 @@ Range = tuple[int, int, int, int]
 
 
 def _cut(x: Tensor, ranges: Sequence[Range]) -> list[Tensor]:
-    """x [B, T, …] at ascending ranges. By splits, whose gradients are put together once: a slice's is of the size of x."""
+    """x [B, T, …] cut at ascending ranges, by `split`: its gradient is assembled once; a slice's has the size of x."""
     parts: list[Tensor] = []
     for (b0, b1), group in _by_samples(ranges):
         rows = x if (b0, b1) == (0, len(x)) else x.split([b0, b1 - b0, len(x) - b1])[1]
