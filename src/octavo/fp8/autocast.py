@@ -29,7 +29,7 @@ from octavo.process import process
 
 @dataclass
 class _Active:
-    """One level of autocast; `recipe` is None where FP8 is off."""
+    """One level of autocast; `recipe` is None if FP8 is off."""
 
     recipe: Recipe | None
     emulate: bool
@@ -94,21 +94,21 @@ def fp8_autocast(
 ) -> Iterator[None]:
     """Run the products of FP8 layers inside in FP8 (or, with `enabled=False`, in the dtype of their inputs).
 
-    On a GPU without FP8 units the layers run in the dtype of their inputs and a warning says so once; a CPU emulates FP8.
-    Ranks join their amaxes at the end of a training forward and of its backward. An evaluation, without gradients or in
+    On a GPU without FP8 units the layers run in the dtype of their inputs, with one warning; a CPU emulates FP8.
+    Amaxes are reduced over ranks at the end of a training forward and of its backward. An evaluation, without gradients or in
     evaluation mode, calls no collective and changes no state: a single rank may run it.
 
-    A context is of its thread, as `torch.autocast`, and of the backwards that it calls: two threads may each train a model that
-    `octavo.transform` has returned. Compiled code follows the thread that has entered a context last.
+    A context belongs to its thread, as `torch.autocast` does, and to the backwards that the thread calls: two threads may each
+    train a model of `octavo.transform`. Compiled code follows the thread that last entered a context.
 
     Args:
         enabled: False takes the layers inside out of FP8, also within another autocast.
         fp8_recipe: one of `octavo.recipe`, or a Transformer Engine recipe; None is `DelayedScaling()`.
-        fp8_group: ranks whose amaxes are joined; None is the default group.
+        fp8_group: ranks over which amaxes are reduced; None is the default group.
         emulate: on a GPU without FP8 units, compute FP8's numbers slowly instead.
 
     Raises:
-        InputError: `fp8_recipe` is not a recipe, or another argument of the wrong kind.
+        InputError: `fp8_recipe` is not a recipe, or another argument has the wrong type.
     """
     check_flags("fp8_autocast", enabled=enabled, emulate=emulate)
     if fp8_group is not None and not isinstance(fp8_group, dist.ProcessGroup):
@@ -127,7 +127,7 @@ def fp8_autocast(
         if recipe is not None:
             scaling.prepare_all(recipe)
         thread.active = active
-        # `recomputing` has the scales in place all the while; elsewhere `scales_of_forward` puts them there for each layer.
+        # `recomputing` sets the scales for the whole recomputation; otherwise `scales_of_forward` sets them for each layer.
         with buffers.replay(session.scales()) if outer is None and thread.recomputed is not None else contextlib.nullcontext():
             yield
         if outermost and (torch.is_grad_enabled() or buffers.has_recorded()):
@@ -190,7 +190,7 @@ def current_recipe(device: torch.device) -> Recipe | None:
 
 
 def claim_buffers(model: buffers.BufferSet) -> None:
-    """`scaling.claim` before a layer of this model runs in compiled code."""
+    """Call `scaling.claim` before a layer of this model runs in compiled code."""
     active = _local.state.active
     if active is not None and active.recipe is not None and active.recipe is not model.claimed:
         scaling.claim(model, active.recipe)
@@ -238,13 +238,13 @@ def _remember(thread: _Thread, active: _Active | None) -> None:
 
 
 def _warn_of_other_thread() -> None:
-    """Warn once that a layer runs on a thread without the autocast that another thread is in."""
+    """Warn once that a layer runs on a thread outside fp8_autocast while another thread is inside one."""
     if "autocast of another thread" not in process.said:
         process.said.add("autocast of another thread")
         warnings.warn(
             "a layer that can run in FP8 runs in high precision, on a thread without fp8_autocast while another thread is "
-            "inside one. A context is of its thread, as torch.autocast: enter fp8_autocast on this thread, or "
-            "fp8_autocast(enabled=False), which says that this is meant.",
+            "inside one. A context belongs to its thread, as torch.autocast does: enter fp8_autocast on this thread, or "
+            "fp8_autocast(enabled=False) to confirm high precision.",
             stacklevel=4,
         )
 
@@ -287,7 +287,7 @@ def first_microbatch() -> bool | None:
 
 
 def session() -> buffers.Session:
-    """The outermost autocast of this forward; in a recomputation that of its forward."""
+    """The outermost autocast of this forward; in a recomputation, of the recomputed forward."""
     thread = _threads.here()
     active = _in_force(thread)
     if active is not None:
@@ -352,7 +352,7 @@ def recomputing() -> tuple[contextlib.AbstractContextManager[None], contextlib.A
 
 
 def discard_copies() -> contextlib.AbstractContextManager[None]:
-    """Around a forward whose saved tensors are discarded and recomputed: operands needed only in backward have no values."""
+    """Around a forward whose saved tensors are discarded and recomputed: operands that only backward needs get no values."""
     return _within("discard_copies", True)
 
 
@@ -384,7 +384,7 @@ def scales_of_forward() -> contextlib.AbstractContextManager[None]:
 
 
 def _repeated(thread: _Thread) -> _Forward:
-    """The forward of this recomputation; without a checkpoint around it, that of the current or else the last context."""
+    """The forward of this recomputation; without a checkpoint around it, the one of the current, else of the last context."""
     if (known := _found(thread)) is not None:
         return known
     for one in checkpoints.nearest_first():

@@ -1,4 +1,4 @@
-"""The buffers of delayed scaling: scales and amax histories of all tensors of a model, updated and joined over ranks at once.
+"""The buffers of delayed scaling: scales and amax histories of all tensors of a model, updated and reduced over ranks together.
 
 A kernel takes one element of a buffer (a `Slot`). One kernel updates the state of a whole model, one all-reduce for each
 direction joins it over ranks, and sharding, `state_dict` and `.to()` never see it. Scales of forward are updated at the end of
@@ -37,12 +37,12 @@ _ROUNDING = 1 + 2.0**-20
 """An amax times the scale computed from it may round to just above the maximum: that loses nothing."""
 _NEVER = sys.maxsize
 _UPDATES = 10
-"""Updates after which an operand that has not begun is named."""
+"""Updates after which a warning names the operands that still have no scale."""
 _LONG = 100
 """Backward passes inside one outermost autocast; more than a step's micro-batches means that training runs inside it."""
 _TWO_THREADS = (
-    "two threads train layers at once whose scales are in one buffer, and each would take the other's amaxes: layers outside"
-    " of octavo.transform share one. Pass each model to octavo.transform, or train one after the other."
+    "two threads train layers at once whose scales are in one buffer, and their amaxes would mix: layers outside"
+    " octavo.transform share a buffer. Pass each model to octavo.transform, or train one after the other."
 )
 
 Scales: TypeAlias = "list[tuple[ScaleBuffer, Tensor]]"
@@ -51,12 +51,12 @@ Scales: TypeAlias = "list[tuple[ScaleBuffer, Tensor]]"
 
 @dataclass
 class Waiting:
-    """Entries of a slot that training has cast before they had a scale.
+    """Entries of a slot that a training step cast before they had a scale.
 
     Attributes:
         native: the cast used Octavo's first scale, from the operand's amax.
         state: returns the `ModuleState` of the slot; None if that was deleted.
-        updates: of the buffer since then.
+        updates: number of updates of the buffer since that cast.
     """
 
     entries: int | slice
@@ -77,7 +77,7 @@ class Waiting:
 class Slot:
     """Scale and history of one tensor in a buffer, or of `count` experts.
 
-    A tensor has begun when a finite amax above 0 has given it a scale; until then its scale in the buffer is NaN.
+    A slot has begun once a finite amax above 0 has given it a scale; until then its scale in the buffer is NaN.
     """
 
     def __init__(self, buffer: ScaleBuffer, index: int, fp8_max: float, count: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Slot:
         """Allocated by an autocast, which does not know its layers yet; not recorded until a layer of its model has run."""
         self.position = torch.tensor([buffer.number, index])
         """Number of the buffer and index in it, for `cast_delayed`: int64 [2] on the CPU."""
-        self._of: Tensor | None = None  # the history that these are of
+        self._of: Tensor | None = None  # the history that these are views of
         self._views: tuple[Tensor, Tensor]
 
     @property
@@ -133,7 +133,7 @@ class Slot:
 
 
 def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
-    """True if amaxes of this group come from more than one rank."""
+    """True if this group has more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -150,7 +150,7 @@ def _join(amaxes: Tensor, group: dist.ProcessGroup | None) -> None:
 class ScaleBuffer:
     """Scales [n] and histories [L, n] of all tensors of a model, a direction, a `History` policy and a device."""
 
-    @torch.inference_mode(False)  # here and in `allocate`: training goes on with the buffers of an evaluation
+    @torch.inference_mode(False)  # here and in `allocate`: training continues with buffers that an evaluation allocated
     def __init__(self, owner: BufferSet, device: torch.device, policy: History) -> None:
         refuse_transforms("FP8 layers")  # tensors created in a transform of torch.func end with it
         self.owner = owner
@@ -162,7 +162,7 @@ class ScaleBuffer:
         self.begun_from = [_NEVER] * _FIRST_CAPACITY
         """By index of a slot: number of the first session in which all its entries have begun, so that it reads no flag."""
         self.partly_from = [_NEVER] * _FIRST_CAPACITY
-        """By index of a slot: number of the first session in which one of its entries has begun."""
+        """By index of a slot: number of the first session in which any of its entries has begun."""
         self.waiting: dict[int, Waiting] = {}
         """By index of a slot: entries that may get their first scale in the next update."""
         self._pending: tuple[Tensor, torch.cuda.Event, dict[int, Waiting]] | None = None  # flags being copied to the host
@@ -234,9 +234,9 @@ class ScaleBuffer:
 
     @torch.no_grad()
     def update(self, joint: Joint) -> None:
-        """Roll every history in which something was recorded and compute its scale; see `reference.update_scales`.
+        """Roll each history with a new amax and compute its scale; see `reference.update_scales`.
 
-        `joint`: the ranks over which the amaxes have been joined.
+        joint: the ranks over which the amaxes were reduced.
         """
         self._share_experts(joint)
         if self.owner.tensor_group is not None and not joint.covers(self.owner.tensor_group):
@@ -254,9 +254,9 @@ class ScaleBuffer:
             self._look()
 
     def _look(self) -> None:
-        """Find the slots that have begun: on a CPU after this update, on a GPU after the last one, so that nothing waits.
+        """Find the slots that have begun: on a CPU after this update, on a GPU after the previous one, so that nothing waits.
 
-        All ranks that join their amaxes learn the same at the same update.
+        Ranks that reduce amaxes together get the same result at the same update.
         """
         if self.device.type != "cuda":
             self._learn(self.scale.isnan(), self.waiting)
@@ -293,21 +293,21 @@ class ScaleBuffer:
                 named.append(waiting.name)
         if named:
             warn(
-                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} no scale after {_UPDATES} updates: amaxes of 0, or "
-                "one in the history that is not finite. Until that ends each cast measures its tensor first, and "
+                f"FP8: {some(named)} {'has' if len(named) == 1 else 'have'} no scale after {_UPDATES} updates: the amaxes are 0, "
+                "or one in the history is not finite. Until a scale exists, each cast first measures its tensor, and "
                 "octavo.graphed records no graph."
             )
 
     @property
     def holds_graphs(self) -> bool:
-        """True if an operand would be cast with its amax's scale: a graph would repeat that forever."""
+        """True if an operand has no scale yet, so that its cast measures the amax: a CUDA graph would repeat that forever."""
         return any(
             waiting.native and self.partly_from[index] == _NEVER and waiting.state() is not None
             for index, waiting in self.waiting.items()
         )
 
     def _share_experts(self, joint: Joint) -> None:
-        """Take the entries of other ranks' experts from them, where `joint` has not: every rank can save all scales."""
+        """Fetch the entries of other ranks' experts, unless `joint` did: every rank can then save all scales."""
         group = self.owner.expert_group
         if group is None or joint.covers(group):
             return
@@ -321,13 +321,13 @@ class ScaleBuffer:
 
 @dataclass(frozen=True)
 class Joint:
-    """The ranks over which an autocast joins amaxes."""
+    """The ranks over which an autocast reduces amaxes."""
 
     group: dist.ProcessGroup | None = None
     reduce_amax: bool = True
 
     def covers(self, group: dist.ProcessGroup) -> bool:
-        """True if amaxes are joined over all ranks of `group`."""
+        """True if amaxes are reduced over all ranks of `group`."""
         if not self.reduce_amax or self.group is None:
             return self.reduce_amax
         return set(dist.get_process_group_ranks(self.group)).issuperset(dist.get_process_group_ranks(group))
@@ -340,7 +340,7 @@ class Session:
     Attributes:
         number: higher than that of all earlier sessions.
         used: buffers of the layers that have run in FP8 in it; replays of CUDA graphs are not counted.
-        recorded: buffers with amaxes of a forward that has not ended, with the mode of its modules.
+        recorded: buffers with amaxes of an unfinished forward → the mode of its modules.
     """
 
     joint: Joint
@@ -358,7 +358,7 @@ class Session:
 
 @contextlib.contextmanager
 def restored(sets: Iterable[BufferSet]) -> Iterator[None]:
-    """Scales and histories of these sets at the end as at the beginning, whatever forwards and backwards record in between."""
+    """Restore scales and histories of these sets at the end, whatever forwards and backwards record in between."""
 
     saved = [_Saved(buffer) for each in sets for buffer in (*each.forward.values(), *each.backward.values())]
     try:
@@ -400,7 +400,7 @@ class BufferSet:
         self.expert_group: dist.ProcessGroup | None = None
         """Ranks with different experts of the model's MoE layers, whose slots have entries for all experts."""
         self.tensor_group: dist.ProcessGroup | None = None
-        """Ranks with parts of each operand, which all cast by one scale."""
+        """Ranks that hold parts of each operand, and share its scale."""
         self.joins = Joins()
         """Joins of amaxes before a cast."""
         self._free: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)  # by direction and length
@@ -411,7 +411,7 @@ class BufferSet:
         process.buffer_sets[self.number] = self
 
     def __reduce__(self) -> Any:
-        """Pickled as a set without slots: each `ModuleState` allocates its slots. `default` becomes the reading process's."""
+        """Pickle without slots: each `ModuleState` allocates them. `default` becomes that of the unpickling process."""
         return (_default, ()) if self is default else (BufferSet, ())
 
     def buffer(self, operand: Operand, device: torch.device, policy: History) -> ScaleBuffer:
@@ -420,7 +420,7 @@ class BufferSet:
         return buffers.get((device, policy)) or buffers.setdefault((device, policy), ScaleBuffer(self, device, policy))
 
     def new_index(self, owner: object, operand: Operand, count: int = 1) -> int:
-        """Reserve so many indices in all buffers for an operand while `owner` lives: ranks join slots by index."""
+        """Reserve `count` indices in all buffers for an operand while `owner` lives: ranks reduce slots by index."""
         backward = operand is Operand.GRAD_OUTPUT
         free = self._free[backward, count]
         if free and not several_ranks():  # several ranks collect garbage at different times
@@ -449,7 +449,7 @@ class BufferSet:
             session.recorded[self] = "training" if training else "evaluation"
 
     def record_gradient(self, session: Session | None = None) -> None:
-        """Note that a gradient's amax is about to be recorded: its forward, in `session`, counts, and backward's end updates.
+        """Note that a gradient's amax is about to be recorded: its forward, in `session`, counts; backward's end updates.
 
         Raises:
             InputError: a backward on another thread is recording too.
@@ -458,7 +458,7 @@ class BufferSet:
         if session is not None and session.is_open and session.recorded.get(self) == "evaluation":
             session.recorded[self] = "training"
         elif session is not None and session in self.deferred:
-            _update_postponed(thread)  # amaxes of another forward
+            _update_postponed(thread)  # those of another forward
             for buffer, amaxes in self.deferred.pop(session):
                 newest = buffer.history[0, : len(amaxes)]
                 newest.copy_(torch.maximum(newest, amaxes))
@@ -473,7 +473,7 @@ class BufferSet:
         thread.gradients[self] = self.joint if session is None else session.joint
 
     def defer_forward(self, session: Session) -> None:
-        """Keep the amaxes of a forward in evaluation mode for its backward."""
+        """Hold the amaxes of a forward in evaluation mode until its backward."""
         buffers = list(self.forward.values())
         self.deferred[session] = [(buffer, buffer.history[0].clone()) for buffer in buffers]
         for buffer in buffers:
@@ -495,7 +495,7 @@ def _update(buffers: Mapping[Any, ScaleBuffer], joint: Joint, thread: _Thread) -
 
 @torch.no_grad()
 def _update_each(joints: Mapping[ScaleBuffer, Joint]) -> None:
-    """Join the amaxes of all buffers, by one all-reduce for a group of ranks and a device, and update the buffers."""
+    """Reduce the amaxes of all buffers, by one all-reduce per group of ranks and device, and update the buffers."""
     together: dict[tuple[dist.ProcessGroup | None, torch.device], list[Tensor]] = {}
     for buffer, joint in joints.items():
         if joint.reduce_amax and several_ranks(joint.group):
@@ -516,7 +516,7 @@ def _update_postponed(thread: _Thread) -> None:
 
 
 class Together:
-    """Updates that run together when this is called; `buffers`: their buffers."""
+    """Postponed updates of `buffers`, which a call runs together."""
 
     def __init__(self, thread: _Thread) -> None:
         self._thread = thread
@@ -532,8 +532,8 @@ class Together:
 def updates_together() -> Iterator[Together]:
     """Around a forward and its backward: both update scales when the yielded function is called, after the backward.
 
-    So ranks wait for each other once. Results are the same: an outermost autocast inside runs outstanding updates first. After
-    an exception, recorded amaxes count in the next forward.
+    Ranks then wait for each other once. Results are the same: an outermost autocast inside runs outstanding updates first.
+    After an exception, recorded amaxes count in the next forward.
     """
     thread = _threads.here()
     thread.postponed = {}
@@ -576,7 +576,7 @@ def begin(group: dist.ProcessGroup | None, reduce_amax: bool) -> None:
 
 
 def leave() -> None:
-    """An outermost autocast is left, by an exception too: amaxes recorded until then wait for the next forward."""
+    """The outermost autocast ends, also by an exception: recorded amaxes wait for the next forward."""
     session = _threads.here().session
     if session.recorded and session.ended_scales is None:
         save_scales()
@@ -594,7 +594,7 @@ def session() -> Session:
 
 
 def by_number(number: int) -> ScaleBuffer:
-    """The buffer of a slot's `position`."""
+    """The buffer with this number, from a slot's `position`."""
     return cast(ScaleBuffer, process.scale_buffers[number])
 
 
@@ -612,7 +612,7 @@ def has_recorded() -> bool:
 def end_forward(*, unseen: bool) -> None:
     """An outermost autocast ends: amaxes of training take effect.
 
-    Amaxes of modules in evaluation mode wait for their backward: without one they are dropped, and ranks do not join them.
+    Amaxes of modules in evaluation mode wait for their backward: without one they are dropped and not reduced over ranks.
     unseen: update also if no layer has run from Python, since a CUDA graph may have been replayed.
     """
     thread = _threads.here()
@@ -625,7 +625,7 @@ def end_forward(*, unseen: bool) -> None:
 
 
 def joins_forward(group: dist.ProcessGroup) -> bool:
-    """True if the amaxes of this forward will be joined over all ranks of `group`."""
+    """True if the amaxes of this forward will be reduced over all ranks of `group`."""
     thread = of_thread.state if checkpoints.graph_task() == -1 else _threads.here()
     return thread.session.joint.covers(group)
 
@@ -646,8 +646,8 @@ def _end_backward(thread: _Thread) -> None:
     session.backwards += session.is_open
     if session.is_open and session.backwards == _LONG:
         warnings.warn(
-            f"fp8_autocast is open since {_LONG} backward passes: delayed scaling changes the scales of inputs and weights"
-            " where the outermost context ends. Enter it around each forward, not around the training.",
+            f"fp8_autocast has been open for {_LONG} backward passes: delayed scaling changes the scales of inputs and weights"
+            " where the outermost context ends. Enter it around each forward, not around the training loop.",
             stacklevel=2,
         )
     joints, thread.gradients = thread.gradients, {}
@@ -656,12 +656,12 @@ def _end_backward(thread: _Thread) -> None:
 
 
 def snapshot(sets: Iterable[BufferSet]) -> Scales:
-    """The forward scales of models as they are, for a recomputation to use."""
+    """The present forward scales of models, for a recomputation."""
     return [(buffer, buffer.copied_scale()) for buffers in list(sets) for buffer in list(buffers.forward.values())]
 
 
 def captured() -> Scales | None:
-    """While a CUDA graph is captured a snapshot in it, since its replays are of other sessions; else None."""
+    """During the capture of a CUDA graph a captured snapshot, since replays belong to later sessions; else None."""
     return (
         snapshot(process.buffer_sets.values())
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -2,7 +2,7 @@
 
 As in Transformer Engine, the amax of each operand replaces the newest entry of its history, and no scale changes. The next
 training forward in FP8 updates the scales from it as if a cast had measured it; an FP8 evaluation before that uses the current
-scales. (In Transformer Engine it has to be a forward of the same layer, here it may be one of another layer.) Recipes without a
+scales. (In Transformer Engine that forward has to run the same layer; here any layer of the model will do.) Recipes without a
 history have nothing to calibrate. In compiled code each record is a graph break.
 """
 

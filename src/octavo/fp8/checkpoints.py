@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction
 
 # The function that holds the generator of a checkpoint with `use_reentrant=False`; from torch 2.14 on `checkpoint` calls it.
 _CHECKPOINT = inspect.unwrap(getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)).__code__
-assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkpoints otherwise than Octavo expects"
+assert "gen" in _CHECKPOINT.co_varnames, f"torch {torch.__version__} runs checkpoints in a way that Octavo does not know"
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
@@ -57,13 +57,13 @@ has_hooks: Callable[[], object] = functools.partial(torch._C._autograd._top_save
 
 
 def pack_hook() -> Any:
-    """The innermost saved-tensor hook, a different function for each pass through a checkpoint; None without one."""
+    """The innermost saved-tensor hook, which is another function in each pass through a checkpoint; None without one."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks else None
 
 
 def innermost() -> Any:
-    """The object shared by a forward and its recomputation, of the innermost checkpoint with `use_reentrant=False`."""
+    """The object that identifies the innermost checkpoint with `use_reentrant=False`, in its forward and recomputation."""
     return _innermost()[0]
 
 
@@ -79,7 +79,7 @@ def _innermost() -> tuple[Any, bool]:
 
 
 def enclosing() -> list[Any]:
-    """The objects shared by this forward and its recomputation, of all checkpoints around it, the innermost first."""
+    """The objects that identify all checkpoints around this forward, in forward and recomputation, the innermost first."""
     return list(_enclosing())
 
 

@@ -1,6 +1,6 @@
 """The products of stacked experts' matrices, and the casts of their operands; each expert is cast like a separate layer.
 
-`octavo.fp8.quantizer` decides as for a linear layer; its scales and amaxes are vectors here, an entry an expert.
+`octavo.fp8.quantizer` decides as for a linear layer; scales and amaxes are vectors here, with an entry per expert.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCALES: dict[Granularity, Scales] = {
 
 
 class StackedOperand:
-    """Matrices [E, N, K] as a `Producer`: a scale each."""
+    """Matrices [E, N, K] as a `Producer`, with one scale each."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -91,7 +91,7 @@ class ExpertsGemms(LinearGemms):
         return grouped_mm(_rowwise(dy), w.columnwise, self.routes, self.out_dtype, precise=precise)
 
     def grad_weight(self, dy: QuantizedTensor, x: QuantizedTensor, *, recurring: bool = False) -> Tensor:
-        """dw [E, N, K] in the dtype of the weight. The sizes of products change from step to step: none is recurring."""
+        """dw [E, N, K] in the dtype of the weight. Product sizes change from step to step, so none is recurring."""
         assert self.routes is not None
         if self.recipe is None:
             return grouped_weight_mm(_rowwise(dy), _rowwise(x), self.routes, self.weight_dtype)
@@ -103,7 +103,7 @@ class ExpertsGemms(LinearGemms):
             super()._join(largest, group)
             return
         assert self._all is not None
-        whole = largest.new_zeros(self._all)  # the experts of other ranks: a maximum of 0 changes none
+        whole = largest.new_zeros(self._all)  # zeros for experts of other ranks: the maximum ignores them
         whole[self._local] = largest
         super()._join(whole, group)
         largest.copy_(whole[self._local])

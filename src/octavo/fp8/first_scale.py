@@ -1,8 +1,8 @@
 """The first scale of a tensor under delayed scaling, until a finite amax above 0 has been recorded for it.
 
-Octavo's rule casts it as current scaling does: with the scale of its amax, joined over the ranks that hold parts of the tensor.
-Transformer Engine's rule casts it with scale 1. Neither writes a scale or a history. Whether an entry has a scale is read on
-the device, so that the host may learn of it later without a change of a bit.
+Octavo's rule is that of current scaling: the scale of the tensor's amax, reduced over the ranks that hold parts of it.
+Transformer Engine's rule is scale 1. Neither writes a scale or a history. Whether an entry has a scale is decided on the
+device: the host may learn of it later, without a change of a bit.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ E5M2 = FloatFormat("E5M2", torch.float8_e5m2, 57344.0)
 
 
 class Format(Enum):
-    """Pairs of formats that a recipe can ask for: `forward` for inputs and weights, `backward` for gradients of outputs."""
+    """Pairs of formats of a recipe: `forward` for inputs and weights, `backward` for gradients of outputs."""
 
     HYBRID = (E4M3, E5M2)  # before the member E4M3, which hides the module's name in this body
     E4M3 = (E4M3, E4M3)

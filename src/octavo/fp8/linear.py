@@ -1,4 +1,4 @@
-"""A linear layer's three products, in FP8 or in high precision, of one layer or of several experts.
+"""A linear layer's three products, in FP8 or in high precision, for one layer or several experts.
 
     output          y  [M, N] = x  [M, K] · w [N, K]ᵀ      fast accumulation
     input gradient  dx [M, K] = dy [M, N] · w [N, K]       precise, unless the recipe says otherwise
@@ -106,10 +106,10 @@ class LinearGemms(LinearQuantizer):
 def saved_input_bytes(
     rows: int, columns: int, recipe: Recipe | None, compute: int, *, rowwise: bool = False, runs: int = 1
 ) -> list[int]:
-    """Bytes of an input [rows, columns] in `LinearGemms.saved`, a tensor each; outside FP8 `compute` bytes an element.
+    """Bytes of an input [rows, columns] in `LinearGemms.saved`, by tensor; outside FP8 `compute` bytes per element.
 
-    runs: tensor-parallel ranks whose tokens these are, where blocks begin with each rank's. rowwise: for a recomputed output
-    too, where one scale a tensor needs no second layout (`recomputed_output`).
+    runs: tensor-parallel ranks whose tokens these are; each rank's tokens begin a new block. rowwise: also for a recomputed
+    output, for which one scale a tensor needs no second layout (`recomputed_output`).
     """
     if recipe is None:
         return [rows * columns * compute]
@@ -126,8 +126,8 @@ def saved_input_bytes(
 class GroupedGemms:
     """The products of several experts, which share only a recipe: each has a separate `LinearGemms`.
 
-    Outputs and input gradients of all experts are one launch where stacked experts' are (`octavo.kernels.experts.gemm`);
-    weight gradients are one product an expert.
+    Outputs and input gradients of all experts are one launch whenever those of stacked experts are
+    (`octavo.kernels.experts.gemm`); weight gradients are one product an expert.
     """
 
     def __init__(self, experts: Sequence[LinearGemms], splits: list[int]) -> None:

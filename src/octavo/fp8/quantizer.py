@@ -1,9 +1,9 @@
-"""The cast policy of FP8 linear layers: the only place that decides dtype, scale, layouts and recorded amax of each operand.
+"""The cast policy of FP8 linear layers: the only file that decides dtype, scale, layouts and recorded amax of each operand.
 
 `LinearQuantizer` turns a recipe and a layer's `ModuleState` into a `Quantizer` for the kernel that produces an operand. To save
 memory, backward may repeat two casts with forward's scales: that of the columnwise weight, unless it is cached
 (`octavo.fp8.columnwise`), and that of an activation's output. Compiled code follows the same policy, with casts as operators
-that take the index of a slot.
+that take a slot's index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.kernels.quantize.cast_scaled import Join, amax, blocks, current_scal
 from octavo.kernels.quantize.quantized import NOTHING, QuantizedTensor, Quantizer, of_one_scale
 
 Producer = Callable[[Quantizer], QuantizedTensor]
-"""Runs the kernel that computes an operand [R, C], and stores it as the quantizer says."""
+"""Runs the kernel that computes an operand [R, C] and stores it by the quantizer's policy."""
 
 
 class DenseOperand:
@@ -57,9 +57,9 @@ class DenseOperand:
 
 
 class WithHighPrecision:
-    """Adapter: a `Producer` that also stores its result in high precision, [R, C], from which the operand is cast.
+    """Adapter: a `Producer` that also stores its result [R, C] in high precision, and casts that.
 
-    run: runs the kernel, with a matrix for that result or with None. `matrix`: in `dtype`, set by the first run.
+    run: runs the kernel, with a matrix for that result or None. `matrix`: in `dtype`, set by the first run.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WithHighPrecision:
         self.matrix: Tensor | None = None
 
     def __call__(self, quantizer: Quantizer) -> QuantizedTensor:
-        """Run the kernel, or cast the matrix that it has stored."""
+        """Run the kernel, or cast the stored matrix."""
         if self.matrix is not None:
             return DenseOperand(self.matrix)(quantizer)
         if quantizer.scale is None and quantizer.rowwise:  # for a result in high precision: the matrix itself
@@ -92,7 +92,7 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
         InputError: a transform of `torch.func` around an FP8 layer.
     """
     around = autocast.current_recipe(device)
-    # First: compiled code guards everything that it reads before, and would recompile when it changes.
+    # First: compiled code guards everything read before this, and would recompile on a change.
     if not torch.compiler.is_compiling() and around is not None and around is not state.buffers.claimed:
         claim(state.buffers, around)
     recipe = state.under(around)
@@ -101,13 +101,13 @@ def active_recipe(state: ModuleState, device: torch.device) -> Recipe | None:
     if state.gathered is not None and not has_one_scale(recipe):
         raise RuntimeError(
             "this layer's weight is still gathered in FP8 for an earlier forward, and this forward needs it in another form: "
-            "run it after the backward of the earlier one."
+            "run it after the backward of the earlier forward."
         )
     return recipe
 
 
 def has_one_scale(recipe: Recipe | None, operand: Operand = Operand.WEIGHT) -> bool:
-    """True if the recipe casts this operand with one scale a tensor: such a weight can be cast before it is gathered."""
+    """True if the recipe casts this operand with one scale a tensor: then a weight can be cast before it is gathered."""
     return recipe is not None and recipe.casts[operand].granularity is Granularity.TENSOR
 
 
@@ -147,7 +147,7 @@ def shard_scale(
 def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor:
     """The amaxes of an operand; for experts that are distributed over ranks the largest of all experts.
 
-    All ranks of the experts call it at the same cast: they share which entries have a scale.
+    All ranks of the experts call it at the same cast, since they agree on which entries have a scale.
     """
     amaxes = largest()
     if state.local_experts is None:
@@ -160,9 +160,9 @@ def _of_whole_stack(state: ModuleState, largest: Callable[[], Tensor]) -> Tensor
 class LinearQuantizer:
     """Casts the operands of one use of a linear layer: created in forward, saved for its backward.
 
-    `want` tells which gradients backward computes; layouts, and the saved tensors, follow from it. recipe: None leaves operands
-    in `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight, and False in the others; None
-    casts the weight anew.
+    `want` sets the gradients that backward computes; layouts and saved tensors follow from it. recipe: None leaves operands in
+    `out_dtype`. first: True in the first of several micro-batches, which share its FP8 weight, and False in the others; None
+    casts the weight in each call.
     """
 
     wants_x = wants_weight = wants_bias = True
@@ -174,7 +174,7 @@ class LinearQuantizer:
     _scales: tuple[int, ...] = ()
     """Shape of the scales of a tensor."""
     _local: slice | None = None
-    """The entries of a slot that belong to this rank's operands, if not all do."""
+    """The slot's entries for this rank's operands; None for all."""
     _operand: type[Any] = DenseOperand
     """The weight as a `Producer`."""
 
@@ -213,14 +213,14 @@ class LinearQuantizer:
     ) -> None:
         """The gradients that backward computes; call before the casts.
 
-        recasts: backward has the producer of the input, so the cast is repeated where that gives the same bits.
+        recasts: backward has the producer of the input, and repeats its cast where that gives the same bits.
         """
         self.wants_x, self.wants_weight, self.wants_bias = x, weight, bias
         self.recasts, self.recomputes_output = recasts and weight and repeats_input(self.recipe), recomputes_output
 
     @property
     def knows_input_scale(self) -> bool:
-        """True if the scale of the input, or that there is none, is known without its values."""
+        """True if the input's scale, or the lack of one, is known before its values."""
         if self.recipe is None or not self.recipe.casts[Operand.INPUT].delayed:
             return self.recipe is None
         if not self.recipe.native:
@@ -251,7 +251,7 @@ class LinearQuantizer:
         return Quantizer(kind.dtype, kind.max, self._input_scale, rowwise=False, columnwise=True)
 
     def weight(self, weight: Tensor, *, rowwise: bool = True, columnwise: bool = False, cache: bool = True) -> QuantizedTensor:
-        """The weight, rowwise for the output and columnwise for the input gradient; both if it outlives this use.
+        """The weight, rowwise for the output and columnwise for the input gradient; both if it is used more than once.
 
         cache: cache the layouts that backward reads. Otherwise it recasts the weight, as under activation checkpointing,
         offloading and FSDP, and where it recomputes the output.
@@ -296,9 +296,9 @@ class LinearQuantizer:
         return w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """Eight entries of `save_for_backward`: those parts of both operands that backward reads. `operands` is the inverse.
+        """Eight entries of `save_for_backward`: the parts of both operands that backward reads. `operands` is the inverse.
 
-        weight: the parameter, which takes no extra memory. It is saved in place of a columnwise `w` that does not exist.
+        weight: the parameter, which takes no extra memory. It is saved if `w` has no columnwise layout.
         """
         if not self.recomputes_output:
             if not self.wants_weight or self.recasts:
@@ -314,7 +314,7 @@ class LinearQuantizer:
         return *x, *w
 
     def restored_weight(self, saved: QuantizedTensor, *, rowwise: bool = False) -> QuantizedTensor:
-        """The saved weight for the input gradient and, with `rowwise`, for the output; a restored one is returned as it is."""
+        """The saved weight for the input gradient and, with `rowwise`, for the output; a restored one is returned unchanged."""
         if self.state.stored is not None and saved.columnwise_data is None:
             return self.state.stored.operand(self.state, self.recipe, self.out_dtype, rowwise=rowwise, columnwise=True)
         if self.recipe is None:
@@ -350,17 +350,17 @@ class LinearQuantizer:
         return self.state.slot(Operand.GRAD_OUTPUT, self.recipe, self.device).position
 
     def _first_scale(self, operand: Operand, slot: Slot, scale: Tensor, producer: Producer, recipe: Recipe) -> Tensor:
-        """The scale of a cast if some entries have none yet, in place of the slot's."""
+        """The scale of a cast in place of the slot's, if some entries have none yet."""
         session = self.session
         assert session is not None
 
         def largest() -> Tensor:
             amaxes = self._amax(producer, slot.fp8_max, recipe.casts[operand].format.dtype)
             tensor, group = self.state.tensor_group_of(operand), self.state.context_group
-            if tensor is not None:  # its ranks share one history under every autocast
+            if tensor is not None:  # tensor-parallel ranks share one history under every autocast
                 self._join(amaxes, tensor)
             if group is not None and operand is not Operand.WEIGHT and session.joint.covers(group):
-                self._join(amaxes, group)  # as the histories: ranks with separate ones may get a first scale at different steps
+                self._join(amaxes, group)  # like histories: separate ones may get a first scale at different steps
             return amaxes
 
         partly = session.number >= slot.buffer.partly_from[slot.index]
@@ -368,7 +368,7 @@ class LinearQuantizer:
         return first_scale(scale, slot.fp8_max, native=recipe.native, partly=partly, largest=of_all)
 
     def _amax(self, producer: Producer, fp8_max: float, dtype: torch.dtype) -> Tensor:
-        """The amax of an operand, float32 [], or of each expert."""
+        """The amax of an operand, float32 [], or of each expert [E]."""
         if isinstance(producer, DenseOperand):
             return amax(producer.matrix)
         largest = torch.zeros(self._scales, device=self.device)
@@ -376,18 +376,18 @@ class LinearQuantizer:
         return largest
 
     def _join(self, largest: Tensor, group: dist.ProcessGroup) -> None:
-        """The largest amaxes of all ranks of a group, in place."""
+        """Reduce amaxes to the maximum over the ranks of a group, in place."""
         self.state.buffers.joins.largest_(largest, group)
 
     def _current_scale(self, operand: Operand, producer: Producer, how: Cast) -> Tensor:
-        """The scale of an operand from its amax, joined over the ranks that hold parts of it."""
+        """The scale of an operand from its amax, reduced over the ranks that hold parts of it."""
         kind = how.format
         if operand is Operand.WEIGHT and (joined := self.state.joined_amax) is not None:
             return scale_from_amax(joined, kind.max, how.power_of_two)
         largest = self._amax(producer, kind.max, kind.dtype)
         groups = [self.state.tensor_group_of(operand), None if operand is Operand.WEIGHT else self.state.context_group]
         there = [group for group in groups if group is not None]
-        if self._local is not None:  # entries of all experts are joined, and these have a part
+        if self._local is not None:  # all experts' entries are reduced; this rank has some of them
             for group in there:
                 self._join(largest, group)
             there = []
@@ -458,10 +458,10 @@ class LinearQuantizer:
             out = producer(Quantizer(kind.dtype, kind.max, scale, None, rowwise, columnwise)) if stored else NOTHING
             return out, scale if save_scale else None
         if compiling and how.granularity is Granularity.TENSOR and self.state.context_group is not None:
-            # Not traced, so that this layer runs eagerly: its amax is to be joined over the ranks that share a sequence.
+            # Not traced, so this layer runs eagerly: its amax must be reduced over the ranks that share a sequence.
             raise InputError(
-                "current scaling joins amaxes over the ranks that share a sequence, which is not compiled: compile without "
-                "fullgraph, or take delayed scaling."
+                "current scaling reduces amaxes over the ranks that share a sequence, which is not compiled: compile without "
+                "fullgraph, or use delayed scaling."
             )
         if not stored:
             return NOTHING, None
@@ -481,7 +481,7 @@ class LinearQuantizer:
 
 
 class WeightUse(NamedTuple):
-    """Facts, besides a recipe, on which copies of a layer's weight depend; for the memory plan.
+    """Inputs of the memory estimate that decide, with the recipe, which copies of a layer's weight exist.
 
     Attributes:
         compute_bytes: bytes per element of products outside FP8.
@@ -517,7 +517,7 @@ def cached_weight_bytes(rows: int, columns: int, recipe: Recipe) -> list[int]:
 def saved_weight_bytes(
     rows: int, columns: int, recipe: Recipe | None, use: WeightUse, *, rowwise: bool = False, recast: bool = False
 ) -> list[int]:
-    """Bytes of the weight's tensors of `LinearQuantizer.saved` that are not the parameter's.
+    """Bytes of the weight's tensors in `LinearQuantizer.saved`, the parameter excluded.
 
     rowwise: backward recomputes the output. recast: forward caches no layout for backward (`cache` of `weight`).
     """
@@ -542,7 +542,7 @@ def quantize(
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Cast a matrix [R, C] with scales computed from its values; also the scales (None: neither layout is requested).
 
-    join: joins the amaxes of columns with separate scales over the ranks that hold more rows.
+    join: reduces the amaxes of columns with separate scales over the ranks that hold other rows.
     """
     dtype, fp8_max = how.format.dtype, how.format.max
     if how.granularity is Granularity.TENSOR:

@@ -76,18 +76,18 @@ FastAccumulation = bool | Literal["input_gradient"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of all recipes; `casts` is the whole content."""
+    """Base of all recipes; `casts` is all that a recipe determines."""
 
     name: ClassVar[str]
     granularities: ClassVar[tuple[Granularity, Granularity]] = (Granularity.TENSOR, Granularity.TENSOR)
     """Granularity of inputs and output gradients, and of weights."""
 
     casts: Mapping[Operand, Cast] = field(init=False, repr=False, compare=False)
-    """The cast of each operand, the same for both products that it enters."""
+    """The cast of each operand, the same in both products that read it."""
     precise: Mapping[Gradient, bool] = field(init=False, repr=False, compare=False)
     """Products of backward that add every partial sum in float32 (`octavo.kernels.gemm.scaled_mm`)."""
     native: bool = field(default=True, init=False, repr=False, compare=False)
-    """False for a Transformer Engine recipe: a head that no argument put into FP8 stays out of it, and the first scale is 1."""
+    """False for a Transformer Engine recipe: heads need an argument to run in FP8, and the first scale is 1."""
 
     def __post_init__(self) -> None:
         fp8_format = getattr(self, "fp8_format", Format.E4M3)
@@ -125,11 +125,11 @@ class Recipe:
 class DelayedScaling(Recipe):
     """One scale a tensor, from the largest |x| of the last `amax_history_len` steps: the cast needs one pass over the tensor.
 
-    Names are Transformer Engine's, and so are the defaults but for `fast_accumulation`, which uses Hopper's fast mode in
-    backward too, not only in forward: 5 to 11% less time for those products. By default input gradients use it and weight
-    gradients are precise: True includes these, and a sum over 16,384 tokens then loses 0.27% of its norm; False makes both
-    precise. Heads are precise in backward either way. `reduce_amax` joins the amaxes over `fp8_group`, so that all ranks that
-    hold parts of a model use the same scales; without it each rank has separate scales.
+    Names and defaults are Transformer Engine's, except `fast_accumulation`: Hopper's fast mode in backward too, not only in
+    forward, takes 5 to 11% less time for those products. By default input gradients use it and weight gradients are precise.
+    True adds weight gradients, of which a sum over 16,384 tokens then loses 0.27% of its norm; False makes both precise. Heads
+    are precise in backward in any case. `reduce_amax` reduces amaxes over `fp8_group`, so that all ranks that hold parts of a
+    model use the same scales; without it each rank has separate scales.
 
     Raises:
         InputError: a history shorter than 1, a margin beyond ±64, an unknown algorithm, format or product.
@@ -202,12 +202,12 @@ _THEIR_USUAL: dict[str, Any] = {"use_f32_scales": False, "backward_override": No
 
 
 def coerce(recipe: Any) -> Recipe:
-    """`recipe` itself, or Octavo's equal of a Transformer Engine recipe object (matched by class and field names).
+    """`recipe` itself, or Octavo's equivalent of a Transformer Engine recipe object (matched by class and field names).
 
-    The equal of Transformer Engine's has its precise gradients, and is not `native`.
+    The equivalent has Transformer Engine's precise gradients, and is not `native`.
 
     Raises:
-        InputError: the object is neither, or a format or another field requests something that Octavo does not have.
+        InputError: the object is neither, or a format or another field requests something that Octavo does not support.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -234,7 +234,7 @@ def coerce(recipe: Any) -> Recipe:
         usual, value = _THEIR_USUAL.get(other.name, default), getattr(recipe, other.name)
         if usual is not dataclasses.MISSING and value != usual:
             raise InputError(
-                f"fp8_recipe: {type(recipe).__name__}.{other.name} = {value!r}: Octavo's recipe has nothing of the kind; "
+                f"fp8_recipe: {type(recipe).__name__}.{other.name} = {value!r}: Octavo's recipe has no such setting; "
                 f"leave it at {usual!r}."
             )
     equal = cls(**values)

@@ -26,9 +26,9 @@ from octavo.process import process
 
 
 class ModuleState:
-    """FP8 state of one weight of a module: slots, the FP8 weight of the micro-batches, and the layer's recipe, if it has one.
+    """FP8 state of one weight of a module: slots, the cached FP8 weight of micro-batches, and the layer's recipe, if any.
 
-    A plain attribute of the module. A deep copy gets separate slots with the same values.
+    It is a plain attribute of the module. A deep copy gets separate slots with the same values.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class ModuleState:
         self.recipe: Recipe | None = None  # of the last use in training; before the first, of the last evaluation
         self.history_recipe: Recipe | None = None  # of the slots
         self.trained = False
-        self.skipped = ""  # the reason, if this layer stays out of FP8
-        self.paused = False  # out of FP8 in the present steps
+        self.skipped = ""  # why this layer stays out of FP8, if it does
+        self.paused = False  # temporarily out of FP8
         self.override: Recipe | None = None  # replaces an autocast's recipe
-        self.override_by = ""  # the reason
+        self.override_by = ""  # why
         self._module = weakref.ref(module)
         module.register_load_state_dict_pre_hook(_weights_change)
         self.weight_name = weight_name
@@ -73,7 +73,7 @@ class ModuleState:
     def tensor_group_of(self, operand: Operand) -> dist.ProcessGroup | None:
         """The ranks that join the amaxes of an operand over the tensor group; None for none.
 
-        If experts are distributed over ranks, the others hold other tokens, and no parts of these weights.
+        If experts are distributed over ranks, other ranks hold other tokens and no parts of these weights.
         """
         return None if operand is Operand.WEIGHT and self.local_experts is not None else self.tensor_group
 
@@ -111,7 +111,7 @@ class ModuleState:
         return None if weight is None or weight.is_meta else weight.device
 
     def under(self, recipe: Recipe | None) -> Recipe | None:
-        """The layer's recipe inside an autocast of `recipe`: the layer's if it has one; None for high precision."""
+        """The recipe of this layer inside an autocast of `recipe`: its override, if any; None for high precision."""
         if recipe is None or self.skipped or self.paused:
             return None
         return recipe if self.override is None else self.override
@@ -210,7 +210,7 @@ class ModuleState:
         module = self._module()
         if module is not None:
             twin._module = weakref.ref(memo.get(id(module), module))
-        key = id(BufferSet)  # of one set for all that is copied at once
+        key = id(BufferSet)  # one copied set for everything that is copied together
         twin.buffers = memo[key] = memo.get(key) or BufferSet()
         twin.buffers.trained = twin.buffers.trained or self.trained
         twin.buffers.tensor_group = self.buffers.tensor_group
@@ -224,17 +224,17 @@ class ModuleState:
 
 
 def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: weights that it will write begin anew."""
+    """Before `load_state_dict`: weights that it will write lose their scales."""
     for state in vars(module).values():
         if isinstance(state, ModuleState):
             pairs = ((getattr(module, part, None), state_dict.get(prefix + part)) for part in state.parts)
             if state.stored is not None and (new := state_dict.get(prefix + state.weight_name)) is not None:
                 # A copy into bytes would round each value to a whole number.
                 raise InputError(
-                    f"load_state_dict: {prefix}{state.weight_name} is stored in FP8 (lora.base), without room for a tensor of "
+                    f"load_state_dict: {prefix}{state.weight_name} is stored in FP8 (lora.base), and cannot take a tensor of "
                     f"{new.dtype}. Give the weights to octavo.transform, or load only the trained parameters."
                 )
-            # PyTorch reports one of another shape, and leaves the weight as it is.
+            # PyTorch reports a tensor of another shape, and leaves the weight unchanged.
             if any(a is not None and b is not None and a.shape == getattr(b, "shape", None) for a, b in pairs):
                 weight_is_new(state)
 
@@ -242,7 +242,7 @@ def _weights_change(module: nn.Module, state_dict: Mapping[str, Any], prefix: st
 def weight_is_new(state: ModuleState) -> None:
     """A load writes a weight without its scale, which is reset. By Transformer Engine's rule the scale stays."""
     state.weight_cache = None
-    # An autocast may have offered the slots under another rule than that of the last use.
+    # An autocast may have allocated the slots under a different rule since the last use.
     used = state.recipe if state.recipe is not None and state.recipe.history is not None else state.history_recipe
     if used is not None and used.native and (slot := state.slots.get(Operand.WEIGHT)) is not None:
         reset(slot)
@@ -251,7 +251,7 @@ def weight_is_new(state: ModuleState) -> None:
 
 @torch.no_grad()
 def fill(slot: Slot, scale: Tensor, history: Tensor) -> None:
-    """Set a slot's scale (NaN: it has not begun) and history: of a longer one the newest entries, a shorter one with zeros."""
+    """Set a slot's scale (NaN: not begun) and history: a longer one is cut to its newest entries, a shorter one padded."""
     copied = min(len(history), slot.buffer.policy.length) - 1
     slot.present()[0].copy_(scale)
     slot.buffer.know(slot.index, slot.begun)
@@ -286,9 +286,9 @@ def owner_of_slot(buffer: ScaleBuffer, index: int) -> tuple[ModuleState, Operand
 
 
 def prepare_all(recipe: Recipe) -> None:
-    """Offer every new FP8 module its slots for an autocast of `recipe`, outside of anything that is traced or compiled.
+    """Allocate slots of every new FP8 module for an autocast of `recipe`, outside of any tracing or compilation.
 
-    An autocast does not know yet which model runs inside: slots count once a model's layer runs (`claim`).
+    An autocast does not yet know which model runs inside: slots count once a layer of the model runs (`claim`).
     """
     if recipe not in process.offered:
         with process.slots:
@@ -297,7 +297,7 @@ def prepare_all(recipe: Recipe) -> None:
 
 def _offer(recipe: Recipe) -> None:
     if buffers.several_ranks() and next(_without_slots(_new(), recipe), None) is not None:
-        gc.collect()  # a model that is gone on one rank and lingers on another would take slots there
+        gc.collect()  # a model freed on one rank and not yet on another would take slots there
     for state, of_layer, device in _without_slots(_new(), recipe):
         state.prepare(of_layer, device, offered=True)
     if all(state.device is not None for state in list(process.fp8_modules.values())):
@@ -306,7 +306,7 @@ def _offer(recipe: Recipe) -> None:
 
 
 def _new() -> list[ModuleState]:
-    """The modules of models of which no layer has run in FP8, without slots or with offered ones, in order of creation."""
+    """Modules of models that have not run in FP8 yet, without slots or with provisional ones, in order of creation."""
     return [
         state
         for state in list(process.fp8_modules.values())
@@ -315,9 +315,9 @@ def _new() -> list[ModuleState]:
 
 
 def claim(model: BufferSet, recipe: Recipe) -> None:
-    """Before the first layer of a model runs in an autocast of `recipe`: give all its modules slots for it.
+    """Allocate the slots of all modules of a model, before its first layer runs in an autocast of `recipe`.
 
-    A module that was trained keeps its slots: it moves to another recipe only when it is trained with that recipe.
+    A trained module retains its slots: it changes to another recipe only in a training forward with that recipe.
     """
     with process.slots:
         _claim(model, recipe)
@@ -340,7 +340,7 @@ def _claim(model: BufferSet, recipe: Recipe) -> None:
 def _without_slots(states: Iterable[ModuleState], recipe: Recipe) -> Iterator[tuple[ModuleState, Recipe, torch.device]]:
     """The modules without slots of training."""
     # A slot needs the same number on every rank, or an all-reduce would join different tensors. Slots of an evaluation before
-    # training do not count: perhaps a single rank has evaluated, or with another recipe.
+    # training do not count: a single rank may have evaluated, or used another recipe.
     for state in states:
         of_layer, device = state.under(recipe), state.device
         if of_layer is None or of_layer.history is None or device is None:
@@ -361,7 +361,7 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, ModuleState]]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Scales, histories and recipes of a model's layers at the end as at the beginning, whatever runs in between."""
+    """Restore scales, histories and recipes of a model's layers at the end, whatever runs in between."""
     states = [state for _, state in states_of(model)]
     names = ("recipe", "history_recipe", "trained")
     before = [(dict(state.slots), dict(state.observed), [getattr(state, name) for name in names]) for state in states]
@@ -391,7 +391,7 @@ def inspect(module: nn.Module) -> dict[str, Any]:
     module that was never called gives an empty one.
 
     Raises:
-        InputError: nothing in the module runs in FP8.
+        InputError: the module has no FP8 layer.
     """
     entries = {name: _entries(state) for name, state in states_of(module)}
     if not entries:
@@ -470,7 +470,7 @@ def check_state_records(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def load_state_records(model: nn.Module, records: Mapping[str, Tensor], recipe: Recipe, *, fresh: Collection[str] = ()) -> None:
-    """Restore records of `state_records` in the modules with FP8 under an autocast of `recipe`, but in `fresh` ones.
+    """Restore records of `state_records` in the FP8 modules under an autocast of `recipe`, except those in `fresh`.
 
     Raises:
         InputError: as `check_state_records`, before anything is changed.

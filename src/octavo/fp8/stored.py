@@ -1,7 +1,7 @@
 """Frozen weights that are stored only in FP8: their bytes and scales, 1 byte a parameter.
 
 The parameter is uint8 and its scales are a buffer of int32, so that no `.to(dtype)` rounds either of them. A product reads the
-bytes as they are; backward transposes them, which is exact for one scale a tensor and for blocks of 128 × 128. A scale a row
+bytes directly; backward transposes them, which is exact for one scale a tensor and for blocks of 128 × 128. Rowwise scales
 would need a second copy for backward, with other scales.
 """
 
@@ -52,7 +52,7 @@ class Stored:
 
     Attributes:
         cast: the recipe's cast of a weight.
-        dtype: of the weight that is cast.
+        dtype: dtype of the weight before the cast.
         experts: number of matrices of a stack, one after the other, each with separate scales; None for one matrix.
     """
 
@@ -66,7 +66,7 @@ class Stored:
         return self.cast.granularity is Granularity.TENSOR
 
     def allocate(self, module: nn.Module, name: str) -> None:
-        """Put the bytes, without values, in the place of a frozen parameter [N, K], on its device."""
+        """Replace a frozen parameter [N, K] by uninitialised bytes on its device."""
         old: nn.Parameter = getattr(module, name)
         rows, columns = old.shape[0] // (self.experts or 1), old.shape[1]
         scales = () if self.one_scale else (-(-rows // _BLOCK), -(-columns // _BLOCK))
@@ -75,7 +75,7 @@ class Stored:
         module.register_buffer(name + _BITS, torch.empty(scales, dtype=torch.int32, device=old.device), persistent=False)
 
     def rows_to_read(self, start: int, stop: int, height: int) -> tuple[int, int]:
-        """Rows of a parameter of this height that must be read to cast rows `start` to `stop`: whole blocks."""
+        """Range of rows, in whole blocks, needed to cast rows `start` to `stop` of a parameter with `height` rows."""
         if self.one_scale or start == stop:
             return start, stop
         each = height // (self.experts or 1)
@@ -87,17 +87,17 @@ class Stored:
         self, module: nn.Module, name: str, weight: Tensor, out: Tensor, first: int = 0, skipped: int = 0,
         *, height: int | None = None, join: Callable[[Tensor, bool], None] | None = None,
     ) -> None:  # fmt: skip
-        """Cast rows of a weight as the recipe's first forward would cast the whole, to the bit.
+        """Cast rows of a weight, to the same bits as the cast of the whole weight in the recipe's first forward.
 
         Args:
             module, name: of the parameter.
             weight: rows of `rows_to_read`, [R, K].
             out: this rank's rows of the parameter, uint8.
-            first: index of the first row of `weight` in it.
-            skipped: rows of `weight` before `out`'s.
+            first: index in the parameter of the first row of `weight`.
+            skipped: number of rows of `weight` before those of `out`.
             height: rows of the parameter, of all ranks that share it; None: those of `weight`.
-            join: reduces a tensor to the maximum over ranks, in place: with True over ranks that share one scale, with False
-                over ranks that hold rows of this module's parameter. None for one rank.
+            join: takes the maximum of a tensor over ranks, in place. Its second argument: True for the ranks that share one
+                scale, False for those that hold rows of this module's parameter. None for one rank.
         """
         kind, bits = self.cast.format, getattr(module, name + _BITS)
         stacked = bits if self.experts is not None else bits[None]
@@ -128,12 +128,12 @@ class Stored:
                 out[begin - skipped : end - skipped].copy_(data[: end - begin])
             block = (rows.start - index * each) // _BLOCK
             stacked[index, block : block + len(blocks.scale_inv)] = blocks.scale_inv.contiguous().view(torch.int32)
-        if join is not None:  # scales are above 0: integers of their bits are in the order of their values
+        if join is not None:  # scales are above 0, so their bits as integers have the order of their values
             join(bits, False)
 
     @torch.no_grad()
     def put(self, module: nn.Module, name: str, out: Tensor, data: Tensor, scale_inv: Tensor) -> None:
-        """Take rows of a folder's bytes, into `out`, and its scales of the whole matrix as they are."""
+        """Copy rows of bytes from a folder into `out`, and the scales of the whole matrix."""
         out.copy_(data.view(torch.uint8))
         getattr(module, name + _BITS).copy_(scale_inv.contiguous().view(torch.int32))
 
@@ -178,7 +178,7 @@ class Stored:
         module, name = state.module, state.weight_name
         data: Tensor = getattr(module, name)
         bits: Tensor = getattr(module, name + _BITS)
-        if isinstance(data, DTensor):  # experts of this rank, of all
+        if isinstance(data, DTensor):  # this rank's experts
             data = data.to_local()
         if self.experts is not None:
             bits = bits[state.local_experts or slice(None)]
@@ -187,6 +187,6 @@ class Stored:
 
 
 def _of_matrices(start: int, stop: int, each: int) -> Iterator[tuple[int, range]]:
-    """Number of each matrix of `each` rows with rows from `start` to `stop`, and these."""
+    """Index of each matrix of `each` rows that has rows in `start` to `stop`, and those rows."""
     for index in range(start // each, (stop - 1) // each + 1):
         yield index, range(max(start, index * each), min(stop, (index + 1) * each))

@@ -6,8 +6,9 @@ Legend: n ranks, m tokens of a rank, weight [N, K].
     `RowParallelGemms`      weight [N, K / n]: x is [n · m, K / n], y [m, N] is this rank's rows of the sum over the ranks
 
 In FP8, gathers send the bytes, and sums are in the compute dtype. Backward saves this rank's tokens of a gathered input, and
-regathers them. With one scale a tensor all ranks cast with it, since the amaxes of an operand are joined over the group: given
-equal values, casts are those of one rank, and the weight's gradient reads the gathered bytes transposed.
+gathers them a second time. With one scale a tensor, all ranks cast with the same scale, since an operand's amaxes are reduced
+over the group: given equal values, casts equal those of one rank, and the weight's gradient reads the gathered bytes
+transposed.
 
 With scales of rows or blocks the scales of gathered rows are gathered too, and the weight's gradient reads a separate cast
 and gather:
@@ -22,7 +23,7 @@ and gather:
 So blocks are those of one rank where a rank's tokens, rows and columns are multiples of 128; otherwise each rank's blocks begin
 at its first row.
 
-A product of gathered rows starts with this rank's rows, concurrently with the gather of the others, if it is long enough to pay
+A product of gathered rows starts with this rank's rows while the others are gathered, if it is long enough to pay
 for a second launch. In backward, gathers of inputs and sums of gradients overlap the products of the weights' gradients.
 """
 
@@ -52,7 +53,7 @@ LEAST_OPERATIONS = 2**34
 
 
 class _Gathering:
-    """A rowwise operand of all ranks, being gathered; `wait` or `parts`, once, return it."""
+    """A rowwise operand of all ranks, being gathered; call `wait` or `parts` once for the result."""
 
     def __init__(self, data: Gathering, scale_inv: Gathering | Tensor | None) -> None:
         self._data, self._scale_inv = data, scale_inv
@@ -79,7 +80,7 @@ class _TensorGemms(LinearGemms):
     """Base class. Arguments after the group are those of `LinearGemms`."""
 
     _gathers: Operand
-    """The operand of which each rank holds its tokens."""
+    """The operand that is gathered: each rank holds its tokens."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class _TensorGemms(LinearGemms):
         """Begin to gather a columnwise operand with scales of rows or blocks, the tokens of all ranks side by side."""
         data, scale_inv = x.columnwise
         parts = self.tensor.start_gather(data)
-        if self._runs() == 1:  # joined: those of all tokens
+        if self._runs() == 1:  # reduced: the scales of all tokens
             return Pending([], lambda: QuantizedTensor(None, None, self._side_by_side(parts.wait()), scale_inv))
         scales = self.tensor.start_gather(scale_inv)
         return Pending([], lambda: QuantizedTensor(None, None, *map(self._side_by_side, (parts.wait(), scales.wait()))))
@@ -129,7 +130,7 @@ class _TensorGemms(LinearGemms):
     def _quantize(
         self, operand: Operand, matrix: Tensor, how: Cast, *, rowwise: bool, columnwise: bool
     ) -> tuple[QuantizedTensor, Tensor | None]:
-        """Cast with scales of rows or blocks, as the table of this file says."""
+        """Cast with scales of rows or blocks, by the table at the top of this file."""
         if operand is self._gathers:
             return quantize(matrix, how, rowwise=rowwise, columnwise=columnwise, join=self.tensor.largest_)
         length = matrix.shape[0] // self.tensor.size
@@ -166,10 +167,10 @@ class _TensorGemms(LinearGemms):
         *,
         for_weight: bool = False,
     ) -> tuple[Tensor, QuantizedTensor]:
-        """The product [n · m, columns] of the gathered rows of x [m, C], and these as the weight's gradient reads them.
+        """The product [n · m, columns] of the gathered rows of x [m, C], and these rows in the weight gradient's layout.
 
-        product: multiplies some rows, into a matrix if one is given. flight: the pending gather of `x`. for_weight: these rows
-        are needed; else they are `NOTHING`.
+        product: multiplies some rows, into a matrix if one is given. flight: the pending gather of `x`. for_weight: return
+        the rows too; else `NOTHING`.
         """
         local = _rows(x)
         if not self._pays(local, columns):
@@ -256,13 +257,13 @@ class ColumnParallelGemms(_TensorGemms):
     def recomputed_output(
         self, x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
-        """As `LinearGemms`; the returned input is gathered, unless it has scales of rows or blocks."""
+        """As in `LinearGemms`; the returned input is gathered, unless it has scales of rows or blocks."""
         w = self.restored_weight(w, rowwise=True)
         y, gathered = self._output(x, w, bias, for_weight=self.wants_weight and not self._of_rows)
         return y, x if self.wants_weight and self._of_rows else gathered, w
 
     def saved(self, x: QuantizedTensor, w: QuantizedTensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """As `LinearGemms`; the input is this rank's rows."""
+        """As in `LinearGemms`, with this rank's rows of the input."""
         inputs = x if self.wants_weight or self.recomputes_output else NOTHING
         if self._of_rows and not self.recomputes_output:
             inputs = QuantizedTensor(None, None, *inputs[2:])
@@ -284,7 +285,7 @@ class ColumnParallelGemms(_TensorGemms):
         """The gather of the input overlaps the product for its gradient; the reduce-scatter of that overlaps the weight's."""
         flight = self._start_gather_for_weight(x, dy) if self.wants_weight else None
         parts = super().grad_input(dy, w) if self.wants_x else None
-        x = x if flight is None else flight.wait()  # its blocks are read before the sum's are sent
+        x = x if flight is None else flight.wait()  # its blocks are read before the reduce-scatter sends its own
         dx = None if parts is None else self.tensor.start_scatter(parts)
         dw = self._complete(self.grad_weight(dy, x)) if self.wants_weight else None
         return None if dx is None else dx.wait(), dw
@@ -353,7 +354,7 @@ class RowParallelGemms(_TensorGemms):
     def both_gradients(
         self, dy: QuantizedTensor, x: QuantizedTensor, w: QuantizedTensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `LinearGemms`, with the gradient of the input first; dy: from `grad_output`."""
+        """As in `LinearGemms`, with the gradient of the input first; dy: from `grad_output`."""
         dx = self.grad_input(dy, w) if self.wants_x else None
         return dx, self.grad_weight(dy, x) if self.wants_weight else None
 

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class _Stashed:
-    """A thread's state where autograd takes it from; removed with the thread's other objects.
+    """Holder of a thread's state, from which autograd takes it; removed with the thread's other objects.
 
-    PyTorch would free it later, without a Python thread around: a process that ends just then aborts.
+    PyTorch would free it later, outside any Python thread: a process that exits at that moment aborts.
     """
 
     def __init__(self, key: str, state: Any) -> None:
@@ -28,7 +28,7 @@ class _Stashed:
         torch._C._stash_obj_in_tls(key, state)
 
     def __del__(self) -> None:
-        remove = getattr(torch._C, "_remove_obj_from_tls", None)  # not in every release: without it the abort may happen
+        remove = getattr(torch._C, "_remove_obj_from_tls", None)  # not in every release; without it that abort is possible
         if remove is not None and threading.get_ident() == self._thread:
             remove(self._key)
 
@@ -42,7 +42,7 @@ class _Local(threading.local):
 
 
 class OfThread(Generic[T]):
-    """A state for each thread, under a separate key."""
+    """One state per thread, under a key."""
 
     def __init__(self, key: str, make: Callable[[], T]) -> None:
         self._key = f"octavo.{key}"
@@ -50,7 +50,7 @@ class OfThread(Generic[T]):
         """`.state`: of this thread. Every cast reads it, and a call costs the host more than an attribute."""
 
     def here(self) -> T:
-        """The state of this thread; in a backward, of the thread that has called it."""
+        """The state of this thread; in a backward, of the thread that called it."""
         if graph_task() != -1 and torch._C._is_key_in_tls(self._key):
             return cast(T, torch._C._get_obj_in_tls(self._key))
         return cast(T, self.local.state)
