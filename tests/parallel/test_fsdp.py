@@ -280,7 +280,7 @@ def test_fsdp1_around_a_transformed_model_trains():
 
 def test_fsdp1_around_a_sharded_model_is_refused_with_the_replacement():
     with pytest.raises(
-        AssertionError, match=r"is shared out already.*leave FullyShardedDataParallel and fully_shard out.*param_dtype"
+        AssertionError, match=r"is sharded already.*leave FullyShardedDataParallel and fully_shard out.*param_dtype"
     ):
         ranks.run(2, wrapped_in_fsdp1, True)
 

@@ -92,7 +92,7 @@ def test_behind_the_warm_up_inputs_keep_their_shapes_and_dtypes():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (2.0, "input 1 of a graphed step is float, and a graph keeps the value of its recording: give tensors"),
+        (2.0, "input 1 of a graphed step is float, and a graph repeats the value at its recording: give tensors"),
         (torch.ones(2, 3, requires_grad=True), r"input 1 .*of shape \(2, 3\), requires a gradient.*: give its \.detach\(\)"),
     ],
     ids=["number", "gradient"],

@@ -462,7 +462,7 @@ def test_ranks_of_a_group_have_the_same_settings(degrees):
 def test_what_takes_a_part_for_a_whole_is_refused():
     words = {
         "deepcopy": r"octavo\.to_huggingface\(model\) has whole weights",
-        "DDP": "DistributedDataParallel, of Trainer and Accelerate too",
+        "DDP": "DistributedDataParallel, also inside Trainer and Accelerate",
         "FSDP1": "leave FullyShardedDataParallel and fully_shard out",
         "FSDP2": "leave FullyShardedDataParallel and fully_shard out",
         "FSDP2 of a block": "leave FullyShardedDataParallel and fully_shard out",

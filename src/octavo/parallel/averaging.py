@@ -1,11 +1,11 @@
-"""Means of gradients over replicas of a model, summed while the backward runs: what DistributedDataParallel does, for a graph.
+"""Averages gradients over replicas during the backward, as DistributedDataParallel does, in a form that a CUDA graph captures.
 
 Large gradients are reduced in place, a group of them by one kernel, as soon as autograd has accumulated them; small ones go
 into flat buckets after the backward. NCCL's collectives run on a separate stream, are captured by a CUDA graph, and include the
 division. Other backends cannot be captured: after a replay they reduce all gradients at once.
 
 From the second backward on, groups end where Octavo's attentions began in the first one, so that NCCL's kernels overlap
-attention: products would wait for the multiprocessors that they hold.
+attention: NCCL's kernels hold multiprocessors, for which products would wait.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from octavo.kernels.autograd import at_attention
 from octavo.parallel.storages import SOLE_OWNER, reference_count
 
 LARGE_BYTES = 2**20
-"""Gradients from here on are reduced where they lie: at this size that costs less than a copy into a bucket and out of it."""
+"""Gradients from this size on are reduced in place: that costs less than a copy into a bucket and back."""
 GROUP_BYTES = 32 * 2**20
-"""Least bytes of a group of large gradients, without attentions: fewer kernels wait for multiprocessors and other ranks."""
+"""Least bytes of a group of large gradients if no attention ends it: fewer kernels wait for multiprocessors and other ranks."""
 GROUP_BYTES_BETWEEN_ATTENTIONS = 256 * 2**20
 """Least bytes of a group between two attentions, which end groups too."""
 BUCKET_BYTES = 128 * 2**20
@@ -36,8 +36,8 @@ _ALIGNMENT = 64
 class Average:
     """Means of the gradients of parameters over the ranks of a group.
 
-    As under DistributedDataParallel each rank's share is divided by the number of ranks before the sum, and parameters begin
-    with the values of the group's first rank. `recordable`: a CUDA graph can hold the reductions.
+    As in DistributedDataParallel, each rank's share is divided by the number of ranks before the sum, and parameters start
+    with the values of the group's first rank. `recordable`: a CUDA graph can capture the reductions.
     """
 
     def __init__(self, parameters: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -47,7 +47,7 @@ class Average:
         on_gpus = {device.type for device in self._devices} == {"cuda"}
         self.recordable = on_gpus and _backends(group).get("cuda") == "nccl"
         self._buckets: list[Tensor] = []
-        self._in_bucket: list[dict[Tensor, Tensor]] = []  # the parameters of each, with their parts of it
+        self._in_bucket: list[dict[Tensor, Tensor]] = []  # of each bucket: its parameters → their parts of it
         # In the order of a backward: the reversed order of the forward, which is nearly always the parameters' order.
         self._large = [p for p in reversed(self._parameters) if p.nbytes >= LARGE_BYTES and p.is_contiguous()]
         large = set(self._large)
@@ -57,10 +57,10 @@ class Average:
                 by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for parameters_of_kind in by_kind.values():
             self._lay_out(parameters_of_kind)
-        self._ends = self._group_ends([])  # of groups among the large gradients
+        self._ends = self._group_ends([])  # ends of groups in the list of large gradients
         self._has_schedule = False
         self._ready: set[Tensor] = set()
-        self._next = 0  # the first large gradient that is not complete, or after one that is not
+        self._next = 0  # index of the first large gradient not added to a group yet
         self._group: list[Tensor] = []  # shares of the incomplete group
         self._works: list[dist.Work] = []
         for parameter in parameters:
@@ -69,7 +69,7 @@ class Average:
             parameter.detach().copy_(value)
 
     def _lay_out(self, parameters: list[Tensor]) -> None:
-        """Give each of these parameters, of one dtype and device, its part of a bucket."""
+        """Assign each of these parameters, of one dtype and device, its part of a bucket."""
         first, limit = parameters[0], BUCKET_BYTES // parameters[0].element_size()
         buckets: list[list[tuple[Tensor, int]]] = [[]]
         end = 0
@@ -91,7 +91,7 @@ class Average:
         self._in_bucket.append(views)
 
     def _group_ends(self, attentions: Collection[int]) -> frozenset[int]:
-        """Numbers of large gradients after which a group ends. attentions: numbers that were complete where one began."""
+        """Indices of large gradients after which a group ends. attentions: counts of complete gradients where one began."""
         first, last = min(attentions, default=0), max(attentions, default=0)
         ends, size = set(attentions), 0
         for number, parameter in enumerate(self._large, 1):
@@ -104,7 +104,7 @@ class Average:
         return frozenset(ends)
 
     def _agree(self, attentions: set[int]) -> None:
-        """Take the groups that end at the attentions of the group's first rank."""
+        """Use the group ends of the first rank's attentions, on all ranks."""
         began = torch.zeros(len(self._large) + 1, dtype=torch.uint8, device=self._large[0].device)
         began[list(attentions)] = 1
         dist.broadcast(began, group=self.group, group_src=0)
@@ -113,12 +113,12 @@ class Average:
 
     @contextlib.contextmanager
     def of_backward(self, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Around a backward that sets every `grad`: afterwards they are means, for which the current stream has waited.
+        """Around a backward that sets every `grad`: at the end each is the mean, and the current stream has waited for it.
 
         meanwhile: called after the backward, while the last gradients are being reduced.
         """
         self._restart()
-        # Several devices have a thread each, which would begin reductions at the same time.
+        # Each device has a backward thread; several would begin reductions concurrently.
         beside = self._large if len(self._devices) == 1 else []
         learns = bool(beside) and not self._has_schedule
         attentions: set[int] = set()
@@ -131,7 +131,7 @@ class Average:
             try:
                 yield
             except BaseException:
-                self._restart()  # and keep no gradient
+                self._restart()  # without a reference to gradients
                 raise
         self._finish(meanwhile)
         if learns:
@@ -152,9 +152,9 @@ class Average:
         """Reduce the groups that are complete, in one order on all ranks."""
         if parameter in self._ready:
             raise InputError(
-                f"a parameter of shape {tuple(parameter.shape)} got its gradient twice in one backward, and the first is being "
-                "averaged: octavo.graphed with a group takes no reentrant checkpoints of a shared parameter. Give "
-                "torch.utils.checkpoint use_reentrant=False."
+                f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward, after the average of the "
+                "first had begun: octavo.graphed with a group does not support reentrant checkpoints of a shared parameter. "
+                "Give torch.utils.checkpoint use_reentrant=False."
             )
         self._ready.add(parameter)
         while self._next < len(self._large) and self._large[self._next] in self._ready:
@@ -175,7 +175,7 @@ class Average:
             self._group = []
 
     def _sum(self, shares: list[Tensor]) -> None:
-        """Begin to make means of all ranks' shares, on one device: of each dtype in one call under NCCL."""
+        """Begin to average the ranks' shares on one device, under NCCL with one call per dtype."""
         if not self.recordable:
             torch._foreach_mul_(shares, 1 / self.ranks)
             works = [dist.all_reduce(share, group=self.group, async_op=True) for share in shares]
@@ -195,8 +195,8 @@ class Average:
         if missing := [tuple(parameter.shape) for parameter in self._parameters if parameter.grad is None]:
             raise InputError(
                 f"{len(missing)} of {len(self._parameters)} parameters got no gradient, the first of shape {missing[0]}, and "
-                "other ranks wait for theirs: give octavo.graphed the parameters that the loss depends on, or freeze the rest "
-                "(requires_grad_(False))."
+                "other ranks wait for their averages: give octavo.graphed only parameters that the loss depends on, or freeze "
+                "the others (requires_grad_(False))."
             )
         while self._next < len(self._large):
             self._add_next()

@@ -1,12 +1,12 @@
-"""Collective calls of a user's script: a rank that makes one alone gets an error, instead of waiting until a timeout.
+"""Collective calls of a user's script: if a single rank makes one, it gets an error instead of a hang until the timeout.
 
 `if rank == 0: octavo.save(…)` is the usual way to hang a job. So the rare calls that every rank makes (save, load, export,
 transform) begin with a rendezvous at the job's key-value store. It costs a few round trips, and no collective. A waiting rank
-learns there that another one makes another call, has left, or is blocked in a collective that in turn waits for it. All ranks
-then raise the same error. A rank that only computes for long is waited for, and named after a minute.
+learns there that another rank makes a different call, has ended, or is blocked in a collective that waits for this one. All
+ranks then raise the same error. A rank that only computes for a long time is waited for; a warning names it after a minute.
 
-Each rank has a thread that checks twice in five seconds whether a rank has asked, and answers where the main thread is.
-`octavo.clip_grad_norm_`, which a step calls, has no rendezvous: its name is noted, and the thread warns if it takes long.
+Each rank has a thread that polls for queries twice in five seconds, and answers with the place of its main thread.
+`octavo.clip_grad_norm_`, which a step calls, has no rendezvous: its name is noted, and the thread warns if it takes too long.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from octavo.process import process
 _POLL_SECONDS = (0.001, 0.1)
 """First and longest pause of a rank that waits for the others."""
 _LOOK_SECONDS = 1.0
-"""Between two looks at which ranks are missing."""
+"""Seconds between two checks for missing ranks."""
 _ASK_SECONDS = 5.0
-"""Until the missing ranks are asked where they are."""
+"""Seconds until missing ranks are queried for their place."""
 _ANSWER_SECONDS = 2.0
 _BLOCKED_SECONDS = 20.0
 """Time in one collective after which a rank counts as blocked: longer than the transfer of a large tensor."""
@@ -52,7 +52,7 @@ class _Meetings:
 
     def __init__(self, world: Any) -> None:
         self.world, self.rank, self.size = world, dist.get_rank(), dist.get_world_size()
-        default: Any = _get_default_store()  # whose `clone` has annotations in some versions of torch only
+        default: Any = _get_default_store()  # `clone` is annotated only in some versions of torch
         self.store: Store = PrefixStore(f"octavo-calls-{next(process.meetings)}", default.clone())
         self.inside: tuple[str, float] | None = None  # the call of the main thread, and its begin
         self._number = 0
@@ -64,7 +64,7 @@ class _Meetings:
         """Return once every rank makes this call.
 
         Raises:
-            InputError: some rank will not make it; the same on every rank.
+            InputError: some rank will not make this call; raised on every rank.
             OctavoError: the store of the ranks is lost.
         """
         number, self._number = self._number, self._number + 1
@@ -127,8 +127,8 @@ class _Meetings:
         except RuntimeError as error:
             line = str(error).strip().partition("\n")[0]
             raise OctavoError(
-                f"{call}: rank {self.rank} cannot reach the store of the ranks ({line}): the rank that keeps it, rank 0 "
-                f"unless torchrun does, has ended. {_remedy(call)}"
+                f"{call}: rank {self.rank} cannot reach the store of the ranks ({line}): the process that serves it, rank 0 or "
+                f"torchrun, has ended. {_remedy(call)}"
             ) from None
 
     def _answer(self) -> None:
@@ -152,7 +152,7 @@ class _Meetings:
                 self.store.set(f"place/{self.rank}", json.dumps(place))
 
     def _tell_of_long_call(self, inside: tuple[str, float], told: object) -> object:
-        """Warn once of a long call without a rendezvous, with the places of the others, which are queried first."""
+        """Warn once of a long call without a rendezvous, after a query for the places of the other ranks."""
         if told is inside:
             return told
         states = self._why_not([rank for rank in range(self.size) if rank != self.rank], ask=True)
@@ -165,7 +165,7 @@ class _Meetings:
         return inside
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank makes no more calls."""
+        """Tell the other ranks that this one makes no more calls."""
         if not self._ended.is_set():
             self._ended.set()
             with contextlib.suppress(RuntimeError):
@@ -175,7 +175,7 @@ class _Meetings:
 
 
 def begin(patience: datetime.timedelta | None = None) -> None:
-    """Take part in the meetings of this world from now on; without several ranks nothing. patience: longest wait for others."""
+    """Take part in the rendezvous of this world from now on; no-op on one rank. patience: longest wait for other ranks."""
     if patience is not None:
         process.patience = patience.total_seconds()
     _meetings()
@@ -207,7 +207,8 @@ def together(call: str) -> Iterator[None]:
     """A call that every rank makes: the block begins once all have arrived. A nested call has no rendezvous.
 
     Raises:
-        InputError: some rank will not come: it makes another call, has ended, or is blocked until this one comes elsewhere.
+        InputError: some rank will not arrive: it makes another call, has ended, or is blocked in a collective that waits for
+            this one.
     """
     meetings = _meetings()
     if meetings is None or meetings.inside is not None:
@@ -223,10 +224,10 @@ def together(call: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted(call: str) -> Iterator[None]:
-    """A call of each step: no meeting, no traffic. The thread warns if it lasts, and an error of a lost rank names the call.
+    """A call of each step: no rendezvous, no traffic. The thread warns if it takes too long; errors of lost ranks name it.
 
     Raises:
-        OctavoError: in place of a RuntimeError of a process group.
+        OctavoError: replaces a RuntimeError of a process group.
     """
     meetings: _Meetings | None = process.calls
     if meetings is None or meetings.inside is not None:
@@ -239,7 +240,7 @@ def noted(call: str) -> Iterator[None]:
         if isinstance(error, OctavoError) or not any(word in str(error).lower() for word in ("gloo", "nccl", "timed out")):
             raise
         raise OctavoError(
-            f"{call}: rank {meetings.rank} of {meetings.size} has lost the others: {str(error).strip().partition(chr(10))[0]}. "
+            f"{call}: rank {meetings.rank} of {meetings.size} lost the others: {str(error).strip().partition(chr(10))[0]}. "
             f"{_remedy(call)}"
         ) from error
     finally:

@@ -13,7 +13,7 @@ def check_context(
 ) -> None:
     """Raise an InputError for a decoder whose sequences `degree` ranks cannot share by this exchange.
 
-    heads, groups: query heads and key-value heads. windows: of each layer, None for none. dropout: of attention.
+    heads, groups: query heads and key-value heads. windows: of each layer, None without one. dropout: of attention.
     """
     if degree == 1:
         return
@@ -30,7 +30,7 @@ def check_context(
     if dropout:
         raise InputError(
             f"model.config.attention_dropout = {dropout} with parallel.context_parallel_degree = {degree}: the ranks draw no "
-            "common mask. Set model.config.attention_dropout = 0.0 (of pretrained weights in config.json), or "
+            "common mask. Set model.config.attention_dropout = 0.0 (for pretrained weights, in config.json), or "
             "parallel.context_parallel_degree = 1."
         )
 

@@ -1,7 +1,7 @@
 """Coordination of ranks: a function runs once on rank 0, and any rank's exception reaches all.
 
 Every phase of a save or a load ends in a collective, after which all ranks continue or all raise: the failed rank its
-exception, the others an `OctavoError` with its rank and text. No rank waits for a rank that has given up.
+exception, the others an `OctavoError` with its rank and text. No rank waits for a failed one.
 
 Two gloo groups of all ranks are used, one by the training thread and one by the thread that reads or writes files: collectives
 of two threads on one group would be confused. Objects are sent pickled, as in PyTorch.
@@ -92,7 +92,7 @@ class Ranks:
 
         Raises:
             BaseException: `error` itself, on its rank.
-            OctavoError: on the others, naming the rank and its error; an `InputError` stays one.
+            OctavoError: on the other ranks, with the failed rank and its error; an `InputError` stays an `InputError`.
         """
         reports: list[tuple[bool, str] | None] = []
         try:
@@ -100,7 +100,7 @@ class Ranks:
                 reports = self.all_gather(None if error is None else _report(error))
                 if undo is not None:
                     self.on_rank_0(undo)
-        except OctavoError:  # a lost connection says less than this rank's error
+        except OctavoError:  # this rank's error is more informative than a lost connection
             if error is None:
                 raise
         if error is not None:
@@ -112,7 +112,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def sharing_errors(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
-        """A block that every rank runs independently, then `share_error`. Nothing inside may wait for another rank."""
+        """A block that each rank runs independently, followed by `share_error`. Nothing inside may wait for another rank."""
         error: BaseException | None = None
         try:
             yield
@@ -121,7 +121,7 @@ class Ranks:
         self.share_error(error, undo)
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
-        """Call `function` only on rank 0: every rank gets its result or its exception."""
+        """Call `function` on rank 0 alone; every rank gets its result or its exception."""
         result: list[Any] = [None]
         with self.sharing_errors():
             if self.rank == 0:
@@ -132,7 +132,7 @@ class Ranks:
 
 
 def all_ranks(timeout: datetime.timedelta = _PATIENCE) -> Ranks:
-    """The ranks for the training thread. The first call is collective, and its `timeout` holds."""
+    """The ranks for the training thread. The first call is collective and sets the timeout."""
     return _ranks("training", timeout)
 
 

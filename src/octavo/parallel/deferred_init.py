@@ -1,4 +1,4 @@
-"""Delayed initialisation: a model is built without memory, sharded, and only then filled, by each rank its part.
+"""Delayed initialisation: a model is built without memory, sharded, and then each rank fills its part.
 
     with delayed_init(): model = …        parameters on the meta device, buffers with their values
     shard the model                       each rank knows its rows
@@ -46,11 +46,11 @@ _MIX_1, _MIX_2, _GOLDEN = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C886468
 def delayed_init(enabled: bool = True) -> Iterator[None]:
     """Build modules with parameters on the meta device and real buffers.
 
-    A parameter moves to meta when it is registered, so that its module initialises it at no cost. `requires_grad`, ties, the
-    parameter's class and attributes stay. Modules that other threads build are as usual.
+    A parameter moves to the meta device when it is registered, so that its initialisation costs nothing. `requires_grad`, ties,
+    the parameter's class and attributes stay. Modules built on other threads are not affected.
 
     Args:
-        enabled: False builds as usual, for one rank of several that has the weights.
+        enabled: False builds as usual, for the rank that has the weights.
 
     Raises:
         InputError: inside, `from_pretrained` reads weights, which would be lost.
@@ -97,21 +97,21 @@ class Values(Protocol):
     """The source of a model's values."""
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Raise an InputError if one of the named tensors, which are on meta, would get no value."""
+        """Raise an InputError if one of the named tensors, all on meta, would get no value."""
 
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill the named tensors, which have storage now."""
+        """Fill the named tensors, which have storage by now."""
 
 
 def materialise(model: nn.Module, device: torch.device | str, values: Values) -> nn.Module:
-    """Give a model on the meta device storage and values, in place; tensors that have them move to `device` and keep them.
+    """Allocate and fill a model on the meta device, in place; tensors with values are moved to `device` unchanged.
 
     Ties, `requires_grad` and the parts of a sharded model stay.
 
     Args:
         model: wholly or partly on meta, sharded by FSDP2 or not.
         device: of all parameters and buffers.
-        values: their source. `Loaded` and `FromRank0` also replace values that are there.
+        values: their source. `Loaded` and `FromRank0` also replace existing values.
 
     Raises:
         InputError: a parameter or buffer that `values` cannot fill, by name; the model is unchanged.
@@ -144,11 +144,11 @@ def _give_storage(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_buffers(model: nn.Module, names: Collection[str]) -> None:
-    """Raise an InputError if one of the names is a buffer, since only the model's constructor can compute it."""
+    """Raise an InputError if one of the names is a buffer: only the model's constructor can compute it."""
     if lost := [name for name, _ in model.named_buffers() if name in names]:
         raise InputError(
             f"buffers {some(lost, 3)} are computed when {type(model).__name__} is built and have no value on the meta device:"
-            " build the model under octavo.delayed_init(), which leaves buffers alone."
+            " build the model under octavo.delayed_init(), which does not delay buffers."
         )
 
 
@@ -246,7 +246,7 @@ class FromRank0:
     """Parameters and buffers broadcast from rank 0 of several, one whole tensor at a time.
 
     Attributes:
-        load: rank 0's weights, None on the others; a tensor that is not there is sent as rank 0's model has it.
+        load: rank 0's weights, None on the others; a tensor missing there is sent from rank 0's model.
         ranks: all ranks.
     """
 
@@ -276,7 +276,7 @@ class FromRank0:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill this rank's part of every parameter and buffer; every rank raises an error of rank 0's."""
+        """Fill this rank's part of every parameter and buffer; every rank raises rank 0's error."""
         for name, tensor in named_tensors(model):
             part = local_shard(tensor)
             whole = torch.empty(part.shape, dtype=tensor.dtype, device=part.local.device)

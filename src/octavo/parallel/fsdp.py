@@ -1,9 +1,9 @@
-"""Sharded data parallelism: FSDP2 around each block and its experts, around embedding, norm and head, and around the rest.
+"""Sharded data parallelism: FSDP2 wraps each block, its experts, embedding, norm, head, and the root for the rest.
 
 Each rank of a shard group stores a part of every parameter (master weights, gradients, optimizer states). On a [replicate,
-shard] mesh gradients are then summed over the replicas as well. Added to FSDP2: weights of FP8 products are gathered in FP8 and
-bf16 gradients sent as bf16 (`octavo.parallel.fsdp2`), and gradients are summed, not averaged, for a loss divided by the targets
-of the global batch.
+shard] mesh gradients are then summed over the replicas as well. In addition to FSDP2, weights of FP8 products are gathered in
+FP8 and bf16 gradients are sent as bf16 (`octavo.parallel.fsdp2`), and gradients are summed, not averaged, for a loss divided by
+the targets of the global batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
     """Refuse a model whose values differ between ranks, before each stores its shard of them. Collective.
 
     Raises:
-        InputError: the first tensor that differs, and the two ways to one set of weights.
+        InputError: names the first tensor that differs, and two ways to get equal weights.
     """
     tensors = model.state_dict()
     if any(isinstance(as_held(tensor), DTensor) for tensor in tensors.values()):
@@ -70,14 +70,14 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
                 other = holder if gathered[holder][name][place] != digest else other
             if other != rank:
                 raise InputError(
-                    f"ranks {other} and {rank} hold different weights ({name}), and shards of them would be mixed: "
-                    "octavo.init gives each rank another seed. Build the model under octavo.delayed_init(), or use those of "
+                    f"ranks {other} and {rank} hold different weights ({name}), so their shards would not form one model: "
+                    "octavo.init seeds each rank differently. Build the model under octavo.delayed_init(), or use the weights of "
                     "rank 0: octavo.transform(model, load_state_dict_from_rank0=True)."
                 )
 
 
 def _digests(tensor: Tensor) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """`_digest` of a tensor; of a block's the shape, and the digest of each range that this rank holds, by its place."""
+    """Place → `_digest` of a tensor; with a block its shape, and the digest of each range that this rank holds."""
     if not isinstance(tensor, BlockTensor):
         return {(): _digest(tensor)}
     of_ranges = {box.whole + box.sizes: _digest(local_of(tensor)[box.in_local]) for box in part_of(tensor).boxes}
@@ -85,7 +85,7 @@ def _digests(tensor: Tensor) -> dict[tuple[int, ...], tuple[str, ...]]:
 
 
 def _digest(tensor: Tensor) -> tuple[str, ...]:
-    """Shape, dtype and sums of a tensor's bytes, which two draws of random weights do not share; of a meta tensor no sums."""
+    """Shape, dtype and, except on meta, sums of a tensor's bytes, which differ between two draws of random weights."""
     shape = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.is_meta:
         return (shape,)
@@ -107,8 +107,8 @@ def shard(
 
     Args:
         model: the root; parameters outside blocks and ends are gathered before its forward and reduced after its backward.
-        blocks: gathered one by one, each while the previous part runs. Experts go with their block, but separately, since fewer
-            ranks share them under expert parallelism. So does the first block's MLP.
+        blocks: gathered one by one, each while the previous part runs. Experts are a separate unit, gathered with their block,
+            since fewer ranks share them under expert parallelism. So is the first block's MLP.
         how: ranks and dtypes, with `reshard_after_forward` decided.
         summed: sum gradients over the ranks; False averages them, for mean losses.
         ends: modules that run before and after the blocks, in order. They are gathered as blocks are, those after the blocks
@@ -116,7 +116,7 @@ def shard(
     """
     mesh = how.mesh
     _refuse_shared(model, blocks)
-    # FSDP2 wants gradients of one dtype in a group. Those of FP8 products have the parameters' dtype, as on one rank, so norms
+    # FSDP2 needs gradients of one dtype in a group. Those of FP8 products have the parameters' dtype, as on one rank, so norms
     # and biases in their block, which are small, are gathered in their dtype too.
     outer = MixedPrecisionPolicy(how.param_dtype, how.reduce_dtype, cast_forward_inputs=False)
     parameter_dtypes = MixedPrecisionPolicy(None, how.reduce_dtype, cast_forward_inputs=False)
@@ -164,7 +164,7 @@ def shard(
 
 
 def _refuse_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise an InputError for a parameter of two blocks, or of a block and of the model around it: each is gathered alone."""
+    """Raise an InputError for a parameter of two blocks, or of a block and the root: units are gathered separately."""
     names = {module: name for name, module in model.named_modules()}
     inside = {module for block in blocks for module in block.modules()}
     owners = [*blocks, *(module for module in names if module not in inside)]
@@ -174,8 +174,8 @@ def _refuse_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             other = first.setdefault(parameter, owner)
             if other is not owner and not inside.isdisjoint((other, owner)):
                 raise InputError(
-                    f"{names[owner]}.{parameter_name} is also a parameter of {names[other] or type(other).__name__}, and over"
-                    " ranks the weights of each block are gathered for this block alone: give each block a separate"
+                    f"{names[owner]}.{parameter_name} is also a parameter of {names[other] or type(other).__name__}, and sharding"
+                    " gathers the weights of each block for this block alone: give each block a separate"
                     " parameter, or train on one rank."
                 )
 
@@ -215,7 +215,7 @@ def _groups_of(behind: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, whole: bool) -> None:
-    """Reduce gradients without FSDP2's needless copies; whole: a rank shares its experts with no other."""
+    """Reduce gradients without FSDP2's avoidable copies; whole: each rank alone holds its experts."""
     experts = [_fsdp(part) for part in itertools.chain(*units) if isinstance(part, StackedExperts)] if whole else []
     single_rank.use(experts)
     rest = [module for module in sharded_modules(model) if module not in experts]
@@ -225,9 +225,9 @@ def _spare_copies(model: nn.Module, units: Sequence[Unit], how: Sharding, *, who
 
 
 def _prefetch(front: Sequence[Unit], blocks: Sequence[Unit], behind: Sequence[Unit]) -> None:
-    """Gather each part while the part before runs, in backward too, where FSDP2 does that for blocks of one module.
+    """Prefetch each part while the previous one runs, also in backward, where FSDP2 prefetches only blocks of one module.
 
-    During the head's backward FSDP2 would gather the part in front of the head, although it is gathered.
+    During the head's backward FSDP2 would prefetch the part in front of the head, which is gathered already.
     """
     order = [*front, *blocks, *behind]
     for unit, following in itertools.pairwise(order):
@@ -274,14 +274,14 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Outside a forward and a backward, free the state of an abandoned one: the next forward reads present shards.
+    """Between passes, free the state of an abandoned forward or backward: the next forward then reads current shards.
 
-    A forward without a backward leaves embedding, norm and head gathered, and one that an exception ended any part. FSDP2 would
-    compute with these weights after the optimizer has changed their shards, and `parameters()` would be the gathered ones,
-    which have no gradients.
+    A forward without a backward leaves embedding, norm and head gathered; one that an exception ended may leave any part. FSDP2
+    would compute with these weights after the optimizer has changed their shards, and `parameters()` would be the gathered
+    ones, which have no gradients.
 
     A backward that an exception ended leaves gradients of gathered weights, where `optimizer.zero_grad()` does not reach: FSDP2
-    would add them to those of the next backward. What was summed over the ranks before the exception is with the shards.
+    would add them to those of the next backward. Gradients reduced before the exception are with the shards.
     """
     if not isinstance(model, FSDPModule) or checkpoints.graph_task() != -1:  # a backward recomputes its forward
         return
@@ -310,13 +310,13 @@ def _drop_abandoned_gradients(model: nn.Module, modules: Sequence[FSDPModule]) -
 
 
 def _settle_after_exception(root: nn.Module, *_: Any) -> None:
-    """Make `parameters()` the shards at once, for an optimizer that is created before the next forward."""
+    """Restore the shards in `parameters()` at once, for an optimizer that is created before the next forward."""
     if forward_is_open(_fsdp(root)):
         settle(root)
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse DDP, FSDP1, FSDP2 and copies of a model whose parameters are this rank's parts, without FSDP2 around them."""
+    """Refuse DDP, FSDP1, FSDP2 and copies of a model with tensor-parallel parameters that FSDP2 does not wrap."""
 
     def refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
         raise InputError(
@@ -339,7 +339,7 @@ _FSDP_MARK, _DDP_MARK = "_fsdp_use_orig_params", "_ddp_params_and_buffers_to_ign
 
 def _refuse_fsdp(self: nn.Module, value: Any) -> None:
     raise InputError(
-        f"{type(self).__name__} is shared out already, by octavo.transform over the ranks of octavo.init: "
+        f"{type(self).__name__} is sharded already, by octavo.transform over the ranks of octavo.init: "
         "leave FullyShardedDataParallel and fully_shard out. Their mixed precision goes into octavo.init as param_dtype, "
         "reduce_dtype and buffer_dtype, sharding_strategy as hybrid_shard_degree and reshard_after_forward."
     )
@@ -347,17 +347,17 @@ def _refuse_fsdp(self: nn.Module, value: Any) -> None:
 
 def _refuse_ddp(self: nn.Module) -> None:
     raise InputError(
-        f"{type(self).__name__}: DistributedDataParallel, of Trainer and Accelerate too, would join the ranks a second "
-        "time: octavo.init shards this model over them and joins its gradients. Leave octavo.init out, or write the loop "
-        "without them."
+        f"{type(self).__name__}: DistributedDataParallel, also inside Trainer and Accelerate, would reduce gradients a second "
+        "time: octavo.init shards this model over the ranks and reduces its gradients. Leave octavo.init out, or write the "
+        "loop without them."
     )
 
 
 def _derive_class(model: nn.Module, *, each_micro_batch_too: bool) -> None:
-    """Give the model a separate class, whose `zero_grad` drops all gradients.
+    """Derive a class for the model, whose `zero_grad` drops all gradients.
 
-    each_micro_batch_too: `set_requires_gradient_sync(False)`, which loops and libraries call to accumulate, leaves the sums
-    over the shards in.
+    each_micro_batch_too: `set_requires_gradient_sync(False)`, which loops and libraries call to accumulate, still sums
+    over the shards.
     """
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
@@ -387,7 +387,7 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reshard_after_evaluation(block: nn.Module, inputs: Any, output: Tensor) -> None:
-    """No backward follows that would free the parameters of a part that stays gathered after its forward."""
+    """Reshard a part that stays gathered after its forward: after an evaluation no backward frees it."""
     group = group_of(_fsdp(block))
     if group is None or group.frees_after_forward:
         return

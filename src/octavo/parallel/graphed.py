@@ -1,4 +1,4 @@
-"""Forward and backward as one CUDA graph, for models whose kernels finish before Python launches the next.
+"""Forward and backward as one CUDA graph, for models whose kernels finish faster than Python launches them.
 
 A step of ViT-Huge launches some two thousand kernels; a graph launches all of them at once, with the captured addresses. The
 optimizer is not part of the graph, so any optimizer, clipping and schedule can follow. With a group NCCL's reductions of
@@ -39,7 +39,8 @@ _Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 class Graphed:
     """Calls `loss(*inputs)` and its backward, eagerly at first and then as a recorded graph; see `graphed`.
 
-    after: the callable of a step's first micro-batch; this one, of the others, adds to its gradients. Both share memory.
+    after: the callable of a step's first micro-batch; this one runs later micro-batches and adds to its gradients. Both share
+    memory.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class Graphed:
         self._trained = [parameter.requires_grad for parameter in parameters]
         self._average = None if group is None else Average(parameters, group)
         self._stream = torch.cuda.Stream() if any(parameter.is_cuda for parameter in parameters) else None
-        if after is not None:  # a gradient is added to on the stream that has set it
+        if after is not None:  # gradients accumulate on the stream that set them
             self._stream = after._stream
         self._recorded: _Recorded | None = None
-        self._kinds: _Kinds | None = None  # of the call that is captured on a GPU, on a CPU too
-        self._scales: set[ScaleBuffer] = set()  # updated by the calls
-        self._addresses: list[int] = []  # memory that the graph reads and writes, from its capture on
+        self._kinds: _Kinds | None = None  # of the captured call; also checked on a CPU
+        self._scales: set[ScaleBuffer] = set()  # buffers that the calls update
+        self._addresses: list[int] = []  # of the memory that the graph reads and writes, from the capture on
         self._checked = False
         self._walks = 0 if any(map(_is_shard, parameters)) else 2  # shards are gathered to separate leaves
-        self._first_leaves: set[Tensor] = set()  # of the first call, without the parameters
+        self._first_leaves: set[Tensor] = set()  # leaves of the first call other than the parameters
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The detached loss of this rank; gradients are in the parameters' `grad`. The next call may overwrite both."""
@@ -71,7 +72,7 @@ class Graphed:
         _check_inputs(inputs, self._stream is not None)
         if self._left:
             loss = self._warm_up(inputs)
-            self._left -= 1  # a call that failed has prepared nothing
+            self._left -= 1  # not reached by a failed call
             return loss
         kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
         if self._kinds not in (None, kinds):
@@ -104,7 +105,7 @@ class Graphed:
                 )
 
     def _adds_to_a_replay(self) -> bool:
-        """True if the gradients are those of the first graph's replay, to which alone a recording adds; true for the first."""
+        """True if gradients are those of the first graph's replay, to which a recording adds; True for the first."""
         if self._after is None:
             return True
         recorded = self._after._recorded
@@ -122,7 +123,7 @@ class Graphed:
         return loss
 
     def _replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        if self._recorded is None or self._addresses != self._addresses_now():  # the earlier graph has the earlier addresses
+        if self._recorded is None or self._addresses != self._addresses_now():  # the old graph has the old addresses
             self._recorded = None
             self._recorded = self._record(inputs)
             self._addresses = self._addresses_now()
@@ -138,7 +139,7 @@ class Graphed:
         return loss
 
     def _addresses_now(self) -> list[int]:
-        """Of parameters, FP8 scales and gradients that the graph adds to; shards are gathered to other memory anyway."""
+        """Addresses of parameters, FP8 scales and accumulated gradients; shards are gathered into other memory anyway."""
         whole = (parameter for parameter in self._parameters if not isinstance(parameter, DTensor))
         scales = (tensor for buffer in self._scales for tensor in (buffer.scale, buffer.history))
         added = [] if self._after is None else [p.grad for p in self._parameters if p.grad is not None]
@@ -153,11 +154,11 @@ class Graphed:
         return loss.detach()
 
     def _forward(self, *inputs: Tensor) -> Tensor:
-        """The loss; one that no graph can repeat is refused."""
+        """Compute the loss; refuse one that a graph cannot repeat."""
         with contextlib.ExitStack() as around:
             if not self._checked:
                 around.enter_context(_refusing_ddp())
-            if self._average is not None:  # which reduces beside the backward alone
+            if self._average is not None:  # which reduces only during the backward
                 around.enter_context(without_collectives())
             loss = self._loss(*inputs)
         if not self._checked:
@@ -168,9 +169,9 @@ class Graphed:
         return loss
 
     def _check_leaves(self, loss: Tensor) -> None:
-        """Refuse a loss that trains other leaves than the parameters, whose gradients nobody averages or sets in a replay.
+        """Refuse a loss that trains leaves other than the parameters: a replay would neither average nor set their gradients.
 
-        A leaf that is no `torch.nn.Parameter` may be created by the loss in each call: it is refused in the second one.
+        The loss may create a leaf that is no `torch.nn.Parameter` in each call: such a leaf is refused in the second call.
         Reentrant checkpoints hide their leaves.
         """
         known = set(self._parameters)
@@ -198,7 +199,7 @@ class Graphed:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors that the backward of a loss gives gradients, in the order of a walk through its graph."""
+    """Leaf tensors of a loss, in the order of a traversal of its graph."""
     left: list[Any] = [get_gradient_edge(loss).node]
     found, seen = [], set()
     while left:
@@ -222,18 +223,18 @@ def _check_inputs(inputs: tuple[object, ...], on_gpu: bool) -> None:
     for number, tensor in enumerate(inputs):
         if not isinstance(tensor, Tensor):
             raise InputError(
-                f"input {number} of a graphed step is {type(tensor).__name__}, and a graph keeps the value of its recording: "
-                "give tensors, and constants in the loss itself."
+                f"input {number} of a graphed step is {type(tensor).__name__}, and a graph repeats the value at its recording: "
+                "give tensors, and put constants into the loss function."
             )
         if tensor.requires_grad:
             raise InputError(
                 f"input {number} of a graphed step, of shape {tuple(tensor.shape)}, requires a gradient, which a replay does "
-                "not set: give its .detach(), or make it one of the parameters."
+                "not set: give its .detach(), or add it to the parameters."
             )
         if on_gpu and not tensor.is_cuda:
             raise InputError(
-                f"input {number} of a graphed step is on {tensor.device}, and a graph repeats the GPU's work alone: give "
-                "tensors of the GPU, .to(device, non_blocking=True)."
+                f"input {number} of a graphed step is on {tensor.device}, and a graph repeats only the GPU's work: give "
+                "tensors on the GPU, .to(device, non_blocking=True)."
             )
 
 
@@ -253,7 +254,7 @@ def _check_loss(loss: object) -> None:
 def _refusing_ddp() -> Iterator[None]:
     """Refuse the forward of a DistributedDataParallel inside, before it computes or communicates.
 
-    Its forward is replaced for that time: a hook of all modules would make compiled ones compile twice.
+    Its forward is replaced meanwhile: a global module hook would make compiled modules compile twice.
     """
 
     def refuse(*_: object, **__: object) -> None:
@@ -287,53 +288,52 @@ def graphed(
             optimizer.zero_grad()
 
     Args:
-        loss: takes tensors, of the GPU if the parameters are, and returns a scalar. It may open `fp8_autocast` and
-            `torch.autocast`; it must not wait for the device (`.item()`, printing a tensor), and its Python code does not run
-            after the capture.
-        parameters: all that the loss trains; a call sets their `grad`. They are updated in place, and stay frozen or not. Where
-            one has other memory (`parameter.data = …`), the next call records anew.
+        loss: a function of tensors (on the GPU if the parameters are) that returns a scalar. It may enter `fp8_autocast` and
+            `torch.autocast`. It must not synchronise with the device (`.item()`, printing a tensor), and its Python code does
+            not run after the capture.
+        parameters: all that the loss trains; a call sets their `grad`. They are updated in place, and stay frozen or not. If
+            one gets other memory (`parameter.data = …`), the next call records anew.
         warmup: eager calls before the capture; steps like any other.
         group: ranks with a replica of the model each, over which every call averages gradients, as DistributedDataParallel
             does: `torch.distributed.group.WORLD`. Parameters take the first rank's values at once. All ranks make the same
             calls. None: gradients are this rank's.
 
-    Behind `warmup` calls inputs keep their shapes and dtypes. Each call gives the same numbers as an eager one. While an FP8
-    operand has no scale yet (delayed scaling; its amaxes were 0 or not finite), calls stay eager; an operand without one after
-    10 of them is named. On a CPU all
-    calls are eager, and the same inputs are refused.
+    After `warmup` calls, inputs must have the same shapes and dtypes. Each call gives the same numbers as an eager one. While
+    an FP8 operand has no scale yet (under delayed scaling, if its amaxes were 0 or not finite), calls stay eager; a warning
+    names operands without a scale after 10 calls. On a CPU all calls are eager, and the same inputs are refused.
 
-    With a group buffers are not broadcast, as DistributedDataParallel does: `graphed` has parameters alone. Statistics of batch
-    norm stay separate on each rank. Before the first step, and before a validation or a checkpoint of them:
+    With a group, buffers are not broadcast as in DistributedDataParallel: `graphed` knows only the parameters. Statistics of
+    batch norm stay separate on each rank. Before the first step, and before a validation or a checkpoint of them:
 
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, 0)
 
-    On several ranks `fp8_autocast` joins amaxes over its `fp8_group` inside the recording, which takes NCCL; gradients are
-    reduced in it beside the backward by NCCL, and behind it by other backends. NCCL does not destroy a process group while a
-    graph holds collectives of it: delete the callable before `torch.distributed.destroy_process_group()`.
+    On several ranks `fp8_autocast` reduces amaxes over its `fp8_group` inside the recording, which needs NCCL. NCCL also
+    reduces gradients inside the recording, overlapping the backward; other backends reduce them after it. NCCL does not destroy
+    a process group while a graph holds its collectives: delete the callable before `torch.distributed.destroy_process_group()`.
 
     Raises:
-        InputError: no function or no parameters, all of them frozen, some on a GPU and some not, a group that is none, shards
-            of parameters with a group; from a call with gradients left from the last one, with inputs that are no tensors,
-            require gradients or have other shapes or dtypes, with a parameter that gets no gradient to average or was frozen
-            or unfrozen since, or with a loss that calls a DistributedDataParallel, is no scalar, has no gradient or trains
+        InputError: `loss` is not callable; no parameters, or all are frozen, or they are on several devices; `group` is not a
+            process group, or is combined with sharded parameters. From a call: gradients left from the previous call; inputs
+            that are not tensors, require gradients or have other shapes or dtypes; a parameter without a gradient to average,
+            or frozen or unfrozen since; a loss that calls a DistributedDataParallel, is not a scalar, has no gradient or trains
             other parameters too.
     """
     if type(warmup) is not int or warmup < 1:
         raise InputError(f"warmup = {warmup}: at least 1 call must run before one is recorded (usual: {WARM_UP}).")
     parameters = list(parameters)
-    tensors = all(isinstance(parameter, Tensor) and parameter.is_leaf for parameter in parameters)  # rows of one are no leaves
+    tensors = all(isinstance(parameter, Tensor) and parameter.is_leaf for parameter in parameters)  # views are not leaves
     if not callable(loss) or not parameters or not tensors:
         raise InputError("octavo.graphed takes a function of the loss, and parameters: graphed(loss, model.parameters()).")
     if not any(parameter.requires_grad for parameter in parameters):
         raise InputError(
-            f"octavo.graphed: all {len(parameters)} parameters are frozen, and a call sets the gradients of these alone: give "
+            f"octavo.graphed: all {len(parameters)} parameters are frozen, and a call sets only their gradients: give "
             "those that the loss trains, such as model.parameters(), or unfreeze some (requires_grad_())."
         )
     devices = {parameter.device.type for parameter in parameters}
     if "cuda" in devices and len(devices) > 1:
         raise InputError(
-            f"octavo.graphed: parameters are on {' and '.join(sorted(devices))}, and a graph repeats the GPU's work alone: "
+            f"octavo.graphed: parameters are on {' and '.join(sorted(devices))}, and a graph repeats only the GPU's work: "
             "move the model to one device, model.to('cuda')."
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -343,8 +343,8 @@ def graphed(
         )
     if any(map(is_of_tensor_rank, parameters)):
         raise InputError(
-            "octavo.graphed: these parameters are parts of a tensor-parallel model's, whose collectives no graph records. Call "
-            "the loss itself, or set tensor_parallel_degree = 1."
+            "octavo.graphed: these parameters are parts of a tensor-parallel model, whose collectives a graph does not record. "
+            "Call the loss itself, or set tensor_parallel_degree = 1."
         )
     if group is not None and any(map(_is_shard, parameters)):
         raise InputError(

@@ -1,7 +1,7 @@
-"""Amaxes of all weights that tensor ranks hold parts of, joined by one exchange where the model's forward begins.
+"""Reduces the amaxes of all tensor-parallel weights by one collective at the start of the model's forward.
 
-Current scaling casts a weight by its amax. Each cast would wait for the other ranks; the weights do not change within a
-forward. Weights that FSDP2 gathers in FP8 have their amaxes joined with those of their shards (`fsdp2.fp8_gather`).
+Current scaling casts a weight by its amax. Without this each cast would wait for the other ranks; the weights do not change
+within a forward. Amaxes of weights that FSDP2 gathers in FP8 are reduced with those of their shards (`fsdp2.fp8_gather`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.kernels.quantize.quantized import Quantizer
 
 
 def join_weights(model: nn.Module) -> None:
-    """Register hooks that join the weights' amaxes over tensor ranks before each forward that casts with them."""
+    """Register hooks that reduce the weights' amaxes over tensor ranks before each forward that casts with them."""
     weights = _Weights(model)
     model.register_forward_pre_hook(weights.join, prepend=True, with_kwargs=True)
     model.register_forward_hook(weights.forget, always_call=True)
@@ -61,7 +61,7 @@ class _Weights:
 
 
 def _plain(state: ModuleState) -> Tensor | None:
-    """A weight of which tensor ranks hold parts, if this rank has its whole part here and casts it."""
+    """A tensor-parallel weight, if this rank holds its unsharded part and casts it."""
     if state.tensor_group_of(Operand.WEIGHT) is None or state.stored is not None or state.gathered is not None:
         return None
     weight = state.weight

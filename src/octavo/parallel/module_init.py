@@ -1,4 +1,4 @@
-"""Initial values as a model's original code draws them, the same for any number of ranks, a few parameters in memory at a time.
+"""Initialisation by a model's original code, the same for any number of ranks, with few whole parameters in memory at a time.
 
 The steps are `reset_parameters` of PyTorch's modules and `_init_weights` of Hugging Face's models, in the order of a model's
 construction. A run on the meta device records the parameters that each step writes (GPT-2's attention scales the matrix of a
@@ -29,12 +29,12 @@ from octavo.parallel.deferred_init import key_of, refuse_buffers
 from octavo.parallel.shards import LocalShard, local_shard, named_tensors
 
 _DRAWS = {"normal_", "uniform_", "fill_", "zero_"}
-"""Operations that neither read nor keep earlier values."""
+"""Operations that overwrite a tensor without reading it."""
 
 
 @dataclass(frozen=True)
 class OwnInit:
-    """The initialisation of the model's modules."""
+    """Values from the initialisation of the model's modules."""
 
     seed: int
 
@@ -47,7 +47,7 @@ class OwnInit:
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
         """Fill this rank's part of each named parameter."""
         parts = {name: local_shard(tensor) for name, tensor in named_tensors(model) if name in names}
-        # Buffers remain the model's: an initialisation may compute with them.
+        # Buffers stay: an initialisation may read them.
         buffers = {name: t for name, t in _tensors(model).items() if not isinstance(t, nn.Parameter)}
         tensors = _stand_ins(model) | buffers
         groups = _plan(model, names)
@@ -133,7 +133,7 @@ def _stand_in(tensor: Tensor, block: Block | None, device: str) -> Tensor:
 
 
 class _Around(nn.Module):
-    """Parent of a module, for `functional_call`: its forward calls any function."""
+    """Parent of a module, for `functional_call`: its forward calls a given function."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _run_with(module: nn.Module, tensors: Mapping[str, Tensor], run: Callable[[]
 
 
 class _Writes(TorchDispatchMode):
-    """Records the written parameters, and if the first write draws all of one."""
+    """Records which parameters are written, and whether the first write draws the whole parameter."""
 
     def __init__(self, parameter_of: Mapping[int, str]) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def _writes_of(step: _Step, parameter_of: Mapping[int, str]) -> dict[str, bool]:
 
 
 def _last_draws(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps without any whose parameters are all redrawn later."""
+    """The steps, except those whose parameters are all redrawn later."""
     last: list[_Step] = []
     drawn: set[str] = set()
     for step in reversed(steps):
@@ -240,7 +240,7 @@ def _groups(steps: Sequence[_Step]) -> list[list[_Step]]:
 
 
 def _draw(model: nn.Module, group: Sequence[_Step], seed: int, parts: Mapping[str, LocalShard]) -> None:
-    """Run a group's steps on whole parameters and keep this rank's parts."""
+    """Run a group's steps on whole parameters, and copy this rank's parts."""
 
     def run() -> None:
         for step in group:

@@ -25,7 +25,7 @@ from octavo.fp8.scaling import states_of
 from octavo.kernels.attention.cached import moved
 
 SMALLEST_BYTES = 1 << 20
-"""Smaller tensors stay: statistics and scales are many and need little memory."""
+"""Smaller tensors stay on the device: statistics and scales are many and small."""
 HORIZON = 2
 """Blocks whose activations are loaded ahead, as SMP's `activation_loading_horizon`."""
 
@@ -58,7 +58,7 @@ class _Saved:
             self.original = None
 
     def load(self, stream: torch.cuda.Stream | None) -> None:
-        """Start the copy back, unless the tensor is there or being copied."""
+        """Start the copy back, unless it is done or pending."""
         if self.original is not None or self.back is not None:
             return
         self.back = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
@@ -66,7 +66,7 @@ class _Saved:
             self.back.copy_(self.host, non_blocking=stream is not None)
             if stream is not None:
                 self.loaded = stream.record_event()
-                self.back.record_stream(stream)  # a graph that is dropped may free it during the copy
+                self.back.record_stream(stream)  # a dropped autograd graph may free it during the copy
 
     def take(self, stream: torch.cuda.Stream | None) -> Tensor:
         """The tensor on its device."""
@@ -82,7 +82,7 @@ class _Saved:
 
 
 class _BlockSaved:
-    """Host copies of one forward of a block, with a reference to those of the block before."""
+    """Host copies of one forward of a block, with a reference to those of the previous block."""
 
     def __init__(self, before: _BlockSaved | None) -> None:
         self.tensors: list[_Saved] = []
@@ -131,7 +131,7 @@ class _Offloader:
         return current
 
     def store(self, tensor: Tensor, into: _BlockSaved) -> _Packed:
-        """Begin the copy of a tensor, and free as many bytes of the block before."""
+        """Begin the copy of a tensor, and free as many bytes of the previous block."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "a CUDA graph (octavo.graphed) cannot capture offloading, whose copies run on separate streams: set "
@@ -147,7 +147,7 @@ class _Offloader:
         return _Packed(into, len(into.tensors) - 1)
 
     def _free(self) -> None:
-        """Free the oldest originals until those that are left take no more than the block before."""
+        """Free the oldest originals until the rest take no more than the previous block."""
         alive = [saved for reference in self.storing if (saved := reference()) is not None and saved.original is not None]
         held = sum(saved.host.nbytes for saved in alive)
         for saved in alive:
@@ -158,7 +158,7 @@ class _Offloader:
         self.storing = deque(weakref.ref(saved) for saved in alive if saved.original is not None)
 
     def take(self, packed: Tensor | _Packed) -> Tensor:
-        """The tensor on its device; the others of its block, and those of `horizon` blocks before it, follow."""
+        """The tensor on its device; starts to load its block, and the `horizon` blocks before it."""
         if isinstance(packed, Tensor):
             return packed
         saved = packed.block.tensors[packed.place]
@@ -181,11 +181,11 @@ def offloaded(run: Callable[..., Any], horizon: int = HORIZON) -> Callable[..., 
     def run_offloaded(block: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
         saved, device = offloader.begin(block), hidden.device
 
-        # Without `hidden` in its closure: a recomputation references this function, and would keep the block's input alive.
+        # No `hidden` in this closure: a recomputation references this function, and would hold the block's input alive.
         def pack(tensor: Tensor) -> Tensor | _Packed:
             if tensor.device != device or tensor.nbytes < SMALLEST_BYTES or 0 in tensor.stride():
                 return tensor
-            # Anew for each tensor: a sharded weight has memory only while its part of the block runs.
+            # Computed for each tensor: a sharded weight has memory only while its part of the block runs.
             if _memory(tensor) in _memory_of_weights(block):
                 return tensor
             return offloader.store(tensor, saved)

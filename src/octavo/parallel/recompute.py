@@ -1,8 +1,8 @@
 """Activation checkpointing: save a block's input, recompute the rest in backward, with the scales of its forward.
 
 Selectively, attention's result and log-sum-exp are saved too, and attention, with its exchange over ranks, is not recomputed.
-Nor are the products whose results are only added to the stream: backward reads none of it. And the first forward casts nothing
-for backward.
+Products whose results are only added to the stream are not recomputed either, since backward reads none of them, and the first
+forward casts nothing for backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCo
 
 
 def recomputed(block: TransformerLayer, residual: Tensor, delta: Tensor | None, *args: Any, **options: Any) -> tuple[Any, ...]:
-    """`block(residual + delta, *args)`, of which only the arguments are saved for backward: one tensor, not two.
+    """`block(residual + delta, *args)`, with only residual + delta and the other arguments saved for backward.
 
     FP8 casts repeat exactly and record once. The result has no delta.
     """
@@ -50,7 +50,7 @@ def _checkpointed(
 ) -> tuple[Any, ...]:
     hidden = residual if delta is None else residual + delta
     within = functools.partial(_skipping_unused_outputs, contexts, block)
-    # No state of a generator can be read while a CUDA graph is recorded: a block that draws something fails there, by PyTorch.
+    # A generator's state cannot be read while a CUDA graph is recorded: PyTorch refuses blocks that draw random numbers.
     draws = not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()) or _draws(block)
     output = checkpoint(block, hidden, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=within, **options)
     if isinstance(output, Tensor):
@@ -60,7 +60,7 @@ def _checkpointed(
 
 
 def _draws(block: TransformerLayer) -> bool:
-    """True if a forward of training may draw random numbers: by a rate, or in a module that is not Octavo's."""
+    """True if a training forward may draw random numbers: for dropout, or in a module that is not Octavo's."""
     rates = ("dropout", "hidden_dropout", "attention_dropout", "drop_path_rate")
     modules = list(block.modules())
     foreign = any(not type(module).__module__.startswith("octavo.") for module in modules)
@@ -103,6 +103,6 @@ def _selectively() -> _Contexts:
 
 def _skipping_unused_outputs(contexts: Callable[[], _Contexts], block: TransformerLayer) -> _Contexts:
     forward, recomputation = contexts()
-    if any(part._compiled_call_impl is not None for part in block.modules()):  # its two graphs would save other tensors
+    if any(part._compiled_call_impl is not None for part in block.modules()):  # its two graphs would differ
         return forward, recomputation
     return _PairedContext(forward, discard_copies()), _PairedContext(recomputation, _SkipUnusedOutputs(block))

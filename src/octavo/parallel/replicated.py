@@ -1,9 +1,8 @@
-"""Gradients of parameters that tensor ranks replicate: norms, biases of row products, routers, adapters' factors.
+"""Gradients of parameters that tensor ranks replicate: norms, biases of row-parallel products, routers, adapters' factors.
 
-Each rank reads them for its tokens, so that its gradient is a partial sum. One autograd function before the model's forward
-returns all of them, and its backward, the last of the model's, sums all gradients by one all-reduce. With shards FSDP2 reduces
-a block's gradients after its backward: then there is one function per block. A parameter that is read outside such a forward is
-summed separately.
+Each rank reads them for its tokens, so its gradient is a partial sum. One autograd function before the model's forward returns
+all of them; its backward runs last and sums all gradients by one all-reduce. With shards, FSDP2 reduces a block's gradients
+after its backward: then each block has such a function. A parameter that is read outside such a forward is summed separately.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.collectives.tensor import TensorGroup
 
 
 def sum_together(model: nn.Module, tensor: TensorGroup, parts: Sequence[nn.Module]) -> None:
-    """Register hooks with which each forward of these parts sums its replicated parameters' gradients at once."""
+    """Register hooks so that each forward of these parts sums the gradients of its replicated parameters together."""
     alike = {parameter for parameter, block in parameters_of(model).items() if block is None or block.is_whole}
     shared_out = [
         module for part in parts for module in part.modules() if module is not part and isinstance(module, FSDPModule)
@@ -46,7 +45,7 @@ class _Replicated:
         self._present: list[Tensor] = []
 
     def begin(self, part: nn.Module, _: object) -> None:
-        if torch.is_grad_enabled() and self._part() is part:  # and no copy of it
+        if torch.is_grad_enabled() and self._part() is part:  # not a copy of it
             self._present = list(self._parameters())
             self._tensor.begin_together(self._present)
 

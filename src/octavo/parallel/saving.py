@@ -1,4 +1,4 @@
-"""Whole weights of a sharded model, for other libraries that write it; never a part of a tensor.
+"""Gathers whole weights of a sharded model for other libraries that write it, which never write a shard.
 
 `save_pretrained` and `push_to_hub`, of transformers' models, of PEFT's and of others, assume one process. On a sharded model
 all ranks call them, each weight is gathered to rank 0's host memory, and rank 0 runs the library's method with whole weights in
@@ -38,7 +38,7 @@ _METHODS = ("save_pretrained", "push_to_hub")
 def save_whole(model: nn.Module) -> None:
     """Make the methods that write a sharded model, or a module of it, gather whole weights first; all ranks call them.
 
-    And refuse a file of one rank's shards, by `torch.save` or safetensors.
+    Also refuse to write one rank's shards by `torch.save` or safetensors.
     """
     root = weakref.ref(model)
     for module in model.modules():
@@ -51,7 +51,7 @@ def save_whole(model: nn.Module) -> None:
 
 
 def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Callable[..., Any]:
-    """A method for all ranks: rank 0 runs the given one, with whole weights, and gets its result; the others get None."""
+    """A collective method: rank 0 runs `method` with whole weights and gets its result; other ranks get None."""
 
     @functools.wraps(method)
     def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
             model.state_dict()  # FSDP2 puts its shards back in place
         blocks = parameters_of(self)
         sharded = {id(p): p for p in self.parameters() if blocks[p] is not None or isinstance(p, DTensor)}
-        if process.writes_whole or not sharded:  # one that such a method calls itself has whole weights
+        if process.writes_whole or not sharded:  # a nested call has whole weights already
             return method(self, *args, **kwargs)
         ranks = writing_ranks()
         arguments = inspect.signature(method).bind(self, *args, **kwargs).arguments
@@ -86,7 +86,7 @@ def _gathered(method: Callable[..., Any], root: weakref.ref[nn.Module]) -> Calla
 
 
 def _needed(model: Any, sharded: Mapping[int, nn.Parameter], arguments: Mapping[str, Any]) -> Collection[int]:
-    """The sharded parameters, by `id`, that a method reads; of a model with PEFT's adapters only these and embeddings."""
+    """The sharded parameters, by `id`, that a method reads; for a model with PEFT's adapters only those and embeddings."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return sharded
@@ -118,7 +118,7 @@ def _empty(parameter: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
 
 @contextlib.contextmanager
 def _in_place(model: nn.Module, others: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Put other parameters in the place of those of a model, by their `id`; a tied one in each place."""
+    """Replace a model's parameters by others, by `id`; a tied one in each place."""
     slots = [
         (module, name, parameter)
         for module in model.modules()

@@ -25,10 +25,10 @@ class Sharding:
 
     Attributes:
         mesh: [replicate, shard] or [shard].
-        expert_mesh: [replicate, expert_shard, expert] over the same ranks and their tensor groups; None where each computes
+        expert_mesh: [replicate, expert_shard, expert] over the same ranks and their tensor groups; None if each rank computes
             with all experts, or with slices of all.
         data_group: the ranks that see different samples.
-        token_group: those and the ranks that share their sequences; None for those alone.
+        token_group: the data group and the ranks that share its sequences; None: the data group alone.
         context: the ranks that share each sequence; None for one.
         tensor_group: the ranks that hold parts of each matrix; None for one.
         recipe: the FP8 recipe of later autocasts, or None. Weights with one scale a tensor are gathered in FP8 under an
@@ -57,12 +57,12 @@ class Sharding:
 
     @property
     def shards(self) -> bool:
-        """True if ranks share out parameters, or average their gradients; False for tensor ranks alone."""
+        """True if ranks shard parameters, or average their gradients; False for tensor ranks alone."""
         return self.mesh.size() > 1 or self.expert_mesh is not None
 
     @property
     def frees_blocks(self) -> bool:
-        """`reshard_after_forward`, which is decided."""
+        """The resolved `reshard_after_forward`."""
         assert not isinstance(self.reshard_after_forward, str), "octavo.parallel.gathered.settle_gathering decides it"
         return self.reshard_after_forward
 
@@ -70,7 +70,7 @@ class Sharding:
 def sharding_of(
     ranks: State, recipe: Recipe | None, *, dtype: torch.dtype, params_dtype: torch.dtype | None, strategy: str | None = None
 ) -> Sharding | None:
-    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`, or else as `init` says.
+    """The sharding over the ranks of `octavo.init`, which exchange keys and values by `strategy`, by default `init`'s.
 
     None for one rank.
     """
@@ -102,7 +102,7 @@ def gather_dtype(config: ParallelConfig, dtype: torch.dtype, params_dtype: torch
 def check_experts(experts: int, degree: int, shards: int, name: str, tensor: int = 1) -> None:
     """Raise an InputError unless all ranks of an expert group hold equal numbers of experts.
 
-    experts: of an MoE layer, 0 for none. degree: ranks of the expert group. shards, tensor: ranks of an FSDP group and of a
+    experts: of an MoE layer, 0 without one. degree: ranks of the expert group. shards, tensor: ranks of an FSDP group and of a
     tensor group. name: of the model.
     """
     if degree == 1 or (experts and not experts % degree):
@@ -110,7 +110,7 @@ def check_experts(experts: int, degree: int, shards: int, name: str, tensor: int
     key = "parallel.expert_parallel_degree"
     if not experts:
         raise InputError(
-            f"{key} = {degree}: {name} has no experts in Octavo's decoder, which alone spreads them. Set {key} = 1."
+            f"{key} = {degree}: {name} has no experts in Octavo's decoder, the only ones that are distributed. Set {key} = 1."
         )
     *fitting, last = [str(n) for n in divisors(math.gcd(experts, shards * tensor)) if composes(tensor, n)]
     nearest = f"{', '.join(fitting)} or {last}" if fitting else last

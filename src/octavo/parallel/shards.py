@@ -3,7 +3,7 @@
 FSDP2 shards a parameter over its first dimension; shards may be uneven or empty. If experts are distributed over ranks, it
 shards this rank's experts. A parameter with a declared block (`octavo.collectives.blocks`) is several ranges of the whole
 already, and FSDP2 shards these ranges. `named_tensors` gives the tensors of a model by name, with their blocks, and
-`local_shard` the part. Placements are read here, and where a whole is gathered (`octavo.collectives.whole`).
+`local_shard` the part. Placements are read here and in `octavo.collectives.whole`, which gathers whole tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LocalShard:
     """This rank's elements of a tensor; all of them if it is not sharded.
 
     Attributes:
-        local: the elements, and padding; shares memory with the parameter.
+        local: the elements, with padding; shares memory with the parameter.
         part: their places in the whole.
     """
 
@@ -129,7 +129,7 @@ def spread_rows(whole: Tensor, ranks: DeviceMesh) -> DTensor:
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor with the parts of another one, of which `local` is this rank's numbers."""
+    """A tensor sharded like another one, with `local` as this rank's elements."""
     held = as_held(tensor)
     if isinstance(held, DTensor):
         local = DTensor.from_local(
@@ -149,7 +149,7 @@ def have_same_parts(one: Tensor, other: Tensor) -> bool:
 
 
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that hold different parts of a tensor, one inside the other; none for a whole one."""
+    """The nested groups of ranks that hold different parts of a tensor; none if it is whole."""
     held = as_held(tensor)
     groups = _groups(held.device_mesh, held.placements) if isinstance(held, DTensor) else ()
     if not isinstance(tensor, BlockTensor) or len(tensor.block.parts) == 1:
@@ -164,7 +164,7 @@ def _groups(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.Pro
 
 @torch.no_grad()
 def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
-    """Norm of all gradients together, of each element once: a float32 scalar, summed in float32 (float64).
+    """Norm of all gradients, counting each element once: a float32 scalar, summed in float32 (float64).
 
     parameters: with their blocks. Collective where they have parts.
     """
@@ -175,7 +175,7 @@ def gradient_norm(parameters: Mapping[Tensor, Block | None]) -> Tensor:
             continue
         if block is not None:
             gradient = with_block(p.grad, block)
-            nothing = local_of(gradient).new_zeros(())  # a rank that counts none takes part in the sums
+            nothing = local_of(gradient).new_zeros(())  # a rank without elements takes part in the sums too
             of_blocks.setdefault(groups_of(gradient), [nothing]).extend(counted_of(gradient))
         elif isinstance(p.grad, DTensor):
             by_placement.setdefault((p.grad.device_mesh, p.grad.placements), []).append(p.grad.to_local())
@@ -205,12 +205,12 @@ def replicas_of(tensor: Tensor) -> list[list[int]]:
     """The ranks of each replica of a DTensor, in the order of its shards.
 
     Raises:
-        InputError: a tensor of a block, where the meshes of the other ranks of its group are not known.
+        InputError: the tensor is part of a block, so the meshes of the other ranks are not known.
     """
     if not isinstance(tensor, DTensor):
         raise InputError(
-            f"a tensor of {list(tensor.shape)} has parts on ranks of several meshes, and process_group is some ranks: save and "
-            "load over all ranks (process_group=None)."
+            f"a tensor of {list(tensor.shape)} has parts on ranks of several meshes, and process_group has only some of them: "
+            "save and load over all ranks (process_group=None)."
         )
     ranks, sharded = tensor.device_mesh.mesh, [_is_shard(placement) for placement in tensor.placements]
     order = sorted(range(ranks.ndim), key=lambda dim: sharded[dim])  # dimensions of replicas first

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SOLE_OWNER = 2
-"""`reference_count` of a tensor that shares its memory with no other: the tensor's reference and the queried storage's."""
+"""`reference_count` of a tensor that shares its memory with no other: one of the tensor, one of the query itself."""
 
 
 def reference_count(tensor: Tensor) -> int:

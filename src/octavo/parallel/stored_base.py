@@ -1,7 +1,7 @@
-"""Frozen weights are cast to FP8 one by one, as they are filled: at most one is in high precision at a time.
+"""Casts frozen weights to FP8 one by one while they are loaded: at most one is in high precision at a time.
 
-Each rank reads and casts only its rows, by the scale of the whole: ranks join amaxes, or the scales of blocks of 128 × 128.
-FSDP2 then gathers bytes, 1 a parameter. Every rank has all scales.
+Each rank reads and casts only its rows, with the scale of the whole: amaxes, or the scales of blocks of 128 × 128, are reduced
+over ranks. FSDP2 then gathers bytes, 1 a parameter. Every rank has all scales.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class _Without:
 
 
 class Fp8Rows(Protocol):
-    """Rows of a matrix in FP8, or the reason why bytes and scales of a folder do not fit; `models.weight_loader` has them."""
+    """Rows of a matrix in FP8, or the reason why a folder's bytes and scales do not fit; from `models.weight_loader`."""
 
     @property
     def reason(self) -> str:
-        """Empty if bytes and scales fit."""
+        """Why they do not fit; empty if they do."""
 
     @property
     def data(self) -> Tensor | None:
@@ -57,24 +57,24 @@ class Fp8Rows(Protocol):
 
 @runtime_checkable
 class LoadsFp8(Protocol):
-    """A source of weights that may have some in FP8."""
+    """A source of weights, some of which may be in FP8."""
 
     def stored(self, name: str, start: int, rows: int, *, block: bool, power_of_two: bool) -> Fp8Rows | None:
-        """Rows of a matrix as its source stores it; None where that is not FP8. As `WeightLoader.stored`."""
+        """Rows of a matrix in FP8 as its source stores it; None if it is not FP8. See `WeightLoader.stored`."""
 
     def in_fp8(self, name: str) -> bool:
-        """True if a parameter, or a part of it, is read from bytes in FP8."""
+        """True if a parameter, or a part of it, is stored in FP8."""
 
 
 Pieces = Iterable[tuple[Tensor, Callable[[int, int], Tensor]]]
-"""Parts of a weight, each with the numbers of its elements in the whole, as `LocalShard.numbers` has them."""
+"""Parts of a weight, each with its elements' indices in the flattened whole (`LocalShard.numbers`)."""
 Note = Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]
-"""Takes note of a weight before its cast: stored name, shape of the whole, a rank's pieces, and a sum over ranks in place."""
+"""Called with a weight before its cast: stored name, shape of the whole, this rank's pieces, and an in-place sum over ranks."""
 
 
 @dataclass(frozen=True)
 class _NotTaken:
-    """The result for a matrix in FP8 in its folder whose bytes are not taken; by default one that ranks hold in parts."""
+    """The reason why the FP8 bytes of a matrix in its folder are not used; by default, that ranks hold parts of it."""
 
     reason: str = "parts of a matrix on several ranks"
     data: Tensor | None = None
@@ -83,21 +83,21 @@ class _NotTaken:
 
 @dataclass(frozen=True)
 class StoredInFp8:
-    """The values of `base`, and FP8 of those of stored weights; `note` gets each of these in high precision."""
+    """The values of `base`, cast to FP8 for stored weights; `note` is called with each of those before the cast."""
 
     base: Loaded | CounterInit
     weights: Mapping[str, ModuleState]
     note: Note
 
     def check(self, model: nn.Module, names: Sequence[str]) -> None:
-        """As `base`, which must have a value for each stored weight."""
+        """`base`'s check; it must have a value for each stored weight."""
         if isinstance(self.base, Loaded) and (absent := [name for name in self.weights if name not in self.base.load.names]):
             raise InputError(f"{absent[0]} of {type(model).__name__} is not among the weights that are loaded.")
         self._unstored.check(model, self._left(names))
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Fill all other tensors, then one stored weight after the other: of each this rank's rows. Collective."""
+        """Fill all other tensors, then this rank's rows of one stored weight after the other. Collective."""
         self._unstored.fill(model, self._left(names))
         stored = stored_names(model)
         report: dict[str, list[str]] = defaultdict(list)
@@ -107,7 +107,7 @@ class StoredInFp8:
         _say(report)
 
     def _fill(self, name: str, key: str, tensor: Tensor) -> str | None:
-        """Returns why bytes of a folder are not taken as they are, empty if they are; None where there are none."""
+        """Fill one weight. Returns why a folder's FP8 bytes were cast anew, "" if they were copied, None without such bytes."""
         state, held, local = self.weights[name], as_held(tensor), local_of(tensor).detach()
         module, how = state.module, state.stored
         assert module is not None
@@ -147,7 +147,7 @@ class StoredInFp8:
         return None if stored is None else stored.reason
 
     def _stored(self, name: str, tensor: Tensor, how: Stored, start: int, rows: int) -> Fp8Rows | None:
-        """This rank's rows of a matrix as a folder has them in FP8; None where it has them otherwise."""
+        """This rank's rows of a matrix as stored in FP8 in a folder; None if it is not stored in FP8."""
         if not isinstance(self.base, Loaded) or not isinstance(self.base.load, LoadsFp8):
             return None
         if how.experts is not None:
@@ -180,7 +180,7 @@ def _say(report: Mapping[str, Sequence[str]]) -> None:
 
 
 def _first_row(held: Tensor) -> int:
-    """Number of this rank's first row of a matrix, whole or sharded by rows."""
+    """Index of this rank's first row of a matrix, whole or sharded by rows."""
     if not isinstance(held, DTensor):
         return 0
     (chunk,) = held.__create_chunk_list__()
@@ -188,7 +188,7 @@ def _first_row(held: Tensor) -> int:
 
 
 def _pieces(local: Tensor, part: Part) -> Iterator[tuple[Tensor, Callable[[int, int], Tensor]]]:
-    """The elements of a part that this rank counts, with their numbers in the whole; one empty piece if it counts none."""
+    """The elements of a part that this rank counts, with their indices in the whole; one empty piece if it counts none."""
     if part.counts_all:
         yield local, LocalShard(local, part).numbers
         return
@@ -206,7 +206,7 @@ def store_in_fp8(model: nn.Module, recipe: Recipe) -> None:
     Weights that are trained, or not in FP8, do not change. Experts have separate scales, one per matrix.
 
     Raises:
-        InputError: a layer's recipe needs two layouts of its weight, or another first scale.
+        InputError: a layer's recipe needs two layouts of its weight, or a different first scale.
     """
     for name, state in states_of(model):
         weight, module, of_layer = state.weight, state.module, state.under(recipe)

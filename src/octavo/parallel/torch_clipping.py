@@ -1,9 +1,9 @@
-"""Refuses PyTorch's norms and `full_tensor` of parameters of which each rank would read only its tensor-parallel part.
+"""Refuses PyTorch's norms and `full_tensor` of tensor-parallel parameters: each rank would see only its part.
 
-`torch.nn.utils.clip_grad_norm_` and `get_total_norm` take the norm over the ranks that shard a tensor. Of a tensor group each
-rank would find another norm, scale by it, and the ranks' copies of a norm's weight would part, in silence. `full_tensor()` and
-`norm()` of a parameter and of its gradient are refused likewise; those of a tensor that is computed of them are not known.
-`clip_grads_with_norm_` takes the norm that `octavo.clip_grad_norm_` returns.
+`torch.nn.utils.clip_grad_norm_` and `get_total_norm` take the norm over the ranks that shard a tensor. In a tensor group each
+rank would compute a different norm and scale by it, and replicated parameters would silently diverge. `full_tensor()` and
+`norm()` of a parameter and of its gradient are refused too; those of tensors computed from them cannot be detected.
+`clip_grads_with_norm_` accepts the norm that `octavo.clip_grad_norm_` returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def refuse_torch_clipping(model: nn.Module) -> None:
         if not parameter.is_floating_point():  # frozen bytes
             continue
         trained = parameter.requires_grad
-        parameter.requires_grad_()  # one that is frozen takes no hook, and may be trained later
+        parameter.requires_grad_()  # a frozen parameter accepts no hook, and may be trained later
         parameter.register_post_accumulate_grad_hook(functools.partial(_mark_gradient, of_part=of_part))
         parameter.requires_grad_(trained)
     _check(clip_grad, "_clip_grads_with_norm_", _checked)
@@ -60,7 +60,7 @@ def _refuse_whole() -> NoReturn:
 def _refuse_norm(*_: Any, **__: Any) -> NoReturn:
     raise InputError(
         "norm() of a tensor-parallel model's parameter or gradient: it would be that of this rank's part. "
-        "octavo.clip_grad_norm_(model, 0.0) returns the norm of all gradients and leaves them as they are."
+        "octavo.clip_grad_norm_(model, 0.0) returns the norm of all gradients and does not scale them."
     )
 
 
@@ -74,7 +74,7 @@ def _check(module: Any, name: str, checked: Any) -> None:
 
 
 def of_all_ranks(norm: Tensor) -> Tensor:
-    """A norm in which each element counts once, by which `torch.nn.utils.clip_grads_with_norm_` may scale parts."""
+    """Mark a norm over all elements, which `torch.nn.utils.clip_grads_with_norm_` may use."""
     vars(norm)[_KNOWN] = True
     return norm
 
@@ -85,7 +85,7 @@ def is_of_tensor_rank(parameter: Tensor) -> bool:
 
 
 def _checked(clip: Any) -> Any:
-    """Clipping by a norm that is known, which has the parameters: their gradients may have been replaced."""
+    """Check `clip_grads_with_norm_` by its parameters, since their gradients may have been replaced."""
 
     @functools.wraps(clip)
     def checked(parameters: Tensor | Iterable[Tensor], *arguments: Any, **keywords: Any) -> Any:
@@ -99,7 +99,7 @@ def _checked(clip: Any) -> Any:
 
 
 def _checked_groups(group: Any) -> Any:
-    """The first call of every function of `clip_grad`, also of one that was imported earlier."""
+    """Check the helper that every function of `clip_grad` calls first, also those imported earlier."""
 
     @functools.wraps(group)
     def checked(lists: list[list[Tensor]], *arguments: Any, **keywords: Any) -> Any:

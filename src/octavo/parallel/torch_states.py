@@ -1,8 +1,8 @@
 """PyTorch's state dicts and loss scaling, for models that are split over tensor ranks.
 
-A model's whole state dict is joined from the ranks' parts. An optimizer's states are DTensors of the sharding ranks: all ranks
-of a tensor group would write and read theirs under one key without notice, which is refused. So is a loss scaler, which would
-skip the step only on ranks whose part has an infinity.
+A model's whole state dict is joined from the ranks' parts. An optimizer's states are DTensors over the sharding ranks: all
+ranks of a tensor group would silently write and read theirs under one key, which is refused. So is a loss scaler: it would skip
+the step only on ranks whose part has an infinity.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_torch_states() -> None:
 
 
 def _change(owner: Any, name: str, changed: Callable[[Any], Any]) -> None:
-    """Put another function in the place of PyTorch's, once."""
+    """Replace a function of PyTorch's, once."""
     known = getattr(owner, name)
     if not hasattr(known, _MARK):
         wrapped = changed(known)
@@ -50,7 +50,7 @@ def _refusing(known: Any) -> Any:
     def checked(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if any(map(is_of_tensor_rank, model.parameters())):
             raise InputError(
-                "torch.distributed.checkpoint knows no tensor ranks, and an optimizer's states of one would be those of all: "
+                "torch.distributed.checkpoint knows no tensor ranks, and would save one rank's optimizer states for all: "
                 "octavo.save(path, model, optimizer) writes them, and octavo.load reads them at any tensor_parallel_degree."
             )
         return known(model, *arguments, **keywords)
@@ -69,7 +69,7 @@ def _joining(known: Any) -> Any:
 
 
 def _whole(value: Any, offloaded: bool) -> Any:
-    """All of a tensor; `offloaded`: in host memory, and of rank 0 alone, as PyTorch keeps no others."""
+    """The whole tensor; `offloaded`: in host memory and on rank 0 alone, as in PyTorch."""
     if not isinstance(value, BlockTensor):
         return value
     whole = whole_tensor(value)

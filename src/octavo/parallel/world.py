@@ -5,7 +5,7 @@ Ranks come from the environment of torchrun, Slurm or MPI (`octavo.job_ranks`), 
 
     rank = ((replicate × shard + …) × context + …) × tensor + …      replicate outermost, tensor innermost
 
-Everything but `init` works without it, as one rank. If all ranks are on one host, sockets are bound to the loopback interface.
+Without `init` everything works as on one rank. If all ranks are on one host, sockets are bound to the loopback interface.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class State:
         self.ep_rank = rank % degrees.expert
         self.dp_rank = rank // (degrees.tensor * degrees.context)
         self.token_rank = rank // degrees.tensor
-        self.rng_tracker: RngStateTracker | None = None  # one with an earlier call's seed goes
+        self.rng_tracker: RngStateTracker | None = None  # drops a tracker with an earlier call's seed
 
     def get_rng_state_tracker(self) -> RngStateTracker:
         """Random generators that differ between tensor-parallel ranks, for dropout inside split layers."""
@@ -122,7 +122,7 @@ class RngStateTracker:
         self._states: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, seed: int) -> None:
-        """Make a generator.
+        """Create a generator.
 
         Raises:
             InputError: the name is taken.
@@ -227,8 +227,8 @@ def init(config: Mapping[str, Any] | str | Path | None = None, *, timeout: float
 def shutdown() -> None:
     """Destroy the process groups that `init` created; `octavo.state` then describes one rank.
 
-    In a world that the caller has created, by `torch.distributed.init_process_group`, they end with it: the caller's
-    `torch.distributed.destroy_process_group` destroys all.
+    In a world that the caller created by `torch.distributed.init_process_group`, these groups end with that world: call
+    `torch.distributed.destroy_process_group`.
     """
     calls.leave("octavo.shutdown was called there")
     atexit.unregister(_destroy_at_exit)
@@ -241,7 +241,7 @@ def shutdown() -> None:
 def _destroy_at_exit() -> None:
     """Destroy the groups at the end of a script without `shutdown`: else each rank of NCCL warns that this was not done.
 
-    Not after an exception, which other ranks may not have: they might be waited for.
+    Not after an exception: other ranks may not have one, and the call would wait for them.
     """
     if getattr(sys, "last_type", None) is None and state._created_group and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
@@ -293,7 +293,7 @@ def _refuse_other_configs(configs: list[dict[str, Any]]) -> None:
             if config[key] != first:
                 raise InputError(
                     f"octavo.init: {key} = {first!r} on rank 0, and {config[key]!r} on rank {rank}. Give every rank the same: "
-                    "what differs between ranks, as random numbers of other samples, follows from their place in the world."
+                    "random numbers that must differ between ranks already depend on the rank."
                 )
 
 
@@ -308,7 +308,7 @@ def _refuse_of_one_rank(model: Any, _: Any) -> None:
 
 @contextlib.contextmanager
 def _met(rank: int, world: int) -> Iterator[None]:
-    """Around the rendezvous: errors of addresses and of ranks that do not come, with the variables that say where."""
+    """Around the rendezvous: adds the variables with the address to errors of addresses and of missing ranks."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -320,7 +320,7 @@ def _met(rank: int, world: int) -> Iterator[None]:
             ) from error
         raise OctavoError(
             f"rank {rank} of {world} did not meet the others at {host}:{port} (MASTER_ADDR:MASTER_PORT): {first_line(error)}. "
-            "They have to be the host of rank 0 and a port that is open to all ranks."
+            "Set them to the host of rank 0 and to a port that all ranks can reach."
         ) from error
 
 
@@ -350,7 +350,7 @@ def on_one_host() -> bool:
 
 
 def _group_of_this_rank(groups: torch.Tensor) -> dist.ProcessGroup | None:
-    """The process group of this rank's row of `groups` [groups, ranks]. Collective."""
+    """The process group of the row of `groups` [groups, ranks] with this rank. Collective."""
     if groups.shape[0] == 1:
         return dist.group.WORLD  # the same ranks, without another communicator
     group: Any = dist.new_subgroups_by_enumeration(groups.tolist())[0]  # annotated otherwise from version to version

@@ -7,7 +7,8 @@ names to what is read and changed; no other file names an attribute of FSDP2.
 Replaced methods, on the instance of each group, in this order:
 
 1. `init_all_gather_outputs`, `init_unsharded_param` of its parameters run outside inference mode (`Group.make_trainable`).
-2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), whatever the order of their calls.
+2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), in that order, whatever the order of
+registration.
 3. `unshard` and `wait_for_unshard` gather in place if the group is fit (`Group.gather_in_place`).
 4. `finalize_backward` first runs the actions of `Group.before_end_of_backward`, and frees a remaining in-place all-gather.
 5. `pre_backward` checks the gathered weights before and after its all-gather (`Group.around_pre_backward`).
@@ -57,24 +58,24 @@ STREAMS = ("all_gather_state", "reduce_scatter_stream", "get_all_gather_streams"
 BEFORE_REDUCTION = ("same parameters", "direct", "hand over", "buffers")
 """Actions when the gradients of a group are complete, in the order in which they run, at most one of each.
 
-same parameters: sums that wait for those of replicas have to be of these parameters. direct: large gradients are reduced in
-place. hand over: those of a single rank become those of its shards. buffers: the next reduction asks for its buffers anew, and
-gets them in the dtypes that are chosen here.
+same parameters: checks that sums which wait for the replicas are of the same parameters. direct: large gradients are reduced in
+place. hand over: gradients of a group of one rank become those of its shards. buffers: the next reduction allocates new
+buffers, in the dtypes chosen here.
 """
 
 
 class InPlace(AllGatherResult):
-    """FSDP2's record of a pending all-gather, for one into the parameters' memory."""
+    """FSDP2's record of a pending all-gather, here of one directly into the parameters' memory."""
 
 
 class FrozenBytes(TorchFunctionMode):
-    """Around `fully_shard` of parameters of bytes, which are frozen.
+    """Around `fully_shard` of frozen uint8 parameters.
 
-    PyTorch before 2.13 lets each parameter that it shards require a gradient for a moment, which integers cannot.
+    PyTorch before 2.13 briefly sets `requires_grad` on each parameter that it shards, which integers do not allow.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave tensors of integers as they are where they would require gradients."""
+        """Ignore `requires_grad` of integer tensors."""
         if func is Tensor.requires_grad_ and not args[0].is_floating_point():
             return args[0]
         return func(*args, **(kwargs or {}))
@@ -82,11 +83,11 @@ class FrozenBytes(TorchFunctionMode):
 
 @dataclass
 class Form:
-    """A parameter's tensors in one form of its gathered values, between gatherings.
+    """A parameter's tensors for one form of its gathered values, stored between gathers.
 
     Attributes:
-        outputs, inner: gathered tensors, and those by which an extension has replaced them.
-        whole: the module's parameter while it is gathered, into which autograd accumulates gradients.
+        outputs, inner: gathered tensors, and an extension's replacements of them.
+        whole: the unsharded parameter, into which autograd accumulates gradients.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -98,12 +99,12 @@ class Parameter:
     """A sharded parameter.
 
     Attributes:
-        module, name: the module that has it, and its name there.
-        size: of the whole.
-        rank, ranks: this rank's place among those that have parts of it, and their number.
-        shard_group: their process group.
+        module, name: its module, and its name there.
+        size: shape of the whole.
+        rank, ranks: this rank's index in the shard group, and the group's size.
+        shard_group: the ranks that hold parts of it.
         device: where it is gathered.
-        padded_rows: of a shard, padding included.
+        padded_rows: rows of a shard, padding included.
         by_rows: ranks have consecutive rows.
     """
 
@@ -112,7 +113,7 @@ class Parameter:
         self._raw = raw
         self.module: nn.Module = raw._module_info.module
         self.name: str = raw._module_info.param_name
-        # Of experts on this rank: `sharded_param` has the size of all experts.
+        # For experts: those of this rank. `sharded_param` has the size of all experts.
         self.size: torch.Size = raw._orig_size
         self.device: torch.device = raw.device
         mesh = raw.mesh_info
@@ -126,7 +127,7 @@ class Parameter:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, padded, [padded rows, …]; of a parameter by rows."""
+        """This rank's rows, padded, [padded rows, …]; only of a parameter sharded by rows."""
         own: Tensor = self._raw._sharded_param_data.view(self.padded_rows, *self.size[1:])
         return own
 
@@ -144,12 +145,12 @@ class Parameter:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """Of the gradient of the gathered parameter in the last backward; None without one."""
+        """Dtype of the unsharded parameter's gradient in the last backward; None without one."""
         whole = vars(self._raw).get("_unsharded_param")
         return None if whole is None or whole.grad is None else whole.grad.dtype
 
     def gradient(self) -> Tensor | None:
-        """The gradient of the gathered parameter, of all micro-batches; None without one."""
+        """The unsharded parameter's gradient, of all micro-batches; None without one."""
         raw, whole = self._raw, vars(self._raw).get("_unsharded_param")
         if whole is None:  # no forward yet
             return None
@@ -166,7 +167,7 @@ class Parameter:
             self._raw.unsharded_accumulated_grad = whole.grad = None
 
     def add_to_shard(self, gradient: Tensor) -> None:
-        """Make a gradient of the shard that of its parameter, or add it."""
+        """Set or accumulate the gradient of the sharded parameter."""
         shard = self._raw.sharded_param
         gradient = gradient.to(shard.dtype).contiguous()
         if shard.grad is None:
@@ -177,11 +178,11 @@ class Parameter:
             hook(shard)
 
     def pad(self) -> None:
-        """Make the shard a tensor with room for padding, which then stays the same object."""
+        """Replace the shard by a tensor with room for padding; later calls do not replace it."""
         self._raw.reset_sharded_param()
 
     def extend(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Gather what `before` returns for the padded shard, and make the parameter by `after`: PyTorch's tensor extensions.
+        """Gather what `before` returns for the padded shard, and build the parameter by `after`: PyTorch's tensor extensions.
 
         FSDP2 looks for them before its first all-gather.
         """
@@ -189,7 +190,7 @@ class Parameter:
         tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
 
     def take_form(self) -> Form:
-        """Take the tensors of the present form away; a gradient of micro-batches before stays with the parameter."""
+        """Remove and return the tensors of the current form; accumulated gradients stay with the parameter."""
         raw = self._raw
         whole = raw.__dict__.pop("_unsharded_param", None)
         if whole is not None and whole.grad is not None:
@@ -199,14 +200,14 @@ class Parameter:
         return Form(raw.all_gather_outputs, raw._unsharded_inner_tensors, whole)
 
     def put_form(self, form: Form) -> None:
-        """The next gathering writes into these tensors."""
+        """Have the next all-gather write into these tensors."""
         self._raw.all_gather_outputs, self._raw._unsharded_inner_tensors = form.outputs, form.inner
         if form.whole is not None:
             self._raw._unsharded_param = form.whole
 
     @torch.inference_mode(False)  # a later forward may save it for backward
     def allocate(self, ranks: int) -> Tensor:
-        """The memory of the whole, of the current stream: the rows of all ranks, then padding, flat."""
+        """Allocate the whole on the current stream: the rows of all ranks, then padding, flat."""
         raw, shard = self._raw, self._raw._sharded_param_data
         raw.init_all_gather_outputs([shard.numel()], [raw.param_dtype or shard.dtype], ranks, raw.device)
         (whole,) = raw.all_gather_outputs
@@ -221,7 +222,7 @@ class Parameter:
 
     @property
     def flat_shard(self) -> Tensor:
-        """This rank's elements, with zeros where it has fewer rows than the first."""
+        """This rank's elements, padded with zeros to the rows of the first rank."""
         return cast(Tensor, self._raw._sharded_param_data)
 
 
@@ -233,7 +234,7 @@ class Group:
         name: of its modules, below the root.
         parameters: in FSDP2's order.
         device: PyTorch's module of streams and events for the group's device.
-        replicated: its ranks have replicas, over which gradients are summed too.
+        replicated: gradients are also summed over replicas.
     """
 
     def __init__(self, raw: Any, module: FSDPModule) -> None:
@@ -248,9 +249,9 @@ class Group:
         """This backward is reduced, and another of the same step follows (`octavo.parallel.fsdp2.each_micro_batch`)."""
 
     def make_trainable(self) -> None:
-        """Have FSDP2 make the whole parameters outside of inference mode, whatever the mode of the first forward.
+        """Have FSDP2 create the unsharded parameters outside inference mode, whatever the mode of the first forward.
 
-        Made in it, as by an evaluation before training, they would be refused by every later forward with gradients.
+        If an evaluation before training created them in inference mode, every later forward with gradients would fail.
         """
         for raw in self._raw.fsdp_params:
             for name in ("init_all_gather_outputs", "init_unsharded_param"):
@@ -268,7 +269,7 @@ class Group:
 
     @property
     def is_there(self) -> bool:
-        """True if it is gathered, or being gathered."""
+        """True if it is gathered or being gathered."""
         return self._raw.is_unsharded or self._raw._all_gather_result is not None
 
     @property
@@ -278,7 +279,7 @@ class Group:
 
     @property
     def frees_after_forward(self) -> bool:
-        """True if it is freed between forward and backward, by the present setting."""
+        """True if the current setting frees it between forward and backward."""
         return self._raw.post_forward_mesh_info is not None
 
     @property
@@ -308,12 +309,12 @@ class Group:
 
     @property
     def waits_for_replicas(self) -> bool:
-        """True with sums over the shards, of backwards before, that are not summed over the replicas yet."""
+        """True if earlier backwards left sums over the shards that are not summed over the replicas yet."""
         return self._raw._partial_reduce_output is not None
 
     @property
     def holds_gradients(self) -> bool:
-        """True with gradients of backwards that its ranks have not reduced, or not over the replicas."""
+        """True if earlier backwards left gradients that are not reduced yet, over shards or over replicas."""
         for raw in self._raw.fsdp_params:
             whole = vars(raw).get("_unsharded_param")
             if whole is not None and (whole.grad is not None or raw.unsharded_accumulated_grad is not None):
@@ -332,7 +333,7 @@ class Group:
         FSDPModule.reshard(self.module)
 
     def before_reduction(self, kind: str, action: Callable[[], None]) -> None:
-        """Run `action`, of a kind of `BEFORE_REDUCTION`, in every backward when the gradients are complete, reduced or not."""
+        """Run `action`, of a kind in `BEFORE_REDUCTION`, in every backward once the gradients are complete, reduced or not."""
         if kind not in BEFORE_REDUCTION or kind in self._before_reduction:
             raise ValueError(f"{kind}: one action each of {', '.join(BEFORE_REDUCTION)}")
         first = not self._before_reduction
@@ -361,7 +362,7 @@ class Group:
         self._raw.finalize_backward = finalize_backward
 
     def around_pre_backward(self, before: Callable[[], None], behind: Callable[[], None]) -> None:
-        """Run `before` when a backward first reaches the group, and `behind` after each all-gather of it for a backward."""
+        """Run `before` when a backward first reaches the group, and `behind` after each of its all-gathers for a backward."""
         raw, gather = self._raw, self._raw.pre_backward
 
         def pre_backward(*arguments: Any) -> None:
@@ -373,16 +374,16 @@ class Group:
         raw.pre_backward = pre_backward
 
     def gather_in_place(self, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
-        """Gather by `gather`, which fills the memory of the group's parameters, wherever the group is `fit` for it.
+        """Gather by `gather`, which fills the memory of the group's parameters, if the group is `fit` for it.
 
         `gather` gets flat tensors of all ranks' rows, in the order of `parameters`. It runs in the all-gather stream, after all
-        work that is enqueued in the computing stream. A caller's asynchronous `unshard` is FSDP2's.
+        work enqueued on the compute stream. An asynchronous `unshard` by the user uses FSDP2's all-gather.
         """
         _InPlaceGathering(self, fit, gather).install()
 
 
 class _InPlaceGathering:
-    """The all-gathers of one group, by FSDP2's methods if it is not fit."""
+    """The in-place all-gathers of one group; FSDP2's if the group is not fit for them."""
 
     def __init__(self, group: Group, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
         self.group, self.raw, self.fit, self.gather = group, group._raw, fit, gather
@@ -390,7 +391,7 @@ class _InPlaceGathering:
         self.plain_finalize = self.raw.finalize_backward
 
     def install(self) -> None:
-        """Run in place of FSDP2's all-gather of the group, and after its clearing at the end of a backward."""
+        """Replace FSDP2's all-gather of the group, and free the memory after FSDP2's cleanup at the end of a backward."""
         self.raw.unshard, self.raw.wait_for_unshard = self.unshard, self.wait_for_unshard
         self.raw.finalize_backward = self.finalize_backward
 
@@ -406,14 +407,14 @@ class _InPlaceGathering:
             raw._all_gather_result = self._gather()
 
     def wait_for_unshard(self) -> None:
-        """Have the current stream wait for the gathering, and give the modules their whole parameters."""
+        """Have the current stream wait for the all-gather, and register the unsharded parameters."""
         raw = self.raw
         result = raw._all_gather_result
         if not isinstance(result, InPlace):
             self.plain_wait()
             return
         if raw._training_state == TrainingState.FORWARD and (before := raw.comm_ctx.all_gather_state) is not None:
-            # The buffer of the previous part, which FSDP2 keeps until the next part has waited.
+            # FSDP2 holds the buffer of the previous part until the next part has waited.
             for stream in raw.comm_ctx.get_all_gather_streams(False, TrainingState.FORWARD):
                 stream.wait_event(before.event)
             raw.comm_ctx.all_gather_state = None
@@ -424,7 +425,7 @@ class _InPlaceGathering:
         raw._all_gather_result = None
 
     def finalize_backward(self) -> None:
-        """End a backward; what it has gathered for a forward that was behind it already is freed, as FSDP2's buffer is."""
+        """End a backward. A prefetched all-gather that nothing used is freed, as FSDP2 frees its buffer."""
         left = isinstance(self.raw._all_gather_result, InPlace)
         self.plain_finalize()  # has the current stream wait
         if left:
@@ -441,7 +442,7 @@ class _InPlaceGathering:
         ranks, device = self.group.ranks.size(), self.group.device
         wholes = [parameter.allocate(ranks) for parameter in self.group.parameters]
         _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
-        stream.wait_stream(device.current_stream())  # it may still use the memory that it has freed
+        stream.wait_stream(device.current_stream())  # the compute stream may still use memory that it has freed
         # Autograd has saved views of a matrix that is freed and regathered, with the same values.
         with device.stream(stream), _unsafe_preserve_version_counter(tuple(wholes)):
             self.gather(self.group, wholes)
@@ -471,19 +472,19 @@ def backward_is_open(modules: Iterable[FSDPModule]) -> bool:
 
 
 def forward_is_open(root: FSDPModule) -> bool:
-    """True if FSDP2 has not ended the forward of a root, as after an exception."""
+    """True if the forward of a root has not ended, as after an exception."""
     return _state(root)._state_ctx.iter_forward_root is not None
 
 
 def end_passes(modules: Iterable[FSDPModule]) -> None:
-    """Reset a forward or backward that an exception, or its caller, has not finished, and free gathered parameters."""
+    """Reset a forward or backward that did not finish, and free gathered parameters."""
     for module in modules:
         state = _state(module)
         group = state._fsdp_param_group
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
-        state._modules_to_run_forward.clear()  # of a group whose forward ended in the middle
+        state._modules_to_run_forward.clear()  # left by a forward that an exception ended
         if group is not None:
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()
@@ -491,7 +492,7 @@ def end_passes(modules: Iterable[FSDPModule]) -> None:
 
 
 def _resize(tensor: Tensor, size: int) -> None:
-    """Make the storage of a tensor of `size` bytes; one that has them is not allocated anew."""
+    """Resize a tensor's storage to `size` bytes, without a new allocation if it has them."""
     if (storage := tensor.untyped_storage()).size() != size:
         storage.resize_(size)
 
@@ -501,10 +502,10 @@ def _state(module: FSDPModule) -> Any:
 
 
 def _check(raw: Any, names: Sequence[str], what: str) -> None:
-    """Raise an InputError if FSDP2 has changed."""
+    """Raise an InputError if FSDP2 lacks one of these names."""
     # Some properties of a class raise an error before a gradient is there.
     if missing := [name for name in names if not hasattr(type(raw), name) and not hasattr(raw, name)]:
         raise InputError(
-            f"torch {torch.__version__}: FSDP2's {what} have no {', '.join(missing)}, by which Octavo shards. "
+            f"torch {torch.__version__}: FSDP2's {what} have no {', '.join(missing)}, which Octavo needs to shard. "
             f"pip install '{requirement('torch')}', or train on one rank."
         )

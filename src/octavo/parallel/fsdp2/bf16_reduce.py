@@ -1,8 +1,8 @@
 """Reduction of bf16 gradients among the ranks of a host: they are sent in bf16 and summed in float32.
 
-FSDP2 widens gradients to the dtype of their sums before it sends them. Widened by the receiver they are half the bytes, on the
-links and in the copy before, of the same sums: here each in the order of the ranks. Only on one host, since between hosts a
-ring sends less than an exchange of all ranks with all.
+FSDP2 widens gradients to the dtype of their sums before it sends them. If the receiver widens them, half the bytes are sent and
+copied, and the sums are the same; each is added in the order of the ranks. Only within one host: between hosts a ring sends
+less than an all-to-all exchange.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from octavo.parallel.fsdp2.adapter import Group, group_of
 class ReduceScatter:
     """Sums in float32 of gradients in bf16 or float32.
 
-    FSDP2 asks for two buffers of float32: of all gradients, then of this rank's sums. A reduction may fail between the two, so
-    each starts anew.
+    FSDP2 allocates two float32 buffers: for all gradients, then for this rank's sums. A reduction may fail between the two, so
+    each starts from scratch.
     """
 
     def __init__(self) -> None:
         self._dtype: torch.dtype | None = None
 
     def begin(self, *, bf16: bool) -> None:
-        """The next buffer is that of the gradients, which are in bf16 or converted to what FSDP2 asks for."""
+        """Start a reduction: the next buffer is for gradients, in bf16 or in the dtype that FSDP2 requests."""
         self._dtype = torch.bfloat16 if bf16 else None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer, into which FSDP2 copies gradients, or of sums."""
+        """The buffer into which FSDP2 copies gradients, or the one for sums."""
         dtype, self._dtype = self._dtype or dtype, None
         return torch.empty(math.prod(map(int, size)), dtype=dtype, device=device)
 
@@ -53,9 +53,9 @@ class ReduceScatter:
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
-    """Send the bf16 gradients of these modules as bf16, where they are summed in float32 and not averaged.
+    """Send the bf16 gradients of these modules as bf16, if they are summed in float32 and not averaged.
 
-    Those of several micro-batches are in float32 already.
+    Gradients accumulated over micro-batches are in float32 already.
     """
     for group, module in {group_of(module): module for module in modules}.items():
         if group is not None:
@@ -68,7 +68,7 @@ def _choose_dtype(group: Group, reduction: ReduceScatter) -> Callable[[], None]:
     accumulated = False
 
     def choose() -> None:
-        # The same choice on all ranks: not by what this one has accumulated, which may be nothing.
+        # The choice must be the same on all ranks, so it ignores this rank's accumulated gradients, which may be missing.
         nonlocal accumulated
         reduction.begin(bf16=group.forces_sums and not accumulated and _are_bf16(group))
         accumulated = not group.reduces

@@ -1,4 +1,4 @@
-"""All-gather of one large matrix into the memory that forward reads, as that of an embedding or a head.
+"""All-gather of one large matrix, such as an embedding or a head, directly into the memory that forward reads.
 
 FSDP2 casts the shards of a group into one buffer, copies that into the buffer of the collective, and copies each parameter out
 of it between the kernels of the forward. One matrix sharded by rows needs none of that: each rank casts its rows to their place
@@ -6,9 +6,9 @@ in the whole matrix, and the collective fills in those of the others. For an emb
 writes a GB while forward waits, and the buffer holds a second GB. Groups of several matrices use FSDP2's all-gather: here each
 parameter needs a separate collective, which waits for multiprocessors and for the other ranks.
 
-The matrix is in the memory of the computing stream, where FSDP2 frees it, so its all-gather starts after all work enqueued
-there: it overlaps with the previous part, which prefetches it, and not with earlier ones. A caller's asynchronous `unshard` is
-FSDP2's.
+The matrix is allocated on the compute stream, where FSDP2 frees it, so its all-gather starts after all work enqueued there: it
+overlaps with the previous part, which prefetches it, and not with earlier ones. An asynchronous `unshard` by the user uses
+FSDP2's all-gather.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from octavo.parallel.fsdp2.sizes import one_is_large
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
-    """Gather the parameters of these modules so whenever a group is fit for it, which it need not be yet."""
+    """Gather the parameters of these modules directly, whenever a group is fit for it."""
     for group in groups_of(modules):
         if group.is_sharded and group.ranks.size() > 1:
             group.gather_in_place(_is_fit, _gather)
 
 
 def _is_fit(group: Group) -> bool:
-    """True if FSDP2 would only cast the shards, and one matrix is nearly all of them; the same on all ranks."""
+    """True if FSDP2 would only cast the shards, and one matrix has nearly all elements; the same on all ranks."""
     parameters = group.parameters
     return one_is_large([each.size.numel() for each in parameters]) and all(each.is_cast_alone for each in parameters)
 

@@ -1,12 +1,12 @@
-"""Reduction of large gradients from where autograd wrote them, as those of an embedding, a head or the first product of an MLP.
+"""Zero-copy reduction of large gradients: those of an embedding, of a head and of an MLP's first product.
 
 FSDP2 copies the gradients of a group into one buffer, between the kernels of the backward, so that the rows of each rank are
 contiguous. One matrix whose rows the ranks divide has that order already: the copy of an embedding of 8B takes 0.6 ms, with
 nothing to hide it. Smaller matrices of a block use FSDP2's reduction: separately each needs a collective, which waits for
 multiprocessors and for the other ranks.
 
-Gradients of the dtype of their sums are reduced, bf16 ones of ranks on one host exchanged and summed in float32 as in
-`bf16_reduce`.
+Gradients whose sums have their dtype are reduced; bf16 gradients of ranks on one host are exchanged and summed in float32, as
+in `bf16_reduce`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from octavo.parallel.fsdp2.sizes import one_is_large
 from octavo.parallel.storages import SOLE_OWNER, reference_count
 
 LARGE_BYTES = 256 * 2**20
-"""Of a gradient among others from which on its copy takes longer than one more collective."""
+"""Size of a gradient in a group from which its copy takes longer than a separate collective."""
 
 
 class _Running:
-    """The reduction that was begun last, of any group: its gradients live until it is over."""
+    """The latest reduction of any group: it references its gradients until it ends."""
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
         self.event: Any = None
 
     def wait(self, device: Any) -> None:
-        """Have the current stream wait for it, and let the gradients go."""
+        """Have the current stream wait for it, and release the gradients."""
         if self.event is not None:
             device.current_stream().wait_event(self.event)
         self.gradients, self.event = [], None
 
 
 def use(modules: Sequence[FSDPModule], dtype: torch.dtype | None, *, one_host: bool) -> None:
-    """Reduce the gradients of these modules so, where they are summed. dtype: of sums; None: of the gradients."""
+    """Reduce gradients of these modules in place, if they are summed. dtype: of the sums; None: the gradients' dtype."""
     running = _Running()
     for group in groups_of(modules):
         if group.is_sharded and not group.replicated:
@@ -52,7 +52,7 @@ def use(modules: Sequence[FSDPModule], dtype: torch.dtype | None, *, one_host: b
 
 
 class _Reduction:
-    """The reductions of one group of parameters, whose ranks have no replicas."""
+    """The reductions of one group of parameters without replicas."""
 
     def __init__(self, group: Group, running: _Running, dtype: torch.dtype | None, one_host: bool) -> None:
         self.group, self.running, self.dtype, self.one_host = group, running, dtype, one_host
@@ -60,7 +60,7 @@ class _Reduction:
         self.accumulated = False
 
     def install(self) -> None:
-        """Run in front of FSDP2's reduction of the group, and of its wait at the end of a backward."""
+        """Run before FSDP2's reduction of the group, and before its wait at the end of a backward."""
         self.group.before_reduction("direct", self.reduce)
         self.group.before_end_of_backward(lambda: self.running.wait(self.group.device))
 
@@ -74,7 +74,7 @@ class _Reduction:
             return
         found = {parameter: parameter.gradient() for parameter in group.parameters}
         gradients = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
-        widened = self.dtype if accumulated else None  # not by what this rank has accumulated, which may be nothing
+        widened = self.dtype if accumulated else None  # whatever this rank has accumulated, since that may be nothing
         if not one_is_large([gradient.numel() for gradient in gradients.values()]):
             gradients = {parameter: gradient for parameter, gradient in gradients.items() if _is_large(gradient, widened)}
         if widened is not None:
@@ -95,7 +95,7 @@ class _Reduction:
             self.running.gradients, self.running.event = own, stream.record_event()
 
     def _dtype_of_sums(self, gradients: dict[Parameter, Tensor]) -> torch.dtype | None:
-        """The dtype of the sums, the same on all ranks; None: these gradients are left to FSDP2."""
+        """The dtype of the sums, the same on all ranks; None: FSDP2 reduces these gradients."""
         given = {gradient.dtype for gradient in gradients.values()}
         if len(given) != 1 or not all(self._in_order(*pair) for pair in gradients.items()):
             return None
@@ -105,7 +105,7 @@ class _Reduction:
         return wanted if own == wanted or widened else None
 
     def _in_order(self, parameter: Parameter, gradient: Tensor) -> bool:
-        """True if the rows of each rank follow each other in memory, as many for each."""
+        """True if each rank's rows are contiguous in memory, with equal numbers per rank."""
         divides = gradient.dim() > 0 and gradient.shape[0] % self.ranks.size() == 0
         return parameter.is_by_rows and divides and gradient.is_contiguous()
 
@@ -123,5 +123,5 @@ class _Reduction:
 
 
 def _is_large(gradient: Tensor, dtype: torch.dtype | None) -> bool:
-    """True if a gradient, of `dtype` or its dtype, is reduced separately from others."""
+    """True if a gradient, in `dtype` or its own, is large enough for a separate reduction."""
     return gradient.numel() * (dtype or gradient.dtype).itemsize >= LARGE_BYTES

@@ -1,4 +1,4 @@
-"""Gradients that are reduced over the shards in each micro-batch, so that a rank stores its shard of them, not the whole.
+"""Reduces gradients over the shards in each micro-batch, so that a rank stores its shard of them, not the whole.
 
 FSDP2 stores unsharded gradients between the micro-batches of a step (`set_requires_gradient_sync(False)`), or reduces each.
 With replicas it can reduce over only the shards, and add the result to the sums of the last micro-batch; but it adds the sums
@@ -26,7 +26,7 @@ def use(model: nn.Module, modules: Iterable[FSDPModule]) -> None:
 
 
 def begin(root: FSDPModule, modules: Iterable[FSDPModule], *, last: bool) -> None:
-    """Before a backward: sum over the shards in it, and over the replicas if it is the last of its step."""
+    """Before a backward: it sums over the shards, and over the replicas if it is the last of its step."""
     FSDPModule.set_requires_gradient_sync(root, True)
     FSDPModule.set_requires_all_reduce(root, last)
     for group in groups_of(modules):
@@ -34,7 +34,7 @@ def begin(root: FSDPModule, modules: Iterable[FSDPModule], *, last: bool) -> Non
 
 
 class _Guard:
-    """The parameters of a group in the sums that wait for the replicas."""
+    """The parameters in a group's sums that wait for the replicas."""
 
     def __init__(self, group: Group, names: list[str]) -> None:
         self.group, self.names = group, names
@@ -42,16 +42,16 @@ class _Guard:
         self.reduced = False  # in this backward
 
     def install(self) -> None:
-        """Look at each reduction of the group before it begins."""
+        """Check each reduction of the group before it begins."""
         self.group.before_reduction("same parameters", self.check)
         self.group.before_end_of_backward(self.end)
 
     def end(self) -> None:
-        """Of a backward."""
+        """End a backward."""
         self.reduced = False
 
     def check(self) -> None:
-        """Raise an InputError if this backward has gradients of other parameters than the sums that it would be added to."""
+        """Raise an InputError if this backward's gradients are of other parameters than the sums they would be added to."""
         pairs = zip(self.names, self.group.parameters, strict=True)
         found = [name for name, parameter in pairs if parameter.gradient() is not None]
         if self.reduced and not found:  # FSDP2 checks once more at the end of a backward

@@ -45,14 +45,14 @@ _BESIDE_THEIR_BASE = ("lora", "ia3", "vera")
 
 @dataclass
 class _Mode:
-    """Gradient mode and micro-batch of the current forward: FSDP2 calls the casts without either."""
+    """Gradient mode and micro-batch of the current forward, which FSDP2 does not pass to the casts."""
 
     running: bool = False
     grads: bool = False
     first: bool | None = None
 
     def note(self, first: bool | None = None) -> None:
-        """Begin a forward; first: as its caller says."""
+        """Begin a forward. first: it is the first micro-batch; None if the caller does not say."""
         self.grads = checkpoints.trains()
         self.first = autocast.first_microbatch() if first is None else first
 
@@ -85,9 +85,9 @@ def gather_in_fp8(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def _read_by_others(block: nn.Module) -> set[nn.Module]:
-    """Layers whose weights PEFT's adapters read in their forward: DoRA takes the norms of rows, HRA and BOFT rotate them.
+    """Layers whose weights PEFT's adapters read in forward: DoRA computes norms of rows, HRA and BOFT rotate them.
 
-    They are gathered in their dtype, since a weight in FP8 has no other values to read.
+    They are gathered in their dtype, since a weight gathered in FP8 has no readable values.
     """
     return {each.get_submodule("base_layer") for each in block.modules() if _reads_its_base(each)}
 
@@ -100,7 +100,7 @@ def _reads_its_base(module: nn.Module) -> bool:
 
 
 def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
-    """Amaxes of all weights that this forward casts with scales of these amaxes, joined by one all-reduce per group of
+    """Reduce the amaxes of all weights that this forward casts with current scales, by one all-reduce per group of
     ranks."""
     by_group = defaultdict(list)  # with expert parallelism experts have separate groups
     around = {device: autocast.gathering_recipe(device) for device in {weight.parameter.device for weight in weights}}
@@ -123,12 +123,12 @@ def _join_amaxes(weights: Sequence[_SharedWeight]) -> None:
 
 def _shared(parameter: Parameter, group: Group, forward: _Mode) -> _SharedWeight | None:
     state = _state_of(parameter.module, parameter.name)
-    if state is None or state.stored is not None:  # bytes, which FSDP2 gathers as they are
+    if state is None or state.stored is not None:  # FP8 bytes, which FSDP2 gathers without a cast
         return None
     parameter.pad()
     weight = _SharedWeight(parameter, group, state, forward)
-    # A weak reference: Python's garbage collector does not see a tensor that has views, so one that held the model would never
-    # be freed. The hook of the block keeps the object alive.
+    # A weak reference: Python's garbage collector does not track a tensor with views, so a reference to the model would never
+    # be freed. The block's hook holds the object alive.
     proxy = weakref.proxy(weight)
     parameter.extend(functools.partial(_SharedWeight.before, proxy), functools.partial(_SharedWeight.after, proxy))
     return weight
@@ -153,10 +153,10 @@ def _gather_again(block: nn.Module, weights: Sequence[_SharedWeight], forward: _
 
 
 def _complete_in_backward(group: Group, weights: Sequence[_SharedWeight]) -> None:
-    """Have a backward find the weights as it reads them, whoever gathered them and when.
+    """Complete the gathered weights for a backward, whoever gathered them and when.
 
-    It does not regather: blocks that stay gathered, those that their caller gathered, and those that were prefetched for
-    another run of the forward, if blocks run in another order or more than once.
+    A backward does not gather again blocks that stay gathered, that their caller gathered, or that were prefetched for another
+    run of the forward, if blocks run in another order or more than once.
     """
 
     def check() -> None:
@@ -170,7 +170,7 @@ def _complete_in_backward(group: Group, weights: Sequence[_SharedWeight]) -> Non
         if not group.is_gathered:
             raise InputError(
                 f"set_unshard_in_backward(False): {group.name} has FP8 weights, which backward reads for the gradient "
-                "of its input. Leave it True, or keep them gathered by set_reshard_after_forward(False)."
+                "of its input. Leave it True, or leave them gathered by set_reshard_after_forward(False)."
             )
         for weight in weights:
             if not weight.is_complete:
@@ -184,14 +184,14 @@ class _SharedWeight:
 
     def __init__(self, parameter: Parameter, group: Group, state: ModuleState, forward: _Mode) -> None:
         self.parameter, self.group, self.state, self.forward = parameter, group, state, forward
-        self.how: Cast | None = None  # of the current gathering; None: in the parameter's dtype
+        self.how: Cast | None = None  # of the current all-gather; None: in the parameter's dtype
         self.backward_how: Cast | None = None  # of the last forward with gradients
-        self.chosen: Cast | None = None  # of the scale that this forward chose
+        self.chosen: Cast | None = None  # for which this forward chose the scale
         self.columnwise: Tensor | None = None
         self.is_complete = False  # `columnwise` has the values of this all-gather
-        self.shard_rows: Tensor | None = None  # this rank's, in FP8, if the step regathers them
+        self.shard_rows: Tensor | None = None  # this rank's rows in FP8, if the step gathers them again
         self.largest: Tensor | None = None  # amax of the whole weight, during a forward of the root that casts with its scale
-        self.others: dict[Cast | None, tuple[Form, Tensor | None]] = {}  # with the columnwise layout of each
+        self.others: dict[Cast | None, tuple[Form, Tensor | None]] = {}  # each with its columnwise layout
         self.matrices = _matrices(parameter, state)
         # (scale, 1 / scale) of forwards without gradients, and of those with, whose backward recasts with it. Written in place:
         # another stream may still read the last value of a tensor that is dropped.
@@ -206,23 +206,23 @@ class _SharedWeight:
         return how if how is not None and how.granularity is Granularity.TENSOR else None
 
     def is_of_forward(self, around: Recipe | None) -> bool:
-        """True if the last gathering was in the form of the current forward, and for its backward where it has one."""
+        """True if the last all-gather has the form of the current forward, and of its backward if it has one."""
         return self.how == self.wanted(around) and (not self.forward.grads or self.is_of_backward())
 
     def needs_amax(self, around: Recipe | None) -> bool:
-        """True if this forward casts the weight with the scale of its amax."""
+        """True if this forward casts the weight with a current scale."""
         how = self.wanted(around)
         return how is not None and not how.delayed and not self._is_chosen(how)
 
     def amax(self) -> Tensor:
-        """Amax of this rank's rows of each matrix: 0 of one that it has none of."""
+        """Amax of this rank's rows of each matrix, 0 for matrices without rows here."""
         largest, shard = torch.zeros_like(self.scale), self.parameter.shard
         for index, rows in self.matrices.items():
             largest[index] = amax(shard[rows])
         return largest
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-        """The shard to gather, and True in a backward."""
+        """The shard to gather, and whether this is a backward."""
         own = self.parameter.shard
         backward = checkpoints.graph_task() != -1
         in_forward = not backward and (self.forward.running or self.group.in_forward)
@@ -245,13 +245,13 @@ class _SharedWeight:
         if trains and self._is_gathered_again(backward):
             self.shard_rows = held
         # Viewed in the dtype of norms and biases, which are gathered with them: FSDP2 copies elements, and a group of several
-        # dtypes byte by byte. It wants a shard that some rank pads in its original width.
+        # dtypes byte by byte. A shard that some rank pads must have its original width.
         rows, columns = self.parameter.size
         fills_numbers = rows % self.parameter.ranks == 0 and columns % own.dtype.itemsize == 0
         return (held.view(own.dtype) if fills_numbers else held,), backward
 
     def after(self, gathered: tuple[Tensor, ...], backward: bool, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
-        """Give the module the whole weight, and autograd a parameter without values."""
+        """Give the module the whole FP8 weight, and autograd a placeholder parameter."""
         rows, columns = self.parameter.size
         if self.how is None:
             self.state.gathered = None
@@ -269,11 +269,11 @@ class _SharedWeight:
         return _placeholder(rows * columns, dtype, rowwise.device).view(rows, columns), (self.columnwise,)
 
     def is_of_backward(self) -> bool:
-        """True if the last gathering was in the form, and by the scale, of the last forward with gradients."""
+        """True if the last all-gather has the form and scale of the last forward with gradients."""
         return self.how == self.backward_how and (self.how is None or self.scale is self.scales[True][0])
 
     def complete(self) -> None:
-        """Fill the layout that backward reads of a weight that was gathered before it."""
+        """Fill backward's layout of a weight that was gathered earlier."""
         gathered = self.state.gathered
         if self.how is not None and gathered is not None and gathered.rowwise_data is not None:
             self._fill(gathered.rowwise_data)
@@ -289,17 +289,17 @@ class _SharedWeight:
         self.is_complete = True
 
     def _is_gathered_again(self, backward: bool) -> bool:
-        """True if this step gathers the weight after this time: for its backward, or for a later micro-batch."""
+        """True if this step gathers the weight once more, for its backward or a later micro-batch."""
         if self.forward.first is not None and (self.group.micro_batch_follows or not self.group.reduces):
             return True
         return not backward and self.group.frees_after_forward
 
     def _is_chosen(self, how: Cast) -> bool:
-        """True in a later micro-batch, which casts by the scale of the first."""
+        """True in a later micro-batch, which uses the scale of the first."""
         return self.forward.grads and self.chosen == how and self.forward.first is False
 
     def _choose_scale(self, own: Tensor, around: Recipe, how: Cast, mesh: Any) -> Tensor | None:
-        """Choose the scale of a step's forwards and backwards; returns the slot of the amax for the first of them."""
+        """Choose the scale of a step's forwards and backwards; returns the amax slot in the first of them."""
         recipe = self.state.under(around)
         if recipe is None or self._is_chosen(how):
             return None
@@ -310,7 +310,7 @@ class _SharedWeight:
             found = self.amax()
             if mesh.size() > 1:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
-            if (tensor := self.state.tensor_group_of(Operand.WEIGHT)) is not None:  # the rank's shard is a part of its part
+            if (tensor := self.state.tensor_group_of(Operand.WEIGHT)) is not None:  # the shard is a part of this rank's part
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=tensor)
             return found
 
@@ -325,7 +325,7 @@ class _SharedWeight:
         return amax
 
     def _cast(self, own: Tensor, amax: Tensor | None, how: Cast, mesh: Any) -> Tensor:
-        """Cast this rank's part and record the amax of the whole, by an all-reduce here if the autocast joins fewer ranks."""
+        """Cast this rank's part and record the amax of the whole, with an all-reduce here if the autocast's ranks are fewer."""
         alone = amax is not None and mesh.size() > 1 and not buffers.joins_forward(mesh.get_group())
         seen = torch.zeros_like(self.scale) if alone else amax
         q = self._cast_rows(own, seen, how)
@@ -335,7 +335,7 @@ class _SharedWeight:
         return q
 
     def _cast_rows(self, own: Tensor, seen: Tensor | None, how: Cast) -> Tensor:
-        """Cast the rows of each matrix by its scale; `seen` records their amaxes. Bytes, with zeros after the last expert."""
+        """Cast each matrix's rows by its scale and record their amaxes in `seen`; bytes, with zeros after the last expert."""
         kind, parts = how.format, []
         for index, rows in self.matrices.items():
             if rows.stop > rows.start:
@@ -347,7 +347,7 @@ class _SharedWeight:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _change(self, how: Cast | None) -> None:
-        """Exchange FSDP2's tensors of the current form for those of another: a backward must find those of its forward."""
+        """Swap FSDP2's tensors of the current form for another form's: a backward needs those of its forward."""
         self.others[self.how] = self.parameter.take_form(), self.columnwise
         form, columnwise = self.others.pop(how, (Form(), None))
         self.parameter.put_form(form)
@@ -368,7 +368,7 @@ def _matrices(parameter: Parameter, state: ModuleState) -> dict[int | tuple[()],
 
 @torch.inference_mode(False)
 def _placeholder(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NaN, which shows in the loss if other code than the layer's reads the weight."""
+    """NaN, so that the loss is NaN if code outside the layer reads the weight."""
     shared: Tensor | None = process.placeholders.get((device, dtype))
     if shared is None or shared.numel() < elements:
         shared = process.placeholders[device, dtype] = torch.full((elements,), torch.nan, dtype=dtype, device=device)

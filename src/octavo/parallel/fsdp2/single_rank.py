@@ -1,4 +1,4 @@
-"""FSDP2 groups of one rank, as of experts that are spread over all ranks: their gradients need no reduction, and no copy.
+"""FSDP2 groups of one rank, as of experts distributed over all ranks: their gradients need no reduction and no copy.
 
 FSDP2 gathers them in a flat buffer as it does for several ranks, divides that by one, and copies the quotient.
 """
@@ -15,14 +15,14 @@ from octavo.parallel.fsdp2.adapter import Group, groups_of
 
 
 def use(modules: Sequence[FSDPModule]) -> None:
-    """Have the gradients of these modules be those of their shards as they are. Their ranks have no replicas."""
+    """Use the gradients of these modules directly as those of their shards. The modules have no replicas."""
     for group in groups_of(modules):
         group.before_reduction("hand over", partial(_hand_over_all, group))
 
 
 @torch.no_grad()
 def _hand_over_all(group: Group) -> None:
-    """Leave FSDP2 no gradients to reduce, unless it would change them."""
+    """Move gradients to the shards before FSDP2 reduces them, unless it would change their values."""
     if group.reduces and not group.has_hook and group.divides_by in (None, 1.0):
         for parameter in group.parameters:
             gradient = parameter.gradient()

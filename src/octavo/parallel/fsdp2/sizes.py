@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LARGE_SHARE = 0.9
-"""Of a group's elements at least are in its largest parameter."""
+"""Least share of a group's elements in its largest parameter."""
 
 
 def one_is_large(sizes: Sequence[int]) -> bool:
-    """True if one of these numbers of elements is nearly all of them, as of an embedding, or of a head with its norm."""
+    """True if one parameter has nearly all of these elements, such as an embedding, or a head beside its norm."""
     return bool(sizes) and max(sizes) >= LARGE_SHARE * sum(sizes)
