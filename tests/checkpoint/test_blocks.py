@@ -110,7 +110,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     declare(
         layer, "weight", share_out((8, 3), [[indices((0, 4)), indices((0, 3))], [indices((4, 8)), indices((0, 3))]], rank=0)
     )
-    with pytest.raises(InputError, match=r"\[8, 3\] is 2 ranks' parts, which no group joins"):
+    with pytest.raises(InputError, match=r"\[8, 3\] has parts on 2 ranks without a process group"):
         octavo.save(tmp_path / "alone", layer)
     layer = nn.Linear(3, 4, bias=False)
     declare(layer, "weight", share_out((4, 3), [[indices((2, 4), (0, 2)), indices((0, 3))]], rank=0))

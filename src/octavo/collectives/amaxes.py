@@ -1,4 +1,4 @@
-"""The largest amaxes of the ranks of a group, for current scaling: in GPU memory that these write, or by all-reduces."""
+"""Maxima of amaxes over a group of ranks, for current scaling: through GPU memory that the ranks write, or by all-reduce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.kernels.peers import join_largest_
 from octavo.kernels.quantize.cast_scaled import scale_from_amax
 
 ROOM = 1024
-"""Amaxes of a join in memory of a GPU; more are joined by an all-reduce."""
+"""Most amaxes of a join through GPU memory; more are joined by an all-reduce."""
 
 
 class Joins:
@@ -37,7 +37,7 @@ class Joins:
         return amaxes
 
     def scale(self, amaxes: Tensor, groups: Sequence[dist.ProcessGroup], fp8_max: float, power_of_two: bool) -> Tensor:
-        """The scales of the largest amaxes of all groups; `amaxes` become these, in place. Collective."""
+        """Scales of the maxima over all groups; replaces `amaxes` by the maxima, in place. Collective."""
         for group in groups[:-1]:
             self.largest_(amaxes, group)
         for group in groups[-1:]:
@@ -65,7 +65,7 @@ class Joins:
 
 
 class _Memory:
-    """Slots of this rank, which the other ranks write, and the addresses of their slots. Collective."""
+    """This rank's slots, which the other ranks write, and the addresses of the other ranks' slots. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # as in `copies`
@@ -84,9 +84,9 @@ class _Memory:
         self._stream = torch.cuda.current_stream(device)
 
     def join_(self, amaxes: Tensor, fp8_max: float | None = None, power_of_two: bool = False) -> Tensor:
-        """The largest of all ranks, in place; returned are they, or with `fp8_max` their scales."""
+        """The largest of all ranks, in place; returns them, or with `fp8_max` their scales."""
         stream = torch.cuda.current_stream(amaxes.device)
-        if stream != self._stream:  # one join after the other
+        if stream != self._stream:  # joins run one after the other
             stream.wait_stream(self._stream)
             self._stream = stream
         arguments = amaxes, self._slots, self._peers, self._number

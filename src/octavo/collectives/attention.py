@@ -5,7 +5,7 @@ all_gather  keys and values of all ranks are gathered while a chunk attends to i
             chunks to which some query attends are sent, while both chunks attend to themselves; in backward gradients are
             summed over the ranks while the pairs within the last chunk are computed.
 p2p         Ring Attention: keys and values pass through every rank; the next ones are sent during the attention to the
-            present ones, and their gradients follow them. Needs memory for two ranks' keys and values, for any n.
+            current ones, and gradients follow the keys. Needs memory for two ranks' keys and values, for any n.
 a2a         Ulysses: exchanges tokens for heads, so that each rank gets whole sequences of H / n heads. Needs n to divide the
             heads.
 
@@ -33,7 +33,7 @@ from octavo.kernels.autograd import refuse_second_derivative
 
 
 class _Call(NamedTuple):
-    """Ranks and their exchange, pattern and split of whole sequences, and scale of one attention call."""
+    """One attention call: ranks with their exchange, pattern and split of whole sequences, and scale."""
 
     context: ContextGroup
     pattern: Pattern
@@ -57,7 +57,7 @@ def context_attention(
         scale: of the logits; None for D^-½.
 
     Returns:
-        [B, L, H, D], of this rank's tokens.
+        [B, L, H, D], this rank's tokens.
 
     Raises:
         InputError: the exchange cannot compute the pattern, or split these heads.
@@ -83,8 +83,8 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] + q.shape[3:] == k.shape[:2] + k.shape[3:]
     if not fits or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise InputError(
-            f"{_shapes(q, k, v)}: give q [samples, tokens of this rank, heads, head dimension], and k and v the same with as "
-            "many heads, or a divisor of them."
+            f"{_shapes(q, k, v)}: give q [samples, tokens of this rank, heads, head dimension], and k and v with the same "
+            "shape, except that their number of heads may be a divisor of q's."
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
         raise InputError(f"{_shapes(q, k, v)}: give all three in one dtype, bfloat16, float16, float32 or float64.")
@@ -112,12 +112,12 @@ def _check(pattern: Pattern, context: ContextGroup, heads: int, groups: int) -> 
 
 
 def check_heads(heads: int, groups: int, ranks: int) -> None:
-    """Raise an InputError unless "a2a" can give each of `ranks` ranks as many query heads with their key-value heads."""
+    """Raise an InputError unless "a2a" can give each of `ranks` ranks equally many query heads with their key-value heads."""
     if not splits_heads(heads, groups, ranks):
         fits = [n for n in range(1, ranks) if not ranks % n and splits_heads(heads, groups, n)]  # of as many ranks
         raise InputError(
-            f'cp_comm_type = "a2a" gives each of {ranks} context-parallel ranks as many heads, and {heads} query heads with '
-            f"{groups} key-value heads do not divide: use a context_parallel_degree of {', '.join(map(str, fits))}, or "
+            f'cp_comm_type = "a2a" needs equally many heads on each of {ranks} context-parallel ranks: {heads} query heads '
+            f"with {groups} key-value heads do not divide. Use a context_parallel_degree of {', '.join(map(str, fits))}, or "
             'cp_comm_type = "all_gather".'
         )
 
@@ -177,9 +177,9 @@ class _AllGather(torch.autograd.Function):
 
 
 def gather_ahead(result: Tensor, attended: Tensor) -> None:
-    """Start the gather for the backward of `attended` as soon as `result`, which is computed from it, has a gradient.
+    """Start the gather for the backward of `attended` as soon as `result`, computed from it, gets a gradient.
 
-    attended: of `context_attention`, or a view of it. No effect on another exchange, and without gradients.
+    attended: the result of `context_attention`, or a view of it. No effect with another exchange or without gradients.
     """
     node: Any = attended.grad_fn
     for _ in range(5):  # through views and copies
@@ -194,17 +194,17 @@ def gather_ahead(result: Tensor, attended: Tensor) -> None:
 
 def _begin(node: Any, context: ContextGroup) -> None:
     if node.started is None:  # otherwise started by a backward that ended before this node
-        tensors = tuple(map(Tensor.detach, node.saved_tensors))  # their history would reference the node
+        tensors = tuple(map(Tensor.detach, node.saved_tensors))  # their autograd history would reference the node
         node.started = tensors, [start_gather(causal.joint(*tensors[1:3]), context.group)]
 
 
 def backward_bytes(keys: int, element: int, *, plain: bool) -> int:
-    """Temporaries of a backward over gathered keys: whole keys and values, as they come and in order, and their gradients.
+    """Bytes of temporaries of a backward over gathered keys: keys and values as received and in order, and their gradients.
 
-    Gradients of gathered keys are in their dtype, or a kernel's float32. Others are float32: the share of one chunk, that of
-    all chunks, and sums over the ranks.
+    Gradients of gathered keys are in their dtype, or in a kernel's float32. The others are float32: one chunk's share, all
+    chunks' shares, and the sums over the ranks.
 
-    keys: elements of the keys of all ranks, of so many bytes each. plain: of `_is_plain`.
+    keys: elements of the keys of all ranks; element: bytes of each. plain: result of `_is_plain`.
     """
     float32 = torch.float32.itemsize
     return 2 * keys * (3 * element + float32 if plain else 2 * element + 3 * float32)
@@ -223,7 +223,7 @@ def _add_earlier(grads: Gradients, chunks: list[Tensor], parts: dict[int, Tensor
 
 
 class _Chunks:
-    """The exchange of chunks of keys and values, there and back: a rank receives only the chunks that it reads."""
+    """The exchange of chunks of keys and values, and of their gradients back: a rank receives only chunks that it reads."""
 
     def __init__(self, context: ContextGroup, pattern: Pattern, batch: int, split: Split) -> None:
         self.context, self.split = context, split
@@ -316,7 +316,7 @@ class _Ring(torch.autograd.Function):
             keys, values = kv
             dk, dv = share
             grads.add(keys, values, ring(pattern, q.shape[0], split, (context.rank - step) % context.size), dk, dv)
-            if following is not None:  # the shares of the ranks where these keys were before
+            if following is not None:  # the shares of the ranks that had these keys before
                 share += following.wait()
             following = _pass_on(context, share)
             if passing is not None:
@@ -361,7 +361,7 @@ class _HeadsForTokens(torch.autograd.Function):
         (context, pattern, _, scale), groups = ctx.call, ctx.groups
         spans = pattern.spans(q.shape[0])
         grads = gradients(_to_heads(context, d_out), q, k, v, out, lse, spans, scale=scale, window=pattern.window)
-        copies = max(1, context.size // groups)  # ranks that had the same key-value head
+        copies = max(1, context.size // groups)  # ranks with the same key-value head
         mine = torch.cat(grads, 2)
         dq, dk, dv = map(_of_rank, _to_tokens(context, mine).split([q.shape[2], k.shape[2], k.shape[2]], 4))
         if copies > 1:
@@ -385,7 +385,7 @@ def _to_heads(context: ContextGroup, *parts: Tensor) -> Tensor:
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """A view of [B, L, heads, D] as [n, B, L, heads of a rank, D]."""
+    """A view of [B, L, heads, D] as [n, B, L, heads per rank, D]."""
     if x.shape[2] < ranks:
         x = x[:, :, :, None].expand(-1, -1, -1, ranks // x.shape[2], -1).flatten(2, 3)
     return x.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)

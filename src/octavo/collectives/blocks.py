@@ -35,7 +35,7 @@ _BLOCKS = "octavo_blocks_of_parameters"
 
 
 class Box(NamedTuple):
-    """Neighbouring elements: the first index of each dimension, in the local and in the whole tensor, and the sizes."""
+    """A box of elements: first index of each dimension in the local and in the whole tensor, and sizes."""
 
     local: tuple[int, ...]
     whole: tuple[int, ...]
@@ -54,11 +54,11 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of one dimension of a whole that a part has: consecutive ranges in the order of the part.
+    """Indices of one dimension of the whole that a part holds: ranges, concatenated in the part's order.
 
     Attributes:
         ranges: none is empty, no two overlap.
-        padding: indices of the part after them that hold no element.
+        padding: trailing indices of the part without elements.
     """
 
     ranges: tuple[range, ...]
@@ -82,7 +82,7 @@ class Indices:
 
 
 def indices(*ranges: tuple[int, int], padding: int = 0) -> Indices:
-    """Indices of ranges (start, stop); neighbours become one, and empty ones go."""
+    """Indices of ranges (start, stop); adjacent ones are merged, empty ones dropped."""
     joined: list[range] = []
     for start, stop in ranges:
         if joined and joined[-1].stop == start < stop:
@@ -94,12 +94,12 @@ def indices(*ranges: tuple[int, int], padding: int = 0) -> Indices:
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a tensor that a rank holds: every combination of its indices of each dimension.
+    """The elements of a tensor that a rank holds: the product of its indices of each dimension.
 
     Attributes:
-        shape: of the whole.
+        shape: shape of the whole.
         indices: of each dimension, in order.
-        counts: elements that this rank counts and writes, if others hold some of them too; None: all.
+        counts: elements that this rank counts and writes, if other ranks hold some of its elements too; None: all.
     """
 
     shape: tuple[int, ...]
@@ -118,23 +118,23 @@ class Part:
 
     @property
     def is_padded(self) -> bool:
-        """True if some of the rank's tensor is no element."""
+        """True if the rank's tensor has padding."""
         return any(each.padding for each in self.indices)
 
     @property
     def counts_all(self) -> bool:
-        """True if every number of the rank's tensor is an element that this rank counts."""
+        """True if this rank counts every entry of its tensor."""
         return self.counts is None and not self.is_padded
 
     @property
     def has_whole_rows(self) -> bool:
-        """True if it has everything of its indices of the first dimension."""
+        """True if it has whole rows: all elements at its indices of the first dimension."""
         rest = zip(self.indices[1:], self.shape[1:], strict=True)
         return all(not each.padding and each.ranges == ((range(size),) if size else ()) for each, size in rest)
 
     @property
     def is_consecutive(self) -> bool:
-        """True if its elements follow each other in the flattened whole."""
+        """True if its elements are contiguous in the flattened whole."""
         return self.has_whole_rows and all(len(each.ranges) <= 1 and not each.padding for each in self.indices[:1])
 
     @property
@@ -164,7 +164,7 @@ class Part:
         return (*self.counts, *(piece for box in self.boxes for piece in _left(box, self.counts)))
 
     def cut(self, offsets: Sequence[int], sizes: Sequence[int]) -> Part:
-        """The part in a slab of the rank's tensor."""
+        """The part of a slab of the rank's tensor."""
         ends = [first + size for first, size in zip(offsets, sizes, strict=True)]
         cut = tuple(each.cut(*span) for each, *span in zip(self.indices, offsets, ends, strict=True))
         counts = self.counts
@@ -188,7 +188,7 @@ def _within(box: Box, begins: Sequence[int], ends: Sequence[int]) -> Box | None:
 
 
 def _without(box: Box, other: Box) -> list[Box]:
-    """The elements of a box that another one does not have."""
+    """The elements of a box outside another box."""
     left: list[Box] = []
     starts = [max(a, b) for a, b in zip(box.whole, other.whole, strict=True)]
     ends = zip(box.whole, box.sizes, other.whole, other.sizes, strict=True)
@@ -203,7 +203,7 @@ def _without(box: Box, other: Box) -> list[Box]:
 
 
 def _left(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The elements of a box that none of the others has."""
+    """The elements of a box outside all other boxes."""
     left = [box]
     for other in others:
         left = [piece for one in left for piece in _without(one, other)]
@@ -211,7 +211,7 @@ def _left(box: Box, others: Iterable[Box]) -> list[Box]:
 
 
 def _meet(one: Part, other: Part) -> bool:
-    """True if two parts of a whole have a common element."""
+    """True if two parts of a whole overlap."""
     for first, second in zip(one.indices, other.indices, strict=True):
         both = sorted([(each.start, each.stop) for each in (*first.ranges, *second.ranges)])
         if all(stop <= start for (_, stop), (start, _) in itertools.pairwise(both)):  # none overlaps within a part
@@ -229,12 +229,12 @@ def _span(box: Box, dim: int, start: int, stop: int) -> Box:
 
 @dataclass(frozen=True)
 class Block:
-    """The parts of a parameter that the ranks of a group hold; `share_out` makes it.
+    """The parts of a parameter that the ranks of a group hold; created by `share_out`.
 
     Attributes:
-        parts: of each rank. An element of several is counted by the first.
+        parts: one per rank. An element in several parts is counted by the first.
         rank: this rank's number in the group.
-        group: None for parts that are not exchanged, as in a plan.
+        group: None without communication, as in a plan.
     """
 
     parts: tuple[Part, ...]
@@ -243,7 +243,7 @@ class Block:
 
     @property
     def local(self) -> Part:
-        """This rank's."""
+        """This rank's part."""
         return self.parts[self.rank]
 
     @property
@@ -257,9 +257,9 @@ class Block:
         return all(part.indices == Part.of_all(part.shape).indices for part in self.parts)
 
     def joined_by(self) -> dist.ProcessGroup:
-        """The group; an InputError for parts that are not exchanged."""
+        """The group; an InputError without one."""
         if self.group is None:
-            raise InputError(f"a tensor of {list(self.shape)} is {len(self.parts)} ranks' parts, which no group joins.")
+            raise InputError(f"a tensor of {list(self.shape)} has parts on {len(self.parts)} ranks without a process group.")
         return self.group
 
     def __deepcopy__(self, memo: Any) -> Block:
@@ -275,7 +275,7 @@ def share_out(
         shape: of the whole.
         held: for each rank, its indices of each dimension.
         group: the ranks; None needs `rank`.
-        rank: this rank's number in the group; by default as the group says.
+        rank: this rank's number in the group; by default the group's.
 
     Raises:
         InputError: ranges that overlap within a rank or leave the shape, or elements that no rank holds.
@@ -304,15 +304,15 @@ def share_out(
 
 
 def _fault(part: Part) -> str | None:
-    """The fault of a part's ranges; None without one."""
+    """What is wrong with a part's ranges; None if they are valid."""
     if len(part.indices) != len(part.shape):
-        return f"indices of {len(part.indices)} dimensions, and the shape is {list(part.shape)}."
+        return f"indices of {len(part.indices)} dimensions for the shape {list(part.shape)}."
     for dim, (each, size) in enumerate(zip(part.indices, part.shape, strict=True)):
         if each.padding < 0:
             return f"padding {each.padding} in dimension {dim} is below 0."
         for one in each.ranges:
             if one.step != 1 or not 0 <= one.start < one.stop <= size:
-                return f"{one} in dimension {dim} is no range of the {size} indices of shape {list(part.shape)}."
+                return f"{one} in dimension {dim} is not a range of the {size} indices of shape {list(part.shape)}."
         for one, other in itertools.pairwise(sorted(each.ranges, key=lambda run: run.start)):
             if one.stop > other.start:
                 return f"{one} and {other} in dimension {dim} overlap."
@@ -342,7 +342,7 @@ def declared(module: nn.Module) -> Mapping[str, Block]:
 
 
 def parameters_of(model: nn.Module) -> dict[Tensor, Block | None]:
-    """The parameters of a model as `model.parameters()` has them, each with its block.
+    """The parameters of a model in the order of `model.parameters()`, each with its block.
 
     Raises:
         InputError: a parameter of two modules has two blocks.
@@ -371,7 +371,7 @@ def shape_of(tensor: Tensor, blocks: Mapping[Tensor, Block | None]) -> tuple[int
 
 @contextlib.contextmanager
 def undeclared(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Around these parameters of modules being whole."""
+    """Inside, these parameters of modules have no declared block."""
     there = [(vars(module)[_BLOCKS], name) for module, name in places if name in declared(module)]
     removed = [(blocks, name, blocks.pop(name)) for blocks, name in there]
     try:
@@ -382,17 +382,17 @@ def undeclared(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
 
 
 def with_block(tensor: Tensor, block: Block | None) -> Tensor:
-    """A tensor of a parameter's shape, such as itself, its gradient or a state, as part of the whole; as it is without one."""
+    """A parameter, its gradient or an optimizer state as a `BlockTensor`; unchanged without a block."""
     return tensor if block is None else BlockTensor(tensor.detach(), block)
 
 
 def as_held(tensor: Tensor) -> Tensor:
-    """The rank's tensor, plain or a DTensor: the inverse of `with_block`."""
+    """The local tensor, plain or a DTensor: the inverse of `with_block`."""
     return tensor.held if isinstance(tensor, BlockTensor) else tensor
 
 
 def has_part(tensor: object) -> TypeGuard[Tensor]:
-    """True for a tensor of which a rank has a part."""
+    """True for a tensor of which each rank holds a part."""
     return isinstance(tensor, DTensor | BlockTensor)
 
 
@@ -407,29 +407,29 @@ def part_of(tensor: Tensor) -> Part:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's numbers of a tensor; shares memory with it."""
+    """This rank's local tensor; shares memory with `tensor`."""
     held = as_held(tensor)
     return held.to_local() if isinstance(held, DTensor) else held
 
 
 def counted_of(tensor: Tensor) -> list[Tensor]:
-    """The numbers that this rank counts of a tensor, so that the ranks of its block count each element once."""
+    """The local elements that this rank counts, so that the ranks of a block count each element once."""
     local, part = local_of(tensor), part_of(tensor)
     return [local] if part.counts_all else [local[box.in_local] for box in part.counted]
 
 
 def _other_shape(name: str, shape: tuple[int, ...], block: Block) -> str:
-    return f"{name} is {list(shape)}, and this rank's ranges of {list(block.shape)} make {list(block.local.local_shape)}."
+    return f"{name} is {list(shape)}, but this rank's ranges of {list(block.shape)} are {list(block.local.local_shape)}."
 
 
 class BlockTensor(Tensor):
-    """A tensor of the whole's shape of which this rank holds a block's part, with the operations that a checkpoint needs.
+    """A tensor with the shape of the whole, of which this rank holds a block's part; supports what a checkpoint needs.
 
-    Copies, empty ones, zeros, other dtypes and devices are of the same block; `copy_` takes a tensor of the same block or the
-    whole. Any other operation is an InputError.
+    Copies, `empty_like`, `zeros_like` and conversions of dtype and device have the same block; `copy_` accepts a tensor of the
+    same block or the whole. Any other operation raises an InputError.
 
     Attributes:
-        held: the rank's tensor, plain or a DTensor of FSDP2's.
+        held: the rank's tensor, plain or FSDP2's DTensor.
         block: its place in the whole.
     """
 
@@ -457,7 +457,7 @@ class BlockTensor(Tensor):
             return first
         if func not in _OF_ELEMENTS or not isinstance(first, BlockTensor):
             raise InputError(
-                f"{func} of a tensor that is a part on each rank: octavo.export writes whole weights, octavo.save checkpoints."
+                f"{func} of a tensor with a part on each rank: octavo.export writes whole weights, octavo.save checkpoints."
             )
         return BlockTensor(func(first.held, *args[1:], **(kwargs or {})), first.block)
 
@@ -478,16 +478,16 @@ class BlockTensor(Tensor):
     storage = __reduce_ex__  # called by safetensors
 
     def full_tensor(self) -> NoReturn:
-        """Refused: a DTensor's whole is that of a mesh, which these parts have none of."""
+        """Refused: these parts have no mesh from which a DTensor could gather the whole."""
         raise InputError(
-            f"full_tensor() of a tensor of {list(self.shape)} in ranges: octavo.to_huggingface(model) has whole weights, and "
-            "octavo.export(model, folder) writes them, each called on every rank."
+            f"full_tensor() of a tensor of {list(self.shape)} in ranges of ranks: octavo.to_huggingface(model) has whole "
+            "weights, and octavo.export(model, folder) writes them, each called on every rank."
         )
 
     # The protocol of PyTorch's planners for tensors of several chunks.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """The chunks that this rank writes: all that it counts."""
+        """The chunks that this rank writes: the elements that it counts."""
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -522,10 +522,10 @@ def write_items(name: str, tensor: Tensor) -> list[WriteItem]:
 
 @torch.no_grad()
 def fill(tensor: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of a tensor out of the whole, of any dtype and on any device; padding becomes zero."""
+    """Copy this rank's part from the whole, which may have any dtype and device; padding becomes zero."""
     local, part = local_of(tensor).detach(), part_of(tensor)
     if tuple(whole.shape) != part.shape:
-        raise InputError(f"a tensor of {list(whole.shape)} is not the whole of one of {list(part.shape)}.")
+        raise InputError(f"a tensor of {list(whole.shape)} is not the whole of a tensor of {list(part.shape)}.")
     if part.is_padded:
         local.zero_()
     for box in part.boxes:
@@ -551,11 +551,11 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
             state[key] = value.held
             continue
         if isinstance(value, DTensor) and tuple(value.shape) == block.shape:
-            value = value.full_tensor()  # as `set_model_state_dict(full_state_dict=True)` spreads it
+            value = value.full_tensor()  # from `set_model_state_dict(full_state_dict=True)`
         if has_part(value) or tuple(value.shape) != block.shape:
             raise InputError(
-                f"load_state_dict: {key} is {list(value.shape)}, and a rank takes its ranges of {list(block.shape)}: give "
-                "state_dict() of a model with the same ranks, or whole tensors; octavo.load takes checkpoints of others."
+                f"load_state_dict: {key} is {list(value.shape)}, and this rank needs its ranges of {list(block.shape)}: give "
+                "state_dict() of a model with the same ranges, or whole tensors; octavo.load reads checkpoints of other layouts."
             )
         part = BlockTensor(
             torch.empty_like(parameter, dtype=value.dtype, device=value.device if parameter.is_meta else None), block

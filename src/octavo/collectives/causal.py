@@ -60,7 +60,7 @@ def backward(
     written = [False, False]
 
     def add(half: int, keys: Tensor, values: Tensor, shares: Tensor, *, causal: bool) -> None:
-        """A chunk's gradients by some keys: those of the keys are written to `shares`."""
+        """Add a chunk's gradients from attention to some keys; gradients of the keys are written to `shares`."""
         rows = halves[half]
         into = torch.empty_like(dq[:, rows]) if written[half] else dq[:, rows]
         arguments = d_out[:, rows], q[:, rows], keys, values, out[:, rows], lse[..., rows]
@@ -75,7 +75,7 @@ def backward(
     def share(of: Tensor, number: int) -> Tensor:
         return of[:, :, number * chunk : (number + 1) * chunk]
 
-    # The early chunk's pairs with itself hide the gather; if that was started earlier, the exchange of gradients.
+    # The early chunk's pairs with itself hide the gather, or if that was started earlier, the exchange of gradients.
     itself = empty(1)
     if not ahead:
         add(0, k[:, halves[0]], v[:, halves[0]], itself, causal=True)
@@ -88,11 +88,11 @@ def backward(
     else:
         add(1, k[:, halves[1]], v[:, halves[1]], share(of_late, last), causal=True)
         add(1, keys[:, : last * chunk], values[:, : last * chunk], of_late[:, :, : last * chunk], causal=False)
-    del keys, values  # nothing else holds their memory
+    del keys, values  # the last references to their memory
 
     others = [other for other in range(split.size) if other != rank]
-    # The chunk to which every late chunk attends, and one more: the early chunks after it attend to it too, or else the other's
-    # late one.
+    # Two shares for each other rank. First the late chunk's, by the other's early chunk. Then the early chunk's by it too, if
+    # that precedes it, else the late chunk's by the other's late chunk.
     sent = k.new_empty(len(others), 2, *itself.shape)
     for place, other in enumerate(others):
         add_up(sent[place, 0], [share(of_late, other)])
@@ -112,7 +112,7 @@ def backward(
 
 
 def joint(k: Tensor, v: Tensor) -> Tensor:
-    """k and v as one tensor [2, *k.shape]: without a copy if they are contiguous."""
+    """k and v as one tensor [2, *k.shape], without a copy if they are adjacent in memory."""
     behind = k.storage_offset() + k.numel()
     if (
         k.is_contiguous()
@@ -130,7 +130,7 @@ def in_sequence(gathered: Tensor, split: Split) -> Any:
 
 
 def _start_exchange(sent: Tensor, others: list[int], context: ContextGroup) -> Pending[Tensor]:
-    """Start to send sent[place] to others[place]; these send to this rank in the same order."""
+    """Start to send sent[i] to others[i], and to receive from them in the same order."""
     received = torch.empty_like(sent)
     if not others:
         return Pending([], lambda: received)

@@ -1,4 +1,4 @@
-"""Context-parallel ranks: splits sequences over them, joins the parts, and picks the exchange of keys and values.
+"""Context-parallel ranks: splits sequences over them, gathers the parts, and chooses the exchange of keys and values.
 
 Shapes: T tokens of the whole sequence, n ranks; a rank holds T / n, two chunks of T / 2n.
 """
@@ -22,7 +22,7 @@ STRATEGIES = ("all_gather", "p2p", "a2a")
 class ContextGroup(Ranks):
     """The ranks of a context group and their exchange of keys and values; "auto" is decided by `resolved`.
 
-    Without a `group` only this rank, which needs no process group.
+    Without a `group` this rank alone, which needs no process group.
 
     Raises:
         InputError: an unknown `strategy`, or a `group` without this rank.
@@ -63,10 +63,10 @@ class ContextGroup(Ranks):
         return Split(self.rank, self.size, tokens)
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable. Of one rank `x` itself.
+        """This rank's tokens of `x`, which has whole sequences along `dim`; differentiable. On one rank `x` itself.
 
         Raises:
-            InputError: `x` has no dimension `dim`, or of several ranks no 2n equal chunks along it.
+            InputError: `x` has no dimension `dim`, or on several ranks cannot be cut into 2n equal chunks along it.
         """
         _check_dim(x, dim)
         if self.size == 1:
@@ -77,10 +77,10 @@ class ContextGroup(Ranks):
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """The inverse of `split`, on every rank. Collective.
 
-        In backward each rank takes its part of the gradient: all compute the same from the whole.
+        In backward each rank takes its part of the gradient, since all ranks compute the same from the whole.
 
         Raises:
-            InputError: `x` has no dimension `dim`, or of several ranks no two equal chunks along it.
+            InputError: `x` has no dimension `dim`, or on several ranks cannot be cut into two equal chunks along it.
         """
         _check_dim(x, dim)
         if self.size == 1:
@@ -88,8 +88,8 @@ class ContextGroup(Ranks):
         tokens = x.shape[dim]
         if tokens % 2 or not tokens:
             raise InputError(
-                f"a tensor of shape {list(x.shape)} has {tokens} tokens of a rank along dimension {dim}, and a rank has two "
-                f"equal chunks: give as many as split does, such as {tokens + 1 if tokens % 2 else 2}."
+                f"a tensor of shape {list(x.shape)} has {tokens} tokens of a rank along dimension {dim}, which are not two "
+                f"equal chunks: give as many tokens as split returns, such as {tokens + 1 if tokens % 2 else 2}."
             )
         gathered: Tensor = _Gather.apply(x, self, dim)
         return gathered
@@ -97,7 +97,7 @@ class ContextGroup(Ranks):
     def same(self, *tensors: Tensor | None) -> Tensor:
         """True, as bool [] on the first one's device, if these whole numbers are the same on every rank. Collective.
 
-        Tensors on the host cost a GPU no wait.
+        Host tensors cause no GPU synchronisation.
         """
         return same_numbers(self._group, *tensors)
 
@@ -120,15 +120,15 @@ def same_numbers(group: dist.ProcessGroup | None, *tensors: Tensor | None) -> Te
 
 
 def splits_heads(heads: int, groups: int, ranks: int) -> bool:
-    """True if each of `ranks` ranks can have as many query heads, with their key-value heads."""
+    """True if `ranks` ranks can have equally many query heads each, with their key-value heads."""
     return not heads % ranks and (not groups % ranks or not ranks % groups)
 
 
 def cheaper_exchange(heads: int, groups: int, ranks: int) -> str:
     """The exchange that moves fewer bytes, of "all_gather" and "a2a".
 
-    For each token of the other ranks a rank receives its keys and values, 2·G heads; or the n-th part of all that attention
-    reads and writes, 2·(H + G) / n heads.
+    For each token of the other ranks, "all_gather" receives its keys and values, 2·G heads; "a2a" receives the n-th part of
+    all that attention reads and writes, 2·(H + G) / n heads.
     """
     return "a2a" if splits_heads(heads, groups, ranks) and ranks * groups > heads + groups else "all_gather"
 
@@ -140,7 +140,7 @@ def summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def averaged(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """x, for a loss of the caller's: its gradient is divided by the ranks, and a sum over them is that of the mean loss."""
+    """x, for a caller's loss: its gradient is divided by the number of ranks, so that the sum over ranks is the mean loss's."""
     if group is None or not x.requires_grad:
         return x
     view, ranks = x.view_as(x), dist.get_world_size(group)
@@ -164,11 +164,11 @@ def _check_group(group: object) -> None:
 
 def _check_dim(x: Tensor, dim: int) -> None:
     if not -x.dim() <= dim < x.dim():
-        raise InputError(f"a tensor of shape {list(x.shape)} has no dimension {dim}, along which its sequences are: set dim.")
+        raise InputError(f"a tensor of shape {list(x.shape)} has no dimension {dim}, the dimension of tokens: set dim.")
 
 
 def _digest(x: Tensor) -> Tensor:
-    """A number, int64 [], that depends on the shape of `x`, on its values and on their places."""
+    """A hash, int64 [], of the shape of `x`, its values and their positions."""
     flat = x.flatten().to(torch.int64)
     places = torch.arange(1, flat.numel() + 1, device=x.device)
     return (flat * (places * 2_654_435_761 % 1_048_573)).sum() + flat.numel() * 7_919 + (x.shape[-1] if x.dim() else 0)

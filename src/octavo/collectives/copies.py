@@ -35,9 +35,9 @@ T = TypeVar("T")
 LEAST_BYTES = 2**20
 """Smallest block of a rank that may be copied; smaller ones use NCCL."""
 _ALIGNMENT = 256
-"""Bytes: of a block's begin, for products that read it."""
+"""Alignment of a block in bytes, for products that read it."""
 _HIDE_CYCLES = 400_000
-"""About 0.2 ms, in which the host launches an exchange between two events."""
+"""GPU cycles of about 0.2 ms, in which the host launches an exchange between two events."""
 _WARM_UP, _ROUNDS = 3, 9
 
 
@@ -48,7 +48,7 @@ class PeerMemory:
         self._group, self._device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        """The other ranks, each rank with another first one."""
+        """The other ranks, starting at a different one on each rank."""
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.ready = torch.cuda.Event()
         self._room = 0
@@ -62,15 +62,15 @@ class PeerMemory:
         process.peer_memories.add(self)
 
     def reserve(self, block: int) -> None:
-        """Grow to room for blocks of so many bytes; collective if it grows."""
+        """Grow to room for blocks of `block` bytes; collective if it grows."""
         block = -(-block // _ALIGNMENT) * _ALIGNMENT
         if block <= self._room:
             return
-        # Octavo uses no multicast, whose objects some containers forbid.
+        # Octavo uses no multicast, which some containers forbid.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        torch.cuda.synchronize(self._device)  # all have done so at the barrier: no rank writes the present memory any more
+        torch.cuda.synchronize(self._device)  # all ranks do so before the barrier: none writes the old memory after it
         shape = 2, self.size - 1, block
         with torch.inference_mode(False):  # an evaluation may reserve it, and training writes it
             memory = symmetric_memory.empty(math.prod(shape), dtype=torch.uint8, device=self._device)
@@ -107,7 +107,7 @@ class PeerMemory:
         return self._views[key]
 
     def _block(self, sender: int, receiver: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        place = sender - (sender > receiver)  # among the receiver's other ranks
+        place = sender - (sender > receiver)  # index among the receiver's other ranks
         return self._slots[receiver][self._turn, place, : math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def meet(self) -> None:
@@ -116,7 +116,7 @@ class PeerMemory:
 
     def times_us(self, calls: tuple[Callable[[], object], ...]) -> tuple[float, ...]:
         """Median microseconds of each call, of the slowest rank. Collective."""
-        # A collective in flight ends when its last rank comes, and that one waits for none that is not launched yet.
+        # A running collective ends when its last rank arrives; no rank may wait for one that is not launched yet.
         torch.cuda.synchronize(self._device)
         medians = median_us(*calls, device=self._device, rounds=_ROUNDS, warm_up=_WARM_UP, pause_cycles=_HIDE_CYCLES)
         times = torch.tensor(medians, device=self._device)
@@ -125,10 +125,10 @@ class PeerMemory:
 
 
 class Exchange:
-    """Blocks being sent from each rank to each other: `send` to all others, then `blocks`, in this order.
+    """Blocks being sent from each rank to each other rank. Call `send` for all other ranks, then `blocks`.
 
-    to, here: for each other rank, the destination of this rank's block, and where its block arrives. arrived, read: events
-    after the arrival of all blocks, and after their reads.
+    to, here: for each other rank, the destination of this rank's block, and where that rank's block arrives. arrived, read:
+    events after the arrival of all blocks, and after they were read.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def blocks(self) -> Iterator[dict[int, Tensor]]:
-        """The other ranks' blocks, to be read inside on the current stream."""
+        """Context with the other ranks' blocks, to be read on the current stream."""
         if self._moved is not None:
             yield self._moved
             return
@@ -184,7 +184,7 @@ class Exchange:
 
 
 def reach(group: dist.ProcessGroup, device: torch.device, block: int) -> PeerMemory | str:
-    """Memory of a group's ranks with room for blocks of so many bytes, or the reason why there is none. Collective."""
+    """Memory of a group's ranks with room for blocks of `block` bytes, or the reason why there is none. Collective."""
 
     def make() -> PeerMemory:
         memory = PeerMemory(group, device)
@@ -195,7 +195,7 @@ def reach(group: dist.ProcessGroup, device: torch.device, block: int) -> PeerMem
 
 
 def reached(group: dist.ProcessGroup, make: Callable[[], T]) -> T | str:
-    """Memory that a group's ranks write, as `make` has it, or the reason why they have none: the same on all. Collective."""
+    """The result of `make`, memory that a group's ranks write, or the reason for none, the same on all ranks. Collective."""
     reason = "" if process.peer_copies else "OCTAVO_PEER_COPIES=0"
     if refusal := _agreed([reason, platform.node()], group):
         return refusal
@@ -209,7 +209,7 @@ def reached(group: dist.ProcessGroup, make: Callable[[], T]) -> T | str:
 
 
 def _agreed(reason_and_host: list[str], group: dist.ProcessGroup) -> str:
-    """A reason of any rank, the same on all; empty if none has one. reason_and_host: of this rank."""
+    """One rank's reason, the same on all ranks; empty if none has one. reason_and_host: this rank's."""
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, reason_and_host, group=group)
     if len({host for _, host in others}) > 1:
@@ -218,10 +218,10 @@ def _agreed(reason_and_host: list[str], group: dist.ProcessGroup) -> str:
 
 
 def by_copies(kind: str, block: int, memory: PeerMemory, calls: Callable[[], tuple[Callable[[], object], ...]]) -> bool:
-    """True if copies are faster than NCCL for an exchange of blocks of so many bytes; all ranks find the same. Collective.
+    """True if copies are faster than NCCL for an exchange of blocks of `block` bytes; the same on all ranks. Collective.
 
-    kind: of the exchange. calls: returns one by NCCL and one by copies, for a measurement at the second use of a size; sizes
-    between two powers of two are one, so that sequences of many lengths are measured a few times.
+    kind: of the exchange. calls: returns two calls, by NCCL and by copies, which are timed at the second use of a size; sizes
+    between two powers of two count as one, so that few are timed for sequences of many lengths.
     """
     key = kind, memory.size, block.bit_length()
     if key not in process.exchanges:
@@ -234,7 +234,7 @@ def by_copies(kind: str, block: int, memory: PeerMemory, calls: Callable[[], tup
 
 
 def choices(ranks: int | None = None) -> dict[str, str]:
-    """The method of each measured exchange, with the microseconds that it takes alone by NCCL and by copies, for a group
+    """The method of each measured exchange, with its microseconds in isolation by NCCL and by copies, for a group
     size."""
     methods = {}
     for (kind, size, bits), (by_nccl, copied) in process.exchanges.items():
@@ -246,5 +246,5 @@ def choices(ranks: int | None = None) -> dict[str, str]:
 
 
 def memory_bytes() -> int:
-    """Bytes of this process's memory that other ranks write, which PyTorch's allocator does not count."""
+    """Bytes of this process's memory that other ranks write; PyTorch's allocator does not count them."""
     return sum(memory.bytes for memory in process.peer_memories)

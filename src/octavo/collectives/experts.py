@@ -20,7 +20,7 @@ from octavo.kernels.experts.dispatch import narrow, widen
 
 
 class ExpertGroup(Ranks):
-    """The ranks over which experts are spread, as many to each, in the order of the ranks.
+    """The ranks over which experts are distributed, equally many to each, in the order of the ranks.
 
     experts: of an MoE layer, a multiple of the ranks. fp8: tokens and the gradients of results are sent in FP8 under an
     autocast.
@@ -49,7 +49,7 @@ class Exchange:
 
     Attributes:
         tokens: int64 [C], the token of each copy, in the order of experts.
-        rows: int64 [T, K], where each copy is in that order.
+        rows: int64 [T, K], the position of each copy in that order.
     """
 
     def __init__(self, group: ExpertGroup, chosen: Tensor) -> None:
@@ -74,7 +74,7 @@ class Exchange:
         self._in: list[int] = []
 
     def sizes(self) -> None:
-        """Wait for the numbers of copies that leave and arrive: the host's one wait."""
+        """Wait for the numbers of sent and received copies: the only wait of the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         self._out, self._in = self._sizes.tolist()

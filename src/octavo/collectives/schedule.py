@@ -1,8 +1,8 @@
 """The schedule of attention over a sequence that is split over n ranks: pure functions on the host.
 
-A sequence is 2n chunks of C tokens; rank r holds the chunks r and 2n−1−r, one after the other. So every rank has the same
-number of pairs of a query and an earlier key under causal attention, and its tokens stay in order.
-Positions of queries are among this rank's 2C tokens; those of keys as each function says.
+A sequence is 2n chunks of C tokens; rank r holds the chunks r and 2n−1−r, in this order. Every rank then has the same number of
+causal pairs of a query and an earlier key, and its tokens stay in order. Positions of queries are among this rank's 2C tokens;
+each function documents those of keys.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Split(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """Spans of a chunk's queries outside of `diagonal`, whose keys count from the first token of chunk `low`."""
+    """Spans of a chunk's queries outside `diagonal`; keys are counted from the first token of chunk `low`."""
 
     low: int
-    high: int  # one after the last chunk that is read
+    high: int  # one past the last chunk that is read
     spans: tuple[Span, ...]
 
 
 @functools.lru_cache(maxsize=16)
 def diagonal(pattern: Pattern, batch: int, split: Split) -> tuple[Span, ...]:
-    """Pairs within each of this rank's chunks; keys count among this rank's tokens. Under a window without `earlier`'s rows."""
+    """Pairs within each chunk, with keys counted among this rank's tokens; under a window without the rows of `earlier`."""
     spans = []
     for half, b0, b1, first, end, start in _documents(pattern, batch, split):
         if pattern.window is not None and start < first:
-            continue  # one call over the keys from before the chunk up to the query itself
+            continue  # `earlier` has one call, with keys from before the chunk up to the query itself
         at = half * split.chunk + max(first, start) - split.chunks()[half] * split.chunk
         spans.append(Span(b0, b1, at, at + end - max(first, start), at, at + end - max(first, start), pattern.causal))
     return tuple(spans)
@@ -54,7 +54,7 @@ def diagonal(pattern: Pattern, batch: int, split: Split) -> tuple[Span, ...]:
 
 @functools.lru_cache(maxsize=64)
 def earlier(pattern: Pattern, batch: int, split: Split) -> tuple[Earlier | None, Earlier | None]:
-    """For each of this rank's two chunks the pairs with keys of earlier chunks; None for none.
+    """For each of this rank's two chunks, its pairs with keys of earlier chunks; None without any.
 
     Without a window they are full rectangles over earlier chunks, and `diagonal` has the rest. With one they are causal and
     reach to the query itself.
@@ -73,7 +73,7 @@ def earlier(pattern: Pattern, batch: int, split: Split) -> tuple[Earlier | None,
 
 
 def _based(spans: list[Span], chunk: int) -> Earlier | None:
-    """Spans over the chunks that they read, with keys that count from the first of these."""
+    """Spans with keys counted from the first chunk that they read."""
     if not spans:
         return None
     low = min(span.k0 for span in spans) // chunk
@@ -84,7 +84,7 @@ def _based(spans: list[Span], chunk: int) -> Earlier | None:
 
 @functools.lru_cache(maxsize=64)
 def ring(pattern: Pattern, batch: int, split: Split, source: int) -> tuple[Span, ...]:
-    """Pairs of this rank's queries with the keys of rank `source`, which count among that rank's tokens."""
+    """Pairs of this rank's queries with the keys of rank `source`, counted among that rank's tokens."""
     spans = []
     if source == split.rank:  # a document's tokens on this rank are neighbours, in order
         for b0, b1, start, end in _all_documents(pattern, batch):
@@ -103,7 +103,7 @@ def ring(pattern: Pattern, batch: int, split: Split, source: int) -> tuple[Span,
 
 
 def _at(split: Split, position: int) -> int:
-    """Number of this rank's tokens before a position of the sequence."""
+    """The number of this rank's tokens before a position of the sequence."""
     return sum(min(max(position - number * split.chunk, 0), split.chunk) for number in split.chunks())
 
 

@@ -1,12 +1,12 @@
-"""Tensor parallelism: ranks hold parts of the same matrices, and between products each has its part of the tokens.
+"""Tensor parallelism: ranks hold parts of the same matrices, and between products each holds its part of the tokens.
 
 Splitting tokens between products is Megatron's sequence parallelism. Tokens are split by rows: of the flattened tokens [B · T]
-rank r has the r-th of n equal runs, viewed as [B, T / n]. So the concatenation of all ranks' rows is [B, T] without a copy, for
-any samples.
+rank r has the r-th of n equal runs, viewed as [B, T / n]. The concatenation of all ranks' rows is then [B, T] without a copy,
+for any B.
 
-The gradient of a gathered tensor depends on its consumer. If all ranks compute the same from it, they have the same gradient,
-and `whole` and `words` return this rank's part. If each multiplies it by its part of a matrix, gradients are partial sums,
-which `gathered` adds up.
+The gradient of a gathered tensor depends on its consumer. If all ranks compute the same from it, each has the whole gradient,
+and `whole` and `words` return this rank's part of it. If each multiplies it by its part of a matrix, gradients are partial
+sums, which `gathered` adds up.
 
 Random numbers come from the default generators, whose states the ranks of a group share: dropout of hidden states is this
 rank's part of the mask of all tokens, which one rank would draw (`dropped`). Inside a part, as in the attention of this rank's
@@ -35,9 +35,9 @@ class TensorGroup(Ranks):
     """The ranks of a tensor group and their collectives, on rows [m, …] of a rank and [n · m, …] of all.
 
     Args:
-        group: the ranks; None for parts that are not exchanged, as in a plan.
+        group: the ranks; None without communication, as in a plan.
         sharing: the ranks that hold the same rows of keys and values, if there are fewer key-value heads than ranks.
-        size, rank: without a group.
+        size, rank: used without a group.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TensorGroup(Ranks):
         self.size = dist.get_world_size(group) if size is None else size
         self.rank = dist.get_rank(group) if rank is None else rank
         self._peers: PeerMemory | str | None = None
-        """Memory for exchanges by copies, or the reason why there is none; None before the first exchange of a GPU."""
+        """Memory for exchanges by copies, or the reason why there is none; None before the first exchange on a GPU."""
         self._together: dict[int, Tensor] = {}
         """Views that replace parameters within a forward, by id, so that one collective sums their gradients."""
 
@@ -77,7 +77,7 @@ class TensorGroup(Ranks):
         return self.start_gather(rows).wait()
 
     def start_scatter(self, parts: Tensor) -> Pending[Tensor]:
-        """Start to sum parts [n · m, C], of which this rank receives its rows [m, C]; the sum is in their dtype."""
+        """Start a reduce-scatter of parts [n · m, C] to this rank's rows [m, C], in their dtype."""
         parts = parts.contiguous()
         local = parts.chunk(self.size)[self.rank]
         memory = self._memory("sum", local.shape, local.dtype, local.device)
@@ -101,10 +101,10 @@ class TensorGroup(Ranks):
     def summed(
         self, product: Callable[[slice], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, parts: bool
     ) -> Tensor:
-        """`scatter` of parts that are still to be computed; shape: [m, C] of the sum.
+        """`scatter` of parts that are computed here; shape: [m, C] of the sum.
 
-        product: computes some of the rows [n · m, C]. parts: a rank's rows justify a separate product, so that the other ranks'
-        rows are sent while this rank's are computed.
+        product: computes some of the rows [n · m, C]. parts: True if one rank's rows justify a separate product, so that rows
+        for other ranks are sent while this rank's are computed.
         """
         rows = [slice(rank * shape[0], (rank + 1) * shape[0]) for rank in range(self.size)]
         memory = self._memory("sum", shape, dtype, device) if parts else None
@@ -117,7 +117,7 @@ class TensorGroup(Ranks):
         return _added(exchange, product(rows[self.rank]))
 
     def _memory(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> PeerMemory | None:
-        """The memory for copies if these are faster than NCCL for blocks of this shape; all ranks find the same. Collective."""
+        """The memory for copies if these are faster than NCCL for blocks of this shape; the same on all ranks. Collective."""
         block = math.prod(shape) * dtype.itemsize
         if device.type != "cuda" or block < LEAST_BYTES or torch.cuda.is_current_stream_capturing():
             return None
@@ -138,7 +138,7 @@ class TensorGroup(Ranks):
 
     @property
     def exchanges(self) -> str:
-        """How rows are exchanged, in words; empty before a GPU has."""
+        """How rows are exchanged, in words; empty before the first exchange on a GPU."""
         if self._peers is None or isinstance(self._peers, str):
             return f"by NCCL: {self._peers}" if self._peers else ""
         return "; ".join(f"{exchange}: {method}" for exchange, method in choices(self.size).items())
@@ -149,7 +149,7 @@ class TensorGroup(Ranks):
         return part
 
     def sum_each(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of all ranks' parts of each tensor, by one all-reduce in float32, or in float64 where one is; new tensors."""
+        """The sum of all ranks' parts of each tensor, by one all-reduce in float32 (float64 if any part is); new tensors."""
         dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
         flat = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
         places = [place.view(part.shape) for place, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
@@ -180,7 +180,7 @@ class TensorGroup(Ranks):
         return rows.chunk(self.size)[self.rank]
 
     def gathered(self, x: Tensor) -> Tensor:
-        """x [B, T / n, C] of all ranks, [B, T, C], for products of parts of a matrix: their gradients are added up."""
+        """x [B, T / n, C] of all ranks, [B, T, C], for products with parts of a matrix: the gradients are summed."""
         out: Tensor = _Exchanged.apply(x, self.gather, self.scatter)
         return out
 
@@ -190,12 +190,12 @@ class TensorGroup(Ranks):
         return out
 
     def whole(self, x: Tensor) -> Tensor:
-        """x [B, T / n, C] of all ranks, [B, T, C], from which all compute the same."""
+        """x [B, T / n, C] of all ranks, [B, T, C], if all ranks compute the same from it."""
         out: Tensor = _Exchanged.apply(x, self.gather, self._local_rows)
         return out
 
     def words(self, x: Tensor, number: int) -> Tensor:
-        """The first `number` columns of x [B, T, C] of all ranks side by side, from which all compute the same."""
+        """The first `number` columns of x [B, T, C] of all ranks side by side, if all ranks compute the same from it."""
         out: Tensor = _Words.apply(x, self, number)
         return out
 
@@ -204,7 +204,7 @@ class TensorGroup(Ranks):
         return self._dropped(x, rate, (*widened(x.shape[:2], self.size), *x.shape[2:]), self.local)
 
     def dropped_columns(self, x: Tensor, rate: float) -> Tensor:
-        """Dropout of this rank's equal part x [B, T, C / n] of columns, by its columns of the mask of one rank."""
+        """Dropout of this rank's equal part x [B, T, C / n] of columns, by its columns of the mask that one rank draws."""
         shape = *x.shape[:-1], x.shape[-1] * self.size
         return self._dropped(x, rate, shape, lambda mask: mask.chunk(self.size, -1)[self.rank])
 
@@ -213,7 +213,7 @@ class TensorGroup(Ranks):
         if not rate or x.numel() == 0:
             return x
         with torch.no_grad():
-            if x.is_cuda:  # where one rank's kernel leaves a mask, and multiplies in float32
+            if x.is_cuda:  # as PyTorch's kernel on one rank: it saves a mask, and multiplies in float32
                 mask, scale = torch.native_dropout(x.new_empty(shape), rate, True)[1], 1 / (1 - rate)
             else:
                 mask, scale = functional.dropout(x.new_ones(shape), rate), None
@@ -224,7 +224,7 @@ class TensorGroup(Ranks):
     @contextlib.contextmanager
     def forked_rng(self, device: torch.device) -> Iterator[None]:
         """A context whose random numbers of a device differ from rank to rank; after it the ranks' states are equal."""
-        if device.type == "cuda":  # counters on the host: another seed is another stream, and nothing waits for the GPU
+        if device.type == "cuda":  # counter-based, on the host: another seed is another stream, without synchronisation
             generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
             seed, offset = generator.initial_seed(), generator.get_offset()
             generator.manual_seed(_seed_of_rank(seed, self.rank)).set_offset(offset)
@@ -250,23 +250,23 @@ class TensorGroup(Ranks):
         return _Replicated.apply(self, parameter)[0] if together is None else together
 
     def begin_together(self, parameters: Sequence[Tensor]) -> None:
-        """Until `end_together`, `replicated` of these has one collective for the gradients of all, when the last is there."""
+        """Until `end_together`, `replicated` sums the gradients of these parameters by one collective, after the last one."""
         if parameters:
             self._together |= {id(p): view for p, view in zip(parameters, _Replicated.apply(self, *parameters), strict=True)}
 
     def end_together(self, parameters: Sequence[Tensor]) -> None:
-        """The end of a forward that has begun with `begin_together` of these."""
+        """End the forward that began with `begin_together` of these parameters."""
         for parameter in parameters:
             self._together.pop(id(parameter), None)
 
     def shared(self, parameter: Tensor, rows: int) -> Tensor:
-        """A parameter whose last rows the ranks of `sharing` hold too: the gradient of these is the sum of theirs."""
+        """A parameter whose last rows the ranks of `sharing` hold too: they sum the gradient of those rows."""
         out: Tensor = _Shared.apply(parameter, self, rows) if rows else parameter
         return out
 
 
 class Gathering:
-    """Rows [m, C] of all ranks, being gathered; `wait` or `parts`, once, return them."""
+    """Rows [m, C] of all ranks, being gathered; call `wait` or `parts` once for the result."""
 
     def __init__(self, tensor: TensorGroup, rows: Tensor, pending: Pending[Tensor] | Exchange) -> None:
         self._tensor, self._rows, self._pending = tensor, rows, pending
@@ -283,7 +283,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def parts(self) -> Iterator[list[Tensor]]:
-        """The rows of each rank, to be read inside."""
+        """Context with the rows of each rank, to be read inside."""
         if isinstance(self._pending, Pending):
             yield list(self.wait().chunk(self._tensor.size))
             return
@@ -295,13 +295,13 @@ def _added(exchange: Exchange, local: Tensor) -> Tensor:
     """The sum of all ranks' blocks, rounded once."""
     out = torch.empty_like(local)
     with exchange.blocks() as blocks:
-        terms = [blocks.get(rank, local) for rank in range(len(blocks) + 1)]  # in one order on all ranks
+        terms = [blocks.get(rank, local) for rank in range(len(blocks) + 1)]  # in the same order on all ranks
         add_up(out.view(1, 1, -1), [term.view(1, 1, -1) for term in terms])
     return out
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2⁶⁴ over the golden ratio: multiples of it are far from each other, and from seeds that differ by a rank's number."""
+"""2⁶⁴ over the golden ratio: its multiples are far from each other, and from seeds that differ by a rank's index."""
 
 
 def _seed_of_rank(seed: int, rank: int) -> int:
@@ -328,7 +328,7 @@ def narrowed(leading: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows of x through a collective, those of the gradient through another."""
+    """Applies one collective to the rows of x in forward, and another to those of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
@@ -355,7 +355,7 @@ class _Words(torch.autograd.Function):
 
 
 class _Dropped(torch.autograd.Function):
-    """x times a mask: of bool, which `scale` multiplies, or of factors. Only the mask is saved."""
+    """x times a mask: bool, multiplied by `scale`, or float factors. Only the mask is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -374,7 +374,7 @@ def _masked(x: Tensor, mask: Tensor, scale: float | None) -> Tensor:
 
 
 class _Replicated(torch.autograd.Function):
-    """Parameters as they are, whose gradients are summed once all are there; of some that no loss reads there is none."""
+    """Identity on parameters, whose gradients are summed once all exist; unused parameters get none."""
 
     @staticmethod
     def forward(ctx: Any, tensor: TensorGroup, *parameters: Tensor) -> tuple[Tensor, ...]:

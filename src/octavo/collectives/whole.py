@@ -1,4 +1,4 @@
-"""Gathers a tensor that is sharded by FSDP2 or held in parts, whole on every rank."""
+"""Gathers a tensor that is sharded by FSDP2 or held in blocks, so that every rank has the whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from octavo.collectives.blocks import BlockTensor, local_of
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank. Collective for one with parts."""
+    """The whole of a tensor on every rank. Collective if ranks hold parts."""
     if isinstance(tensor, BlockTensor):
         return _joined(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
-    if any(type(p) is _StridedShard for p in tensor.placements):  # first the shards of each expert: torch warns of both at once
+    if any(type(p) is _StridedShard for p in tensor.placements):  # first each expert's shards: torch warns of both at once
         placements = [Replicate() if type(p) is _StridedShard else p for p in tensor.placements]
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
@@ -25,7 +25,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _joined(tensor: BlockTensor) -> Tensor:
-    """The parts of all ranks of a block, one after the other, in their places."""
+    """The whole of a block: each rank's part is broadcast and copied to its place."""
     block, held = tensor.block, tensor.held
     # DTensor's redistribution fails without elements.
     local_part = whole_tensor(held).detach().contiguous() if held.numel() else local_of(held).new_empty(held.shape)

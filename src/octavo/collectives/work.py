@@ -1,4 +1,4 @@
-"""Pending collectives: one handle for all of them, and PyTorch's names for collectives into one tensor."""
+"""Pending collectives: one handle for several, and PyTorch's names of collectives into one tensor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# PyTorch 2.12 renamed both, and warns of the old names.
+# PyTorch 2.12 renamed both, and warns about the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Ranks:
-    """The ranks of a process group that share what a layer computes; this rank alone, or those of a plan, have no group.
+    """The ranks of a process group that share a layer's computation; a single rank, or a plan's ranks, have no group.
 
     Attributes:
-        size: their number.
-        rank: this one's.
+        size: number of ranks.
+        rank: index of this rank.
     """
 
     size: int
@@ -40,16 +40,16 @@ class Ranks:
 
 
 class Pending(Generic[T]):
-    """Pending collectives; `wait`, once, returns their result.
+    """Pending collectives; call `wait` once for their result.
 
-    finish: computes the result when all works are complete. held: the sent tensors, referenced until then.
+    finish: computes the result when all works are complete. held: the sent tensors, which are referenced until then.
     """
 
     def __init__(self, works: Sequence[dist.Work | None], finish: Callable[[], T], held: Sequence[Tensor] = ()) -> None:
         self._works, self._finish, self._held = works, finish, held
 
     def wait(self) -> T:
-        """The result; a GPU's stream waits, not the host. Nothing of it is held afterwards."""
+        """The result; a GPU's stream waits, not the host. No reference is held afterwards."""
         works, finish = self._works, self._finish
         del self._works, self._finish, self._held
         for work in works:
@@ -59,7 +59,7 @@ class Pending(Generic[T]):
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> Pending[Tensor]:
-    """Begin to gather `x`, contiguous, of all ranks: [n, *x.shape]."""
+    """Start to all-gather `x`, contiguous: [n, *x.shape]."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     work = all_gather(out.view(-1), x.view(-1), group=group, async_op=True)
     return Pending([work], lambda: out, [x])
