@@ -190,7 +190,7 @@ def test_wrappers_change_no_number_and_weights_of_one_or_all_ranks_stay():
 def test_what_tensor_ranks_do_not_share_is_refused_by_the_scripts_key():
     for found in ranks.run(2, smp_tensor_ranks.refusals, ""):
         for name, part in {
-            "heads": "= 2: 1 query heads (num_attention_heads) are not divided. Set tensor_parallel_degree to 1",
+            "heads": "= 2: 1 query heads (num_attention_heads) are not divisible. Set tensor_parallel_degree to 1",
             "own code": "Set tensor_parallel_degree = 1",
             "float16": "torch.float16 with tensor_parallel_degree = 2",
             "policy": "torch.float16 with tensor_parallel_degree = 2",

@@ -228,7 +228,8 @@ def lacking():
 def test_a_broken_contract_is_refused_by_name():
     for message in ranks.run(2, lacking):
         assert (
-            "FSDP2's groups of parameters have no comm_ctx, which Octavo needs to shard. pip install 'torch>=2.11,<2.15'" in message
+            "FSDP2's groups of parameters have no comm_ctx, which Octavo needs to shard. pip install 'torch>=2.11,<2.15'"
+            in message
         )
 
 

@@ -239,7 +239,7 @@ def test_dropout_of_hidden_states_draws_where_hugging_face_draws(dropout):
         ({"model_type": "qwen2", "hidden_act": "relu2"}, "hidden_act = 'relu2' is not one of silu"),
         (
             {"rope_parameters": SHAPES["linear-rope"]["rope_parameters"] | {"partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5: heads of this family rotate whole",
+            "partial_rotary_factor = 0.5: this family rotates whole heads",
         ),
     ],
     ids=str,

@@ -97,7 +97,7 @@ CHANGED_FAMILIES = {
     "frequencies": (
         "gpt_neox",
         lambda m: setattr(m.gpt_neox.rotary_emb, "inv_freq", torch.ones(4)),
-        "rotates by other frequencies",
+        "has other rotary frequencies",
     ),
     "query norm": ("qwen3", lambda m: setattr(m.model.layers[0].self_attn, "q_norm", nn.Identity()), "q_norm is a Identity"),
     "bias": ("qwen2", lambda m: setattr(m.model.layers[0].self_attn, "o_proj", nn.Linear(32, 32)), "o_proj.bias is an extra"),
@@ -164,7 +164,7 @@ CHANGED = {
     "config": (change(lambda m: setattr(m.config, "rms_norm_eps", 0.1)), r"where its config says 0\.1"),
     "frequencies": (
         change(lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * 2)),
-        "rotates by other frequencies",
+        "has other rotary frequencies",
     ),
     "hook": (change(hooked), "has hooks"),
     **{

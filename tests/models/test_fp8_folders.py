@@ -361,7 +361,7 @@ FOLDERS = {
     "block size of one number": ("block", None, config(weight_block_size=[128]), ("weight_block_size", "[128]")),
     "no block size for blocks": ("block", None, config(weight_block_size=None), ("one a tensor",)),
     "NaN scale": ("block", tensor(BLOCK_SCALE, at(torch.nan, 1, 0)), None, (BLOCK_SCALE, "nan")),
-    "zero scale": ("channel", tensor(TENSOR_SCALE, at(0.0, 7)), None, (TENSOR_SCALE, "0 as a scale", "1 of 160")),
+    "zero scale": ("channel", tensor(TENSOR_SCALE, at(0.0, 7)), None, (TENSOR_SCALE, "the scale 0", "1 of 160")),
     "negative scale": ("tensor", tensor(TENSOR_SCALE, lambda s: -s), None, (TENSOR_SCALE, "-0.0")),
     "infinite scale": ("tensor", tensor(TENSOR_SCALE, at(torch.inf)), None, (TENSOR_SCALE, "inf")),
     "reciprocal of a tensor's scale": ("tensor", tensor(TENSOR_SCALE, lambda s: 1 / s), None, (TENSOR_SCALE, "reciprocal")),

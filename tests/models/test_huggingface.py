@@ -300,7 +300,7 @@ def test_ids_are_needed_and_later_arguments_have_names():
     ids = tokens(2, 9)
     refused("input_ids is missing: give the decoder token ids", model, labels=ids)
     refused("input_ids is list, not a tensor", model, ids.tolist())
-    refused(("got 6 arguments without a name", "labels=labels"), model, ids, None, None, None, None, ids)
+    refused(("got 6 positional arguments", "labels=labels"), model, ids, None, None, None, None, ids)
 
 
 @pytest.mark.parametrize("shape", ["plain", "tied"])

@@ -88,7 +88,7 @@ def refusals():
         (128, {**LLAMA3, "low_freq_factor": 4.0}, "below high_freq_factor"),
         (256, LINEAR, r"reaches 128 = 32 x 4 positions\. Set factor = 8"),
         (None, LINEAR, "max_position_embeddings is still 32"),
-        (64, {"rope_type": "linear", "factor": 0.5}, "an extension has 1 or more"),
+        (64, {"rope_type": "linear", "factor": 0.5}, "an extension needs 1 or more"),
         (16, {"rope_theta": 1e6}, "is less than the 32 positions"),
         (128, {"type": "linear", "factor": 4.0}, 'no effect with rope_type = "default"'),
     ]
@@ -105,5 +105,5 @@ def test_learned_positions_are_not_extended(tmp_path):
     GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=1).save_pretrained(
         tmp_path
     )
-    with pytest.raises(InputError, match="a gpt2 has no one table of rotary positions"):
+    with pytest.raises(InputError, match="a gpt2 has no single table of rotary positions"):
         check_positions(str(tmp_path), {"max_position_embeddings": 64})

@@ -113,7 +113,7 @@ def other_tie(model):
 
 CHANGES = {
     "foreign block": (foreign, "0 is a Foreign, not a "),
-    "class of the same name": (of_the_same_name, " of another code"),
+    "class of the same name": (of_the_same_name, " of other code"),
     "shared layer": (shared, "1 and "),
     "tied parameters": (tied, "shares the tensor of "),
     "removed layer": (lambda model: parts(model)[0].__delitem__(-1), "2 is missing"),

@@ -99,7 +99,7 @@ def test_a_step_with_padded_boundaries_is_the_step_with_exact_ones(decoder, monk
 @pytest.mark.parametrize(
     ("most", "more", "message"),
     [
-        (4, {}, "max_documents = 4, and the positions begin 5 documents: give 5 or more"),
+        (4, {}, "max_documents = 4, but the positions have 5 documents: give 5 or more"),
         (0, {}, "max_documents = 0: give a whole number, at least 1"),
         (True, {}, "max_documents = True: give a whole number"),
         (9, {"position_ids": None}, "max_documents = 9: give a whole number, at least 1, with position_ids"),

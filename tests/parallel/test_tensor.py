@@ -420,11 +420,11 @@ def test_what_cannot_be_split_is_refused():
         "float16": ("plain", {"dtype": torch.float16}),
     }
     words = {
-        "heads": r"3 query heads \(num_attention_heads\) are not divided.*to 1 or 3",
-        "size": r"an intermediate size \(intermediate_size\) of 45 is not divided.*to 1,",
+        "heads": r"3 query heads \(num_attention_heads\) are not divisible.*to 1 or 3",
+        "size": r"an intermediate size \(intermediate_size\) of 45 is not divisible.*to 1,",
         "assignment": 'moe_load_balancing = "sinkhorn" with tensor_parallel_degree = 2.*Set moe_load_balancing = "aux_loss"',
         "noise": "router_jitter_noise = 0.1 with tensor_parallel_degree = 2.*Set router_jitter_noise = 0.0",
-        "expert size": r"an intermediate size \(intermediate_size\) of 45 is not divided.*to 1,",
+        "expert size": r"an intermediate size \(intermediate_size\) of 45 is not divisible.*to 1,",
         "float16": "float16 with tensor_parallel_degree = 2: give dtype",
         "samples": r"the 2 ranks that share each sequence \(tensor_parallel_degree\) were given different ones",
         "embedding": r"this rank's tokens.*hidden_states\[0\]",

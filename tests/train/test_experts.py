@@ -168,7 +168,7 @@ def test_a_run_by_an_assignment_continues_to_the_last_bit_and_its_export_says_it
     ]
     capsys.readouterr()
     assert main(["export", str(run.output), "--to", str(tmp_path / "trained")]) == 0
-    assert ("computes other logits" in capsys.readouterr().err) == (balancing == "sinkhorn")
+    assert ("give other logits" in capsys.readouterr().err) == (balancing == "sinkhorn")
     longer = ["train.steps=5", "optimizer.schedule=constant"]
     shutil.rmtree(run.output)
     for steps, changed in ((["train.steps=2", *longer[1:]], False), ([*longer, "train.micro_batch=1"], True)):

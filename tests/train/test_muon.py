@@ -218,12 +218,12 @@ class Joint(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Joint("c_attn"), "several matrices in one"),
-        (lambda: Joint("gate"), "trains no matrix inside of numbered blocks"),
-        (lambda: nn.Linear(8, 8), "trains no matrix inside of numbered blocks"),
-        (lambda: nn.Embedding(8, 8), "trains no matrix inside"),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "trains no matrix inside"),
-        (lambda: Joint("experts"), "several matrices in one"),
+        (lambda: Joint("c_attn"), "several matrices each"),
+        (lambda: Joint("gate"), "trains no matrix in numbered blocks"),
+        (lambda: nn.Linear(8, 8), "trains no matrix in numbered blocks"),
+        (lambda: nn.Embedding(8, 8), "trains no matrix in"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "trains no matrix in"),
+        (lambda: Joint("experts"), "several matrices each"),
     ],
 )
 def test_models_without_clear_matrices_are_refused_by_name(make, message):

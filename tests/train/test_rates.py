@@ -109,7 +109,7 @@ def test_what_would_give_no_rate_or_two_is_refused(given, words):
 def test_factors_need_a_rate_and_depth_needs_one_stack_of_blocks():
     with pytest.raises(InputError, match="give lr too"):
         octavo.parameter_groups(octavo.transform(llama()), 0.1, layer_decay=0.5)
-    with pytest.raises(InputError, match="no stack of blocks, and needs one"):
+    with pytest.raises(InputError, match="no stack of blocks, but needs exactly one"):
         octavo.parameter_groups(nn.Sequential(nn.Linear(2, 2)), 0.1, lr=1.0, layer_decay=0.5)
 
 

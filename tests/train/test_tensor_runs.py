@@ -335,7 +335,7 @@ REFUSED = {
     "float16": (["model.dtype=float16", "fp8.enabled=false"], [r'model\.dtype = "float16" .*Set model\.dtype = "bfloat16"']),
     "heads": (
         ["model.config.num_attention_heads=6", "model.config.hidden_size=96", degree(4)],
-        [r"degree = 4: 6 query heads \(num_attention_heads\) are not divided\. Set parallel\.tensor_parallel_degree = 2\.$"],
+        [r"degree = 4: 6 query heads \(num_attention_heads\) are not divisible\. Set parallel\.tensor_parallel_degree = 2\.$"],
     ),
     "intermediate size": (
         ["model.config.intermediate_size=33"],

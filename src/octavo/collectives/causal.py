@@ -91,8 +91,8 @@ def backward(
     del keys, values  # the last references to their memory
 
     others = [other for other in range(split.size) if other != rank]
-    # Two shares for each other rank. First the late chunk's, by the other's early chunk. Then the early chunk's by it too, if
-    # that precedes it, else the late chunk's by the other's late chunk.
+    # Two shares for each other rank: the late chunk's share of the rank's early chunk; then the early chunk's share of it, if
+    # it comes before, else the late chunk's share of the rank's late chunk.
     sent = k.new_empty(len(others), 2, *itself.shape)
     for place, other in enumerate(others):
         add_up(sent[place, 0], [share(of_late, other)])

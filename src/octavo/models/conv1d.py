@@ -1,7 +1,7 @@
 """GPT-2's linear layer in FP8: Hugging Face's `Conv1D` with a weight of [in_features, out_features].
 
 State dicts, checkpoints and exports use that layout. The casts read the transposed view, and autograd transposes the gradient.
-Such a weight is gathered in its dtype, not in FP8: rows of a shard are columns of the product's operand.
+Such a weight is gathered in its dtype, not in FP8: a shard's rows are columns of the product's operand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Conv1D(PlainConv1D):
 
     @property
     def transposed_weight(self) -> Tensor:
-        """The weight as products take it, a view [out_features, in_features]."""
+        """The weight in the layout of products, a view [out_features, in_features]."""
         return self.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:

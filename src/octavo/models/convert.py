@@ -1,4 +1,4 @@
-"""Weights to and from a model's source, bit for bit: names by a family's table, joined matrices by their repetition of rows.
+"""Weights to and from a model's source, bit for bit: by a family's table of names, and the row order of joined matrices.
 
 Octavo stores matrices that are used together as one parameter, whose rows interleave: a fixed number of rows of the first
 matrix, then of the second, …, then the next rows of the first.
@@ -50,14 +50,14 @@ Encode = Callable[[str, Tensor, dict[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Between a model's parameters and those of its source.
+    """Conversion between a model's parameters and those of its source.
 
     Attributes:
-        table: names of the parameters.
-        heads, kv_heads: of the attention.
+        table: names of the parameters in both.
+        heads, kv_heads: query and key-value heads of attention.
         tied: names that the source may leave out → the parameter that they share.
         layout: name of the layout of the parameters in checkpoints.
-        experts: number per MoE layer.
+        experts: number of experts per MoE layer.
     """
 
     table: NameTable
@@ -72,7 +72,7 @@ class Conversion:
         return self.table.names(name)
 
     def repetition(self, name: str, rows: int) -> tuple[int, ...]:
-        """Rows of each part in one repetition of a parameter of so many rows."""
+        """Rows of each part in one repetition of a parameter with `rows` rows."""
         match self.table.join(name):
             case Join.QKV:
                 head_dim = rows // (self.heads + 2 * self.kv_heads)
@@ -83,7 +83,7 @@ class Conversion:
                 return (rows,)
 
     def parts(self, name: str, rows: int) -> list[tuple[str, int, int]]:
-        """(the source's name, its first row of the part, rows in one repetition) of each part of a parameter."""
+        """(the source's name, first row in it, rows in one repetition) of each part of a parameter."""
         lengths, names = self.repetition(name, rows), self.names(name)
         if len(names) == len(lengths):
             return [(source, 0, length) for source, length in zip(names, lengths, strict=True)]
@@ -107,7 +107,7 @@ class Conversion:
         return torch.cat(blocks, 1).flatten(0, 1)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The source's tensors of a parameter; none of one that is tied."""
+        """The source's tensors of a parameter; none for a tied one."""
         if name in self.tied:
             return {}
         names = self.names(name)
@@ -126,7 +126,7 @@ class Conversion:
 def conversion_of(model: nn.Module) -> Conversion | None:
     """The conversion of a model with Octavo's blocks; None for a model's original code, which has the source's names."""
     spec, found = vars(model).get("spec"), vars(model).get(_ATTACHED)
-    return conversion(spec) if isinstance(spec, ModelSpec) else found  # a decoder has a spec
+    return conversion(spec) if isinstance(spec, ModelSpec) else found  # only a decoder has a spec
 
 
 def attach(model: nn.Module, way: Conversion) -> None:
@@ -135,7 +135,7 @@ def attach(model: nn.Module, way: Conversion) -> None:
 
 
 def conversion(spec: ModelSpec) -> Conversion:
-    """Between a decoder and the Hugging Face model of its family."""
+    """The conversion between a decoder and the Hugging Face model of its family."""
     names = FAMILIES[spec.family].names
     assert names is not None
     tied = {"head.weight": "embedding.weight"} if spec.tied else {}
@@ -146,11 +146,11 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
     """Compare names, shapes and kinds of dtypes of weights with a model, also on meta or sharded; reads no weight.
 
     Raises:
-        InputError: weights are missing, or one has another shape or is of another kind, such as quantised.
+        InputError: weights are missing, or one has another shape or kind, such as quantised.
     """
     way = conversion_of(model)
     state = model.state_dict(keep_vars=True)
-    if way is None:  # a tied tensor may be there under either name
+    if way is None:  # a tied tensor may have either name
         present = {id(tensor) for name, tensor in state.items() if name in weights.shapes}
         state = {name: tensor for name, tensor in state.items() if name in weights.shapes or id(tensor) not in present}
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -175,8 +175,8 @@ def check_names_and_shapes(model: nn.Module, weights: Weights) -> None:
         _check_kind(theirs, weights, dtype)
         if found != asked:
             raise InputError(
-                f"{theirs}: the weights have shape {found}, and the config needs {asked}. Give the config of these"
-                " weights (a vocabulary that was resized or padded: vocab_size in config.json)."
+                f"{theirs}: the weights have shape {found}, and the config needs {asked}. Use the config that belongs to these"
+                f" weights (for a resized or padded vocabulary: vocab_size in config.json)."
             )
 
 
@@ -184,8 +184,8 @@ def _check_kind(name: str, weights: Weights, dtype: torch.dtype) -> None:
     kind = weights.kinds[name]
     if kind != kind_of(dtype):
         raise InputError(
-            f"{name} in {weights.owner} is of kind {kind}, where the model has {str(dtype).removeprefix('torch.')}: values"
-            f" cannot be taken as they are.{'' if kind == 'complex' else ' ' + DEQUANTISE}"
+            f"{name} in {weights.owner} is of kind {kind}, but the model has {str(dtype).removeprefix('torch.')}: the values"
+            f" cannot be copied.{'' if kind == 'complex' else ' ' + DEQUANTISE}"
         )
 
 
@@ -211,13 +211,13 @@ def write_pretrained(
         folder: new, or empty; it appears complete or not at all.
         tokenizer_folder: its content is copied next to the weights.
         read: as in `write_weights`.
-        model: the tensors' model, if it has its original code; when absent the causal language model of the config.
-        generation: the generation config, written unchanged: `save_pretrained` refuses some of the Hub's.
+        model: the tensors' model, if it has its original code; by default the causal language model of the config.
+        generation: the generation config, written unchanged: `save_pretrained` refuses some that are on the Hub.
         replace: replace a model in the folder; its other files stay.
-        shard_bytes: of one file of weights.
-        encode: for Octavo's decoder, returns the tensors that replace a parameter's, with additional ones; on meta their
-            shapes.
-        more: keys of config.json that override the config's.
+        shard_bytes: most bytes of one file of weights.
+        encode: for Octavo's decoder, returns the tensors that replace a parameter's, with additional ones; for tensors on meta,
+            their shapes.
+        more: keys of config.json that override those of the config.
 
     Raises:
         InputError: the folder is not empty or cannot be written.
@@ -235,7 +235,7 @@ def write_pretrained(
         for path in sorted(tokenizer_folder.iterdir()) if tokenizer_folder else ():
             if path.is_file() and path.name not in ("config.json", "generation_config.json"):
                 shutil.copyfile(path, new / path.name)
-            elif path.is_dir():  # templates of chats
+            elif path.is_dir():  # chat templates
                 shutil.copytree(path, new / path.name)
 
 
@@ -253,7 +253,7 @@ def write_weights(
         folder: new, or empty.
         way: conversion to the source; a model of transformers for its published names; None for the source's names.
         read: returns the values of `tensors` on the meta device when their file is written, so that only one file's values are
-            in memory; a tensor with parts in two files is read twice.
+            in memory. A tensor with parts in two files is read twice.
     """
     with new_folder(folder) as new:
         _write_tensors(tensors, new, way, read)
@@ -289,23 +289,23 @@ def load_pretrained(
 
 
 def is_tied(model: Any) -> bool:
-    """True if the head of Octavo's decoder is the embedding, as its config says and as it is."""
+    """True if the head of Octavo's decoder shares the embedding's weight, in its config and in fact."""
     return bool(model.spec.tied and model.head.weight is model.embedding.weight)
 
 
 def check_tie(model: Any) -> None:
-    """Raise an InputError if the head of Octavo's decoder is tied to the embedding otherwise than its config says."""
+    """Raise an InputError if the tie of head and embedding of Octavo's decoder differs from its config."""
     spec: ModelSpec = model.spec
     if spec.tied != (model.head.weight is model.embedding.weight):
         raise InputError(
             f"the head has {'a separate weight' if spec.tied else 'the weight of the embedding'}, and model.config has "
-            f"tie_word_embeddings = {str(spec.tied).lower()}, which would load another head: set it before "
+            f"tie_word_embeddings = {str(spec.tied).lower()}, which would load a different head: set it before "
             "octavo.transform, and do not change head and embedding afterwards."
         )
 
 
 def check_decoder(model: Any) -> None:
-    """Raise an InputError for a decoder that another model would be loaded from: of other parts, ties or config than at first.
+    """Raise an InputError for a decoder whose parts, ties or config have changed: its folder would load as another model.
 
     Models that are not Octavo's decoder pass.
     """
@@ -325,7 +325,7 @@ def check_decoder(model: Any) -> None:
         or rotary.factor != reference.rotary.factor
         or not torch.equal(rotary.inv_freq.cpu(), reference.rotary.inv_freq)
     ):
-        different = "its rotary frequencies are others than the config says"
+        different = "its rotary frequencies differ from the config's"
     if different:
         raise other_model(different)
     warn_of_hooks(model)
@@ -334,15 +334,15 @@ def check_decoder(model: Any) -> None:
 def other_model(different: str) -> InputError:
     """The error of a model that Hugging Face would load as another one."""
     return InputError(
-        f"{different}. A folder for Hugging Face holds weights and a config, which would load as another model: give the "
-        "model the parts that its config describes, or keep it as it is by octavo.save(path, model)."
+        f"{different}. A folder for Hugging Face holds weights and a config, and would load as a different model: give the "
+        "model the parts that its config describes, or save it unchanged by octavo.save(path, model)."
     )
 
 
 def warn_of_other_weights(spec: ModelSpec) -> None:
-    """Warn, once for a shape of experts, where Hugging Face's model weights experts otherwise than this decoder in evaluation.
+    """Warn, once per shape of experts, if Hugging Face's model weights experts differently from this decoder in evaluation.
 
-    It does after "sinkhorn", except for a top-k of 2 or more with probabilities as they are, which its Qwen3-MoE can have.
+    After "sinkhorn" it does, except for a top-k of 2 or more with unnormalised probabilities, which its Qwen3-MoE supports.
     """
     if spec.mixtures and spec.assignment == "sinkhorn":
         if spec.top_k == 1:
@@ -354,8 +354,8 @@ def warn_of_other_weights(spec: ModelSpec) -> None:
 
 
 _OTHER_WEIGHTS = (
-    'trained with moe_load_balancing = "sinkhorn": an expert\'s output is multiplied by {ours}, and by {theirs} in Hugging '
-    "Face's model, which computes other logits from the same weights. octavo.save saves the unchanged model."
+    "trained with moe_load_balancing = \"sinkhorn\": this model multiplies an expert's output by {ours}, and Hugging Face's by "
+    "{theirs}, so the same weights give other logits there. octavo.save saves the unchanged model."
 )
 
 
@@ -381,7 +381,7 @@ def _check_config(config: Any, spec: ModelSpec) -> None:
         before, after = getattr(spec, field.name), getattr(now, field.name)
         if field.name not in ignored and before != after:
             raise other_model(
-                f"model.config was changed since the decoder was built: by it {field.name} is {after!r}, and the decoder has "
+                f"model.config was changed since the decoder was built: {field.name} is now {after!r}, and the decoder has "
                 f"{before!r}"
             )
 
@@ -389,10 +389,10 @@ def _check_config(config: Any, spec: ModelSpec) -> None:
 def to_huggingface(model: nn.Module) -> PreTrainedModel:
     """A model of transformers with a copy of the weights of Octavo's decoder, bit for bit, in evaluation mode.
 
-    Dtype and device are those of the parameters. Of a sharded model every rank gets the whole; all ranks call it.
+    Dtype and device are those of the parameters. For a sharded model all ranks call it, and each gets whole weights.
 
     Raises:
-        InputError: the model runs its original code, or its head was tied or untied since.
+        InputError: the model runs its original code, or its head was tied or untied since it was built.
     """
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise InputError(
@@ -401,8 +401,8 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
         )
     if not isinstance(vars(model).get("spec"), ModelSpec):
         raise InputError(
-            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model with its original code is called"
-            " as before and runs in FP8 only under octavo.fp8_autocast; for one without Octavo's layers call "
+            f"octavo.to_huggingface: {type(model).__name__} is not Octavo's decoder. A model with its original code is already"
+            " Hugging Face's, and runs in FP8 only under octavo.fp8_autocast; for one without Octavo's layers call "
             "octavo.export(model, folder), and load the folder."
         )
     check_decoder(model)
@@ -417,7 +417,7 @@ def to_huggingface(model: nn.Module) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Load a model of transformers without its bar on stderr."""
+    """Load a transformers model without its progress bar on stderr."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -448,7 +448,7 @@ def _config_of(reference: PreTrainedModel, config: Any, tensors: Mapping[str, Te
     in_float32 = float32_names(reference, min(dtypes.values(), key=lambda dtype: dtype.itemsize))
     chosen = [dtype for name, dtype in dtypes.items() if name not in in_float32]
     config.dtype = functools.reduce(torch.promote_types, chosen)  # float32 for float16 and bfloat16 together
-    config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # of a sharded model
+    config.architectures = [type(reference).__name__.removeprefix("FSDP")]  # the prefix of a sharded model's class
     return config
 
 
@@ -458,7 +458,7 @@ def _pieces(
     reference: PreTrainedModel | None = None,
     encode: Encode | None = None,
 ) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]:
-    """(the source's tensors of each group of names, on the meta device; the function that makes them from a group).
+    """(the source's tensors of each group of names, on the meta device; the function that computes them from a group).
 
     reference: transformers' model of a `Conversion`, whose published names replace its module names. encode: as in
     `write_pretrained`.
@@ -502,9 +502,9 @@ def _write_tensors(
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder that takes the place of `folder` when the block ends, and disappears after an error.
+    """A temporary folder that replaces `folder` when the block ends, and is removed after an error.
 
-    replace: its files take the places of those in a folder that is not empty, and of a model's other shards there.
+    replace: allow a folder that is not empty: files of the same names and a model's other shards are replaced.
 
     Raises:
         InputError: `folder` is not empty, or cannot be written.
@@ -515,7 +515,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or (filled and not replace)):
         raise InputError(f"{str(folder)!r} exists and is not empty: export writes a new folder. Give another path.")
     if folder.is_mount() and not filled:
-        raise InputError(f"{str(folder)!r} is a mount point, which no new folder can replace: give {str(folder / 'model')!r}.")
+        raise InputError(f"{str(folder)!r} is a mount point, which no folder can replace: give {str(folder / 'model')!r}.")
     temporary = folder.absolute().parent / f".{folder.absolute().name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         temporary.mkdir(parents=True)

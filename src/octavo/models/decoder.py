@@ -1,7 +1,7 @@
 """Octavo's decoder: embedding, blocks, norm, and a head that computes its loss in chunks.
 
-It takes the place of Hugging Face's model, with the same arguments and results: Hugging Face's outer forward builds masks and
-whole logits. Shapes: B batch, T tokens, V vocabulary.
+It replaces Hugging Face's model, with the same arguments and results: Hugging Face's forward builds masks and whole logits.
+Shapes: B batch, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from octavo.nn.plain_names import use_plain_names
 FP8_HEAD: Literal["backward"] = "backward"
 """Default of a decoder's `fp8_head`: resolved by the recipe."""
 _STATES = "octavo_states_alone"
-"""An argument of the forward of a sharded decoder, which requests the result of `last_hidden_state`."""
+"""Argument of a sharded decoder's forward that requests the result of `last_hidden_state`."""
 
 
 class RotaryAngles:
-    """cos and sin of each position's rotary angles: not a module, so that no `.to(dtype)` rounds them unasked."""
+    """cos and sin of the rotary angles of positions. Not a module, so that `.to(dtype)` does not round them."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype  # the tables are rounded to it, and returned in float32
@@ -77,7 +77,7 @@ class RotaryAngles:
             self.inv_freq, self.factor = 1.0 / (spec.rotary["rope_theta"] ** exponent), 1.0
         else:
             config = LlamaConfig(
-                hidden_size=spec.heads * spec.head_dim,  # LlamaConfig refuses hidden sizes that the heads do not divide
+                hidden_size=spec.heads * spec.head_dim,  # LlamaConfig refuses hidden sizes that are not divisible by the heads
                 num_attention_heads=spec.heads,
                 head_dim=spec.head_dim,
                 max_position_embeddings=spec.max_positions,
@@ -86,7 +86,7 @@ class RotaryAngles:
             self.inv_freq, self.factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
 
     def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """position_ids [B, T] → cos, sin: float32 [B, T, Dr] of the columns that rotate; and that their halves are the same."""
+        """position_ids [B, T] → cos and sin of rotated columns, float32 [B, T, Dr]; and whether their halves are equal."""
         if self.inv_freq.device != position_ids.device:
             self.inv_freq = self.inv_freq.to(position_ids.device)
         angles = position_ids[..., None].float() * self.inv_freq
@@ -100,10 +100,10 @@ class RotaryAngles:
 class Decoder(PretrainedInterface):
     """A causal language model by its spec; `config` is the Hugging Face config of the same model.
 
-    Parameters are of `params_dtype`, the residual stream and products outside FP8 of `dtype`. With `fp8_head` the head's
-    products for a loss are FP8, with "backward" only those of its gradients. None is "backward" under Octavo's recipes and
-    False under Transformer Engine's. Another value is an InputError. tensor: the ranks that share each matrix; parameters are
-    then this rank's parts. spread: except experts, which are whole; sharding leaves each rank some of them.
+    Parameters have `params_dtype`; the residual stream, and products outside FP8, have `dtype`. fp8_head: True runs the head's
+    products for a loss in FP8, "backward" only those of its gradients; None is "backward" under Octavo's recipes and False
+    under Transformer Engine's. Other values raise an InputError. tensor: the tensor-parallel ranks; parameters are then this
+    rank's parts. spread: experts are whole instead, and sharding leaves each rank some of them.
     """
 
     def __init__(
@@ -142,25 +142,25 @@ class Decoder(PretrainedInterface):
         if spec.tied:
             self.head.weight = self.embedding.weight
         if self.fp8_head:
-            # The gradient of the logits has a scale that is always the same.
+            # The gradient of the logits has a constant scale.
             vars(self.head)["fp8_state"] = ModuleState(self.head, operands=(Operand.INPUT, Operand.WEIGHT))
         if tensor is not None:
             share_parameters(self, tensor, spread=spread)
         self.rotary = RotaryAngles(spec, buffer_dtype)
         self.run_block: RunBlock = TransformerLayer.forward_residual
         self.data_group: dist.ProcessGroup | None = None
-        """Ranks that see other samples of the same step; gradients must then be summed over them."""
+        """Ranks with other samples of the same step; gradients must be summed over them."""
         self.token_group: dist.ProcessGroup | None = None
-        """Ranks that hold other tokens of the same step: those of `data_group` and of `context`."""
+        """Ranks with other tokens of the same step: those of `data_group` and of `context`."""
         self.context: ContextGroup | None = None
-        """The ranks that share each sequence; all of them pass whole sequences, the same, and run every forward."""
+        """The ranks that share each sequence; all of them run every forward, with the same whole sequences."""
         self._compared = False
         self.sharded = False
-        """Each rank has a part of the weights, so that all of them run every forward."""
+        """Each rank has a part of the weights, so all ranks run every forward."""
         self.output_hidden_states = False
         """The default of the forward's argument."""
         self.router_losses_apart = False
-        """The loss is only the cross entropy, and `take_routing` has every forward, for `weighted_router_losses`."""
+        """The loss excludes router losses; `take_routing` then covers every forward, for `weighted_router_losses`."""
         self._routing: tuple[Tensor, Tensor] | None = None
         self._router_logits = getattr(config, "output_router_logits", None)
         self.objective = objective
@@ -190,32 +190,32 @@ class Decoder(PretrainedInterface):
         Args:
             input_ids: int64 [B, T]; needed.
             attention_mask: [B, T], 0 for padding, to which no token attends.
-            position_ids: int64 [B, T] or [1, T]; a position that is not the previous one plus 1 begins a new document, and
-                attention stays within documents. On the host it costs a GPU no wait.
-            *behind: only None: further arguments are keyword arguments, since Hugging Face's have another order.
+            position_ids: int64 [B, T] or [1, T]; a position other than the previous one plus 1 begins a new document, and
+                attention stays within documents. On the host, they cause no GPU synchronisation.
+            *behind: only None: pass further arguments by keyword, since Hugging Face's have another order.
             labels: int64 [B, T], the tokens themselves (the model shifts them), -100 where nothing is predicted.
-            num_items_in_batch: divisor of the sum of the losses; when absent the number of real targets of all ranks with other
-                samples, and the loss is then the mean over all of them. Where every rank has all weights and one may evaluate
-                alone, a forward without gradients takes the mean over this rank's samples.
-            max_documents: documents of all samples together, at most. Positions on a GPU are then not read on the host, so that
-                a CUDA graph repeats the forward for other positions; with more documents the loss is NaN there. On a CPU these
-                are refused.
+            num_items_in_batch: divisor of the sum of the losses; by default the number of real targets on all ranks with other
+                samples, so that the loss is the mean over all of them. If every rank has all weights, a forward without
+                gradients takes the mean over this rank's samples, so that a single rank may evaluate.
+            max_documents: most documents of all samples together. Positions on a GPU are then not read on the host, so that a
+                CUDA graph can be replayed with other positions; with more documents the loss is NaN. Refused on a CPU if there
+                are more.
             is_first_microbatch: False reuses the FP8 weights of the call with True.
             return_dict: False returns a tuple.
-            output_hidden_states: return `.hidden_states` too: the embeddings, and the output of each block, normed at the end;
-                when absent as the config of a transformed model says.
+            output_hidden_states: also return `.hidden_states`: the embeddings, and the output of each block, the last one
+                normalised; by default as in the config of the transformed model.
             logits_to_keep: as in Hugging Face, the last positions with logits, or the indices of positions; 0 for all.
-            **others: arguments of Hugging Face's models with a no-op value (`use_cache=False`).
+            **others: arguments of Hugging Face's models, only with a no-op value (`use_cache=False`).
 
         Returns:
             `CausalLMOutput`: `.loss` float32 [] with labels (`.logits` is None then), else `.logits` [B, T, V]. Gradients of a
             loss computed from logits or hidden states are averaged over ranks with other samples.
 
         Raises:
-            InputError: an input is missing, its shape or dtype does not fit, or another argument asks for something, such as
-                `inputs_embeds`. On a CPU also an id or a label outside the vocabulary, and different sequences on ranks that
-                share them; on a GPU, which is not waited for, these make the loss NaN (different sequences after the first
-                forward).
+            InputError: an input is missing, or its shape or dtype does not fit, or an unsupported argument such as
+                `inputs_embeds` has a value. On a CPU also an id or a label outside the vocabulary, and different sequences on
+                ranks that share them; on a GPU, without synchronisation, these make the loss NaN (different sequences only
+                after the first forward, which checks them).
         """
         if self.tensor is not None and torch.compiler.is_compiling():
             _refuse_compiled(self.tensor.size)
@@ -233,7 +233,7 @@ class Decoder(PretrainedInterface):
         pattern, fits = self._packed(max_documents, input_ids, position_ids, attention_mask, labels)
         same = self._same_on_all(input_ids, labels, position_ids, attention_mask, num_items_in_batch)
         tokens = input_ids.shape[1]
-        shared = SharedWeight()  # a loss reads the head's weight through it, and logits directly
+        shared = SharedWeight()  # a loss reads the head's weight through it; logits read it directly
         hidden, states, routings = self._hidden(
             input_ids,
             attention_mask,
@@ -265,10 +265,10 @@ class Decoder(PretrainedInterface):
         """States after the last norm, for a head or a loss of a library; arguments as of the forward.
 
         Returns:
-            `BaseModelOutput`: `.last_hidden_state` [B, T, hidden], in the dtype of the head's weight, which follows.
+            `BaseModelOutput`: `.last_hidden_state` [B, T, hidden], in the dtype of the head's weight.
 
         Raises:
-            InputError: an input as in the forward; or the model trains with a loss of its routers, which is part of its
+            InputError: as in the forward; or the model trains with router losses, which are part of its
                 built-in loss.
         """
         given = input_ids, attention_mask, position_ids
@@ -323,9 +323,10 @@ class Decoder(PretrainedInterface):
         keep_states: bool = False,
         pattern: Pattern | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """(this rank's states after the last norm, those before each block if requested, routings of experts).
+        """(this rank's states after the last norm; the states before each block, if requested; the experts' routings).
 
-        shared: shares a tied embedding's weight with the loss. pattern: of the attention; None for that of the arguments.
+        shared: shares a tied embedding's weight with the loss. pattern: attention pattern; None to derive it from the
+        arguments.
         """
         tokens = input_ids.shape[1]
         padded = -(-tokens // self._multiple) * self._multiple
@@ -363,7 +364,7 @@ class Decoder(PretrainedInterface):
         attention_mask: Tensor | None,
         labels: Tensor | None,
     ) -> tuple[Pattern | None, Tensor | None]:
-        """The pattern of at most so many documents, and bool [] of positions on a GPU, False if there are more.
+        """The pattern of at most `most` documents; for positions on a GPU also bool [], False if there are more.
 
         None without a limit.
         """
@@ -377,19 +378,19 @@ class Decoder(PretrainedInterface):
         if attention_mask is not None or self.context is not None or self.tensor is not None:
             what = "an attention_mask" if attention_mask is not None else "ranks that share each sequence or the matrices"
             raise InputError(
-                f"max_documents = {most} with {what}: boundaries that stay on the GPU are not combined with it. Leave "
+                f"max_documents = {most} with {what}: document boundaries on the GPU are not supported with it. Leave "
                 "max_documents out, and give position_ids on the host."
             )
         if position_ids.device.type != "cpu":
             return packed_pattern(position_ids, len(input_ids), most)
         pattern = pattern_of(position_ids, None, *input_ids.shape)
         if (found := sum(map(len, pattern.documents)) or len(input_ids)) > most:
-            raise InputError(f"max_documents = {most}, and the positions begin {found} documents: give {found} or more.")
+            raise InputError(f"max_documents = {most}, but the positions have {found} documents: give {found} or more.")
         return pattern, None
 
     @contextlib.contextmanager
     def _embeds(self) -> Iterator[None]:
-        """Around the embedding's call for a rank's tokens."""
+        """Around the embedding's call with a rank's tokens."""
         embedding: Any = self.embedding  # replaced by a caller
         embedding.in_decoder = True
         try:
@@ -398,13 +399,13 @@ class Decoder(PretrainedInterface):
             embedding.in_decoder = False
 
     def _same_on_all(self, *inputs: Tensor | int | None) -> Tensor | None:
-        """Equality of the inputs on the ranks that share sequences: bool [], or None where it is known already.
+        """Whether the inputs are equal on the ranks that share sequences: bool [], or None if that is known already.
 
-        Checked too: settings that decide the exchanges between ranks, and in the first forward which parameters are frozen. The
-        host waits for a GPU only in the first forward; later the loss becomes NaN.
+        Also checked: settings that decide the exchanges between ranks, and in the first forward which parameters are frozen.
+        Only the first forward waits for a GPU; later ones make the loss NaN.
 
         Raises:
-            InputError: they were not.
+            InputError: they differ.
         """
         if (self.context is None and self.tensor is None) or torch.compiler.is_compiling():
             return None
@@ -434,7 +435,7 @@ class Decoder(PretrainedInterface):
         return None
 
     def _settings(self, device: torch.device) -> dict[str, str]:
-        """Settings that ranks of a group have in common, by the calls that set them."""
+        """Settings that must be equal on the ranks of a group, by the calls that set them."""
         recipe = current_recipe(device)
         settings = {
             "model.train()": "training" if self.training else "evaluation",
@@ -448,20 +449,20 @@ class Decoder(PretrainedInterface):
 
     @property
     def _multiple(self) -> int:
-        """Tokens of a sequence are padded to a multiple of this: each rank has as many."""
+        """Sequences are padded to a multiple of this many tokens, so that ranks have equal numbers."""
         tensor = 1 if self.tensor is None else self.tensor.size
         return tensor if self.context is None else self.context.size * math.lcm(2, tensor)
 
     def _local_tokens(self, x: Tensor, padded: int) -> Tensor:
-        """This rank's tokens of [B, T], which is padded to `padded` tokens by its first.
+        """This rank's tokens of [B, T], padded to `padded` tokens with copies of the first one.
 
-        Each of these is a separate document with only the first token: repeated rows do not change the amax.
+        Each copy is a separate document: repeated rows do not change the amax.
         """
         x = torch.cat((x, x[:, :1].expand(-1, padded - x.shape[1])), 1) if padded > x.shape[1] else x
         return x if self.context is None else self.context.split(x)
 
     def _counted(self, attention_mask: Tensor | None, input_ids: Tensor, padded: int) -> Tensor | None:
-        """This rank's real tokens, bool [B, T]; None for all of them."""
+        """Mask of this rank's real tokens, bool [B, T]; None if all are real."""
         if attention_mask is None and padded == input_ids.shape[1]:
             return None
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
@@ -470,11 +471,9 @@ class Decoder(PretrainedInterface):
         return real if self.tensor is None else self.tensor.local(real)
 
     def _router_losses(self, routings: list[Tensor], share: Tensor | None) -> Tensor | None:
-        """This rank's part of the losses of all routers, over all tokens of this forward on all ranks, times their `share`.
+        """This rank's part of the routers' losses, over all tokens of this forward on all ranks, times its `share`.
 
-        The ranks of a tensor group return the same value, the sum of theirs.
-
-        With their coefficients, which are in the loss; None where both are 0.
+        They include their coefficients; None if both are 0. Ranks of a tensor group return the same value, their sum.
         """
         routing, spec = torch.stack(routings), self.spec
         if self.router_losses_apart:
@@ -494,15 +493,15 @@ class Decoder(PretrainedInterface):
         return total if total is None or share is None else total * share
 
     def _weighted(self, losses: list[Tensor]) -> Tensor | None:
-        """Balancing loss and z loss by their coefficients; None where both are 0."""
+        """Balancing loss and z loss times their coefficients; None if both are 0."""
         coefficients = self.spec.balance, self.spec.router_z_loss
         weighted = [coefficient * loss for coefficient, loss in zip(coefficients, losses, strict=True) if coefficient]
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def weighted_router_losses(self, routing: Tensor) -> Tensor | None:
-        """The losses of routers, with their coefficients, of all tokens that `routing` [MoE layers, 2E + 2] sums up: a scalar.
+        """The routers' losses times their coefficients, over all tokens in the sums `routing` [MoE layers, 2E + 2]: a scalar.
 
-        None where both coefficients are 0.
+        None if both coefficients are 0.
         """
         tokens_per_expert = routing[:, self.spec.experts : 2 * self.spec.experts].sum(0)
         return self._weighted([of(routing, tokens_per_expert, self.spec.top_k) for of in (balancing_loss, router_z_loss)])
@@ -512,23 +511,23 @@ class Decoder(PretrainedInterface):
         self._routing = routing, losses
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Nothing: no sum over ranks waits for a step's last micro-batch here. FSDP2's method is in front of it over shards."""
+        """Does nothing, since gradients are not reduced here. FSDP2's method overrides it in a sharded model."""
 
     def take_routing(self) -> tuple[Tensor, Tensor] | None:
-        """Routing of this rank in the forwards of training since the last call; summed over ranks it is that of all tokens.
+        """This rank's routing in training forwards since the last call; the sum over ranks covers all tokens.
 
-        Sums as `LayerNormMoE` returns them, float32 [MoE layers, 2E + 2]; balancing loss and z loss without coefficients,
+        Sums as `LayerNormMoE` returns them, float32 [MoE layers, 2E + 2]; and balancing loss and z loss without coefficients,
         float32 [2], each forward weighted by its share of the step's targets. None without experts.
         """
         routing, self._routing = self._routing, None
         return routing
 
     def _joins(self) -> bool:
-        """True where all ranks with other samples run this forward."""
+        """True if all ranks with other samples run this forward."""
         return self.sharded or checkpoints.trains()
 
     def _whole(self, x: Tensor, tokens: int) -> Tensor:
-        """All ranks' tokens, without padding."""
+        """The tokens of all ranks, without padding."""
         return self._of_context(x if self.tensor is None else self.tensor.whole(x), tokens)
 
     def _of_context(self, x: Tensor, tokens: int) -> Tensor:
@@ -579,7 +578,7 @@ class Decoder(PretrainedInterface):
             num_items_in_batch = (target != IGNORED).sum()
             if joined:
                 dist.all_reduce(num_items_in_batch, group=self.data_group)
-            num_items_in_batch = num_items_in_batch.clamp(min=1)  # without a target the loss is 0, and no gradient NaN
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # without targets loss and gradients are 0, not NaN
         count = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=hidden.device)
         hidden = hidden if self.tensor is None else self.tensor.gathered(hidden)
         padded = hidden.shape[1] * (1 if self.context is None else self.context.size)
@@ -610,17 +609,17 @@ class Decoder(PretrainedInterface):
         return summed(loss, self.data_group) if joined and self.data_group is not None else loss
 
     def _check_hooks(self, loss: Tensor, losses: list[Tensor]) -> None:
-        """Refuse a hook of the head that changes its inputs or outputs, as if these were logits."""
-        wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)  # these wrap in any case, without a change
+        """Refuse a hook that changes inputs or outputs of the head, which here returns the loss, not logits."""
+        wrapped = bool(self.head._backward_hooks or self.head._backward_pre_hooks)  # these wrap the tensors without a change
         if torch.compiler.is_compiling() or (losses and (wrapped or loss is losses[-1])):
             return
         raise InputError(
-            "a hook of the output head returns another input or output, and here the head gives the loss, not logits: leave "
-            "labels out, and compute the loss of the logits."
+            "a hook changes inputs or outputs of the output head, which returns the loss here, not logits: leave "
+            "labels out, and compute the loss from the logits."
         )
 
     def _share(self, target: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
-        """This forward's share of the step's targets, the weight of its routers' losses."""
+        """This forward's share of the step's targets: the weight of its router losses."""
         targets = (target != IGNORED).sum()
         if self.data_group is not None and self._joins():
             dist.all_reduce(targets, group=self.data_group)
@@ -638,18 +637,18 @@ class Decoder(PretrainedInterface):
         if recipe.casts[Operand.INPUT].granularity is not Granularity.TENSOR:
             recipe = CurrentScaling()
         elif delayed and checkpoints.are_around():
-            recipe = CurrentScaling()  # has no state: a recomputation repeats its casts
+            recipe = CurrentScaling()  # stateless: a recomputation repeats its casts
         elif delayed:
-            recipe = recipe.with_octavo_rules  # Transformer Engine has no such head, and none of its rules for it
+            recipe = recipe.with_octavo_rules  # Transformer Engine has no such head, hence no rules for it
         return LinearGemms(state, self.head.weight, recipe, compute_dtype(hidden), first)
 
 
 @torch.compiler.disable(reason="torch.compile of a model of tensor-parallel ranks")
 def _refuse_compiled(degree: int) -> NoReturn:
-    """Called by torch.compile's code, whose error would name a collective inside."""
+    """Called from compiled code, where PyTorch's error would name an inner collective."""
     raise InputError(
-        f"torch.compile of a model with tensor_parallel_degree = {degree}: its collectives overlap products, by streams and "
-        "memory that compiled code does not know. Leave torch.compile out, or set tensor_parallel_degree = 1."
+        f"torch.compile of a model with tensor_parallel_degree = {degree}: its collectives overlap products through streams "
+        "and memory unknown to the compiler. Leave torch.compile out, or set tensor_parallel_degree = 1."
     )
 
 

@@ -1,4 +1,4 @@
-"""`describe`: the matrices of a model in FP8, each other one with the reason, and the kernels."""
+"""`describe`: which matrices of a model run in FP8, why the others do not, and the kernels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from octavo.nn.plain_names import Product
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One matrix of a model; `reason` explains why it is out of FP8, or has notes on one in FP8.
+    """One matrix of a model; `reason` says why it is not in FP8, or has notes on one that is.
 
-    recipe: name of the layer's recipe; empty for that of fp8_autocast.
+    recipe: name of the layer's recipe; empty for the recipe of fp8_autocast.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Description:
     own_code: str = ""
     """The reason why a model of a known kind runs its original code; else empty."""
     split: str = ""
-    """The ranks that hold parts of each matrix, whose shapes are those of the whole; else empty."""
+    """The tensor-parallel ranks in words; shapes are of whole matrices. Empty without."""
     exchanges: str = ""
-    """How those ranks exchange rows of each size, as measured here; empty before a second step on GPUs."""
+    """How those ranks exchange rows of each size, as measured; empty before the second step on GPUs."""
     gathered: str = ""
-    """How long blocks stay gathered, with the reason, if `reshard_after_forward = "auto"` chose it; else empty."""
+    """The choice of `reshard_after_forward = "auto"`, with its reason; else empty."""
     adapters: str = ""
     """The adapters of matrices; empty without."""
 
@@ -76,9 +76,9 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """The matrices of a transformed model in FP8, the others with the reason, and the kernels that run."""
+    """Which matrices of a transformed model run in FP8, why the others do not, and which kernels run."""
     states = dict(states_of(model))
-    find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, whose names for it differ
+    find_head = getattr(model, "get_output_embeddings", None)  # Hugging Face's models name their heads differently
     head = find_head() if callable(find_head) else None
     layers: list[LayerReport] = []
     blocks = parameters_of(model)
@@ -87,7 +87,7 @@ def describe(model: nn.Module) -> Description:
             if parameter.dim() < 2 or isinstance(module, Adapter):
                 continue
             label = ".".join(part for part in (name, key.removesuffix("weight").rstrip("_")) if part)
-            joined = vars(module).get("fp8_state")  # of a weight that several parameters make
+            joined = vars(module).get("fp8_state")  # of a weight joined from several parameters
             state = joined if isinstance(joined, ModuleState) and key in joined.parts else states.get(label)
             kind, shape = module.kind if isinstance(module, Product) else type(module).__name__, shape_of(parameter, blocks)
             frozen = "" if parameter.requires_grad else "not trained"
@@ -140,9 +140,9 @@ def kernels_on(
 ) -> tuple[str, str, str]:
     """(attention, products in FP8, reason for the model's original code) in words.
 
-    kind: type of the device, such as "cuda", with its `capability`. native: it has FP8 units. shared, repeats: how ranks share
-    each sequence, and `train.deterministic`, for a model that is only planned. recorded: the kernel of packed documents in
-    recorded steps, where FlashAttention-4 does not serve.
+    kind: device type, such as "cuda", with its `capability`. native: it has FP8 units. shared, repeats: how ranks share each
+    sequence, and `train.deterministic`, for a plan. recorded: the kernel of packed documents in recorded steps, where
+    FlashAttention-4 does not serve.
     """
     repeats = torch.are_deterministic_algorithms_enabled() if repeats is None else repeats
     products = "FP8 units, cuBLAS" if native else f"emulated exactly on {kind}, without FP8 units"

@@ -1,6 +1,6 @@
-"""Exactly known models: proof, part by part, that Octavo's blocks compute the same as a model.
+"""Checks, part by part, that Octavo's blocks compute exactly the same as a model.
 
-A subclass, an adapter, an added bias, a manual tie or a hook computes something else, and Octavo's blocks would drop it
+A subclass, an adapter, an added bias, a manual tie or a hook changes the computation, and Octavo's blocks would drop it
 silently. Such a model runs its original code, and `octavo.describe` gives the reason. A Hugging Face model is compared with the
 model built from its config, timm's vision transformer with a table of its parts (`octavo.models.vision`).
 """
@@ -22,13 +22,13 @@ _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-"""Wrappers of a module's calls, and of its state dict, which would have other names."""
+"""Attributes of wrapped calls or state dicts, which would change results or names."""
 _SWITCHES = {"gradient_checkpointing": "gradient checkpointing", "grad_checkpointing": "set_grad_checkpointing()"}
 """Attributes that switch activation checkpointing on: transformers' and timm's."""
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Kernels that compute the same function; a registered one may not, such as context parallelism or a custom mask."""
+"""Attention implementations that compute the same function; a registered one may not (context parallelism, custom masks)."""
 _EXPERTS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")
-"""Likewise of experts."""
+"""Likewise for experts."""
 
 
 def tie_again(model: nn.Module) -> None:
@@ -58,7 +58,7 @@ def differences(
         parts: names of the known model's modules.
         other_class: the message about a module by its name, None for a missing one; empty for a known class.
         tensors: the known tensors; called if every class is known.
-        other_values: messages about values by which a module of the known class computes something else.
+        other_values: messages about values that change the computation of a module of the known class.
         name: of the model, a prefix of all names.
     """
     modules = dict(model.named_modules(prefix=name, remove_duplicate=False))
@@ -74,7 +74,7 @@ def differences(
 
 
 def switched_on(module: nn.Module) -> Iterator[str]:
-    """The message about a model's activation checkpointing, which Octavo's blocks would not do."""
+    """The message about a model's activation checkpointing, which Octavo's blocks would ignore."""
     for switch, way in _SWITCHES.items():
         if getattr(module, switch, False):
             yield f"{way} is on: octavo.transform(recompute=True) does that for Octavo's blocks"
@@ -103,7 +103,7 @@ def difference(model: nn.Module, reference: nn.Module, spec: ModelSpec) -> str:
                 or not torch.allclose(inv_freq.float().cpu(), angles.inv_freq, rtol=1e-2)
                 or module.attention_scaling != angles.factor
             ):
-                yield f"{name} rotates by other frequencies than the config says"
+                yield f"{name} has other rotary frequencies than the config's"
 
     found = differences(model, known, other_class, lambda: tensors_of(reference), other_values)
     loss = ["its loss_function is overridden"] if "_loss_function" in vars(model) else []

@@ -1,7 +1,7 @@
-"""Model families as data: the keys of Hugging Face's configs that make a `ModelSpec`, and the names of weights.
+"""Model families as data: the keys of Hugging Face's configs for a `ModelSpec`, and the names of weights.
 
 A family with a table of names becomes Octavo's decoder if the decoder computes its config. Any other runs its original code,
-with FP8 linears in place, and is counted all the same. Neither torch nor transformers is imported.
+with FP8 linears in place; FLOPs are counted for it too. Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from octavo.models.spec import ModelSpec
 from octavo.stored_names import stored_name
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary scalings that do not depend on the sequence at hand."""
+"""Rotary scalings that do not depend on the sequence length."""
 _GELU = dict.fromkeys(("gelu", "gelu_python"), "gelu_exact") | dict.fromkeys(
-    # One function in five spellings of its constants and its cube, the same in float32.
+    # One function with five spellings of its constants and its cube, equal in float32.
     ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
     "gelu",
 )
@@ -33,17 +33,15 @@ ACTIVATIONS = {("silu", True): "swiglu", ("relu2", False): "srelu"} | {(name, Fa
 class Join(Enum):
     """The order of rows in a parameter that is joined of several matrices."""
 
-    QKV = auto()  # the queries that share a key-value head, its key, its value; then the next key-value head
+    QKV = auto()  # a key-value head's queries, its key, its value; then the next key-value head
     GATE_UP = auto()  # a block of rows of the gate, as many of the up projection; then the next block
     EXPERTS = auto()  # the rows of one expert's matrix, then the next expert's: the source's [E, N, K] as [E · N, K]
-    EXPERT_B = (
-        auto()
-    )  # Bs of experts, one below the other: PEFT's [N, r · E], where those of a column of B follow, as [E · N, r]
+    EXPERT_B = auto()  # stacked Bs of experts: PEFT's [N, r · E], expert index fastest, as [E · N, r]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A source's matrices that make one parameter; one name for a matrix that has all parts, one after the other."""
+    """The source's matrices of one parameter; one name if a single matrix has all parts, concatenated."""
 
     join: Join
     names: tuple[str, ...]
@@ -62,14 +60,14 @@ def matrix_of(name: str) -> str:
 
 
 def leaf_of(matrix: str) -> str:
-    """The last part of the name of a source's matrix, which its adapters have."""
+    """The last component of a source matrix's name, which its adapters share."""
     return matrix.removesuffix(".weight").rpartition(".")[2]
 
 
 def adapter_module(matrix: str) -> str:
     """PEFT's module of the adapters of a source's matrix.
 
-    It wraps the module of stacked parameters once for each in its order: the second is outside of the first.
+    PEFT wraps a module once for each of its stacked parameters, in order: the second wraps the first.
     """
     module, _, leaf = matrix.rpartition(".")
     return f"{module}.base_layer" if leaf == "gate_up_proj" else module
@@ -77,10 +75,10 @@ def adapter_module(matrix: str) -> str:
 
 @dataclass(frozen=True)
 class NameTable:
-    """Octavo's parameters → those of the source. Outside of blocks a name that is not here is the same in both.
+    """Octavo's parameters → those of the source. Other names outside blocks are the same in both.
 
     Attributes:
-        block: parameters of a block, by their stored names (`octavo.nn.plain_names`); calls take both names.
+        block: parameters of a block, by their stored names (`octavo.nn.plain_names`); methods accept both kinds of names.
         model: parameters outside of blocks.
         ours, theirs: prefix of the blocks' names, `<ours>.<number>.<parameter>`.
     """
@@ -91,7 +89,7 @@ class NameTable:
     theirs: str
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The source's names of a parameter; of an adapter's PEFT's."""
+        """The source's names of a parameter; PEFT's for an adapter's."""
         if (found := _ADAPTER.fullmatch(name)) is not None:
             matrix = next(one for one in self.names(matrix_of(name)) if leaf_of(one) == found["part"])
             return (f"{PEFT_PREFIX}{adapter_module(matrix)}.{found['kind']}.weight",)
@@ -115,19 +113,19 @@ class NameTable:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of Hugging Face's.
+    """A model family of Hugging Face.
 
     Attributes:
-        gated: the MLP's activation is applied to a gate.
+        gated: the MLP is gated.
         keys: fields of `ModelSpec` → config keys that only some families have.
         fixed: fields of `ModelSpec` with one value in the whole family.
         normalization: of `ModelSpec`.
-        grouped: the config may give the number of key-value heads and the head dimension; False: as many as heads.
+        grouped: the config may give the number of key-value heads and the head dimension; False: one per query head.
         partial_rotary: `partial_rotary_factor` is read.
         windows: layers with a sliding window, if the config has one: "none", "all", or those that it "lists".
-        pads: the row of the pad token in the embedding is not trained.
-        experts: reads the fields of mixture of experts (MoE); None for a family without.
-        names: of its weights; None for a family that is only counted.
+        pads: the pad token's row of the embedding is not trained.
+        experts: reads the fields of mixture of experts (MoE); None for a dense family.
+        names: names of its weights; None for a family whose FLOPs alone are counted.
     """
 
     gated: bool
@@ -177,13 +175,13 @@ class Family:
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these keys that is there and not None: families name the same number differently."""
+    """The first of these keys with a value: families name the same number differently."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
 def _windows(config: Any, which: Literal["none", "all", "lists"]) -> tuple[int | None, ...]:
     """Layers are listed by `layer_types` in most families, by `attention_layers` in GPT-Neo."""
-    # Not `_first`, which would take a window of 0, an error, for none.
+    # Not `_first`: a window of 0 is an error, not a missing one.
     window = getattr(config, "sliding_window", getattr(config, "window_size", None))
     kinds: Sequence[str] | None = _first(config, "layer_types", "attention_layers") if which == "lists" else None
     if kinds is None:
@@ -192,7 +190,7 @@ def _windows(config: Any, which: Literal["none", "all", "lists"]) -> tuple[int |
 
 
 def weight_and_bias(parts: Mapping[str, str]) -> dict[str, str | Joined]:
-    """The rows of a table for parts with a weight and a bias: beginnings of the names, Octavo's → theirs."""
+    """Table rows for parts with a weight and a bias: name prefixes, Octavo's → the source's."""
     return {ours + kind: theirs + kind for ours, theirs in parts.items() for kind in ("weight", "bias")}
 
 
@@ -257,7 +255,7 @@ _NEOX_NAMES = NameTable(
     block=weight_and_bias(
         {
             "self_attention.layernorm_qkv.layer_norm_": "input_layernorm.",
-            # Its rows are those of `Join.QKV` already: query, key and value of one head, then of the next.
+            # Its rows already have the order of `Join.QKV`: query, key and value of one head, then of the next.
             "self_attention.layernorm_qkv.": "attention.query_key_value.",
             "self_attention.proj.": "attention.dense.",
             "layernorm_mlp.layer_norm_": "post_attention_layernorm.",
@@ -298,17 +296,17 @@ def _balance(config: Any) -> float:
 
 
 def with_moe(spec: ModelSpec | None, config: Any, moe: MoeConfig | None) -> ModelSpec | None:
-    """The spec of a model with the settings of [moe], which go before those of its Hugging Face config.
+    """The spec of a model with the settings of [moe], which override its Hugging Face config.
 
     Raises:
         InputError: settings for a model without experts or with its original code, a coefficient without its loss, or a config
-            that balances experts without having any.
+            that balances experts of a model without any.
     """
     if moe is None or not moe.given:
         if spec is not None and spec.balance and not spec.mixtures:
             raise InputError(
-                "model.config.output_router_logits = true: no layer has experts (mlp_only_layers, decoder_sparse_step), so no "
-                "router is to balance. Set it to false."
+                "model.config.output_router_logits = true: no layer has experts (mlp_only_layers, decoder_sparse_step), so there "
+                "is no router to balance. Set it to false."
             )
         return spec
     settings = ", ".join(f"moe.{key} = {json.dumps(value)}" for key, value in moe.given.items())
@@ -389,7 +387,7 @@ def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
     """The spec of a config that Octavo's decoder computes, or None and the reason why the model runs its original code.
 
     Raises:
-        InputError: a value that transformers cannot compute either.
+        InputError: a value that transformers does not support either.
     """
     kind = config.model_type
     if kind not in DECODER_FAMILIES:
@@ -401,7 +399,7 @@ def decoder_spec(config: Any) -> tuple[ModelSpec | None, str]:
 
 
 def _beyond_the_decoder(config: Any, spec: ModelSpec) -> Iterator[str]:
-    """Values of a config that transformers' code computes and Octavo's decoder does not, each with its key."""
+    """Messages about config values that transformers' code supports and Octavo's decoder does not, with their keys."""
     if (spec.activation, spec.gated) not in ACTIVATIONS:
         known = ", ".join(name for name, gated in ACTIVATIONS if gated == spec.gated)
         yield f"hidden_act = {spec.activation!r} is not one of {known}"
@@ -409,7 +407,7 @@ def _beyond_the_decoder(config: Any, spec: ModelSpec) -> Iterator[str]:
     if rope not in ROPE_TYPES:
         yield f"rope_type = {rope!r} is not one of {', '.join(ROPE_TYPES)}"
     if fraction != spec.rotary_fraction and rope != "default":  # the only type that does not read it
-        yield f"partial_rotary_factor = {fraction}: heads of this family rotate whole"
+        yield f"partial_rotary_factor = {fraction}: this family rotates whole heads"
     if not 0 <= spec.rotary_fraction <= 1:
         yield f"partial_rotary_factor = {fraction} is not between 0 and 1"
     if (window := next((window for window in spec.windows if window is not None and window < 1), None)) is not None:
@@ -423,15 +421,15 @@ def _beyond_the_decoder(config: Any, spec: ModelSpec) -> Iterator[str]:
 
 
 def outside(spec: ModelSpec) -> bool:
-    """The pad token has no row in the embedding; a negative one counts from the end."""
+    """True if the pad token has no row in the embedding; a negative id counts from the end."""
     return spec.padding is not None and not -spec.vocabulary <= spec.padding < spec.vocabulary
 
 
 def _refuse_impossible(config: Any, spec: ModelSpec) -> None:
-    """Raise an InputError for values that the family's code in transformers cannot compute."""
+    """Raise an InputError for values that the family's code in transformers does not support."""
     if spec.rotary and "rope_theta" not in spec.rotary:
         raise InputError(
-            f"rope_parameters of {spec.family} has no rope_theta but {', '.join(spec.rotary)}: this family rotates all layers"
+            f"rope_parameters of {spec.family} has no rope_theta, only {', '.join(spec.rotary)}: this family rotates all layers"
             ' alike. Give one table, such as {"rope_type": "default", "rope_theta": 10000.0}.'
         )
     if spec.attention_dropout is None:

@@ -1,4 +1,4 @@
-"""A hash of frozen weights, the same however they are sharded: how a checkpoint of adapters names its base."""
+"""A hash of frozen weights that does not depend on sharding: it identifies the base of an adapter checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CHUNK = 1 << 22
 _MIX, _GOLDEN = -0x40A7B892E31B1A47, -0x61C8864680B583EB  # odd, as signed 64-bit integers
 
 Pieces = Iterable[tuple[Tensor, Callable[[int, int], Tensor]]]
-"""Tensors, each with the numbers of its flattened elements, from a start to a stop, in the flattened whole."""
+"""Tensors, each with a function (start, stop) → indices of its flattened elements in the flattened whole."""
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of the frozen parameters of a model, the same however they are sharded: names, shapes, dtypes and values.
+    """A hash of a model's frozen parameters that does not depend on sharding: names, shapes, dtypes and values.
 
-    Collective. One parameter at a time is whole on each rank. Of a weight that is stored in FP8 it is of the values before.
+    Collective. Each rank holds one whole parameter at a time. A weight stored in FP8 counts with its values before the cast.
     """
     stored, noted, blocks = stored_names(model), vars(model).get(_NOTED, {}), parameters_of(model)
     lines = {}
@@ -36,14 +36,14 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def fingerprint_of(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
-    """`fingerprint` of frozen parameters by their stored names, whose values `read` gives one by one."""
+    """`fingerprint` of frozen parameters by stored names, with values read one by one by `read`."""
     return _hash({name: _line(name, read(name)) for name in names})
 
 
 def noting(model: nn.Module) -> Callable[[str, tuple[int, ...], Pieces, Callable[[Tensor], None]], None]:
-    """A function that takes note of a frozen parameter before its cast to FP8, for the model's fingerprint.
+    """A function that records a frozen parameter before its cast to FP8, for the model's fingerprint.
 
-    It takes the stored name, the shape of the whole, this rank's pieces, and a function that adds up a tensor of all ranks.
+    Its arguments: stored name, shape of the whole, this rank's pieces, and a function that sums a tensor over all ranks.
     """
     noted = vars(model).setdefault(_NOTED, {})
 
@@ -72,7 +72,7 @@ def _text(name: str, shape: tuple[int, ...], dtype: torch.dtype | None, total: T
 
 
 def _sum(tensor: Tensor, numbers: Callable[[int, int], Tensor]) -> Tensor:
-    """A sum of the mixed bits of each element and its number, int64 of which 64 bits count."""
+    """Sum of a hash of each element's bits and index, modulo 2⁶⁴, as int64."""
     flat = tensor.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, flat.numel(), _CHUNK):

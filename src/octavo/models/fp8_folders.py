@@ -1,8 +1,8 @@
-"""FP8 weights of published folders: which bytes and scales are a matrix, by the folder's config and the tensors of its files.
+"""FP8 weights of published folders: finds the bytes and scales of each matrix from the folder's config and files.
 
 Two layouts are read: `quant_method = "fp8"`, as DeepSeek and Qwen publish blocks of 128 × 128, and compressed-tensors'
 "float-quantized". A weight is E4M3 bytes with float scales that dequantise them by multiplication. An unknown scheme, a key
-with unknown meaning, and scales that do not fit their weight are refused: the values would be wrong without notice.
+with unknown meaning, and scales that do not fit their weight are refused: the values would be silently wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.errors import InputError, some
 from octavo.kernels.reference import BLOCK
 
 QUANTIZED_KEYS = ("quantization_config", "compression_config")
-"""Keys of a config that give the format of quantised weights."""
+"""Config keys with the format of quantised weights."""
 DEQUANTISE = (
     'Octavo reads FP8 weights of quant_method "fp8" and of compressed-tensors\' "float-quantized", from a folder whose '
     "config.json says so. Dequantise others with transformers (from_pretrained(folder).dequantize() for bitsandbytes,"
@@ -28,13 +28,13 @@ DEQUANTISE = (
     " give the original model in bf16."
 )
 Shape = Literal["tensor", "channel", "block"]
-"""Weights that share a scale: all, those of an output channel, or those of a block."""
+"""Which weights share a scale: all, those of an output channel, or those of a block."""
 SCALES = ("weight_scale", "weight_scale_inv")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _CACHE_SCALE = re.compile(r"\.(k_scale|v_scale|q_scale|kv_scale|prob_output_scale|[kv]_proj\.output_scale)$")
-"""Scales of attention's cache, without a part in weights."""
+"""Scales of attention's KV cache, not of weights."""
 _E4M3_MAX, _LARGEST = 448.0, 4096.0
-"""The largest byte, and a weight that no model has: trained ones are below 100."""
+"""The largest E4M3 value, and an implausible weight: trained ones are below 100."""
 _FP8, _E4M3 = "fp8", "F8_E4M3"
 _COMPRESSED = "compressed-tensors"
 _BYTES_ALONE = ("float-quantized", "naive-quantized")
@@ -51,14 +51,14 @@ _NEUTRAL_KEYS = frozenset(
         ),
     )
 )
-"""Keys without a part in the value of a weight."""
+"""Keys without effect on a weight's value."""
 _PRESETS: Mapping[str, Shape] = {"FP8": "tensor", "FP8_DYNAMIC": "channel", "FP8_BLOCK": "block"}
 """Names of compressed-tensors' schemes of FP8 weights."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Matrices with scales of one shape; `shape` None takes it from the scales. targets: as compressed-tensors matches them."""
+    """Matrices with one kind of scales; None takes it from the scales' shape. targets: matched as in compressed-tensors."""
 
     shape: Shape | None
     block: tuple[int, int] = (BLOCK, BLOCK)
@@ -67,11 +67,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """How a folder's config says that its weights are stored.
+    """The storage of weights according to a folder's config.
 
     Attributes:
         method: the config's `quant_method`.
-        groups: the first with a target of a matrix has it.
+        groups: a matrix belongs to the first group with a matching target.
         ignored: modules that are not quantised.
         cache: the config quantises attention's cache.
     """
@@ -107,7 +107,7 @@ class Fp8Matrix:
     Attributes:
         weight, scale: names of the bytes and of the scales.
         shape: of the weight, [N, K].
-        group: None one scale; else rows and columns that share one, columns K for a scale an output channel.
+        group: (rows, columns) that share a scale, (1, K) for one per output channel; None: one scale for all.
     """
 
     weight: str
@@ -117,7 +117,7 @@ class Fp8Matrix:
 
     @property
     def is_block(self) -> bool:
-        """One scale for each 128 × 128."""
+        """True if each 128 × 128 block has a scale."""
         return self.group == (BLOCK, BLOCK)
 
     def check_scales(self, scales: Tensor, owner: str) -> Tensor:
@@ -126,14 +126,14 @@ class Fp8Matrix:
         faulty = values[~(values.isfinite() & (values > 0))]
         if len(faulty):
             raise InputError(
-                f"{owner}: {self.scale} has {faulty[0].item():g} as a scale ({len(faulty)} of {values.numel()} are such): a "
+                f"{owner}: {self.scale} has the scale {faulty[0].item():g} ({len(faulty)} of {values.numel()} are invalid): a "
                 "scale is a finite number above 0. The folder is damaged, or was quantised wrongly: copy it again, or give the "
                 "original model."
             )
         if float(values.median()) * _E4M3_MAX > _LARGEST:
             raise InputError(
-                f"{owner}: {self.scale} is about {float(values.median()):g}, by which the largest weights would be about "
-                f"{float(values.median()) * _E4M3_MAX:.3g}: it seems to be the reciprocal, by which bytes are divided. A scale "
+                f"{owner}: {self.scale} is about {float(values.median()):g}, so the largest weights would be about "
+                f"{float(values.median()) * _E4M3_MAX:.3g}: it seems to be the reciprocal, which divides the bytes. A scale "
                 "multiplies the bytes, also under the name weight_scale_inv: write 1 / scale."
             )
         return values.reshape(()) if self.group is None else values.reshape(self.grid)
@@ -146,7 +146,7 @@ class Fp8Matrix:
         return tuple(-(-size // one) for size, one in zip(self.shape, self.group, strict=True))
 
     def rows(self, data: Tensor, scales: Tensor, start: int, owner: str) -> Tensor:
-        """float32 of bytes × scales of rows from `start` on, each rounded once; scales: of `check_scales`."""
+        """bytes × scales in float32, of rows from `start` on, each rounded once; scales: from `check_scales`."""
         values = data.float()
         if bool(values.isnan().any()):
             raise InputError(f"{owner}: {self.weight} has bytes that are NaN (0x7F, 0xFF): copy the folder again.")
@@ -154,7 +154,7 @@ class Fp8Matrix:
             return values.mul_(scales)
         height, width = self.group
         at = torch.arange(start, start + len(values)) // height
-        for row in at.unique().tolist():  # block rows one by one: their scales are never as large as the matrix
+        for row in at.unique().tolist():  # one row of blocks at a time: expanded scales never have the size of the matrix
             values[at == row] *= scales[row].repeat_interleave(width)[: values.shape[1]]
         return values
 
@@ -167,7 +167,7 @@ def scheme_of(config: Mapping[str, Any], owner: str) -> Fp8Scheme | None:
     """
     for part in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(part), Mapping) and any(config[part].get(key) for key in QUANTIZED_KEYS):
-            raise InputError(f"{owner}: config.json has {part}.quantization_config, of one part of the model. {DEQUANTISE}")
+            raise InputError(f"{owner}: config.json has {part}.quantization_config, for one part of the model. {DEQUANTISE}")
     given = [key for key in QUANTIZED_KEYS if config.get(key)]
     if not given:
         return None
@@ -192,7 +192,7 @@ def _refused(owner: str, scheme: str) -> InputError:
 
 
 def _detail(values: Mapping[str, Any]) -> str:
-    """The numbers and names that tell schemes of one method from each other, for a message."""
+    """The values that distinguish schemes of one method, for a message."""
     keys = ("quant_algo", "quant_type", "bnb_4bit_quant_type", "load_in_4bit", "load_in_8bit", "bits", "w_bit", "group_size")
     nested = values.get("quantization")
     tables = [values, nested] if isinstance(nested, Mapping) else [values]
@@ -201,7 +201,7 @@ def _detail(values: Mapping[str, Any]) -> str:
 
 
 def _only(values: Mapping[str, Any], known: Iterable[str], owner: str, where: str) -> None:
-    """Refuse keys with a value that are not known: a rotation of the weights would be one."""
+    """Refuse unknown keys with a value, which may say, for example, that weights are rotated."""
     if strange := [key for key, value in values.items() if key not in known and value not in (None, [], {}, False, "")]:
         raise _refused(owner, f"{where} with {strange[0]} = {str(values[strange[0]])[:80]}")
 
@@ -216,7 +216,7 @@ def _fp8_scheme(values: Mapping[str, Any], owner: str) -> Fp8Scheme:
     block = values.get("weight_block_size")
     ignored = tuple(one for key in skipped for one in values.get(key) or ())
     cache = bool(values.get("kv_cache_scheme") or values.get("kv_cache_quant_method"))
-    if block is None:  # given as null it is of the whole matrix; libraries differ in their default
+    if block is None:  # null means the whole matrix; libraries differ in the default
         group = Group("tensor") if "weight_block_size" in values else Group(None)
     else:
         group = Group("block", _block(block, owner, "weight_block_size"))
@@ -225,7 +225,7 @@ def _fp8_scheme(values: Mapping[str, Any], owner: str) -> Fp8Scheme:
 
 def _block(value: Any, owner: str, key: str) -> tuple[int, int]:
     if not isinstance(value, Sequence) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
-        raise InputError(f"{owner}: config.json has {key} = {value!r}: it is rows and columns of a block, such as [128, 128].")
+        raise InputError(f"{owner}: config.json has {key} = {value!r}: give rows and columns of a block, such as [128, 128].")
     return value[0], value[1]
 
 
@@ -317,7 +317,7 @@ def matrices_of(
         if kind in SCALES and name not in used:
             there = dtypes.get(f"{module}.weight")
             raise InputError(
-                f"{owner}: {name} is a scale, and {module}.weight is {f'of kind {there}, not FP8' if there else 'not there'}:"
+                f"{owner}: {name} is a scale, but {module}.weight is {f'of kind {there}, not FP8' if there else 'not there'}:"
                 " its values cannot be known. Copy the whole folder again."
             )
         if (kind in _ACTIVATION_SCALES and f"{module}.weight" in found) or _CACHE_SCALE.search(name):
@@ -346,7 +346,7 @@ def _matrix(
             "leaves it out (ignore, modules_to_not_convert)" if group is not None else "has no group with it among its targets"
         )
         raise InputError(
-            f"{owner}: {name} is in FP8, and config.json {why}: another library would load its bytes without scale."
+            f"{owner}: {name} is in FP8, and config.json {why}: another library would load its bytes without a scale."
         )
     names = [f"{module}.{one}" for one in SCALES if f"{module}.{one}" in shapes]
     if len(names) != 1:

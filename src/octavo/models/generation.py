@@ -1,7 +1,7 @@
 """generation_config.json, copied unchanged: transformers refuses some of the Hub's as a whole, and drops keys of others.
 
 A run stores the file of its source. An export changes it only where it must: ids of special tokens are the run's tokenizer's,
-and a key for which transformers would refuse the whole file, and with it the model's folder, is left out. Both are said.
+and a key for which transformers would refuse the whole file, and with it the model's folder, is left out. A notice says both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.models.shapes import SHAPES
 
 FILE = "generation_config.json"
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "forced_decoder_ids", "sequence_bias")
-"""Keys with ids of tokens, besides those that end in _token_id."""
+"""Keys with token ids whose names do not end in _token_id."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GenerationFile:
         return self.text
 
     def changed(self, values: Mapping[str, Any]) -> GenerationFile:
-        """The file with other values, None for none; itself if they are the same."""
+        """The file with these values changed, None to remove a key; itself if nothing changes."""
         found = dict(self.values)
         for key, value in values.items():
             if value is None and found.get(key) is not None:
@@ -47,7 +47,7 @@ class GenerationFile:
         return self if found == self.values else GenerationFile(json.dumps(found, indent=2) + "\n", found)
 
     def ids(self) -> list[str]:
-        """Its keys with ids of tokens, in order."""
+        """Its keys with token ids, in order."""
         return [key for key, value in self.values.items() if (key in _IDS or key.endswith("_token_id")) and value is not None]
 
     def accepted(self) -> tuple[GenerationFile, dict[str, str]]:
@@ -69,7 +69,7 @@ def from_model_config(config: Any) -> GenerationFile:
 
 
 def with_ends(generation: GenerationFile | None, config: Any, ends: Sequence[int]) -> GenerationFile | None:
-    """The file, or without one that of a model's config, with these ids among those at which generation stops."""
+    """The file with these ids added to eos_token_id; without a file, the one derived from a model's config."""
     if not ends:
         return generation
     found = from_model_config(config) if generation is None else generation
@@ -79,7 +79,7 @@ def with_ends(generation: GenerationFile | None, config: Any, ends: Sequence[int
 
 
 def load_generation_config(source: str) -> GenerationFile | None:
-    """The generation config of a folder, or of an id with downloaded weights; None for any other source.
+    """The generation config of a folder, or of a Hub id with downloaded weights; None for other sources.
 
     Raises:
         InputError: the file is damaged.
@@ -91,7 +91,7 @@ def load_generation_config(source: str) -> GenerationFile | None:
     if not folder.is_dir():
         try:
             cached = try_to_load_from_cache(source, FILE)
-        except ValueError:  # no id of the Hub
+        except ValueError:  # not a Hub id
             cached = None
         if not isinstance(cached, str):
             return None

@@ -1,8 +1,8 @@
 """The hidden matrices of a model, which Muon orthogonalises: those of its blocks, each separately.
 
-A parameter of several matrices (query, key and value; gate and up; those of all experts) is split into them, even if the source
-joins them too. Embedding, output head, norms, biases and routers are no hidden matrices, nor is anything outside numbered
-blocks. In a model's original code a matrix whose name says that it is several is refused: only that code knows the order of its
+A parameter of several matrices (query, key and value; gate and up; all experts) is split into them, even if the source joins
+them too. Embedding, output head, norms, biases and routers are not hidden matrices, nor is anything outside numbered blocks. In
+a model's original code a parameter whose name indicates several matrices is refused: only that code knows the order of its
 rows.
 """
 
@@ -22,7 +22,7 @@ from octavo.models.families import Join
 from octavo.nn.lora import is_adapter
 
 _ROUTERS = {"router", "gate", "shared_expert_gate"}
-"""Modules that score experts."""
+"""Names of routers."""
 _JOINT = {
     *("qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "W_pack", "in_proj", "in_proj_weight", "att_proj", "attn_qkv"),
     *("gate_up_proj", "layernorm_qkv", "fc1_weight", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkvz", "wqkv", "kv_proj"),
@@ -41,11 +41,11 @@ class HiddenParameter:
 
     Attributes:
         name: in the model.
-        parameter: this rank's.
+        parameter: this rank's parameter.
         block: its places in the whole, if a tensor group declares them.
         shape: [rows, columns] of the whole.
-        lengths: rows of each matrix in one repetition of the rows.
-        experts: of stacked matrices, each expert's rows after the previous one's; 0 for others.
+        lengths: rows of each matrix in one repetition of the parameter's rows.
+        experts: number of experts in a stack, one after the other; 0 if not stacked.
     """
 
     name: str
@@ -56,12 +56,12 @@ class HiddenParameter:
     experts: int = 0
 
     def tensor(self, values: Tensor) -> Tensor:
-        """The parameter or a tensor with its parts, as `whole_tensor` and `part_of` take it."""
+        """`values`, sharded like the parameter, in the form for `whole_tensor` and `part_of`."""
         return with_block(values, self.block)
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """(number, rows, columns) of the matrices of one shape, for each matrix of a repetition or of an expert."""
+        """(number, rows, columns) for each matrix in a repetition or an expert, with the number of such matrices."""
         rows, columns = self.shape
         count = self.experts or 1
         return [(count, rows * length // (sum(self.lengths) * count), columns) for length in self.lengths]
@@ -73,7 +73,7 @@ class HiddenParameter:
         return [part.flatten(0, 1)[None] for part in rows.unflatten(0, (-1, sum(self.lengths))).split(self.lengths, 1)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`; of parts with any number of columns."""
+        """The inverse of `split`, for any number of columns."""
         if not self.experts:
             parts = [part[0].unflatten(0, (-1, length)) for part, length in zip(parts, self.lengths, strict=True)]
         return torch.cat(list(parts), 1).flatten(0, 1)
@@ -87,7 +87,7 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
         who: for messages.
 
     Raises:
-        InputError: there is none; adapters; a matrix of the original code whose name says that it is several.
+        InputError: no hidden matrix; adapters; a parameter of the original code whose name indicates several matrices.
     """
     if adapters := [name for name, _ in model.named_parameters() if is_adapter(name) or ".lora_" in name]:
         raise InputError(
@@ -111,15 +111,14 @@ def hidden_parameters(model: nn.Module, who: str = 'optimizer.name = "muon"') ->
             found.append(HiddenParameter(name, parameter, block, (shape[0], shape[1]), lengths, experts))
     if joint:
         raise InputError(
-            f"{who}: {some(joint)} of {type(model).__name__}'s original code are several matrices in one by their names, and "
-            "only that "
-            'code knows the order of rows: Muon would orthogonalise them together. Set optimizer.name = "adamw", or use a '
-            "model "
+            f"{who}: by their names {some(joint)} of {type(model).__name__}'s original code hold several matrices each, and "
+            "only that code knows the order of rows: Muon would orthogonalise them together. "
+            'Set optimizer.name = "adamw", or use a model '
             "with Octavo's decoder (docs/models.md)."
         )
     if not found:
         raise InputError(
-            f"{who}: {type(model).__name__} trains no matrix inside of numbered blocks, and the embedding, the output head, "
+            f"{who}: {type(model).__name__} trains no matrix in numbered blocks, and the embedding, the output head, "
             'norms, biases and routers are AdamW\'s. Set optimizer.name = "adamw".'
         )
     return found
@@ -142,7 +141,7 @@ def _rows(way: Conversion | None, name: str, rows: int) -> tuple[tuple[int, ...]
     """Rows of each matrix in a repetition, and the number of stacked experts."""
     if way is None:
         return (rows,), 0
-    if way.table.join(name) is None and "qkv" in name.split(".")[-2]:  # of GPT-NeoX, whose source has these rows too
+    if way.table.join(name) is None and "qkv" in name.split(".")[-2]:  # GPT-NeoX, whose source has the same order of rows
         head_dim = rows // (way.heads + 2 * way.kv_heads)
         return (way.heads // way.kv_heads * head_dim, head_dim, head_dim), 0
     if way.table.join(name) is not Join.EXPERTS:

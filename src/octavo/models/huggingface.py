@@ -1,9 +1,10 @@
-"""Hugging Face's interface of Octavo's decoder: the names of its models that loops, Trainer, Accelerate and PEFT use.
+"""Hugging Face's interface of Octavo's decoder: the methods that loops, Trainer, Accelerate and PEFT use.
 
-Cheap and exact methods are here. Generation needs a cache of keys and values, so a transformers model gets the weights: exact
+Cheap and exact methods are here. Generation needs a KV cache, so `generate` copies the weights to a transformers model: exact
 by construction, at the cost of one copy of the weights a call. Every other name raises an error with the alternative, and
-`hasattr` is False for it, as for any module. Arguments of the forward with a no-op value are accepted, the others refused by
+`hasattr` is False for it, as for any module. Arguments of the forward with a no-op value are accepted, others are refused by
 name.
+
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ OFFERED = (
     *("is_activation_checkpointing", "is_gradient_checkpointing", "is_custom_code", "is_remote_code", "loss_type"),
     *("main_input_name", "model_tags", "name_or_path", "num_parameters", "push_to_hub", "save_pretrained", "tie_weights"),
 )
-"""Names of Hugging Face's models that Octavo's decoder has, with their results."""
+"""Names of Hugging Face's models that Octavo's decoder supports."""
 INSTEAD = {
     **dict.fromkeys(("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "init_weights"), _BEFORE),
     "from_pretrained": "octavo.transform(AutoModelForCausalLM.from_pretrained(folder))",
@@ -96,7 +97,7 @@ _DEFAULTS = {"is_causal": True, "ignore_index": -100}
 
 
 _SHARD_BYTES = 50 * 10**9
-"""Of a file of `save_pretrained`, as in transformers: Trainer resumes from one file."""
+"""Default size of a file of `save_pretrained`, as in transformers: Trainer resumes from one file."""
 IGNORED = -100
 """The label of a position that is not predicted, as in Hugging Face."""
 
@@ -112,8 +113,8 @@ def refuse_arguments(arguments: Mapping[str, Any], behind: Sequence[Any] = ()) -
     """
     if any(value is not None for value in behind):
         raise InputError(
-            f"Octavo's decoder got {3 + len(behind)} arguments without a name, and takes input_ids, attention_mask and "
-            "position_ids: give the others by name, labels=labels."
+            f"Octavo's decoder got {3 + len(behind)} positional arguments, and takes only input_ids, attention_mask and "
+            "position_ids: pass the others by keyword, labels=labels."
         )
     for name, value in arguments.items():
         if not _asks(name, value):
@@ -140,9 +141,9 @@ def check_inputs(
     labels: Tensor | None,
     vocabulary: int,
 ) -> Tensor:
-    """`input_ids`, if all inputs are there and fit one another; else an InputError.
+    """Check the inputs and return `input_ids`; an InputError if one is missing or shapes disagree.
 
-    Ids are checked only on a CPU: on a GPU the host would have to wait.
+    Ids are checked only on a CPU: on a GPU that would synchronise.
     """
     if not isinstance(input_ids, Tensor):
         raise InputError(f"input_ids is {_kind(input_ids)}: give the decoder token ids, int64 [samples, tokens].")
@@ -184,7 +185,7 @@ def _check_ids(name: str, ids: Tensor, vocabulary: int, ignored: int | None = No
 
 
 def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool | None, balance: float) -> None:
-    """Raise an InputError if the config or a forward now requests another balancing loss than the decoder was built with.
+    """Raise an InputError if the config or a forward requests a balancing loss other than the decoder's.
 
     made_with: the config's `output_router_logits` when it was built. argument: a forward's. balance: the loss's coefficient.
     """
@@ -203,12 +204,12 @@ def refuse_other_balancing(config: Any, made_with: bool | None, argument: bool |
 
 
 class PretrainedInterface(nn.Module):
-    """Octavo's decoder as a `transformers.PreTrainedModel`: its names that work, and errors for the others."""
+    """Octavo's decoder as a `transformers.PreTrainedModel`: supported methods, and errors for the others."""
 
     accepts_loss_kwargs = True
     """Trainer passes `num_items_in_batch`, so that micro-batches with different numbers of targets count by their targets."""
     loss_type = "ForCausalLM"
-    """Trainer counts targets without each sequence's first token."""
+    """Trainer then excludes each sequence's first token from the number of targets."""
     main_input_name = "input_ids"
     config: Any
     spec: ModelSpec
@@ -216,9 +217,9 @@ class PretrainedInterface(nn.Module):
     head: nn.Linear
     data_group: dist.ProcessGroup | None
     model_tags: list[str] | None = None
-    """Of the model card."""
+    """Tags of the model card."""
     generation_config: Any = None
-    """Of the Hugging Face model that was transformed; written next to exported weights."""
+    """The generation config of the transformed Hugging Face model, exported with the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,10 +233,10 @@ class PretrainedInterface(nn.Module):
         return super().__getattr__(name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """PyTorch's, which cannot assign to the parameters of a sharded model; also of an exported folder's tensors."""
+        """PyTorch's method, which also accepts an exported folder's tensors; it cannot assign to sharded parameters."""
         if assign and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise InputError(
-                "load_state_dict(assign=True): this model is sharded, and its shards keep their memory. Leave assign out."
+                "load_state_dict(assign=True): this model is sharded, and its shards cannot be replaced. Leave assign out."
             )
         if conversion(self.spec).names("embedding.weight")[0] in state_dict:
             state_dict = self.load_hugging_face(state_dict)
@@ -262,7 +263,7 @@ class PretrainedInterface(nn.Module):
         return self.head
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters, a tied one counted once; of a sharded or split model those of all ranks."""
+        """The number of parameters, a tied one counted once; for a sharded or split model, over all ranks."""
         blocks = parameters_of(self)
         return sum(
             math.prod(shape_of(parameter, blocks))
@@ -274,7 +275,7 @@ class PretrainedInterface(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, arguments included, by a transformers model with these weights, in their dtype.
 
-        FP8 has no part in it. A copy of the weights lives while it runs; of a sharded model a whole one on each rank, and all
+        FP8 is not used. A copy of the weights lives while it runs; of a sharded model each rank has a whole copy, and all
         ranks call it. For samples during training see `octavo.run.sample.sample_text`.
         """
         return to_huggingface(self).generate(*args, **kwargs)
@@ -290,7 +291,7 @@ class PretrainedInterface(nn.Module):
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """False: recomputation of Octavo's blocks is no setting of Hugging Face's."""
+        """False: Hugging Face's setting does not control recomputation of Octavo's blocks."""
         return False
 
     is_gradient_checkpointing = is_activation_checkpointing
@@ -301,16 +302,16 @@ class PretrainedInterface(nn.Module):
         self.model_tags = list(dict.fromkeys([*(self.model_tags or ()), *new]))
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the head is the embedding from the beginning, where the config says so.
+        """Does nothing: head and embedding are tied from the start if the config says so.
 
         Raises:
-            InputError: head or embedding was replaced since.
+            InputError: head or embedding has been replaced.
         """
         check_tie(self)
 
     @property
     def base_model(self) -> Callable[..., BaseModelOutput]:
-        """The decoder without its head: called as the forward, it gives `.last_hidden_state`."""
+        """The decoder without its head: takes the forward's arguments and returns `.last_hidden_state`."""
         return self.last_hidden_state
 
     def last_hidden_state(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
@@ -318,10 +319,10 @@ class PretrainedInterface(nn.Module):
         raise NotImplementedError
 
     def load_hugging_face(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Octavo's tensors from those of an exported folder.
+        """Convert the tensors of an exported folder to Octavo's.
 
         Raises:
-            InputError: they are not all the weights of the model that the config describes.
+            InputError: they are not the complete weights of the config's model.
         """
         from octavo.models.published import PublishedWeights, causal_lm_on_meta
 
@@ -341,7 +342,7 @@ class PretrainedInterface(nn.Module):
         """Write the model for `from_pretrained`; a model in the folder is replaced, other files stay. All ranks call it.
 
         Raises:
-            InputError: the folder cannot be written, an argument is unknown, or another model would be loaded.
+            InputError: the folder cannot be written, an argument is unknown, or the folder would load as another model.
         """
         nothing = {"safe_serialization": True, "save_original_format": True, "save_peft_format": True}
         if asked := [name for name, value in others.items() if value not in (None, False) and nothing.get(name) != value]:
@@ -353,8 +354,8 @@ class PretrainedInterface(nn.Module):
         entries = self.state_dict()
         if state_dict is not None and state_dict.keys() - {"head.weight"} != entries.keys() - {"head.weight"}:
             raise InputError(
-                "save_pretrained(state_dict=…): the tensors are not those of model.state_dict(), and a part of a model cannot "
-                "be loaded. Leave state_dict out."
+                "save_pretrained(state_dict=…): the tensors are not those of model.state_dict(), and a folder with a part of a "
+                "model cannot be loaded. Leave state_dict out."
             )
         tensors = {name: tensor.detach() for name, tensor in (state_dict or entries).items() if name in entries}
         write_pretrained(
@@ -378,7 +379,7 @@ class _Absent:
 
 
 def pose_as_pretrained(model: PretrainedInterface) -> None:
-    """Make a decoder an instance of `transformers.PreTrainedModel` too: Trainer writes only such a one by `save_pretrained`.
+    """Make a decoder an instance of `transformers.PreTrainedModel` too: Trainer calls `save_pretrained` only on one.
 
     Names of `PreTrainedModel` that are not `OFFERED` stay absent.
     """
@@ -398,7 +399,7 @@ def pose_as_pretrained(model: PretrainedInterface) -> None:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """For `pickle` and `copy`, which look a class up by its name: returns the original class, which is then extended again."""
+    """For `pickle` and `copy`, which find a class by name: rebuilds the original class, then extends it."""
     return _posing, (written_class(self), self.config, vars(self).copy())
 
 
@@ -410,9 +411,9 @@ def _posing(cls: type[PretrainedInterface], config: Any, state: dict[str, Any]) 
 
 
 def _drop_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    """Leave a tied weight once in a state dict: safetensors, and so Trainer, refuses two names for the same memory.
+    """Leave a tied weight once in a state dict: safetensors, and hence Trainer, refuses two names for the same memory.
 
-    With `keep_vars=True` both names stay, since the caller sees the tie; also where the caller has untied them.
+    Both names stay with `keep_vars=True`, since the caller sees the tie, and if the caller has untied them.
     """
     assert isinstance(model, PretrainedInterface)
     if is_tied(model) and state.get(f"{prefix}head.weight") is not model.head.weight:
@@ -427,7 +428,7 @@ def _add_tied(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: 
 
 
 def _tie_again(model: nn.Module, keys: Any) -> None:
-    """After a load with `assign=True`, which makes two parameters of one tensor."""
+    """Restore the tie after a load with `assign=True`, which creates two parameters from one tensor."""
     assert isinstance(model, PretrainedInterface)
     head, embedding = model.head.weight, model.embedding.weight
     if not model.spec.tied or head is embedding or head.is_meta or head.shape != embedding.shape:

@@ -1,7 +1,7 @@
-"""LoRA on Octavo's decoder: which of its frozen matrices get adapters, and what is trained.
+"""LoRA on Octavo's decoder: which frozen matrices get adapters, and which parameters are trained.
 
-Each of Hugging Face's matrices has an A and a B, also where Octavo stores several as one parameter. `peft_folder` reads and
-writes them; checkpoints hold what is trained and name the frozen weights by their `fingerprint`.
+Each of Hugging Face's matrices has an A and a B, even if Octavo fuses several into one parameter. `peft_folder` reads and
+writes them; checkpoints hold the trained parameters and identify the frozen weights by their `fingerprint`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ATTACHED = "octavo_lora"
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a model with adapters trains.
+    """Which parameters a model with adapters trains.
 
     Attributes:
-        options: those that the model was built with.
+        options: the options that the model was built with.
         targets: Hugging Face's names of the modules with adapters.
-        whole: those of the modules that are trained whole.
+        whole: Hugging Face's names of the modules that are trained whole.
         base: fingerprint of the frozen weights; empty for a model without values.
         fused: gate and up of experts have one adapter of twice the rank and alpha.
     """
@@ -60,7 +60,7 @@ class Adapted:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For the state of a checkpoint."""
+        """The entry in a checkpoint's state."""
         return {
             "base": self.base,
             "rank": self.options.rank,
@@ -73,20 +73,20 @@ class Adapted:
 
 
 def doubled(options: LoRA) -> LoRA:
-    """With twice the rank and alpha, for a matrix that stands for two."""
+    """The options with twice the rank and alpha, for a matrix that fuses two."""
     return dataclasses.replace(options, rank=2 * options.rank, alpha=2 * options.scale_factor)
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """What a model with Octavo's adapters trains; None for one without."""
+    """The `Adapted` of a model with Octavo's adapters; None without adapters."""
     return vars(model).get(_ATTACHED)
 
 
 def adapt(model: Decoder, options: LoRA) -> None:
-    """Put adapters beside the matrices of a decoder on the meta device, and freeze all else but the modules to save whole.
+    """Add adapters to the matrices of a decoder on the meta device, and freeze all else but the modules in `save_whole`.
 
     Raises:
-        InputError: a pattern matches nothing, or a matrix that takes no adapter; the rank is larger than a matrix.
+        InputError: a pattern matches nothing, or a matrix without support for adapters; the rank is larger than a matrix.
     """
     way = conversion(model.spec)
     held = way if model.tensor is None else conversion(part_of_rank(model.spec, model.tensor.size))  # by this rank
@@ -117,7 +117,7 @@ def adapt(model: Decoder, options: LoRA) -> None:
             rank=options.rank,
             scale=options.scale,
             dropout=options.dropout,
-            # As PEFT's, float32 beside weights of 16 bits: an update of B is smaller than bfloat16's steps.
+            # As in PEFT, float32 beside 16-bit weights: updates of B are below bfloat16's resolution.
             dtype=torch.promote_types(parameter.dtype, torch.float32),
             device=parameter.device,
         )
@@ -136,7 +136,7 @@ def adapt(model: Decoder, options: LoRA) -> None:
 def _adapt_experts(
     model: Decoder, name: str, owner: StackedExperts | LayerNormMoE, attribute: str, source: str, found: Adapted
 ) -> None:
-    """Put adapters beside a stacked parameter of experts, or beside a router's. source: Hugging Face's name of it."""
+    """Add adapters to a stacked parameter of experts, or to a router's matrix. source: Hugging Face's name of it."""
     parameter, options = model.get_parameter(name), found.of(module_of(source))
     how: dict[str, Any] = {"dtype": torch.promote_types(parameter.dtype, torch.float32), "device": parameter.device}
     sizes = parameter.shape[1], parameter.shape[0], options.rank, options.scale
@@ -166,17 +166,17 @@ def _adapt_experts(
 def _share_out(
     adapters: Adapters, tensor: TensorGroup, block: Block | None, name: str, ways: tuple[Conversion, Conversion], shared: int
 ) -> None:
-    """Declare this rank's part of each adapter of a parameter of which tensor ranks hold parts.
+    """Declare this rank's part of each adapter of a tensor-parallel parameter.
 
-    block: of the parameter, with this name. ways: of the whole decoder, and of one of a rank's parts. shared: rows of the
-    parameter, the last, that other ranks hold too.
+    block: the parameter's, with this name. ways: conversions of the whole decoder, and of one of a rank's parts. shared: the
+    last rows of the parameter, if other ranks hold them too.
     """
     assert block is not None
     adapters.tensor, adapters.by_columns = tensor, not block.local.has_whole_rows
     way, held = ways
     leaves = list(adapters.rows)
     rows = [_rows_of_sources(way, held, name, block.shape[0], part) for part in block.parts]
-    if shared:  # of keys and values, or of the matrix that ends with them
+    if shared:  # keys and values, or the matrix that ends with them
         several = len(leaves) > 1
         adapters.shared_rows = dict.fromkeys(leaves[1:] if several else leaves, shared // 2 if several else shared)
     for number, leaf in enumerate(leaves):
@@ -197,7 +197,7 @@ def _numbers(rows: int) -> Tensor:
 
 
 def _rows_of_sources(way: Conversion, held: Conversion, name: str, height: int, part: Part) -> list[Indices]:
-    """Rows of each of the source's matrices that a rank with this part of a parameter holds, in the order of its adapters."""
+    """Rows of each source matrix in this rank's part of a parameter, in the order of its adapters."""
     own = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges]).view(-1, 1)
     found = []
     for whole, mine in zip(way.split(name, _numbers(height)).values(), held.split(name, own).values(), strict=True):
@@ -210,16 +210,16 @@ def _rows_of_sources(way: Conversion, held: Conversion, name: str, height: int, 
 
 
 def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], found: Adapted) -> None:
-    """Raise an InputError for a rank above the smaller dimension of a matrix, by the smallest of all.
+    """Raise an InputError for a rank above the smallest dimension of all adapted matrices.
 
-    A router, with few rows, has the rank of all others, as PEFT's.
+    Routers, which have few rows, get the same rank as the others, as in PEFT.
     """
     least: tuple[int, str, list[int]] | None = None
     blocks, rank, chosen = parameters_of(model), found.options.rank, set(found.targets)
     for name in places:
         rows, columns = shape_of(model.get_parameter(name), blocks)
         for source, size in zip(map(module_of, way.names(name)), _sizes(way, name, rows), strict=True):
-            most = min(size, columns) * rank // found.of(source).rank  # of which gate and up have twice as much
+            most = min(size, columns) * rank // found.of(source).rank  # fused gate and up have twice the rank
             if source in chosen and not is_router(source) and (least is None or most < least[0]):
                 least = most, source, [size, columns]
     if least is not None and rank > least[0]:
@@ -230,7 +230,7 @@ def _check_rank(model: Decoder, way: Conversion, places: Iterable[str], found: A
 
 
 def _places(model: Decoder, way: Conversion) -> dict[str, tuple[nn.Module, str]]:
-    """Name of each parameter that can have adapters → the layer that computes with it, and the name of its adapters there."""
+    """Name of each parameter that can have adapters → its layer, and the name of its adapters there."""
     owners: dict[Tensor, tuple[nn.Module, str]] = {}
     for module in model.modules():
         if isinstance(module, LayerNormMLP):
@@ -243,7 +243,7 @@ def _places(model: Decoder, way: Conversion) -> dict[str, tuple[nn.Module, str]]
 
 
 def _places_of_experts(model: Decoder) -> dict[str, tuple[StackedExperts | LayerNormMoE, str]]:
-    """As `_places`, of stacked parameters and routers, which PEFT adapts as parameters."""
+    """As `_places`, for stacked parameters and routers, which PEFT adapts as parameters."""
     owners: dict[Tensor, tuple[StackedExperts | LayerNormMoE, str]] = {}
     for module in model.modules():
         if isinstance(module, LayerNormMoE):
@@ -254,18 +254,18 @@ def _places_of_experts(model: Decoder) -> dict[str, tuple[StackedExperts | Layer
 
 
 def _sizes(way: Conversion, name: str, rows: int) -> list[int]:
-    """Rows of each of the source's matrices of a parameter."""
+    """Rows of each source matrix of a parameter."""
     shape = torch.empty(rows, 1, device="meta")
     return [part.shape[-2] for part in way.split(name, shape).values()]
 
 
 def module_of(weight: str) -> str:
-    """The module of a parameter, by Hugging Face's names; of a stacked one, which has none to itself, the parameter."""
+    """The module of a parameter, by Hugging Face's names; for a stacked parameter its own name."""
     return weight.removesuffix(".weight").removesuffix(".bias")
 
 
 def _matches(module: str, pattern: str) -> bool:
-    """True if a pattern matches the name of a module, or the end of it behind a dot."""
+    """True if a pattern matches a module's name, or the end of it after a dot."""
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
 
 
@@ -274,7 +274,7 @@ def _chosen(
 ) -> tuple[dict[str, None], bool]:
     """The modules with adapters, in the model's order, by Hugging Face's names; and whether gate and up have twice the rank.
 
-    "all-linear" is in a model with experts what PEFT makes of it: attention, router, and experts by the names of each.
+    In a model with experts "all-linear" has PEFT's meaning: attention, router, and experts by the names of their matrices.
     """
     named = {name: list(map(module_of, way.names(name))) for name in [*places, *stacked]}
     possible = [module for name, _ in model.named_parameters() for module in named.get(name, ())]
@@ -320,9 +320,9 @@ def _matches_nothing(pattern: str, possible: Sequence[str], others: Iterable[str
 
 
 def _half_of(module: str, pattern: str) -> set[bool] | None:
-    """What a pattern of the name of each expert's matrices matches of a stack of them; None for nothing.
+    """Which halves of a stack of experts a pattern of expert matrices' names matches; None for no match.
 
-    Of gate and up {False} for the gate, {True} for the other or both; empty for down, which stands for itself.
+    For gate and up: {False} for the gate, {True} for up, or both. For down, which has no halves: an empty set.
     """
     container, _, leaf = module.rpartition(".")
 
@@ -336,12 +336,12 @@ def _half_of(module: str, pattern: str) -> set[bool] | None:
 
 
 def _check_experts(found: set[str], fused: set[str], halves: Mapping[str, set[bool]], matrices: set[str]) -> None:
-    """Refuse adapters of experts that PEFT has not: of a gate alone, of one matrix of two, of several ranks."""
+    """Refuse adapters of experts that PEFT does not support: of the gate alone, of one matrix of two, of different ranks."""
     for module in sorted(fused):
         if len(halves[module]) == 1:
             missing = GATES if True in halves[module] else UPS
             raise InputError(
-                f"lora.targets: gate and up of experts are one matrix ({module}), and the targets name one of both: add "
+                f"lora.targets: gate and up of experts are one matrix ({module}), and the targets name one of the two: add "
                 f"{' or '.join(map(repr, missing))}."
             )
     for module in sorted(matrices & found):
@@ -349,18 +349,18 @@ def _check_experts(found: set[str], fused: set[str], halves: Mapping[str, set[bo
         other = f"{container}.{'down_proj' if leaf == 'gate_up_proj' else 'gate_up_proj'}"
         if other not in found:
             raise InputError(
-                f"lora.targets: both matrices of experts have adapters, or none: {module} is named, and {other} is not. Add "
+                f"lora.targets: both matrices of experts have adapters, or none: {module} is named, but not {other}. Add "
                 f"{other.rpartition('.')[2]!r}."
             )
     if fused and (plain := sorted(one for one in matrices & found if one.endswith("gate_up_proj") and one not in fused)):
         raise InputError(
-            f"lora.targets: {min(fused)} has twice the rank, by the names of gate and up, and {plain[0]} has not. Give "
+            f"lora.targets: {min(fused)} has twice the rank, since gate and up are named, and {plain[0]} has not. Use "
             "'gate_up_proj' or 'gate_proj' and 'up_proj' for all layers."
         )
 
 
 def _check_dropout(options: LoRA, adapted: Iterable[str]) -> None:
-    """Refuse dropout beside parameters, of which PEFT has none."""
+    """Refuse dropout for adapted parameters, which PEFT does not support."""
     if options.dropout and (one := next(iter(sorted(adapted)), None)) is not None:
         raise InputError(
             f"lora.dropout = {options.dropout}: PEFT has no dropout with adapters of experts and routers, such as {one}. Set "
@@ -391,7 +391,7 @@ def _whole(model: Decoder, way: Conversion, patterns: Sequence[str]) -> dict[str
 
 
 def settle(model: nn.Module) -> None:
-    """Note the fingerprint of the frozen weights, which have their values now. Collective."""
+    """Record the fingerprint of the frozen weights once they have values. Collective."""
     found = adapted(model)
     assert found is not None
     vars(model)[_ATTACHED] = dataclasses.replace(found, base=fingerprint(model))

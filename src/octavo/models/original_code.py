@@ -22,7 +22,7 @@ _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def refuse_other_models(config: Any) -> None:
-    """Refuse a Hugging Face config of a model that is no causal language model, before data or weights are read.
+    """Refuse the config of a model that is not a causal language model, before data or weights are read.
 
     Raises:
         InputError: the model's name and kind, and the way to train it.
@@ -37,7 +37,7 @@ def refuse_other_models(config: Any) -> None:
 
 
 def _other_kind(config: Any, kind: str) -> str:
-    """The kind of a model that is no causal language model; empty for one that is, or whose kind is unknown."""
+    """The kind of a model that is not a causal language model; empty if it is one, or of unknown kind."""
     from transformers.models.auto import modeling_auto as classes
 
     causal = kind in classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -69,7 +69,7 @@ _OTHER_KINDS = {
     "an audio model": ("MODEL_FOR_CTC_MAPPING_NAMES", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
     "an encoder": ("MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
 }
-"""Kinds of models that are no causal language models → transformers' tables of their classes."""
+"""Kinds of models other than causal language models → transformers' tables of their classes."""
 
 
 def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] | None, objective: Objective | None) -> None:
@@ -82,8 +82,8 @@ def refuse_head_settings(model: nn.Module, fp8_head: bool | Literal["backward"] 
     }
     if asked := {setting: default for setting, (value, default) in settings.items() if value}:
         raise InputError(
-            f"{', '.join(asked)}: {_kind(model)} runs its original code with its head and loss, and only those of Octavo's"
-            f" decoder can do that ({', '.join(DECODER_FAMILIES)}). Set {', '.join(asked.values())}."
+            f"{', '.join(asked)}: {_kind(model)} runs its original code with its head and loss, and only Octavo's decoder"
+            f" supports this ({', '.join(DECODER_FAMILIES)}). Set {', '.join(asked.values())}."
         )
 
 
@@ -114,8 +114,8 @@ def recompute_own_code(model: nn.Module) -> None:
 def float32_names(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     """Names of the parameters and buffers that `from_pretrained` leaves in float32 in a model of `dtype`.
 
-    They are routers' weights and corrections, depending on transformers' version, and the model's code mixes them with the
-    other dtype. Empty for modules of other libraries.
+    They are weights and corrections of routers, depending on transformers' version; the model's code mixes them with the other
+    dtype. Empty for modules of other libraries.
     """
     found: set[str] = set()
     for prefix, module in model.named_modules():
@@ -161,8 +161,8 @@ def refuse_float32_parameters(
 def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Let a model with its original code compute in `dtype` with parameters of another dtype, by PyTorch's autocast.
 
-    Parameters of `float32_names` do not count: autocast would lower the products that the model computes with them in float32.
-    The class changes and not the instance, so that a deep copy computes with its weights.
+    Parameters of `float32_names` do not count: autocast would round the products that the model computes with them in float32.
+    The class changes, not the instance, so that a deep copy computes with its weights.
     """
     in_float32 = float32_names(model, dtype)
     of = {
@@ -189,7 +189,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
 
 
 def params_dtype_of(model: nn.Module) -> torch.dtype | None:
-    """The dtype of a model's parameters, but for those of `float32_names`; None if they have several."""
+    """The dtype of a model's parameters, except those of `float32_names`; None if there are several."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if others := found.difference(FLOATS):
         raise InputError(

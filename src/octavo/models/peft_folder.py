@@ -33,7 +33,7 @@ from octavo.nn.lora import is_adapter
 
 
 def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str | None) -> dict[str, Any]:
-    """`adapter_config.json`; names: of all the model's parameters, by Octavo. source: where the base is from."""
+    """`adapter_config.json`; names: Octavo's names of all parameters. source: where the base comes from."""
     modules = {module_of(theirs) for name in names if not is_adapter(name) for theirs in way.names(name)}
     options = found.options
     stacked = [one for one in found.targets if is_of_experts(one) or is_router(one)]
@@ -56,7 +56,7 @@ def config_of(found: Adapted, way: Conversion, names: Iterable[str], source: str
 
 
 def _of_parameters(found: Adapted, stacked: Sequence[str], modules: Iterable[str]) -> dict[str, Any]:
-    """The keys of `adapter_config.json` of adapted parameters, which PEFT names by the end of their names too."""
+    """The keys of `adapter_config.json` for adapted parameters, which PEFT also names by suffix."""
     others = set(modules) - set(stacked)
     short: dict[str, None] = {}
     for one in stacked:
@@ -69,7 +69,7 @@ def _of_parameters(found: Adapted, stacked: Sequence[str], modules: Iterable[str
 
 
 def _shortened(targets: Sequence[str], modules: Iterable[str]) -> list[str]:
-    """The targets as PEFT matches them: by the end of their names where that names no other module."""
+    """The targets in PEFT's form: the suffix of a name, unless it matches another module too."""
     others = set(modules) - set(targets)
     short: dict[str, None] = {}
     for target in targets:
@@ -80,7 +80,7 @@ def _shortened(targets: Sequence[str], modules: Iterable[str]) -> list[str]:
 
 
 def peft_tensors(tensors: Mapping[str, Tensor], way: Conversion) -> dict[str, Tensor]:
-    """Trained tensors under Octavo's names → under those of PEFT's file."""
+    """Trained tensors by Octavo's names → by the names of PEFT's file."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for theirs, part in way.split(name, tensor).items():
@@ -91,9 +91,9 @@ def peft_tensors(tensors: Mapping[str, Tensor], way: Conversion) -> dict[str, Te
 def write_folder(
     tensors: Mapping[str, Tensor], found: Adapted, way: Conversion, names: Iterable[str], folder: Path, source: str | None
 ) -> None:
-    """Write PEFT's two files into a folder that exists.
+    """Write PEFT's two files into an existing folder.
 
-    tensors: whole ones of what is trained, by Octavo's names. names, source: as in `config_of`.
+    tensors: all trained tensors, whole, by Octavo's names. names, source: as in `config_of`.
     """
     save_file(peft_tensors(tensors, way), folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(config_of(found, way, names, source), indent=2, sort_keys=True)
@@ -101,10 +101,10 @@ def write_folder(
 
 
 def from_folder(folder: str | Path) -> LoRA:
-    """The options of a folder of PEFT's, its dropout too, which `octavo.transform(model, lora=…)` loads.
+    """The options of a PEFT folder, dropout included, for `octavo.transform(model, lora=…)`, which loads it.
 
     Raises:
-        InputError: it is none, or its adapters compute something that Octavo's do not.
+        InputError: it is not a PEFT folder, or its adapters have settings that Octavo does not support.
     """
     return LoRA(load=str(folder), dropout=peft_settings(folder).dropout)
 
@@ -118,10 +118,10 @@ def _opened(path: Path) -> Any:
 
 
 def check_folder(model: Decoder, options: LoRA) -> None:
-    """Compare a folder of PEFT's with the adapters of a model, also on meta; reads no weight.
+    """Compare a PEFT folder with the adapters of a model, also on meta; reads no weights.
 
     Raises:
-        InputError: other settings than the options', other names, or other shapes: adapters of another base.
+        InputError: settings differ from the options, or names or shapes differ: adapters of another base.
     """
     assert options.load is not None
     path = Path(options.load).expanduser()
@@ -129,13 +129,13 @@ def check_folder(model: Decoder, options: LoRA) -> None:
     if (theirs.rank, theirs.scale) != (options.rank, options.scale):
         given, there = ({"rank": one.rank, "alpha": one.scale_factor, "rslora": one.rslora} for one in (options, theirs))
         other = ", ".join(
-            f"lora.{key} = {json.dumps(given[key])}, and there {json.dumps(there[key])}"
+            f"lora.{key} = {json.dumps(given[key])}, and in the folder {json.dumps(there[key])}"
             for key in given
             if given[key] != there[key]
         )
         raise InputError(
             f"lora.load: the adapters in {path} were trained with other settings: {other}. Remove these keys, so that the "
-            f"folder's are used, or set {_settings_of(theirs)}."
+            f"folder's settings apply, or set {_settings_of(theirs)}."
         )
     with _opened(path) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
@@ -162,7 +162,7 @@ def check_folder(model: Decoder, options: LoRA) -> None:
         if whole := [one for one in more if ".layers." in one and ".lora_" not in one]:
             raise InputError(
                 f"lora.load: {path} has {some(whole, 3)}, trained whole (modules_to_save); Octavo trains only modules outside "
-                "of blocks whole. Keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+                "of blocks whole. Use the model's original code: octavo.transform(PeftModel.from_pretrained(model, folder))."
             )
         raise InputError(
             f"lora.load: the adapters in {path} are of other matrices: {', and '.join(parts)}. Set "
@@ -171,16 +171,16 @@ def check_folder(model: Decoder, options: LoRA) -> None:
 
 
 def _settings_of(options: LoRA) -> str:
-    """All that a run file needs to say of a folder's adapters, so that one message has it."""
+    """All keys that a run file needs for a folder's adapters, so that one message names them."""
     values: dict[str, object] = {"rank": options.rank, "alpha": options.scale_factor, "rslora": options.rslora}
-    values |= {"targets": options.targets} if len(options.targets) <= 16 else {}  # more are those of a regular expression
+    values |= {"targets": options.targets} if len(options.targets) <= 16 else {}  # more come from a regular expression
     values |= {"save_whole": options.save_whole} if options.save_whole else {}
     more = "" if "targets" in values else ", and lora.targets to patterns of the target_modules in its adapter_config.json"
     return ", ".join(f"lora.{key} = {json.dumps(value)}" for key, value in values.items()) + more
 
 
 def other_base(model: Decoder, folder: str | Path) -> str:
-    """A sentence if a folder of PEFT's names another base than the model's folder or id; their shapes may be the same."""
+    """A notice if a PEFT folder names another base than the model's folder or id; empty otherwise."""
     here, there = (
         str(getattr(model.config, "_name_or_path", "") or ""),
         peft_settings(folder).base,
@@ -188,8 +188,8 @@ def other_base(model: Decoder, folder: str | Path) -> str:
     if not here or not there or Path(here).name.lower() == Path(there).name.lower():
         return ""
     return (
-        f"lora.load: the adapters in {folder} were trained on {there!r}, and the model is {here!r}. Their shapes are the same; "
-        "with other weights the loss begins higher than it ended."
+        f"lora.load: the adapters in {folder} were trained on {there!r}, and the model is {here!r}. Their shapes are equal; if "
+        "the weights differ, the loss begins higher than it ended."
     )
 
 
@@ -206,13 +206,13 @@ def peft_shapes(model: nn.Module, way: Conversion) -> dict[str, Tensor]:
 
 
 def reader(model: Decoder, folder: str | Path) -> dict[str, Callable[[Tensor, int], None]]:
-    """Trained parameter → a function that fills rows of it, from a first one on, with those of a folder of PEFT's."""
+    """Trained parameter → a function (out, start) that fills rows from `start` on from a PEFT folder."""
     path, way = Path(folder).expanduser(), conversion(model.spec)
 
     def reading(name: str, key: str) -> Callable[[Tensor, int], None]:
         def read(out: Tensor, start: int) -> None:
             with _opened(path) as file:
-                if way.table.join(name) is Join.EXPERT_B:  # whose rows are columns there
+                if way.table.join(name) is Join.EXPERT_B:  # its rows are columns in the file
                     whole = way.join(name, (file.get_tensor(key),))
                     out.copy_(whole[start : start + out.shape[0]])
                 else:

@@ -1,4 +1,4 @@
-"""Weights under the names of published folders, converted from and to transformers' models by transformers' conversions.
+"""Weights of published folders, converted to and from transformers' models by transformers' conversions.
 
 A published folder may have other names than the model (`LayerNorm.gamma`, a missing or an added `model.`), or the parts of a
 tensor that is joined in the model (the matrices of experts). transformers has renamings and converters for each model:
@@ -67,8 +67,8 @@ class PublishedWeights(Weights):
         unused: tensors of modules outside of the model, such as the head of another task.
 
     Raises:
-        InputError: a tensor is quantised, unknown in its block of the model, the second of one weight, or not convertible; or
-            tied weights differ.
+        InputError: a tensor is quantised, unknown in its block of the model, a second tensor of one weight, or cannot be
+            converted; or tied weights differ.
     """
 
     def __init__(self, files: WeightFiles | InMemoryWeights, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class PublishedWeights(Weights):
         self._sources: dict[str, str] = {}  # name → tensor in the files
         self._parts: dict[str, tuple[WeightConverter, dict[str, list[str]]]] = {}  # first result → its converter and tensors
         self._converted_by: dict[str, str] = {}  # name → first result of its converter
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})  # several results of one converter are read after each other
+        self._last: tuple[str, dict[str, Tensor]] = ("", {})  # a converter's results are read one after the other
         unused = self._match(state)
         shapes = {name: files.shapes[theirs] for name, theirs in self._sources.items()}
         kinds = {name: files.kinds[theirs] for name, theirs in self._sources.items()}
@@ -102,29 +102,29 @@ class PublishedWeights(Weights):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows of a tensor, on the CPU; of a converted one all parts are read."""
-        shape = self.shape(name)  # explains a weight that is not there
+        shape = self.shape(name)  # raises the error of a missing weight
         if name in self._sources:
             return self._files.read(self._sources[name], start, stop)
         first = self._converted_by[name]
         if self._last[0] != first:
-            self._last = ("", {})  # first, so that only one is in memory
+            self._last = ("", {})  # first, so that only one result set is in memory
             self._last = (first, self._convert(first, self._files.read))
         tensor = self._last[1][name]
         return tensor[start:stop] if shape else tensor
 
     def fp8(self, name: str) -> Fp8Source | None:
-        """The bytes and scales of a tensor that its file stores in FP8, and no converter computes."""
+        """The bytes and scales of a tensor stored in FP8 that no converter changes."""
         return self._files.fp8(self._sources[name]) if name in self._sources else None
 
     def in_fp8(self, name: str) -> bool:
-        """True if the files have bytes in FP8 of a tensor, or of one that it is computed from."""
+        """True if a tensor, or one that it is converted from, is stored in FP8."""
         if name in self._sources:
             return self._files.in_fp8(self._sources[name])
         parts = self._parts[name][1].values() if name in self._parts else ()
         return any(self._files.in_fp8(theirs) for names in parts for theirs in names)
 
     def _match(self, state: dict[str, Tensor]) -> dict[str, str]:
-        """Assign the tensors of the files to those of the model, in transformers' order; returns the others."""
+        """Match the files' tensors with the model's, in transformers' order; returns the unmatched ones."""
         model, unused = self._model, {}
         transforms = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -151,7 +151,7 @@ class PublishedWeights(Weights):
     def _refuse_experts(self, first: str, patterns: Sequence[str], parts: Mapping[str, list[str]], count: int) -> None:
         """Raise an InputError for experts that are missing, surplus, or of another shape than the others of their matrix.
 
-        first: the parameter of `count` experts. patterns: of the matrices that are joined to it. parts: their tensors.
+        first: the parameter of `count` experts. patterns: names of the matrices that are joined to it. parts: their tensors.
         """
         kinds: dict[tuple[str, str], dict[int, str]] = {}
         for theirs in itertools.chain.from_iterable(parts.values()):
@@ -167,7 +167,7 @@ class PublishedWeights(Weights):
             said = [f"{some(missing, LISTED)} missing ({len(missing)})"] if missing else []
             said += [f"{some(surplus, LISTED)} surplus ({len(surplus)})"] if surplus else []
             raise InputError(
-                f"{self._files.owner}: {'; '.join(said)}: {first} is of {count} experts, as the config says. "
+                f"{self._files.owner}: {'; '.join(said)}: {first} has {count} experts in the config. "
                 "Give the config that belongs to the weights, or the whole folder."
             )
         for by_expert in kinds.values():
@@ -189,7 +189,7 @@ class PublishedWeights(Weights):
                 converter.add_tensor(first, theirs, pattern, read(theirs))
         try:
             converted = converter.convert(first, model=self._model, config=self._model.config)
-        except Exception as error:  # operations of transformers raise torch's exceptions
+        except Exception as error:  # transformers' operations raise torch's exceptions
             named = some([theirs for names in parts.values() for theirs in names])
             raise InputError(f"{self._files.owner}: {named} cannot be joined to {first}: {first_line(error)}.") from None
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
@@ -231,7 +231,7 @@ class PublishedWeights(Weights):
             raise InputError(f"{self.owner}: {some(quantised)}: the weights are quantised. {DEQUANTISE}")
         modules = {prefix for name in state for prefix in _prefixes(name)}
         base = getattr(self._model, "base_model_prefix", "")
-        # A mask or a number of an earlier version has no effect on the model; a matrix has.
+        # A mask or a number of an earlier version has no effect on the model; a matrix does.
         small = {t for t in unused.values() if self._files.kinds[t] == "integer" or self._files.shapes[t] in ((), (1,))}
         lost = [
             theirs
@@ -242,9 +242,9 @@ class PublishedWeights(Weights):
             surplus, which = ("is", "it") if len(lost) == 1 else (f"({len(lost)} weights) are", "them")
             lacking = f" It lacks {some(missing, LISTED)}, of the model." if missing else ""
             raise InputError(
-                f"{self.owner}: {some(lost, LISTED)} {surplus} not part of the model that the config describes, and the modules"
-                f" around {which} are: the values would be lost.{lacking} Correct the config; or, if that is meant, let"
-                f" transformers leave {which} out (from_pretrained, then save_pretrained) and give the new folder."
+                f"{self.owner}: {some(lost, LISTED)} {surplus} not part of the model that the config describes, but the modules"
+                f" around {which} are: the values would be lost.{lacking} Correct the config; or, if this is intended, drop"
+                f" {which} with transformers (from_pretrained, then save_pretrained) and give the new folder."
             )
 
 
@@ -282,5 +282,5 @@ def groups(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[tuple[s
     separately = [published(model, {name: shapes[name] for name in names}) for names in found]
     merged = {name: tensor.shape for tensors in separately for name, tensor in tensors.items()}
     whole = {name: tensor.shape for name, tensor in published(model, shapes).items()}
-    # Some renamings depend on the names around: such a model is written from memory.
+    # Some renamings depend on other names: such a model is written from memory.
     return found if merged == whole and sum(map(len, separately)) == len(whole) else [tuple(shapes)]

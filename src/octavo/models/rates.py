@@ -1,6 +1,6 @@
 """Factors of the learning rate by parameter: by patterns of names, and falling from block to block.
 
-Both are multiplied. A matrix that several of the source's matrices are joined in has one factor: patterns that give its parts
+Both are multiplied. A parameter joined from several of the source's matrices has one factor: patterns that give its parts
 different ones are refused.
 """
 
@@ -22,14 +22,14 @@ def rate_factors(
     """The factor of each trained parameter, by name.
 
     Args:
-        rates: pattern (`fnmatch`) of names, Octavo's or the source's → factor; the last match counts, 1 without a match.
+        rates: pattern (`fnmatch`) of names, Octavo's or the source's → factor; the last match applies, 1 without a match.
         layer_decay: d. Of L blocks the first has d^L, the last d; parameters registered before them, such as embeddings, d^(L +
             1); those after them, such as a final norm and a head, 1.
         keys: names of both in messages.
 
     Raises:
-        InputError: a factor out of range, a pattern that matches no trained parameter, or matrices of one parameter that would
-            have different factors; `layer_decay` for a model without one stack of blocks.
+        InputError: a factor out of range, a pattern that matches no trained parameter, or matrices of one parameter with
+            different factors; `layer_decay` for a model without one stack of blocks.
     """
     check_rates(rates, layer_decay, keys=keys)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -64,7 +64,7 @@ def check_rates(rates: Any, layer_decay: Any, *, keys: tuple[str, str]) -> None:
         raise InputError(f'{keys[0]} = {rates!r}: give a table of pattern and factor, such as {{ "*embed*" = 0.1 }}.')
     for pattern, factor in rates.items():
         if not isinstance(pattern, str) or not pattern:
-            raise InputError(f"{keys[0]}: the pattern {pattern!r} is no text: write one such as '*embed*'.")
+            raise InputError(f"{keys[0]}: the pattern {pattern!r} is not a string: write one such as '*embed*'.")
         if not _is_number(factor) or not 0 < factor <= 1000:
             frozen = " train.freeze leaves parameters untrained." if factor == 0 else ""
             raise InputError(
@@ -88,7 +88,7 @@ def _depths(model: nn.Module, key: str) -> tuple[dict[str, int], int]:
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     if len(outer) != 1:
         found = f"{len(outer)} stacks of blocks ({', '.join(outer)})" if outer else "no stack of blocks"
-        raise InputError(f"{key}: {type(model).__name__} has {found}, and needs one: give rates by pattern instead.")
+        raise InputError(f"{key}: {type(model).__name__} has {found}, but needs exactly one: give rates by pattern instead.")
     stack, blocks = outer[0], stacks[outer[0]]
     prefix = f"{stack}." if stack else ""
     depths: dict[str, int] = {}

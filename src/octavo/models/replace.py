@@ -1,4 +1,4 @@
-"""FP8 linears in a model's original code; layers with another recipe, or none, by patterns of their names."""
+"""FP8 linears in a model's original code; per-layer recipes, or high precision, by patterns of names."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _ABSENT = object()
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Turn each module of `LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head stays as it is.
+    """Turn each module of `LINEARS`, and Hugging Face's `Conv1D`, into Octavo's, in place; an output head is left unchanged.
 
     Matrices of PEFT's adapters stay out of FP8, unless a pattern gives them a recipe.
     """
     find_head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models, and of PEFT's around them
     head = find_head() if callable(find_head) else None
-    heads = set() if head is None else set(head.modules())  # an adapter on the head has the matrix inside
+    heads = set() if head is None else set(head.modules())  # an adapter on the head contains the matrix
     for module in model.modules():
         if isinstance(module, nn.Linear) and class_name(type(module)) in LINEARS and module not in heads:
             Linear.from_linear(module)
@@ -43,7 +43,7 @@ def replace_linears(model: nn.Module) -> None:
             Conv1D.from_conv1d(module)
     for adapter in _adapters(model):
         for _, state in states_of(adapter):
-            state.skipped = "a PEFT adapter, whose B grows each step by its size: scales of the step before clip it"
+            state.skipped = "a PEFT adapter, whose B grows quickly in early steps: delayed scales would clip it"
 
 
 def _adapters(model: nn.Module) -> Iterator[nn.Module]:
@@ -57,10 +57,10 @@ def _adapters(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def keep_frozen(model: nn.Module, trains: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of a model with Octavo's blocks by that of its source's parameters, `trains`.
+    """Set `requires_grad` of a model with Octavo's blocks from its source's parameters, `trains`.
 
     Raises:
-        InputError: of matrices that become one parameter some are frozen and some are not.
+        InputError: some, not all, of the matrices that become one parameter are frozen.
     """
     way = conversion_of(model)
     assert way is not None
@@ -81,13 +81,13 @@ def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the parameters of a model with Octavo's blocks the attributes of its source's parameters, `given`.
+    """Copy the attributes of the source's parameters, `given`, to the parameters of a model with Octavo's blocks.
 
-    Attributes that begin with an underscore are libraries' notes: one that not all matrices of a parameter have alike is left.
+    Attributes with a leading underscore belong to libraries: one that differs between a parameter's matrices is dropped.
 
     Raises:
-        InputError: of matrices that become one parameter one has an attribute that another has not, or with another value; or
-            an attribute is a tensor, which would need another layout.
+        InputError: matrices that become one parameter differ in an attribute; or an attribute is a tensor, which would need
+            another layout.
     """
     way = conversion_of(model)
     assert way is not None
@@ -116,14 +116,14 @@ def carry_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -
 
 
 def restore_attributes(model: nn.Module, given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give parameters that sharding has replaced the attributes that those of the same names had."""
+    """Restore the attributes of parameters that sharding has replaced, by name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for key, value in given.get(name, {}).items():
             vars(parameter).setdefault(key, value)
 
 
 def refuse_blocks(model: nn.Module) -> None:
-    """Raise an InputError for a model with values of which ranks hold ranges; on meta it keeps its code and the ranges."""
+    """Raise an InputError for a model with values whose ranks hold ranges; on meta such a model runs its original code."""
     blocks = parameters_of(model)
     for name, parameter in model.named_parameters():
         if blocks[parameter] is not None and not parameter.is_meta:
@@ -134,9 +134,9 @@ def refuse_blocks(model: nn.Module) -> None:
 
 
 def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> None:
-    """Raise an InputError for a hook of a parameter that will be another tensor, which the hook would never see.
+    """Raise an InputError for a hook of a parameter that will be replaced: the hook would never run.
 
-    prefix: of the names of these parameters. meta: only those on the meta device.
+    prefix: prefix of the parameters' names. meta: only those on the meta device.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix) or (meta and not parameter.is_meta):
@@ -146,9 +146,9 @@ def refuse_hooks(model: nn.Module, prefix: str = "", *, meta: bool = False) -> N
                 method = "register_hook" if kind == "backward_hooks" else "register_post_accumulate_grad_hook"
                 hook = next(iter(found.values()))
                 raise InputError(
-                    f"{name} has a hook ({getattr(hook, '__qualname__', hook)}, by {method}), and its gradient will be that of "
-                    "another tensor, which the hook would never see. Register it on the parameters of the model that is "
-                    "trained: after octavo.transform, or after sharding."
+                    f"{name} has a hook ({getattr(hook, '__qualname__', hook)}, by {method}), but another tensor will replace the "
+                    "parameter, and the hook would never run. Register it on the parameters of the trained model: after "
+                    "octavo.transform, or after sharding."
                 )
 
 
@@ -179,7 +179,7 @@ def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str,
 
     A pattern (`fnmatch`) matches the name of a parameter or of a module around it, Octavo's or the source's.
 
-    key: of the patterns, for messages.
+    key: the patterns' key, for messages.
 
     Raises:
         InputError: a pattern matches no parameter, or more by Octavo's names than by the source's.
@@ -191,7 +191,7 @@ def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str,
         _refuse_two_meanings(names, pattern, key)
     known = [alias for name, theirs in names.items() for alias in (name, *theirs)]
     former = {pattern for pattern in patterns if not any(_names(alias, pattern) for alias in known)}
-    """Of files that were written by the stored names, which count where no other does."""
+    """Matches of stored names, from older files; used only if no other name matches."""
     found: dict[str, dict[str, list[str]]] = {}
     for name, theirs in names.items():
         whole = {p for p in patterns if _names(name, p) or (p in former and _names(stored.get(name, name), p))}
@@ -208,7 +208,7 @@ def matches(model: nn.Module, patterns: Iterable[str], *, key: str) -> dict[str,
 def _refuse_two_meanings(names: Mapping[str, Sequence[str]], pattern: str, key: str) -> None:
     """Raise an InputError if Octavo's names would match more than the source's, which the pattern matches too.
 
-    "*attention*" is one norm of a Hugging Face Llama, `post_attention_layernorm`, and here all that is in `self_attention`.
+    "*attention*" matches one norm of a Hugging Face Llama, `post_attention_layernorm`, and here everything in `self_attention`.
     """
     by_source = [name for name, theirs in names.items() if any(_names(each, pattern) for each in theirs)]
     more = [name for name in names if _names(name, pattern) and name not in by_source]
@@ -229,7 +229,7 @@ def _names(name: str, pattern: str) -> bool:
 
 
 def recompute_mlps(model: nn.Module, chunks: int = 1) -> None:
-    """Let each MLP recompute its first product in backward and save the rest, in so many chunks of tokens."""
+    """Let each MLP recompute its first product in backward and save the rest, in `chunks` chunks of tokens."""
     for module in model.modules():
         if isinstance(module, LayerNormMLP):
             module.checkpoint, module.chunks = True, chunks
@@ -241,7 +241,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def attention_dropout(model: nn.Module) -> float:
-    """The highest rate of dropout of a model's attention."""
+    """The highest dropout rate of a model's attention."""
     return max((layer.attention_dropout for layer in model.modules() if isinstance(layer, DotProductAttention)), default=0.0)
 
 
@@ -289,7 +289,7 @@ def _matched(model: nn.Module, states: Mapping[str, ModuleState], pattern: str, 
             yield from itertools.accumulate(alias.split("."), "{}.{}".format)
 
     matched = [state for name, state in states.items() if any(fnmatch.fnmatchcase(alias, pattern) for alias in aliases(name))]
-    if not matched:  # patterns of files that were written by the stored names
+    if not matched:  # patterns of older files, by stored names
         stored = stored_names(model)
         former = {name: itertools.accumulate(stored.get(name, name).split("."), "{}.{}".format) for name in states}
         matched = [states[name] for name, each in former.items() if any(fnmatch.fnmatchcase(one, pattern) for one in each)]

@@ -1,7 +1,7 @@
 """A larger vocabulary for pretrained weights: more rows of the embedding, of an untied head, and of the head's bias.
 
-A new row is the mean of the old ones, in float32. Its logit is then about the mean logit, and a new token neither dominates the
-softmax nor starts at an infinite loss. Rows are computed where they are read: a rank without new rows computes no mean, and one
+A new row is the mean of the old ones, in float32. Its logit is then about the mean logit: a new token neither dominates the
+softmax nor starts with a huge loss. Rows are computed when they are read: a rank without new rows computes no mean, and one
 with some reads the matrix once, a part at a time.
 """
 
@@ -17,7 +17,7 @@ from octavo.errors import InputError
 from octavo.models.weight_files import Fp8Source, Weights
 
 _ROWS = 1 << 14
-"""Rows that are summed at a time."""
+"""Rows summed at a time."""
 
 
 def grown(config: Any, vocabulary: int) -> Any:
@@ -30,12 +30,12 @@ def grown(config: Any, vocabulary: int) -> Any:
 
 
 class ResizedWeights(Weights):
-    """Weights of a vocabulary, with the rows of a larger one.
+    """Weights with the rows of a larger vocabulary added.
 
     Args:
         weights: under the model's names.
         model: of the larger vocabulary; its parameters may be on the meta device.
-        tokens: of the smaller vocabulary.
+        tokens: size of the smaller vocabulary.
 
     Attributes:
         resized: names of the tensors with new rows.
@@ -66,7 +66,7 @@ class ResizedWeights(Weights):
         self.optional = weights.optional
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows of a tensor; float32 where new ones are among them, which has all values of 16 bits."""
+        """Rows of a tensor; float32 if new rows are among them, which represents 16-bit values exactly."""
         if name not in self.resized:
             return self._weights.read(name, start, stop)
         old, new = self._weights.shapes[name][0], self.shapes[name][0]
@@ -83,7 +83,7 @@ class ResizedWeights(Weights):
         return None if name in self.resized else self._weights.fp8(name)
 
     def in_fp8(self, name: str) -> bool:
-        """As the tensor without new rows."""
+        """As of the tensor without new rows."""
         return self._weights.in_fp8(name)
 
     def _mean(self, name: str, rows: int) -> Tensor:

@@ -37,7 +37,7 @@ _SIZES = frozenset(
 _LIMITS = dict.fromkeys(_SIZES - {"max_position_embeddings"}, 2**24) | dict.fromkeys(
     ("num_hidden_layers", "num_layers", "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"), 2**14
 )
-"""Sizes that no machine holds: a number with too many digits is a typing error, and PyTorch overflows or never ends."""
+"""Upper limits of sizes: a number with too many digits is a typo, and PyTorch would overflow or never finish."""
 _ROTATION: dict[str, tuple[Callable[[float], bool], str]] = {
     "rope_theta": (_above_0, "use a number above 0, such as 10000.0"),
     "partial_rotary_factor": (
@@ -63,7 +63,7 @@ _NOT_OF_THE_MODEL = {
     ),
     "it has no effect on a causal language model in training",
 )
-"""Keys of a Hugging Face config without effect on the model, or with another one than expected, each with the reason."""
+"""Keys of a Hugging Face config without effect on the model, or with an unexpected one, and the reason."""
 
 _VALIDATOR = re.compile(r"(Class v|V)alidation error for ")
 _ERROR_TYPE = re.compile(r"^\w+Error: ")
@@ -131,7 +131,7 @@ def _by_stored_names(overrides: Mapping[str, Any], known: Mapping[str, Any], nam
 
 
 def _joined(old: Any, new: Any) -> Any:
-    """A value with an override: a table retains its other keys, except under another type of rotary scaling."""
+    """A value with an override: a table's other keys remain, unless the type of rotary scaling changes."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return copy.deepcopy(new)  # transformers writes into it
     if new.get("rope_type", old.get("rope_type")) != old.get("rope_type"):
@@ -140,7 +140,7 @@ def _joined(old: Any, new: Any) -> Any:
 
 
 def _check_rope(asked: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Refuse keys of `rope_parameters` that its type does not read: without scaling all but the base."""
+    """Refuse keys of `rope_parameters` that its type does not read: without scaling, all except the base."""
     if any(isinstance(value, dict) for value in asked.values()):  # a separate table for each kind of layer
         for kind, table in asked.items():
             _check_rope(table if isinstance(table, dict) else {}, found[kind])
@@ -169,21 +169,21 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
     """Check overrides of the positions of pretrained weights; returns a notice, or nothing.
 
     Raises:
-        InputError: the model has no rotary positions, or a key would leave other positions than it says.
+        InputError: the model has no rotary positions, or a key would give a different number of positions.
     """
     before, after = load_config(source), load_config(source, overrides)
     old, new = (getattr(config, "rope_parameters", None) for config in (before, after))
     if not isinstance(old, dict) or not isinstance(new, dict) or not isinstance(old.get("rope_theta"), int | float):
         key = next(iter(overrides))
         raise InputError(
-            f"model.config.{key} with model.load = true: a {before.model_type} has no one table of rotary positions to "
+            f"model.config.{key} with model.load = true: a {before.model_type} has no single table of rotary positions to "
             f"extend. Remove model.config.{key}."
         )
     kind, asked = new["rope_type"], overrides.get("rope_parameters", {})
     if asked.get("partial_rotary_factor", old.get("partial_rotary_factor")) != old.get("partial_rotary_factor"):
         raise InputError(
-            "model.config.rope_parameters.partial_rotary_factor is of the pretrained weights: it says which columns of a head "
-            "rotate. Remove it."
+            "model.config.rope_parameters.partial_rotary_factor belongs to the pretrained weights: it is the share of a head's "
+            "columns that rotate. Remove it."
         )
     scaled = old["factor"] if old.get("rope_type") == "linear" else 1  # linear has no key for the original positions
     trained = int(old.get("original_max_position_embeddings") or before.max_position_embeddings / scaled)
@@ -226,7 +226,7 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
             )
         reach = trained * float(new["factor"] or limit / trained)
         if new["factor"] is not None and new["factor"] < 1:
-            raise InputError(f"model.config.rope_parameters.factor = {new['factor']!r}: an extension has 1 or more.")
+            raise InputError(f"model.config.rope_parameters.factor = {new['factor']!r}: an extension needs 1 or more.")
         if kind == "llama3":  # its factor does not determine the last position
             return ""
         if limit > reach:
@@ -250,7 +250,7 @@ def check_positions(source: str, overrides: Mapping[str, Any]) -> str:
 
 
 def _check_sizes(config: Any) -> None:
-    """Refuse sizes below 1, which transformers accepts, and numbers that are not finite."""
+    """Refuse sizes below 1, which transformers accepts, and non-finite numbers."""
     common_names = {stored: common for common, stored in config.attribute_map.items()}
     for key, value in config.to_dict().items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -277,7 +277,7 @@ def _check_sizes(config: Any) -> None:
 
 
 def _check_rotation(rope: Mapping[str, Any], family: str) -> None:
-    """Refuse numbers of `rope_parameters` that make no rotation; transformers only warns."""
+    """Refuse numbers of `rope_parameters` that define no rotation; transformers only warns."""
     kind, known = rope.get("rope_type"), FAMILIES.get(family)
     unused = () if known is None or known.partial_rotary else ("partial_rotary_factor",)
     for key, (allowed, remedy) in _ROTATION.items():
@@ -322,8 +322,8 @@ def _read_config(source: str) -> Any:
             f"model.source = {source!r} could not be read: {_reason(error)} Give a folder on disk, or a built-in shape: "
             f"{', '.join(SHAPES)}."
         ) from None
-    config.__dict__.pop("auto_map", None)  # names Python files of the source, which transformers would offer to run
-    for key in QUANTIZED_KEYS:  # of the source's weights, which are then refused; not of this model's
+    config.__dict__.pop("auto_map", None)  # names the source's Python files, which transformers would offer to run
+    for key in QUANTIZED_KEYS:  # they describe the source's weights, not this model's
         config.__dict__.pop(key, None)
     return config
 
@@ -332,7 +332,7 @@ def weights_folder(source: str) -> Path:
     """The local folder with the weights of a model folder or of an id of the Hub, downloaded if need be.
 
     Raises:
-        InputError: `source` is a built-in shape, or its weights are neither in reach nor in the local cache.
+        InputError: `source` is a built-in shape, or its weights can neither be downloaded nor found in the local cache.
     """
     if source in SHAPES:
         raise InputError(
@@ -355,7 +355,7 @@ def weights_folder(source: str) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """The first two lines of an error as a sentence; of a validator's error the second, with field and value."""
+    """The first two lines of an error as a sentence; for a validator's error the second line, with field and value."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and _VALIDATOR.match(lines[0]):
         lines = [_ERROR_TYPE.sub("", lines[1])]

@@ -18,8 +18,8 @@ class ModelSpec:
     Attributes:
         family: Hugging Face's `model_type`.
         hidden_size, ffn_size, layers, heads, kv_heads, head_dim, vocabulary: its shape; `ffn_size` is that of one expert.
-        normalization, norm_eps: "RMSNorm" or "LayerNorm", and the addend of its mean square.
-        activation, gated: the function of the MLP by Hugging Face's name; True if it is applied to a gate.
+        normalization, norm_eps: "RMSNorm" or "LayerNorm", and the epsilon added to its mean square.
+        activation, gated: the function of the MLP by Hugging Face's name; True for a gated MLP.
         qkv_bias, proj_bias, mlp_bias: biases of the attention's joint product, of its output product, and of the MLP.
         qk_norm: queries and keys are normalised head by head before their rotation, by an RMSNorm each.
         parallel: attention and MLP read the same residual stream, each through a separate norm.
@@ -28,16 +28,16 @@ class ModelSpec:
         tied: the output head is the embedding.
         padding: the token whose row of the embedding is not trained, as in Hugging Face (`pad_token_id`).
         initializer_range: standard deviation of the initial matrices.
-        rotary: Hugging Face's `rope_parameters`; empty for a model without.
-        rotary_fraction: of each head's columns, the first, that rotate.
-        max_positions: of rotary scalings.
+        rotary: Hugging Face's `rope_parameters`; empty without rotary positions.
+        rotary_fraction: share of each head's columns, the first ones, that rotate.
+        max_positions: positions for rotary scalings.
         windows: one entry a layer: None for full attention, else the number of keys in a sliding window.
         experts, top_k: experts of each MLP (0 for none), and experts per token.
         normalized: a token's weights are the probabilities of its experts divided by their sum.
         jitter: in training the input of router and experts is multiplied by numbers from 1 − jitter to 1 + jitter.
-        assignment: of tokens to experts, as of `octavo.nn.Experts`.
-        balance, router_z_loss: coefficients of the loss that balances the experts, and of the router's z loss.
-        dense: layers with one MLP, of `dense_ffn_size`, in place of experts.
+        assignment: of tokens to experts, as in `octavo.nn.Experts`.
+        balance, router_z_loss: coefficients of the balancing loss and of the router's z loss.
+        dense: layers with a dense MLP, of `dense_ffn_size`, instead of experts.
     """
 
     family: str

@@ -1,7 +1,7 @@
-"""Parts of a model's computation besides its weights, compared with a model built from its config: an export has no others.
+"""Compares a model's structure with a model built from its config: an export holds only weights and config.
 
-A replaced module, a shared parameter, another eps or activation, a custom `forward`: a folder with such weights would load as
-another model. Settings that matter only in training (dropout, recomputation, losses) are ignored.
+A replaced module, a shared parameter, another eps or activation, a custom `forward`: a folder with such weights would load as a
+different model. Settings that matter only in training (dropout, recomputation, losses) are ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from octavo.nn.derived import written_class
 from octavo.nn.linear import Linear
 
 LINEARS = ("torch.nn.modules.linear.Linear", "transformers.models.falcon.modeling_falcon.FalconLinear")
-"""Classes that compute `nn.Linear`'s product; Falcon's rounds it before the bias."""
+"""Classes that compute `nn.Linear`'s product; Falcon's rounds it before it adds the bias."""
 _SCALARS = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = ("torch", "transformers", "octavo", "accelerate", "peft", "trl", "deepspeed")
-"""Packages whose hooks and wrapped forwards serve training; a user's may compute something else."""
+"""Packages whose hooks and wrapped forwards are for training; a user's may change the computation."""
 _STATES = (
     *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "checkpoint", "chunks", "inplace"),
     *("padding_idx", "pad_token_id"),
@@ -37,11 +37,11 @@ _STATES = (
         "router_losses_apart",
         "fp8_head",
         "fp8_head_asked",
-    ),  # of Octavo's decoder
+    ),  # attributes of Octavo's decoder
 )
 """Attributes without effect on a result; the vocabulary is in the shapes."""
 _TRAINING = ("drop", "jitter", "loss", "cache", "parallel_", "_parallel", "parallelizable", "checkpointing")
-"""Parts of names of attributes without effect on inference."""
+"""Substrings of names of attributes without effect on inference."""
 
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
@@ -60,7 +60,7 @@ def tensors_of(model: nn.Module, prefix: str = "") -> Tensors:
 
 
 def tensor_differences(found: Tensors, known: Tensors) -> Iterator[str]:
-    """Tensors that differ in name, shape or the names that share one."""
+    """Tensors that differ in name, shape or ties."""
     for name in [*found, *known]:
         if name not in known or name not in found:
             yield f"{name} is {'an extra' if name in found else 'a missing'} parameter"
@@ -68,7 +68,7 @@ def tensor_differences(found: Tensors, known: Tensors) -> Iterator[str]:
             yield f"{name} has the shape {found[name][0]}, where its config says {known[name][0]}"
         elif found[name] != known[name]:
             if found[name][1] != name:
-                yield f"{name} shares the tensor of {found[name][1]}, a tie that the config does not say"
+                yield f"{name} shares the tensor of {found[name][1]}, a tie that is not in the config"
             else:
                 way = "unless its tie_word_embeddings is False"
                 yield f"{name} is a separate tensor, where the config ties it to {known[name][1]} ({way})"
@@ -95,11 +95,11 @@ def kind_of(module: nn.Module | None, other_module: nn.Module | None = None) -> 
     cls, other = written_class(module), None if other_module is None else written_class(other_module)
     if other is None or cls.__name__ != other.__name__:
         return f"a {cls.__name__}"
-    return class_name(cls) + (" of another code" if cls.__module__ == other.__module__ else "")
+    return class_name(cls) + (" of other code" if cls.__module__ == other.__module__ else "")
 
 
 def is_of_transformers(hook: object) -> bool:
-    """A hook of transformers, which a forward that returns hidden states or router logits leaves behind."""
+    """True for a hook that transformers leaves after a forward that returned hidden states or router logits."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
@@ -109,7 +109,7 @@ def difference_from(model: nn.Module, reference: nn.Module, *, root: bool = True
     Args:
         model: trained, in FP8 or sharded.
         reference: built from its config, with parameters on the meta device and buffers with values.
-        root: False for a module that has the parts of the reference, and is of another class.
+        root: False if `model` has the parts of the reference but another class.
     """
     return next(_differences(model, reference, root), "")
 
@@ -143,13 +143,13 @@ def _module_differences(module: nn.Module, reference: nn.Module) -> Iterator[str
     for key, value in has.items():
         if key == "original_max_seq_len" and not scaled:
             continue
-        if type(module) is nn.Linear and key in ("in_features", "out_features"):  # its forward uses only the weight
+        if type(module) is nn.Linear and key in ("in_features", "out_features"):  # forward uses only the weight
             continue
         if key.startswith("_") or key in _STATES or drops or any(part in key for part in _TRAINING):
             continue
         plain = _is_plain(value)
         if key in says:
-            if not plain and says[key] is None:  # set by a run, such as the group of ranks of a sharded model
+            if not plain and says[key] is None:  # set by a run, such as a sharded model's process group
                 continue
             if plain != _is_plain(says[key]) or (plain and value != says[key]):
                 yield f".{key} is {value!r}, where its config says {says[key]!r}"
@@ -185,7 +185,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _origin(function: Any) -> str:
-    """The module and name of a function or callable; for a wrapper with the names of the wrapped function, the wrapper's."""
+    """The module and name of a function or callable; for a wrapper that copied the wrapped function's names, the wrapper's."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -199,7 +199,7 @@ def _of_library(function: Any) -> bool:
 
 
 def _buffer_differences(module: nn.Module, reference: nn.Module) -> Iterator[str]:
-    """Buffers that no file holds, such as rotary frequencies: each is computed from the config."""
+    """Differences in buffers that no file holds, such as rotary frequencies, which are computed from the config."""
     for name in sorted(reference._non_persistent_buffers_set & module._buffers.keys()):
         buffer, known = module._buffers[name], reference._buffers.get(name)
         computed = name.endswith("inv_freq") and "original" not in name and _scales_rotation(module)
@@ -211,14 +211,14 @@ def _buffer_differences(module: nn.Module, reference: nn.Module) -> Iterator[str
 
 
 def _close(buffer: Tensor, known: Tensor) -> bool:
-    """Equal, but for the rounding of `model.to(dtype)`."""
+    """Equal up to the rounding of `model.to(dtype)`."""
     if buffer.is_floating_point() and known.is_floating_point():
         return torch.allclose(buffer.float(), known.float(), rtol=1e-2, equal_nan=True)
     return torch.equal(buffer, known.to(buffer.dtype))
 
 
 def warn_of_hooks(model: nn.Module) -> None:
-    """Warn of a user's hooks, which no folder holds: some observe, and some change the computation."""
+    """Warn about a user's hooks, which no folder holds: some only observe, some change the computation."""
     found = [
         f"{name or 'the model'} ({_origin(hook)})"
         for name, module in model.named_modules()

@@ -1,13 +1,13 @@
-"""How a decoder's parameters are shared out over a tensor group, and which decoders can be.
+"""How a decoder's parameters are split over a tensor group, and which decoders can be split.
 
-A rank has H / n query heads with their key-value heads, F / n rows of gate and of up, and an equal part of the vocabulary, to
-which rows of zeros are added. Checkpoints have the whole parameters (`octavo.collectives.blocks`).
+A rank has H / n query heads with their key-value heads, F / n rows of gate and of up, and an equal part of the vocabulary,
+which is padded with rows of zeros. Checkpoints have the whole parameters (`octavo.collectives.blocks`).
 
     qkv, fc1 and their biases     rows: whole groups of heads, or some query heads and their group's key and value
     proj, fc2                     columns
     fc1, fc2 of experts           the same of each expert; whole experts where these are spread over ranks
     embedding, head               rows
-    norms, routers, biases        all of it, on every rank: biases of proj and fc2
+    norms, routers, biases        replicated; of the biases, those of proj and fc2
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEY = "tensor_parallel_degree"
 def check_tensor(spec: ModelSpec, degree: int, *, spread: bool = False, dtype: torch.dtype | None = None) -> None:
     """Raise an InputError for a decoder that `degree` tensor-parallel ranks cannot share.
 
-    spread: experts are spread over ranks, each whole. dtype: of activations.
+    spread: whole experts are distributed over ranks. dtype: of activations.
     """
     if degree == 1:
         return
@@ -49,9 +49,9 @@ def check_tensor(spec: ModelSpec, degree: int, *, spread: bool = False, dtype: t
 
 
 def check_router(spec: ModelSpec, degree: int, *, section: str = "", key: str = KEY) -> None:
-    """Raise an InputError for a router that would compute another result from each rank's tokens than from all.
+    """Raise an InputError for a router whose result depends on how tokens are split over ranks.
 
-    section, key: "moe." and the degree's key, of a run file.
+    section, key: "moe." and the degree's key in a run file.
     """
     if not spec.mixtures:
         return
@@ -68,17 +68,17 @@ def check_router(spec: ModelSpec, degree: int, *, section: str = "", key: str = 
 
 
 def _faults(spec: ModelSpec, degree: int, spread: bool) -> list[str]:
-    """The sizes of a decoder that so many ranks do not divide."""
+    """The sizes of a decoder that `degree` does not divide."""
     faults = []
     if spec.heads % degree:
-        faults.append(f"{spec.heads} query heads (num_attention_heads) are not divided")
+        faults.append(f"{spec.heads} query heads (num_attention_heads) are not divisible")
     elif spec.kv_heads % degree and degree % spec.kv_heads:
         faults.append(
-            f"{spec.kv_heads} key-value heads (num_key_value_heads) are neither divided nor shared by equal numbers of ranks"
+            f"{spec.kv_heads} key-value heads (num_key_value_heads) neither divide the ranks nor are divisible by them"
         )
     for size in (*([] if spread and spec.mixtures else [spec.ffn_size]), *([spec.dense_ffn_size] if spec.dense else [])):
         if size % degree:
-            faults.append(f"an intermediate size (intermediate_size) of {size} is not divided")
+            faults.append(f"an intermediate size (intermediate_size) of {size} is not divisible")
     return faults
 
 
@@ -91,26 +91,26 @@ def original_code_message(name: str, degree: int) -> str:
 
 
 def part_of_rank(spec: ModelSpec, ranks: int, *, spread: bool = False) -> ModelSpec:
-    """The spec of one rank's blocks. spread: as of `check_tensor`."""
+    """The spec of one rank's blocks. spread: as in `check_tensor`."""
     groups = max(1, spec.kv_heads // ranks)
     ffn, dense = spec.ffn_size // (1 if spread and spec.mixtures else ranks), spec.dense_ffn_size // ranks
     return dataclasses.replace(spec, heads=spec.heads // ranks, kv_heads=groups, ffn_size=ffn, dense_ffn_size=dense)
 
 
 def rows_of_words(vocabulary: int, ranks: int) -> int:
-    """Rows of a rank's part of a vocabulary: a multiple required by FP8 products."""
+    """Rows of a rank's part of a vocabulary, rounded up to the multiple that FP8 products need."""
     return -(-vocabulary // (ranks * gemm.ALIGNMENT)) * gemm.ALIGNMENT
 
 
 def words_of(vocabulary: int, tensor: TensorGroup, rank: int | None = None) -> Words:
-    """The words of this rank, or of another one."""
+    """The vocabulary slice of this rank, or of another one."""
     rows = rows_of_words(vocabulary, tensor.size)
     first = min((tensor.rank if rank is None else rank) * rows, vocabulary)
     return Words(first, min(rows, vocabulary - first), vocabulary, tensor)
 
 
 def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
-    """The tensor group of a decoder: with the ranks that share its key-value heads. Collective, of all ranks of the world."""
+    """The tensor group of a decoder: with the ranks that share its key-value heads. Collective over all ranks of the world."""
     ranks = dist.get_world_size(group)
     sharing: Any = None  # annotated otherwise from version to version
     if spec.kv_heads < ranks:
@@ -123,9 +123,9 @@ def group_of(spec: ModelSpec, group: dist.ProcessGroup) -> TensorGroup:
 
 
 def share_parameters(model: Any, tensor: TensorGroup, *, spread: bool = False) -> None:
-    """Declare which part of each parameter this rank's decoder, built with a rank's parts, has; give its layers the group.
+    """Declare the part of each parameter in this rank's decoder, which was built with a rank's sizes; set its layers' group.
 
-    spread: as of `check_tensor`. Nothing is declared for whole experts, of which sharding leaves each rank some.
+    spread: as of `check_tensor`. Whole experts are not declared: sharding leaves each rank some of them.
     """
     spec: ModelSpec = model.spec
     n = tensor.size
@@ -225,9 +225,9 @@ def _stacked_rows(spec: ModelSpec, rank: int, ranks: int) -> Indices:
 
 
 def refuse_own_calls(model: Any) -> None:
-    """Make embedding and head raise an InputError unless the decoder calls them: they would return only this rank's part.
+    """Make embedding and head raise an InputError unless the decoder calls them: alone they return only this rank's part.
 
-    In front of the hooks of FSDP2, which would gather their weights.
+    The hooks run before FSDP2's, which would gather the weights.
     """
     model.embedding.register_forward_pre_hook(_refuse_embedding, prepend=True)
     model.head.register_forward_pre_hook(_refuse_head, prepend=True, with_kwargs=True)
@@ -250,7 +250,7 @@ def _refuse_head(head: Any, given: tuple[Any, ...], named: Mapping[str, Any]) ->
 
 
 def refuse_other_parameters(model: nn.Module, parameters: Sequence[tuple[str, object]], degree: int) -> None:
-    """Raise an InputError for parameters of a decoder that no rank's part is known of, as an adapter's."""
+    """Raise an InputError for parameters without a declared part, such as an adapter's."""
     for name, block in parameters:
         if block is None:
             raise InputError(
@@ -273,5 +273,5 @@ def refuse_other_settings(group: dist.ProcessGroup, settings: Mapping[str, str],
             if other[name] != first:
                 raise InputError(
                     f"{sharing} differ in {name}: {first} on the first, {other[name]} on rank {rank} of the group. "
-                    "Set it alike on all of them."
+                    "Set it to the same value on all of them."
                 )

@@ -1,7 +1,7 @@
-"""timm's vision transformer with Octavo's blocks: patches, positions and classifier remain timm's, and so does its use.
+"""timm's vision transformer with Octavo's blocks; patches, positions, classifier and the interface remain timm's.
 
-Only a model that is known exactly gets them: timm's classes, without layer scale, stochastic depth, dropout or normalised
-queries, which Octavo's layer does not compute. Any other runs its original code, and `octavo.describe` says why. The residual
+Only a model that is exactly timm's gets them: timm's classes, without layer scale, stochastic depth, dropout or normalised
+queries, which Octavo's layer does not compute. Others run their original code, and `octavo.describe` says why. The residual
 stream is of autocast's dtype, if it is on. timm is not imported here.
 """
 
@@ -76,12 +76,12 @@ class Blocks(nn.Sequential):
 
 
 def is_vision_transformer(model: nn.Module) -> bool:
-    """True for timm's `VisionTransformer`, and no subclass."""
+    """True for timm's `VisionTransformer`, not for a subclass."""
     return class_name(type(model)) == "timm.models.vision_transformer.VisionTransformer"
 
 
 def original_code_reason(model: nn.Module) -> str:
-    """The reason why a `VisionTransformer` keeps timm's blocks; empty if Octavo's compute the same."""
+    """Why a `VisionTransformer` retains timm's blocks; empty if Octavo's compute the same."""
     blocks = model.get_submodule("blocks")
     if type(blocks) is not nn.Sequential:
         return f"blocks is a {type(blocks).__name__}"
@@ -97,7 +97,7 @@ def original_code_reason(model: nn.Module) -> str:
 
 
 def _other_class(name: str, module: nn.Module | None) -> str:
-    """The fault of the class of a block or of a part of one."""
+    """A message if the class of a block, or of a part of one, is unknown; else empty."""
     _, _, part = name.removeprefix("blocks.").partition(".")
     found = None if module is None else class_name(type(module))
     is_known = name == "blocks" or found in _CLASSES.get(part, (_IDENTITY,))
@@ -125,7 +125,7 @@ def _tensors(blocks: Any) -> Tensors:
 
 
 def _other_values(name: str, module: Any) -> Iterator[str]:
-    """The faults of a dropout, and of a block with its parts."""
+    """Messages about values of a dropout or a block that Octavo's layer does not compute."""
     if isinstance(module, nn.Dropout) and module.p:
         yield f"{name} drops with probability {module.p}"
     if name.rpartition(".")[0] == "blocks":
@@ -138,7 +138,7 @@ def _other_values(name: str, module: Any) -> Iterator[str]:
 
 
 def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> None:
-    """Put Octavo's layers, on the meta device, in the place of timm's blocks."""
+    """Replace timm's blocks by Octavo's layers on the meta device."""
     heads = 0
     layers = []
     blocks: Any = model.get_submodule("blocks")
@@ -167,13 +167,13 @@ def replace_blocks(model: nn.Module, params_dtype: torch.dtype) -> None:
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Raise an InputError for blocks that were changed since: under timm's names their weights would be of another model.
+    """Raise an InputError for blocks that were changed since: a file under timm's names would load as another model.
 
     Models without Octavo's blocks in a vision transformer pass.
     """
     built = vars(model).get(_AS_BUILT)
     if built is not None and (different := difference_from(model.get_submodule("blocks"), built)):
         raise InputError(
-            f"blocks: {different}. A file under timm's names would load as another model: give the model the blocks that it "
-            "had, or keep it as it is by octavo.save(path, model)."
+            f"blocks: {different}. A file under timm's names would load as another model: restore the blocks, or save the model "
+            "unchanged by octavo.save(path, model)."
         )

@@ -27,11 +27,11 @@ from octavo.storage import is_lfs_pointer
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LISTED = 10
-"""Names of weights that a message gives; of more it gives the number."""
+"""Most names of weights in a message, which otherwise has their number."""
 _SHARD_BYTES = 5 << 30
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files next to the weights that name it (ModelOpt, AutoGPTQ, AutoAWQ)."""
+"""Files next to the weights that describe quantisation (ModelOpt, AutoGPTQ, AutoAWQ)."""
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -40,8 +40,8 @@ class Weights(ABC):
 
     Attributes:
         shapes: of every tensor.
-        kinds: "float" (of 16 bits or more), "integer", "complex", or a dtype of fewer bits by its name.
-        optional: names of a model's tensors that may be absent; they keep their values.
+        kinds: "float" (16 bits or more), "integer", "complex", or the name of a dtype of fewer bits.
+        optional: names of a model's tensors that may be absent; they retain their values.
     """
 
     optional: frozenset[str] = frozenset()
@@ -65,25 +65,25 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor; all of one without dimensions. Weights stored in FP8 are returned as float32."""
+        """Rows `start` to `stop` of a tensor; the whole of a scalar. Weights stored in FP8 are returned as float32."""
 
     def fp8(self, name: str) -> Fp8Source | None:
         """The bytes and scales of a tensor that its source stores in FP8; None for another."""
         return None
 
     def in_fp8(self, name: str) -> bool:
-        """True if a tensor is read from bytes in FP8, also where it is computed from several."""
+        """True if a tensor, or any that it is computed from, is stored in FP8."""
         return self.fp8(name) is not None
 
 
 @dataclass(frozen=True)
 class Fp8Source:
-    """A matrix [N, K] as its file has it.
+    """A matrix [N, K] as stored in its file.
 
     Attributes:
         matrix: which weights share a scale.
         scales: float32 [] or [⌈N/rows⌉, ⌈K/columns⌉], all finite and above 0.
-        bytes: reads rows from a first one to a last one, E4M3.
+        bytes: reads a range of rows, E4M3.
     """
 
     matrix: Fp8Matrix
@@ -115,7 +115,7 @@ class InMemoryWeights(Weights):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """A view of rows of a tensor."""
-        shape = self.shape(name)  # explains a weight that is not there
+        shape = self.shape(name)  # raises the error of a missing weight
         tensor = self.tensors[name].detach()
         return tensor[start:stop] if shape else tensor
 
@@ -123,16 +123,16 @@ class InMemoryWeights(Weights):
 class WeightFiles(Weights):
     """The safetensors of a Hugging Face model folder, under their names on disk.
 
-    Weights in FP8 are read as float32, their scales are not among the tensors.
+    FP8 weights are read as float32; their scales are not among the tensors.
 
     Attributes:
         matrices: weights in FP8, by their names.
-        spare: scales of activations and of attention's cache in the files, which no weight needs.
+        spare: scales of activations and of the KV cache in the files.
         cache: the folder's config has attention's cache in FP8.
 
     Raises:
-        InputError: the folder has no weights for transformers, or they are damaged, an adapter's, pickles, or quantised
-            otherwise than in FP8 with scales.
+        InputError: the folder has no weights for transformers, or they are damaged, an adapter's, pickles, or quantised in a
+            format other than FP8 with scales.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -173,12 +173,12 @@ class WeightFiles(Weights):
         scales = {*self.spare, *(matrix.scale for matrix in self.matrices.values())}
         shapes = {tensor: shape for tensor, shape in shapes.items() if tensor not in scales}
         kinds = {tensor: "float" if tensor in self.matrices else kind_of(dtypes[tensor]) for tensor in shapes}
-        self._scales: tuple[str, Tensor] | None = None  # of the matrix that was read last
+        self._scales: tuple[str, Tensor] | None = None  # of the last matrix read
         super().__init__(shapes, kinds, str(self.folder), "a checkpoint of this model")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows of a tensor, on the CPU."""
-        self.shape(name)  # explains a weight that is not there
+        self.shape(name)  # raises the error of a missing weight
         values = self._read(name, start, stop)
         if (matrix := self.matrices.get(name)) is None:
             return values
@@ -196,7 +196,7 @@ class WeightFiles(Weights):
         return self._scales[1]
 
     def _read(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Rows of a tensor as it is stored."""
+        """Rows of a tensor in its stored dtype."""
         # Open for this read only: mapped pages count as this process's memory.
         with safe_open(self.folder / self.where[name], "pt") as opened:
             part = opened.get_slice(name)
@@ -247,7 +247,7 @@ def _refuse_other_formats(folder: Path) -> None:
 
 
 def _scheme_in(path: Path) -> str:
-    """The scheme that a file next to the weights names, for a message."""
+    """The quantisation scheme in a file next to the weights, for a message."""
     values = _json_object(path)
     inner, maker = values.get("quantization"), values.get("producer")
     tables = [inner if isinstance(inner, dict) else values, maker if isinstance(maker, dict) else {}]
@@ -256,7 +256,7 @@ def _scheme_in(path: Path) -> str:
 
 
 def _entry(folder: Path, named: Any) -> str:
-    """The file of the weights, or the index of the files; `named` by the config or None."""
+    """The file with the weights or the index; named: by the config, or None."""
     if named is not None:
         if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")) or not _inside(named):
             raise InputError(
@@ -285,7 +285,7 @@ def _entry(folder: Path, named: Any) -> str:
 
 
 def _inside(name: str) -> bool:
-    """A relative path without "..": links inside a folder may lead out of it, as the Hub's cache has them."""
+    """A relative path without "..": links inside a folder may lead out of it, as in the Hub's cache."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
 
@@ -307,11 +307,11 @@ def save_shards(
     folder: Path,
     shard_bytes: int | None = None,
 ) -> None:
-    """Write tensors in files of at most `shard_bytes`, 5 GiB when absent (or one tensor), with an index if there are several.
+    """Write tensors in files of at most `shard_bytes` (by default 5 GiB) or one tensor, with an index for several files.
 
     `pieces` has the result of `read` for each group of names, on the meta device.
     """
-    shards: list[dict[tuple[str, ...], list[str]]] = [{}]  # of each file: argument of `read` → tensors of the result
+    shards: list[dict[tuple[str, ...], list[str]]] = [{}]  # per file: argument of `read` → names of the resulting tensors
     size = total = 0
     for group, parts in pieces.items():
         for theirs, part in parts.items():

@@ -1,4 +1,4 @@
-"""Reads rows of a source's matrices into a rank's part of a parameter, one matrix at a time and no more than needed."""
+"""Reads rows of a source's matrices into a rank's part of a parameter: one matrix at a time, only the rows needed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NO_PART = re.compile(
     r"^_|_token_id$|dropout|pdrop|^(use_cache|dtype|architectures|transformers_version|initializer_range|pretraining_tp|output_.*"
     r"|return_dict|id2label|label2id|problem_type|tokenizer_class|tie_word_embeddings|is_encoder_decoder)$"
 )
-"""Keys of a config without a part in the forward of trained weights, or with a check elsewhere."""
+"""Config keys without effect on the forward of trained weights, or checked elsewhere."""
 
 
 def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = None, *, resize: bool = False) -> Weights:
-    """The weights of a Hugging Face folder as transformers would load them, compared with a model; reads only headers.
+    """The weights of a Hugging Face folder as transformers would load them, checked against a model; reads only headers.
 
     Args:
         model: the destination, with original code or with Octavo's blocks; None for the causal language model of `config`.
@@ -42,7 +42,7 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
         resize: add rows for tokens of the config beyond the folder's vocabulary (`ResizedWeights`).
 
     Raises:
-        InputError: the folder is of another model, or transformers would load it by other means than its safetensors.
+        InputError: the folder is of another model, or transformers would not load its safetensors.
     """
     files = WeightFiles(folder)
     given = isinstance(model, PreTrainedModel)
@@ -55,12 +55,12 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
     published = PublishedWeights(files, model)
     weights = ResizedWeights(published, model, load_config(str(folder)).vocab_size) if resize else published
     check_names_and_shapes(model, weights)
-    if others and given:  # a run's config is the folder's, with keys that were changed on purpose
+    if others and given:  # a run's config is the folder's, with keys changed on purpose
         _warn_once(f"{folder}: its config.json has {others}. The model's config is used.")
     if files.spare:
         _warn_once(
             f"{folder}: {some(files.spare, LISTED)}: scales of activations or of attention's cache, for inference, not loaded."
-            " Training takes scales by its recipe."
+            " Training computes scales by its recipe."
         )
     elif files.cache:
         _warn_once(f"{folder}: config.json has kv_cache_scheme, for inference: attention here has no cache in FP8.")
@@ -70,18 +70,18 @@ def folder_weights(folder: str | Path, model: nn.Module | None, config: Any = No
 
 
 def model_weights(model: nn.Module, *, received: bool) -> InMemoryWeights | None:
-    """The tensors of a model whose parameters all have values; else None. received: rank 0 sends the values.
+    """The tensors of a model whose parameters all have values; None if none has. received: rank 0 sends the values.
 
     Raises:
-        InputError: only some parameters have values, which initial ones would replace.
+        InputError: only some parameters have values: initialisation would overwrite them.
     """
     absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if not absent:
         return InMemoryWeights(dict(model.state_dict()))
     if not received and len(absent) < sum(1 for _ in model.parameters()):
         raise InputError(
-            f"{type(model).__name__} has values for some parameters, and none for {some(absent)}: initial values would replace "
-            "all of them. Give the weights of all (load_from), or build all of it under octavo.delayed_init()."
+            f"{type(model).__name__} has values for some parameters, and none for {some(absent)}: initialisation would "
+            "overwrite all. Give all weights (load_from), or build the whole model under octavo.delayed_init()."
         )
     return None
 
@@ -94,10 +94,10 @@ def _warn_once(message: str) -> None:
 
 
 def _differences(config: Any, folder: Path) -> str:
-    """The keys of a folder's config.json with other values in a config, both values given; other heads are an InputError."""
+    """Keys of a folder's config.json that differ from a config, with both values; different heads are an InputError."""
     try:
         theirs = load_config(str(folder))
-    except InputError:  # of a family that transformers does not have, or of timm
+    except InputError:  # a family that transformers does not know, or timm
         return ""
     if theirs.model_type != config.model_type:
         return ""  # names and shapes say whether it is the same model
@@ -117,7 +117,7 @@ class WeightLoader:
     """Reads the weights of a model by its names: `load(name, out, start)`.
 
     Attributes:
-        names: parameters and persistent buffers with a source, tied ones under each of their names.
+        names: parameters and persistent buffers with a source; tied ones under all their names.
 
     Raises:
         InputError: a weight is missing or has another shape than the model's.
@@ -147,12 +147,12 @@ class WeightLoader:
             out.index_copy_(0, at.to(out.device), converted)
 
     def stored(self, name: str, start: int, rows: int, *, block: bool, power_of_two: bool) -> Fp8Rows | None:
-        """Rows of a matrix as its source stores it in FP8; None where it stores it otherwise.
+        """Rows of a matrix that its source stores in FP8; None if it does not.
 
         Args:
-            name: of the matrix.
+            name: name of the matrix.
             start, rows: the first row, and the number of rows.
-            block: with a scale for each 128 × 128; else with one scale for the whole matrix.
+            block: request a scale for each 128 × 128 block; otherwise one scale for the whole matrix.
             power_of_two: the scale of a whole matrix has to be a power of two.
         """
         parts = self._sources[name]
@@ -179,7 +179,7 @@ class WeightLoader:
         return any(self._weights.in_fp8(source) for source, _, _ in self._sources[name])
 
     def _rows(self, source: str, start: int, stop: int, dims: int) -> Tensor:
-        """Rows of a tensor; of one that the parameter holds as a matrix, of its matrices one after the other."""
+        """Rows of a tensor; a stack of matrices is read as one matrix, one after the other."""
         shape = self._weights.shape(source)
         if len(shape) == dims:
             return self._weights.read(source, start, stop)
@@ -193,7 +193,7 @@ class Fp8Rows:
     """Rows of a matrix [N, K] that a folder stores in FP8.
 
     Attributes:
-        reason: why its bytes and scales cannot be taken as they are; empty if they can.
+        reason: why its bytes and scales cannot be copied; empty if they can.
         data: E4M3 [rows, K]. scale_inv: float32 of the whole matrix, [] or [⌈N/128⌉, ⌈K/128⌉].
     """
 
@@ -203,7 +203,7 @@ class Fp8Rows:
 
 
 def _of_parts(parts: Sequence[tuple[str, int, int]], start: int, rows: int) -> Iterator[tuple[str, Tensor, int, int]]:
-    """(source, its places among `rows` rows from `start` on, its first row and the end) of each part."""
+    """(source, places among the `rows` rows from `start` on, the source's first row and end) of each part."""
     period = sum(length for _, _, length in parts)
     numbers = torch.arange(start, start + rows)
     repetition = numbers // period
@@ -213,13 +213,13 @@ def _of_parts(parts: Sequence[tuple[str, int, int]], start: int, rows: int) -> I
         if at.numel():
             theirs = (first + repetition * length + inside)[at]
             yield source, at, int(theirs[0]), int(theirs[-1]) + 1
-        inside = inside - length  # begins at 0 in the next part
+        inside = inside - length  # counts from 0 in the next part
 
 
 def _not_as_stored(
     parts: Sequence[tuple[str, int, int]], there: Mapping[str, Fp8Source], *, block: bool, power_of_two: bool
 ) -> str:
-    """Why a matrix of these parts cannot have the bytes and scales of its sources; empty if it can."""
+    """Why a matrix of these parts cannot reuse the bytes and scales of its sources; empty if it can."""
     if len(there) < len({source for source, _, _ in parts}):
         return "parts of which only some are in FP8"
     matrices = [found.matrix for found in there.values()]
@@ -253,7 +253,7 @@ def _check_range(name: str, values: Tensor, converted: Tensor) -> None:
 
 
 def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """Name → `Conversion.parts`; a model's original code has one part, of the same name."""
+    """Name → `Conversion.parts`; in a model's original code one part of the same name."""
     way = conversion_of(model)
     state, blocks = model.state_dict(keep_vars=True), parameters_of(model)
     there = {id(tensor): name for name, tensor in reversed(state.items()) if name in weights.shapes}
@@ -263,5 +263,5 @@ def _sources(model: nn.Module, weights: Weights) -> Iterator[tuple[str, list[tup
         rows = shape_of(tensor, blocks)[0] if tensor.dim() else 1
         if way is not None:
             yield name, way.parts(way.tied.get(name, name), rows)
-        else:  # a tied tensor may be under either name
+        else:  # a tied tensor may have either name
             yield name, [(name if name in weights.shapes else there[id(tensor)], 0, rows)]
