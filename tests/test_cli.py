@@ -260,9 +260,9 @@ def test_a_model_of_an_unknown_family(refused, tmp_path):
         ("x" * 300, "File name too long"),
         ("/proc/nope", "No such file or directory"),
         ("~nobody-of-this-name/x", "no user"),
-        (".", "it holds files of something else than a run"),
-        ("/", "it holds files of something else than a run"),
-        ("checkout", "it holds files of something else than a run (.git/, model/, run.toml), which the run might overwrite"),
+        (".", "it holds files that are not a run's"),
+        ("/", "it holds files that are not a run's"),
+        ("checkout", "it holds files that are not a run's (.git/, model/, run.toml), which the run might overwrite"),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry-run"])

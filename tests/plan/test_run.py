@@ -139,7 +139,7 @@ def test_a_run_with_other_defaults_continues_with_its_own(written, tiny_run, cap
     capsys.readouterr()
     assert main(["train", str(cut.file)]) == 0
     said = capsys.readouterr().out
-    assert said.count("its own values of keys that are not set: fp8.fast_accumulation = false, fp8.head = false") == 1
+    assert said.count("its earlier values of keys that are not set: fp8.fast_accumulation = false, fp8.head = false") == 1
     losses = [
         [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").read_text().splitlines()] for run in (whole, cut)
     ]

@@ -124,7 +124,7 @@ def described(folder, losses, *, fingerprint=None, vocab_size=320, last_step=Non
 def test_runs_on_other_data_are_named_with_the_keys_that_differ(tmp_path, capsys, other, words):
     fingerprint = {"fingerprint": "0" * 64} if "fingerprint" in other else {}
     folders = [described(tmp_path / "a", [2.0, 2.0], **fingerprint), described(tmp_path / "b", [2.0, 2.2], **other)]
-    warnings = [f"a and b differ in {', '.join(words)}: their losses do not compare."] if words else []
+    warnings = [f"a and b differ in {', '.join(words)}: their losses are not comparable."] if words else []
     assert main(["compare", *map(str, folders), "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["warnings"] == warnings
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_and_a_longer_one_are_compared_at_the_steps_of_both(t
     assert found["numbers"] == [1, 2]
     assert math.isclose(found["rows"][1]["gap_percent"], 10.0)
     assert found["warnings"] == [
-        "whole continues to step 4; compared are steps up to 2, at which its learning rate may be another.",
+        "whole continues to step 4; compared are steps up to 2, at which its learning rate may differ.",
         "going has 2 of its 4 steps; compared are steps up to 2.",
     ]
 
@@ -206,7 +206,7 @@ def test_validations_over_other_numbers_of_sequences_are_named(tmp_path, capsys,
     folders = [str(validated(tmp_path / "a", at=2)), str(validated(tmp_path / "b", at=2, **other))]
     said = (
         f"a and b differ in the number of sequences in a validation (64 and {count}; train.validate_batches x "
-        "train.micro_batch or train.global_batch): their validation losses do not compare, unless the split has no more than "
+        "train.micro_batch or train.global_batch): validation losses are not comparable, unless the split has no more than "
         f"{count}."
     )
     assert main(["compare", *folders, "--json"]) == 0

@@ -28,7 +28,7 @@ def test_a_file_of_somebody_is_not_overwritten(tiny_run, capsys, name):
     run.output.mkdir()
     (run.output / name).write_text("mine")
     assert main(["train", str(run.file)]) == 2
-    assert f"something else than a run ({name})" in capsys.readouterr().err
+    assert f"not a run's ({name})" in capsys.readouterr().err
     assert [entry.name for entry in run.output.iterdir()] == [name]
     assert (run.output / name).read_text() == "mine"
 

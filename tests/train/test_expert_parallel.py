@@ -92,7 +92,7 @@ def test_a_run_whose_tokens_travel_in_fp8_stays_on_several_ranks(mixture):
     )
     with pytest.raises(InputError, match=r"Continue it with parallel\.expert_parallel_degree of 2 or more"):
         check_resumable(before, config("parallel.expert_parallel_degree=1"), mixture_run.output)
-    with pytest.raises(InputError, match="Put them back"):
+    with pytest.raises(InputError, match="Restore them"):
         check_resumable(before, config(), mixture_run.output)
 
 

@@ -151,7 +151,7 @@ def test_changes_that_no_replay_would_heed_are_refused(tiny_run):
     train_step(context, 2)
     name, parameter = next(iter(context.model.named_parameters()))
     parameter.requires_grad_(False)
-    with pytest.raises(InputError, match=rf"{name} was trained and is not any more, .*\. Put it back, or"):
+    with pytest.raises(InputError, match=rf"{name} was trained and no longer is, .*\. Put it back, or"):
         train_step(context, 3)
     handle = parameter.requires_grad_(True).register_hook(lambda grad: grad)
     with pytest.raises(InputError, match=rf"{name} has a hook, .*\. Remove it, or"):

@@ -223,7 +223,7 @@ def test_questions_to_a_model_of_chats_are_written_by_its_template_as_the_harnes
         ("tiny_chioce", "unknown lm-eval task .* Did you mean 'tiny_choice'"),
         ("tiny_hub", "its metric 'acc' is code of the Hugging Face Hub"),
         ("tiny_script", "is code of the Hugging Face Hub"),
-        ("tiny_sampled", "a task asks for do_sample = True of its answers"),
+        ("tiny_sampled", "a task sets do_sample = True"),
     ],
 )
 def test_code_from_elsewhere_and_sampled_answers_are_refused(name, words, tiny_run, tmp_path):

@@ -213,7 +213,7 @@ def test_keys_that_the_losses_depend_on_may_not_change_and_the_others_may(tiny_r
     assert "optimizer.lr was 0.003 and is now 0.01" in err
     assert "fp8.recipe was 'delayed' and is now 'current'" in err
     assert "amax_history_len was" not in err  # which goes with the recipe
-    assert err.endswith("Put them back to continue it, or set another train.output.\n")
+    assert err.endswith("Restore them to continue it, or set another train.output.\n")
     assert losses(run.output) == before
     assert main(["train", str(run.file), "fp8.enabled=false"]) == 2  # all steps are done
     assert "other settings: fp8.enabled was True and is now False. Put" in capsys.readouterr().err
@@ -257,7 +257,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_gradients(tiny_run
     assert "Lower optimizer.lr" in err
     assert "gradient norm" in err
     assert "Traceback" not in err
-    assert "Nothing was saved yet, so the same train.output may start again." in err
+    assert "Nothing was saved yet, so the same train.output can be used" in err
     assert all(math.isfinite(record["loss"]) for record in read_metrics(run.output / "metrics.jsonl"))
     # Nothing was saved, so better settings may start anew in the same folder.
     assert main(["train", str(run.file)]) == 0

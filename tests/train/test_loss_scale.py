@@ -258,7 +258,7 @@ def test_a_loss_that_no_scale_mends_stops_the_run_with_the_weights_as_they_were(
         stepper.model.layers[1].layernorm_mlp.fc2_weight[0, 0] = 1e6  # infinite in float16: so is the forward
     before = [p.detach().clone() for p in stepper.model.parameters()]
     assert all(train_step(stepper, 1).skipped for _ in range(16))
-    with pytest.raises(OctavoError, match="loss scale is down to 1, so it is not to blame") as stopped:
+    with pytest.raises(OctavoError, match="loss scale is down to 1, so it is not the cause") as stopped:
         train_step(stepper, 1)
     assert "Lower optimizer.lr" in str(stopped.value)
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))

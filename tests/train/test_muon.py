@@ -304,7 +304,7 @@ def test_ranks_that_train_other_matrices_are_refused_and_do_not_wait():
 def test_no_group_is_added_later():
     model, optimizer = built({})
     assert isinstance(optimizer, MuonAdamW)
-    with pytest.raises(InputError, match="takes no other group"):
+    with pytest.raises(InputError, match="accepts no other group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
     del model
 

@@ -41,7 +41,7 @@ def model(at):
 def test_the_first_output_that_is_not_finite_is_named(at):
     module = model(at)
     told = first_nonfinite(module, [functools.partial(module, torch.randn(2, 4))])
-    assert told == f"the first output that is not finite is of {at}"
+    assert told == f"the first output that is not finite is that of {at}"
     assert not any(m._forward_hooks for m in module.modules())
 
 
@@ -64,7 +64,7 @@ def test_a_step_ends_with_the_layer_and_the_weights_of_the_step_before(tiny_run,
     train_step(stepper, 1)
     stepper.model.layers[1].ffn.register_forward_hook(lambda _, __, stream: (stream[0], stream[1] * math.inf))
     before = [p.detach().clone() for p in stepper.model.parameters()]
-    where = re.escape("the first output that is not finite is of layers.1.ffn")
+    where = re.escape("the first output that is not finite is that of layers.1.ffn")
     with pytest.raises(OctavoError, match=rf"step 2: .*{where}.*Lower optimizer\.lr"):
         train_step(stepper, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))

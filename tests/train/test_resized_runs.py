@@ -123,7 +123,9 @@ def test_adapters_go_to_peft_by_the_way_that_the_export_says(made, tmp_path, cap
     run, source = made(steps=2)
     run.file.write_text(run.file.read_text() + "\n[lora]\nrank = 4\n")
     assert main(["train", str(run.file), "model.resize=true", *STILL]) == 0
-    assert 'With lora they are frozen there, and no new token is learnt: lora.save_whole = ["embed' in " ".join(_said(capsys))
+    assert 'With lora they are frozen there, and new tokens are not learnt: lora.save_whole = ["embed' in " ".join(
+        _said(capsys)
+    )
     assert main(["export", str(run.output), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     assert "resize_token_embeddings" not in _said(capsys)[1]
     assert main(["export", str(run.output), "--to", str(tmp_path / "adapter")]) == 0

@@ -70,8 +70,8 @@ def test_documents_the_config_and_generation_end_in_one_token(made, tmp_path, ca
     assert main(["train", str(run.file)]) == 0
     said, _ = _said(capsys)
     assert f"eos_token_id of {source}: config.json has 2 ('<|endoftext|>'); generation_config.json has 2" in said
-    assert "the tokenizer has 3 ('<|im_end|>'). The run and its exports take [2, 3]" in said
-    assert "know other tokens" not in said
+    assert "the tokenizer has 3 ('<|im_end|>'). The run and its exports use [2, 3]" in said
+    assert "trained with other tokens" not in said
     data = prepare(RunConfig.from_file(run.file).data)
     offsets, tokens = data.offsets("train"), data.tokens("train")
     assert {int(tokens[end - 1]) for end in offsets[1:].tolist()} == {3}
@@ -101,7 +101,7 @@ def test_files_that_disagree_are_named_with_what_the_run_takes(made, keys, role,
     said, _ = _said(capsys)
     for word in (f"{role} of {source}:", *words, f"or {role} in the others"):
         assert word in said
-    assert "know other tokens" not in said  # data.tokenizer has theirs already
+    assert "trained with other tokens" not in said  # data.tokenizer has theirs already
     assert said.count(" of the others") + said.count("in the others") == 1
 
 
@@ -111,7 +111,7 @@ def test_files_that_agree_say_nothing(made, generation, capsys):
     assert main(["train", str(run.file)]) == 0
     said, _ = _said(capsys)
     assert "in the others" not in said
-    assert "know other tokens" not in said
+    assert "trained with other tokens" not in said
 
 
 def test_random_weights_know_no_tokens(made, capsys):
@@ -124,7 +124,9 @@ def test_weights_without_a_tokenizer_beside_them_lead_to_none(made, capsys):
     run, source = made(tokenizer=False)
     assert main(["train", str(run.file)]) == 0
     said, _ = _said(capsys)
-    assert f"The weights of {source} know other tokens than this tokenizer's. Name theirs as data.tokenizer." in said
+    assert (
+        f"The weights of {source} were trained with other tokens than this tokenizer's. Set data.tokenizer to theirs." in said
+    )
 
 
 SAMPLING = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 4}
@@ -166,7 +168,7 @@ def test_ids_of_another_tokenizer_are_left_out_of_generation_and_said(made, end,
     assert main(["train", str(run.file), "data.tokenizer=train", "data.vocab_size=300"]) == 0
     capsys.readouterr()
     assert main(["export", str(run.output), "--to", str(tmp_path / "out")]) == 0
-    assert "suppress_tokens, forced_bos_token_id: left out, since their ids are of another tokenizer" in _said(capsys)[1]
+    assert "suppress_tokens, forced_bos_token_id: dropped, since their ids belong to a tokenizer other" in _said(capsys)[1]
     found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (found["temperature"], found["top_p"], found["eos_token_id"]) == (0.6, 0.9, 0)
     assert not {"suppress_tokens", "forced_bos_token_id", "pad_token_id"} & found.keys()

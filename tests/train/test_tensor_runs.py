@@ -339,7 +339,7 @@ REFUSED = {
     ),
     "intermediate size": (
         ["model.config.intermediate_size=33"],
-        [r"an intermediate size \(intermediate_size\) of 33 is not divided\. Set parallel\.tensor_parallel_degree = 1\.$"],
+        [r"an intermediate size \(intermediate_size\) of 33 is not divisible\. Set parallel\.tensor_parallel_degree = 1\.$"],
     ),
     "ranks": ([degree(3)], ["tensor 3 does not divide the world of 4.*tensor_parallel_degree to"]),
     "compiled": (["train.compile=true"], [r"train\.compile = true: blocks are not compiled"]),

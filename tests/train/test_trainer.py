@@ -161,7 +161,7 @@ def test_what_a_trainer_refuses(tiny_run):
         trainer_of(run, optimizer={"lrr": 1e-4})
     with pytest.raises(InputError, match="a section is a dict"):
         trainer_of(run, train=3)
-    with pytest.raises(InputError, match=r"no octavo\.Callback"):
+    with pytest.raises(InputError, match=r"not an octavo\.Callback"):
         trainer_of(run, callbacks=[print])
     with pytest.raises(InputError, match="a function of model and step"):
         trainer_of(run, evaluate=3)
@@ -424,7 +424,7 @@ def test_a_state_without_its_callback_is_said_and_the_other_way_round(tiny_run, 
     trainer_of(run, callbacks=[Patience(), StopAt(1)]).train()
     trainer_of(run, callbacks=[callback_with(state_dict=lambda self: {}, load_state_dict=lambda self, state: None)]).train()
     said = capsys.readouterr().err
-    assert "octavo: the checkpoint has no state of the callback Mine, which begins anew.\n" in said
+    assert "octavo: the checkpoint has no state of the callback Mine, which starts without one.\n" in said
     assert (
         "octavo: the checkpoint has the state of a callback Patience, which this run does not have: it is left out.\n" in said
     )

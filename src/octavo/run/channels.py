@@ -1,11 +1,11 @@
 """Prepared data as the files of a job's channels: chunks of tokens, one JSON object a line.
 
-An object has `input_ids`, an `attention_mask` of ones, and `labels`, which are the ids, or -100 for a token that is no target.
+An object has `input_ids`, an `attention_mask` of ones, and `labels`: the ids, or -100 for tokens that are not targets.
 
     FOLDER/train/training.json      FOLDER/test/validation.json
 
-Scripts of other trainers read them, and so does `data.source`. A chunk is `data.sequence_length` tokens of joined documents;
-the rest of a split that fills no chunk is left out.
+Scripts of other trainers read these files, and so does `data.source`. A chunk is `data.sequence_length` tokens of joined
+documents; the remainder of a split that fills no chunk is dropped.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def write_channels(prepared: PreparedData, config: DataConfig, folder: Path) -> 
 
     Args:
         prepared: the tokens.
-        config: its section, for the length of a chunk.
+        config: the data section, for the length of a chunk.
         folder: new or empty.
 
     Raises:
         InputError: the folder holds files, documents are not joined, or a split has no chunk.
     """
     if (packing := prepared.packing(config)) != "join":
-        raise InputError(f'--channels: data.packing = {packing!r}, and chunks are joined documents: set it to "join".')
+        raise InputError(f'--channels: data.packing = {packing!r}, but chunks are joined documents: set it to "join".')
     target = new_folder(folder, "--channels")
     with path_of("--channels", str(folder)):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """`octavo compare`: losses of runs of the same steps, as a table and as JSON with the runs' environments.
 
-A gap is meaningful only in comparison with the noise of training: a second run of the reference, with another order of sums,
-shows it. Losses on different tokens do not compare at all. That is a warning and no error, since a validation on the same text
-may.
+A gap is meaningful only relative to the noise of training, which a second run of the reference with another order of sums
+shows. Losses on different tokens are not comparable. That is a warning, not an error, since validations on the same text may
+be.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TEXT_KEYS = (
     *("data.format", "data.chat_template", "data.chat_template_variables", "data.train_on", "data.faulty_rows"),
     *("data.max_documents", "data.max_tokens", "data.validation_fraction", "data.validation_source", "data.validation_split"),
 )
-"""Keys that decide the tokens; not compared where the fingerprint of the tokens is the same."""
+"""Keys that determine the tokens; not compared if the tokens' fingerprints are equal."""
 _LOSS_KEYS = (
     *("data.weights", "data.sequence_length", "data.packing", "data.overlong", "data.seed"),
     *("train.global_batch", "train.label_smoothing", "train.z_loss"),
 )
-"""Keys that decide the samples of a step, and the meaning of its loss."""
+"""Keys that determine the samples of a step, and the meaning of its loss."""
 _TOKENS, _VOCABULARY, _STEPS = "tokens (fingerprint of the data)", "vocab_size of the model", "train.steps"
 
 
@@ -56,13 +56,13 @@ def compare(runs: Sequence[Path], *, last: int | None = None) -> dict[str, Any]:
     Returns:
         `{"last", "steps", "numbers", "validation_step", "warnings", "rows": [{"run", "loss", "gap_percent", "validation_loss",
         "validation_gap_percent", "validation_losses", "tokens_per_second", "losses", "environment"}]}`. `run` is the shortest
-        end of the path that no other run has, `numbers` are the steps that all runs have, `steps` their count and `losses` the
-        losses there; `loss`
-        is the mean of the last `last`, `gap_percent` its distance to the reference's, `tokens_per_second` a median. The
-        validation is that of `validation_step`, the last step at which all runs have one; None without such a step.
+        unique suffix of the run's path, `numbers` are the steps that all runs have, `steps` their count and `losses` the
+        losses at them; `loss` is the mean of the last `last`, `gap_percent` its distance from the reference's,
+        `tokens_per_second` a median. Validations are those of `validation_step`, the last step at which all runs have one;
+        None without such a step.
 
     Raises:
-        InputError: a folder is no run, or the runs have fewer than `last` steps in common.
+        InputError: a folder is not a run, or the runs have fewer than `last` steps in common.
     """
     known = [_Run(folder, name, _curve(folder)) for folder, name in zip(runs, names_of(runs), strict=True)]
     numbers = sorted(set.intersection(*(set(run.curve) for run in known)))
@@ -125,7 +125,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """For each run the shortest end of its path that no other run has."""
+    """For each run the shortest unique suffix of its path."""
     paths = [Path(os.path.abspath(run)) for run in runs]  # noqa: PTH100 - `resolve` would follow links, and so rename runs
 
     def end(path: Path, parts: int) -> Path:
@@ -149,17 +149,17 @@ def _curve(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
-    """Differences of data from the reference, and runs with further steps or unfinished ones."""
+    """Warnings about data that differs from the reference's, and about runs of other lengths."""
     reference, *others = runs
     facts = {run.name: _facts(run.folder) for run in runs}
     found = []
     for run in others:
         one, two = facts[reference.name], facts[run.name]
-        same_tokens = _TOKENS in one and one[_TOKENS] == two.get(_TOKENS)  # whatever the names of files are
+        same_tokens = _TOKENS in one and one[_TOKENS] == two.get(_TOKENS)  # whatever the file names
         keys = [key for key in one if key in two and not (same_tokens and key in _TEXT_KEYS) and key != _STEPS]
         changed = [f"{key} ({_shown(one[key])} and {_shown(two[key])})" for key in keys if one[key] != two[key]]
         if changed:
-            found.append(f"{reference.name} and {run.name} differ in {', '.join(changed)}: their losses do not compare.")
+            found.append(f"{reference.name} and {run.name} differ in {', '.join(changed)}: their losses are not comparable.")
     for run in runs:
         newest, planned = max(run.curve), facts[run.name].get(_STEPS)
         done = newest_state(run.folder).get("step", 0)
@@ -173,7 +173,7 @@ def _warnings(runs: Sequence[_Run], numbers: Sequence[int]) -> list[str]:
         elif newest > numbers[-1]:
             found.append(
                 f"{run.name} continues to step {newest}; compared are steps up to {numbers[-1]}, at which its learning rate "
-                "may be another."
+                "may differ."
             )
     return found
 
@@ -183,7 +183,7 @@ def _other_validations(runs: Sequence[_Run], at: int) -> list[str]:
     reference, *others = [(run.name, _validated(run.folder, at)) for run in runs]
     return [
         f"{reference[0]} and {name} differ in {VALIDATED} ({reference[1]} and {count}; train.validate_batches x "
-        "train.micro_batch or train.global_batch): their validation losses do not compare, unless the split has no more than "
+        "train.micro_batch or train.global_batch): validation losses are not comparable, unless the split has no more than "
         f"{min(reference[1], count)}."
         for name, count in others
         if reference[1] is not None and count is not None and count != reference[1]
@@ -191,17 +191,17 @@ def _other_validations(runs: Sequence[_Run], at: int) -> list[str]:
 
 
 def _validated(run: Path, at: int) -> int | None:
-    """Sequences of a run's validation at step `at`: a checkpoint's, else the run file's; None if neither says so."""
+    """Sequences of a run's validation at step `at`: from a checkpoint, else the run file; None if neither has them."""
     layout = layout_at(run, at)
     if layout is not None:
-        count = layout.get(VALIDATED)  # absent from those of older versions, which counted otherwise
+        count = layout.get(VALIDATED)  # absent in checkpoints of older versions, which counted differently
         return count if isinstance(count, int) else None
     file = run / "run.toml"
     return RunConfig.from_file(file, recorded=True).train.validation_sequences if file.is_file() else None
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    """The values that must agree, if the folder has them: an older or copied one may have only its metrics."""
+    """The values that must agree, as far as the folder has them: an old or copied one may have only metrics."""
     facts: dict[str, Any] = {}
     model = read_json(run / "model" / "config.json") or {}
     if (run / "run.toml").is_file():

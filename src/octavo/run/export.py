@@ -1,6 +1,6 @@
 """Export a run, or a model in memory, to a folder that Hugging Face loads.
 
-Parameters are exported in the dtype of training, bit for bit. The run's folder is enough: model.source and data may be gone.
+Parameters are exported in the dtype of training, bit for bit. The run's folder suffices: model.source and data may be deleted.
 Weights are read, or gathered from the ranks, for one output file at a time: the whole model need not fit in memory.
 """
 
@@ -67,7 +67,7 @@ from octavo.storage import local_path
 def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
     """Write a model, or the newest whole checkpoint of a run, for `AutoModelForCausalLM.from_pretrained`.
 
-    Of timm's vision transformer with Octavo's blocks the weights are written under timm's names, for `load_state_dict`.
+    For timm's vision transformer with Octavo's blocks, weights have timm's names, for `load_state_dict`.
     All ranks call it and rank 0 writes; the parameters of a sharded model are gathered one by one.
 
     Args:
@@ -75,9 +75,9 @@ def export(model_or_path: nn.Module | str | Path, folder: str | Path) -> None:
         folder: a new or empty folder.
 
     Raises:
-        InputError: the path is no run, the folder is not empty or cannot be written, the model is not transformers', or some
+        InputError: the path is not a run, the folder is not empty or cannot be written, the model is not transformers', or some
             rank does not call this.
-        OctavoError: no checkpoint of the run is whole, or the disk is full; no folder is left.
+        OctavoError: no checkpoint of the run is complete, or the disk is full; no folder is left.
     """
     to = local_path(folder, "octavo.export: folder")
     source = model_or_path
@@ -110,7 +110,7 @@ def _export(model_or_path: nn.Module | Path, to: Path, ranks: Ranks) -> None:
 
 
 def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -> None:
-    """Write the adapters of a model in memory as PEFT's folder; they are small and gathered at once."""
+    """Write the adapters of a model in memory as a PEFT folder; they are small and gathered together."""
     ranks.on_rank_0(lambda: check_empty(to))
     whole = {name: whole_tensor(tensor).cpu() for name, tensor in weights(model).items()}
     names = [name for name, _ in model.named_parameters()]
@@ -124,7 +124,7 @@ def _export_adapters(model: nn.Module, found: Adapted, to: Path, ranks: Ranks) -
 
 
 def _check_own_code(model: nn.Module, config: Any) -> None:
-    """Raise an InputError for a model whose weights lack the names of transformers' model of its config."""
+    """Raise an InputError for a model whose weight names differ from those of its config's transformers model."""
     kind = type(model).__name__.removeprefix("FSDP")
     if hasattr(model, "merge_and_unload"):
         raise InputError(
@@ -141,12 +141,12 @@ def _check_own_code(model: nn.Module, config: Any) -> None:
     try:
         with delayed_init():
             reference = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except ValueError:  # no causal language model
+    except ValueError:  # not a causal language model
         reference = None
     theirs, ours = ({} if m is None else tensors_of(m) for m in (reference, model))
     if other := [name for name in ours if name not in theirs or theirs[name][0] != ours[name][0]]:
         raise InputError(
-            f"octavo.export: {kind} is no model of transformers, and {some(other)} of it not in the model that its config"
+            f"octavo.export: {kind} is not a transformers model, and {some(other)} of it not in the model that its config"
             f" describes ({getattr(config, 'model_type', '?')}); {remedy}"
         )
     if reference is not None and (different := difference_from(model, reference, root=False)):
@@ -155,7 +155,7 @@ def _check_own_code(model: nn.Module, config: Any) -> None:
 
 
 def _check_of_transformers(model: PreTrainedModel) -> None:
-    """Raise an InputError for a model of transformers that is not the one that `from_pretrained` builds from its config."""
+    """Raise an InputError for a transformers model that `from_pretrained` would not build from its config."""
     cls, config = written_class(model), model.config
     if getattr(model, "_hf_peft_config_loaded", False):
         raise InputError(
@@ -171,7 +171,7 @@ def _check_of_transformers(model: PreTrainedModel) -> None:
     try:
         with delayed_init():
             reference = cls._from_config(copy.deepcopy(config))  # type: ignore[attr-defined]
-    except Exception as error:  # whatever a model's constructor raises for an edited config
+    except Exception as error:  # a model's constructor may raise anything for an edited config
         raise other_model(
             f"{cls.__name__} cannot be built from model.config: {type(error).__name__}: {first_line(error)}"
         ) from None
@@ -181,7 +181,7 @@ def _check_of_transformers(model: PreTrainedModel) -> None:
 
 
 def _is_model_of_transformers(cls: type) -> bool:
-    """One of the classes that transformers loads, without the base of each family."""
+    """True for a class that transformers loads, other than a family's base class."""
     return (
         issubclass(cls, PreTrainedModel)
         and cls.__module__.startswith("transformers.models.")
@@ -199,9 +199,9 @@ def write_gathered(
     encode: Encode | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write on rank 0. It broadcasts the name of each tensor, so that all ranks join the gather, and None at the end.
+    """Write on rank 0, which broadcasts each tensor's name, so that all ranks join its gather, and None at the end.
 
-    encode, more: of `write_pretrained`.
+    encode, more: as in `write_pretrained`.
     """
     shapes = empty_tensors(layout_of(tensors), "meta")
 
@@ -224,8 +224,8 @@ def write_gathered(
 def export_run(run: Path, to: Path, checkpoint: str | None = None, *, merge: bool = False) -> Path:
     """Write a checkpoint of `run` (`step-N`, or the newest whole one) to the folder `to`; returns the checkpoint.
 
-    Of a run with adapters PEFT's folder of them; merge: the whole model, each sum of a weight and its adapters in float32 and
-    rounded once to the dtype of the frozen weights.
+    For a run with adapters a PEFT folder of them; merge: the whole model, with each sum of a weight and its adapters computed
+    in float32 and rounded once to the dtype of the frozen weights.
 
     Raises:
         InputError: `run` is no run, `to` is not an empty folder, or the run has no such checkpoint.
@@ -243,19 +243,21 @@ def export_run(run: Path, to: Path, checkpoint: str | None = None, *, merge: boo
 
 
 def check_target(run: Path, to: Path) -> None:
-    """Raise an InputError for a folder that is not empty, or that the run would remove."""
+    """Raise an InputError for a folder that is not empty, or that the run would delete."""
     if to.resolve().is_relative_to((run / "checkpoints").resolve()):
-        raise InputError(f"--to {str(to)!r} lies among the run's checkpoints, which it removes in time. Give another folder.")
+        raise InputError(
+            f"--to {str(to)!r} is among the run's checkpoints, which the run deletes in time. Give another folder."
+        )
     check_empty(to)
 
 
 def write_run(found: OpenRun, to: Path, encode: Encode | None = None, more: Mapping[str, Any] | None = None) -> None:
-    """Write the weights of a checkpoint with config, generation config and tokenizer. encode, more: of `write_pretrained`."""
+    """Write the weights of a checkpoint with config, generation config and tokenizer. encode, more: see `write_pretrained`."""
     generation, refused = found.generation.accepted()
     for key, reason in refused.items():
-        warn(f"{FILE}: {key} = {found.generation.values[key]!r} is left out, since transformers refuses it: {reason}")
+        warn(f"{FILE}: {key} = {found.generation.values[key]!r} is dropped, since transformers refuses it: {reason}")
     if found.dropped:
-        warn(f"{FILE}: {some(found.dropped)}: left out, since their ids are of another tokenizer than the run's.")
+        warn(f"{FILE}: {some(found.dropped)}: dropped, since their ids belong to a tokenizer other than the run's.")
     if found.tokenizer is not None and (other := other_beside(found.tokenizer, found.config)):
         warn(other)
     write_pretrained(
@@ -282,14 +284,14 @@ def _export_adapters_of_run(run: Path, config: RunConfig, to: Path, name: str | 
 
 
 def _other_base(config: RunConfig, hf_config: Any) -> Iterator[str]:
-    """A difference of the base model from `model.source` that a folder of adapters cannot express."""
+    """Notices about differences between base model and `model.source` that a PEFT folder cannot express."""
     source, vocabulary = config.model.source, hf_config.vocab_size
     if not config.model.load:
         yield f"the adapters were trained on random weights (model.load = false), not on those of {source!r}."
     if config.model.load and config.model.config:
         given = ", ".join(f"{key}={getattr(hf_config, key)!r}" for key in config.model.config)
         yield (
-            "the adapters were trained with other positions than the base has, which PEFT's format cannot say. Load the base "
+            "the adapters were trained with other positions than the base's, which PEFT's format cannot store. Load the base "
             f"by AutoModelForCausalLM.from_pretrained({source!r}, {given})."
         )
     if config.model.resize:
@@ -308,7 +310,7 @@ def base_on_meta(config: RunConfig, hf_config: Any) -> Decoder:
 
 
 def _adapter_options(config: RunConfig) -> BuildOptions:
-    """How the model of a run with adapters is built, as far as its weights depend on it; no folder of adapters is read."""
+    """Build options of a run with adapters, as far as they affect its weights; no adapter folder is read."""
     lora = config.lora.options
     assert lora is not None
     return BuildOptions(
@@ -322,24 +324,24 @@ def _adapter_options(config: RunConfig) -> BuildOptions:
 
 
 def _check_scale(checkpoint: Path, found: Adapted) -> None:
-    """Refuse another scale of the adapters than that of their training: lora.alpha or lora.rslora of the run changed."""
+    """Refuse an adapter scale other than that of training: lora.alpha or lora.rslora of the run changed."""
     trained, now = (read_state(checkpoint).get("lora") or {}).get("scale"), found.options.scale
     if trained is not None and trained != now:
         raise InputError(
-            f"{checkpoint} was trained with adapters scaled by {trained:g}, and the run file says {now:g}: set lora.alpha and "
-            "lora.rslora as they were."
+            f"{checkpoint} was trained with adapters scaled by {trained:g}, but the run file gives {now:g}: restore lora.alpha "
+            "and lora.rslora."
         )
 
 
 def _merged(
     checkpoint: Path, config: RunConfig, hf_config: Any, *, exact: bool
 ) -> tuple[Mapping[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """(the shapes of a run's weights with their adapters, by stored names; the function that gives the values of one).
+    """(shapes of a run's merged weights by stored name; a function that returns the values of one).
 
-    exact: merged weights are float32, before they are rounded.
+    exact: return merged weights in float32, unrounded.
 
     Raises:
-        InputError: the base is no more the one that the adapters were trained on.
+        InputError: the base is no longer the one that the adapters were trained on.
     """
     model = base_on_meta(config, hf_config)
     names = stored_names(model)
@@ -354,7 +356,7 @@ def _merged(
             out = torch.empty(shapes[name].shape, dtype=dtype or shapes[name].dtype)
             load(by_stored_name[name], out, 0)
             return out
-    else:  # of a seed
+    else:  # initial weights of a seed
         initial = dict(build_model(hf_config, _adapter_options(config), device="cpu").named_parameters())
 
         def base(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -375,7 +377,7 @@ def _merged(
     def read(name: str) -> torch.Tensor:
         if name not in frozen:
             return stored[name]
-        # A base in FP8 is exported as its bytes, not converted through the parameters' dtype.
+        # A base in FP8 is exported by its bytes, without a conversion through the parameters' dtype.
         weight = base(name, torch.float32 if config.lora.base == "fp8" else None)
         whole = merged(name, weight.float(), adapters, way, found)
         return whole if exact else whole.to(shapes[name].dtype)
@@ -389,9 +391,9 @@ class OpenRun:
 
     Attributes:
         shapes: the weights under Octavo's names, on the meta device.
-        read: gives the values of one.
-        tokenizer: its folder; None for a run without.
-        dropped: keys of the source's generation config with ids of another tokenizer, which `generation` lacks.
+        read: returns the values of one.
+        tokenizer: its folder; None for a run without one.
+        dropped: keys of the source's generation config that `generation` lacks, since their ids belong to another tokenizer.
     """
 
     checkpoint: Path
@@ -404,7 +406,7 @@ class OpenRun:
 
 
 def run_config(run: Path) -> RunConfig:
-    """The configuration of a run; an InputError for a folder that is none."""
+    """The configuration of a run; an InputError for a folder that is not a run."""
     config = RunFolder(run).config() if run.is_dir() else None
     if config is None:
         guess = nearest(run.name, [p.parent.name for p in run.parent.glob("*/run.toml")])
@@ -414,13 +416,13 @@ def run_config(run: Path) -> RunConfig:
 
 
 def open_run(run: Path, config: RunConfig, name: str | None = None, *, exact: bool = False) -> OpenRun:
-    """The newest whole checkpoint of a run, or that of the name "step-N"; adapters are merged into their base.
+    """The newest complete checkpoint of a run, or the one named "step-N"; adapters are merged into their base.
 
-    exact: merged weights are float32, not rounded to the parameters' dtype.
+    exact: return merged weights in float32, not rounded to the parameters' dtype.
 
     Raises:
-        InputError: there is no checkpoint, or none of that name; or the base is no more that of the adapters.
-        OctavoError: it is damaged, or none is whole.
+        InputError: there is no checkpoint, or none of that name; or the base is no longer that of the adapters.
+        OctavoError: it is damaged, or none is complete.
     """
     folder = RunFolder(run)
     checkpoint, hf_config = _checkpoint_of(run, name), _config_of_run(run, config)
@@ -439,7 +441,7 @@ def open_run(run: Path, config: RunConfig, name: str | None = None, *, exact: bo
 
 
 def _checkpoint_of(run: Path, name: str | None) -> Path:
-    """The newest whole checkpoint of a run, or that of the name "step-N"; errors as in `open_run`."""
+    """The newest complete checkpoint of a run, or the one named "step-N"; errors as in `open_run`."""
     folder = RunFolder(run)
     if name is None:
         checkpoint, _ = newest_whole(folder.checkpoints, warn)
@@ -458,13 +460,13 @@ def _config_of_run(run: Path, config: RunConfig) -> Any:
     folder = RunFolder(run)
     if (folder.model / "config.json").is_file():
         return load_config(str(folder.model))
-    return load_config(config.model.source, config.model.config)  # a run of an older version
+    return load_config(config.model.source, config.model.config)  # runs of older versions
 
 
 def _fit_token_ids(
     config: Any, generation: GenerationFile | None, tokenizer: Path | None, run: RunConfig
 ) -> tuple[GenerationFile, Sequence[str]]:
-    """Give a config the ids of the run's tokenizer; returns the generation config with the same, and its keys that are lost."""
+    """Give a config the ids of the run's tokenizer; returns the generation config with the same ids, and its dropped keys."""
     tokens = None if tokenizer is None else SpecialTokens.of(tokenizer)
     if tokens is not None:
         tokens.fit(config)
@@ -482,6 +484,6 @@ def _fit_token_ids(
 
 
 def check_empty(to: Path) -> None:
-    """Raise an InputError for a path with something in it."""
+    """Raise an InputError for a path that exists and is not an empty folder."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InputError(f"{str(to)!r} exists and is not empty: export writes a new folder. Give another path.")

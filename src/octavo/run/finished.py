@@ -1,7 +1,7 @@
-"""Recognises finished runs from their folder: an answer in half a second; importing torch and transformers takes several.
+"""Recognises finished runs from their folder in half a second, without importing torch and transformers.
 
-In any doubt there is no answer, and the run starts in the normal way, which explains the problem. Checkpoints are verified by
-the same checksums. Several ranks have to agree, which needs torch, so they get no answer either.
+In any doubt there is no answer, and the run starts normally, which explains the problem. Checkpoints are verified by the same
+checksums. Several ranks would have to agree, which needs torch, so they get no answer either.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from octavo.run.resume import check_extended, check_resumable, with_keys_of
 from octavo.run.summary import Result, Summary, summarise
 
 _RESOLVED_FOR_MODEL = ("fp8.head", "fp8.fast_accumulation")
-"""Keys with a default that depends on the model; the run's file has their values."""
+"""Keys whose defaults depend on the model; the run's file has their values."""
 
 
 def finished(config: RunConfig) -> tuple[Result, list[str]] | None:
-    """The result of a run that has nothing left to train, with a line for each training; None if that is not certain.
+    """The result of a finished run, with a line for each training; None if it is not certainly finished.
 
     config: the run file of this start. With `train.compare_bf16` the run without FP8 has to be finished too.
     """
@@ -60,13 +60,13 @@ def without_fp8(config: RunConfig) -> RunConfig:
 
 
 def _continued(folder: RunFolder, config: RunConfig) -> RunConfig | None:
-    """The configuration with which the run in `folder` would continue; None if there is none or the model may be another.
+    """The configuration with which the run in `folder` would continue; None if there is none or the model may differ.
 
     Raises:
         InputError: the run was started with other settings, or its run file was changed.
     """
     before = folder.config()
-    if before is None or any(folder.checkpoints.glob(".tmp-*")):  # of a write that was killed: the normal start removes it
+    if before is None or any(folder.checkpoints.glob(".tmp-*")):  # left by a killed write: the normal start removes it
         return None
     now, taken = with_keys_of(before, config, config)
     if any(text.partition(" = ")[0] not in _RESOLVED_FOR_MODEL for text in taken):
@@ -82,7 +82,7 @@ def _summary(folder: RunFolder, config: RunConfig) -> Summary:
     """Figures of a finished training.
 
     Raises:
-        OctavoError: the metrics end before the last step, or the last step has no whole checkpoint.
+        OctavoError: the metrics end before the last step, or the last step has no complete checkpoint.
     """
     newest = next(iter(step_folders(folder.checkpoints)), (0, folder.checkpoints))
     if newest[0] != config.train.steps:
@@ -93,7 +93,7 @@ def _summary(folder: RunFolder, config: RunConfig) -> Summary:
 
 
 def _has_other_data(config: RunConfig, saved: Mapping[str, Any]) -> bool:
-    """True if the data is known not to be that of the checkpoint; data that is gone is no change."""
+    """True if the data certainly differs from the checkpoint's; deleted data counts as unchanged."""
     try:
         prepared = manifest.read(folder_of(config.data), config.data)
         if prepared is None:

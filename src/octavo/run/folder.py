@@ -1,7 +1,7 @@
 """The folder of a run: layout, lock, and the record of each start.
 
-A start that is refused leaves nothing: a folder that it created is removed unless something was recorded in it. A folder with
-files that no run has written is refused, since a run writes names such as run.toml, model/config.json and metrics.jsonl.
+A refused start leaves no trace: a folder that it created is removed unless something was recorded in it. A folder with files
+that are not a run's is refused, since a run writes names such as run.toml, model/config.json and metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy", "tokeniz
 
 _BEFORE_A_RUN = (
     *(".lock", ".*.tmp", ".tmp-tokenizer", "choices.json", "tensorboard", "wandb"),  # of a start that was killed
-    *("*.log", "*.out", "*.err", "lost+found", ".nfs*"),  # no names of Octavo's: schedulers and shells open them first
+    *("*.log", "*.out", "*.err", "lost+found", ".nfs*"),  # created by schedulers and shells before the run
 )
 """Names that may be in a folder before `environment.json`, which the first start writes before its other files."""
 
@@ -42,7 +42,7 @@ class RunFolder:
         self.run_file = path / "run.toml"  # the resolved run file: `octavo train` on it continues or reproduces the run
         self.choices = path / "choices.json"  # layers that fp8.enabled = "auto" excludes from FP8
         self.environment = path / "environment.json"  # versions, device, code and command of each start
-        self.metrics = path / "metrics.jsonl"  # one object a step
+        self.metrics = path / "metrics.jsonl"  # one JSON object per step
         self.checkpoints = path / "checkpoints"  # step-N/
         self.model = path / "model"  # Hugging Face's config and generation config, for an export without model.source
         self.tokenizer = path / "tokenizer"  # a copy, for an export without the prepared data
@@ -89,16 +89,16 @@ class RunFolder:
             OctavoError: the disk is full or fails.
         """
         try:
-            # It imports transformers, which a finished run does not need.
+            # Imported here: transformers, which a finished run does not need.
             from octavo.models.generation import load_generation_config, with_ends
 
             starts = [*self._starts(), _environment(device, ranks)]
-            # First: it makes the folder a run's.
+            # First: this file marks the folder as a run's.
             write_atomic(self.environment, json.dumps({"starts": starts}, indent=1) + "\n")
             write_atomic(self.run_file, config.to_toml())
             self.model.mkdir(exist_ok=True)
             write_atomic(self.model / "config.json", hf_config.to_json_string())
-            if not self.has_checkpoints:  # of a start with other settings that saved nothing
+            if not self.has_checkpoints:  # left by a start with other settings that saved nothing
                 (self.model / "generation_config.json").unlink(missing_ok=True)
                 shutil.rmtree(self.tokenizer, ignore_errors=True)
             generation = with_ends(load_generation_config(config.model.source), hf_config, turn_ends)
@@ -121,7 +121,7 @@ class RunFolder:
             return [*starts]
         except (ValueError, KeyError, TypeError):
             raise InputError(
-                f"{self.environment} is damaged, and no record of a run's starts. Remove it to continue."
+                f"{self.environment} is damaged: it has no record of the run's starts. Remove it to continue."
             ) from None
 
 
@@ -133,10 +133,10 @@ def _no_space(path: Path, error: OSError) -> OctavoError:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a path for a run that is no folder, cannot be written, or holds files of something else; writes nothing.
+    """Refuse a path that is not a folder, cannot be written, or holds files that are not a run's; writes nothing.
 
     Raises:
-        InputError: the fault, the path, and the key to change.
+        InputError: names the fault, the path and the key to change.
     """
     fault = folder_fault(path)
     try:
@@ -149,13 +149,13 @@ def check_output(path: Path) -> None:
 
 
 def _foreign(path: Path) -> str:
-    """The fault of a folder with files of something else; empty for an empty one, or one with the first files of a run."""
+    """What is wrong with a folder that has foreign files; "" for an empty one, or one with a run's first files."""
     names = [entry.name + "/" * entry.is_dir() for entry in sorted(path.iterdir())]
     others = [name for name in names if not any(fnmatch(name.rstrip("/"), known) for known in _BEFORE_A_RUN)]
     if not others:
         return ""
     return (
-        f"it holds files of something else than a run ({some(others)}), which the run might overwrite. Name a new or an empty "
+        f"it holds files that are not a run's ({some(others)}), which the run might overwrite. Give a new or an empty "
         f"folder, such as {str(path / 'run')!r}."
     )
 

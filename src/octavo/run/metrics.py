@@ -1,6 +1,6 @@
-"""metrics.jsonl: one JSON object a step.
+"""metrics.jsonl: one JSON object per step.
 
-Each line is one write, so that a kill can tear only the last line. Floats have Python's shortest repr and read back exactly;
+Each line is one write, so a kill can truncate only the last line. Floats have Python's shortest repr and read back exactly;
 JSON has no NaN and infinities, so they are the strings "NaN", "Infinity" and "-Infinity". Lines are synced with each
 checkpoint, not with each step: an fsync takes milliseconds.
 """
@@ -23,7 +23,7 @@ _NOT_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends steps to `path`; on opening, cuts a torn last line and everything after step `last_step`.
+    """Appends steps to `path`; on opening, removes a truncated last line and everything after step `last_step`.
 
     Raises:
         OctavoError: from every method, when the disk is full or fails.
@@ -33,18 +33,18 @@ class MetricsFile:
         self.path = path
         with self._explained():
             self.lost = last_step - cut(path, last_step)
-            """Steps before `last_step` that the file does not have any more at its end."""
+            """Number of steps up to `last_step` that are missing at the end of the file."""
             self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one step."""
         line = encode(record).encode() + b"\n"
         with self._explained():
-            while line:  # a disk that fills up accepts a part first, then raises
+            while line:  # a full disk accepts a part first, then raises
                 line = line[self._file.write(line) :]
 
     def sync(self) -> None:
-        """Make every line durable, before the checkpoint of these steps."""
+        """Sync all lines to disk, before the checkpoint of these steps."""
         with self._explained():
             os.fsync(self._file.fileno())
 
@@ -72,7 +72,7 @@ def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The record of every whole line of a metrics file; none if there is no file."""
+    """The record of every complete line of a metrics file; none if there is no file."""
     return [
         {key: _NOT_NUMBERS.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
         for _, record in _whole_lines(path)
@@ -81,19 +81,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def lacking(path: Path, steps: int) -> str:
-    """The fault of the metrics of a run that has done `steps` and has no record of the last one, and the remedy."""
+    """What is wrong with a run's metrics that lack the record of step `steps`, and the remedy."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     damaged = [n for n, line in enumerate(lines, start=1) if not line.endswith(b"\n") or _record(line) is None]
     where = f"line {damaged[-1]} of {path} is cut or damaged" if damaged else f"{path} has {len(lines)} lines"
     checkpoint = path.parent / "checkpoints" / f"step-{steps}"
     return (
-        f"{where}, and the record of step {steps} is missing. Put the file back from a copy; or remove {checkpoint}, and "
+        f"{where}, and the record of step {steps} is missing. Restore the file from a copy; or remove {checkpoint}, and "
         "octavo train repeats the steps since the checkpoint before it, or all."
     )
 
 
 def cut(path: Path, last_step: int) -> int:
-    """Cut the lines after `last_step`, and a torn line; returns the last step that is left, 0 for none."""
+    """Remove the lines after `last_step`, and a truncated one; returns the last remaining step, 0 for none."""
     remaining = list(takewhile(lambda line: line[1] is None or line[1]["step"] <= last_step, _whole_lines(path)))
     end = sum(len(line) for line, _ in remaining)
     if path.is_file():
@@ -104,7 +104,7 @@ def cut(path: Path, last_step: int) -> int:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with its record, up to a torn last line; None for a damaged line between whole ones."""
+    """Each complete line with its record; None for a damaged line between complete ones."""
     if not path.is_file():
         return
     for line in path.read_bytes().splitlines(keepends=True):

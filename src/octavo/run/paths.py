@@ -1,6 +1,6 @@
-"""The paths that a run file names, checked before torch and transformers are imported: a wrong one costs half a second.
+"""Checks the paths in a run file before torch and transformers are imported, so that a typo costs half a second.
 
-Files are searched, not read. The modules that use the paths repeat these checks.
+Existence is checked; files are not read. The modules that use the paths repeat these checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def check_paths(config: RunConfig) -> None:
     """Check that the local files and folders of a run exist.
 
     Raises:
-        InputError: a file of data.source, data.tokenizer or model.source is not there.
+        InputError: a file of data.source, data.tokenizer or model.source does not exist.
     """
     check_source(config.model.source)
     Corpus(config.data)

@@ -1,7 +1,7 @@
 """Plots of losses: of one run in its folder, and of several for `octavo compare --plot`.
 
 Each curve is drawn twice, pale with every step and strong as a running mean: single steps scatter more than recipes differ.
-Figures are created without pyplot, so that a backend or a figure of the caller is not affected.
+Figures are created without pyplot, so that the caller's backend and figures are not affected.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PLOT = "losses.png"
 """The plot in the folder of a run."""
 _PICTURES = (".png", ".pdf", ".svg")
 _LEGEND_INSIDE = 8
-"""Largest number of names in a legend above the curves; a longer legend goes beneath them."""
+"""Most names in a legend above the curves; a longer legend goes below them."""
 _LOSS = "loss (nats per token)"
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 _STYLES = ("-", "--", ":")
 _SETS = ("s", "^", "v", "P", "X")
 """Markers of the validation sets."""
-_MARKERS = (("o", 8), ("D", 4))  # with their sizes: two validations of nearly the same loss are both seen
+_MARKERS = (("o", 8), ("D", 4))  # with sizes that leave both of two nearly equal losses visible
 
 
 def check_picture(path: Path) -> None:
@@ -48,13 +48,13 @@ def check_picture(path: Path) -> None:
             f"--plot {path}: {path.suffix or 'no suffix'} is not a known kind of picture. Use {', '.join(_PICTURES)}."
         )
     if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {str(path.parent)!r}. Make it first, or give another path.")
+        raise InputError(f"--plot {path}: there is no folder {str(path.parent)!r}. Create it first, or give another path.")
 
 
 def plot_run(folder: Path) -> Path | None:
     """Draw the losses of a run, and of the run without FP8 inside it, to `losses.png` in its folder; returns the file.
 
-    A failure is a warning and None: the run is worth more than its picture. Nothing is drawn without steps.
+    A failure is only a warning, and returns None. Nothing is drawn without steps.
     """
     path, temporary = folder / PLOT, folder / f".{PLOT}.tmp"
     try:
@@ -62,10 +62,10 @@ def plot_run(folder: Path) -> Path | None:
         if figure is None:
             return None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fonts without a character of the title
+            warnings.simplefilter("ignore")  # about fonts without a character of the title
             figure.savefig(temporary, dpi=120, format="png")
         temporary.replace(path)
-    except Exception as error:  # of matplotlib's fonts and caches, of the disk, of damaged metrics
+    except Exception as error:  # matplotlib's fonts and caches, the disk, damaged metrics
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         warn(f"{path} was not drawn: {first_line(error)}.")
@@ -74,7 +74,7 @@ def plot_run(folder: Path) -> Path | None:
 
 
 def run_figure(folder: Path) -> Figure | None:
-    """The losses of a run: training in every step and as running mean, validations, and the same of the run without FP8.
+    """The losses of a run and of its run without FP8: every training step, the running mean, and validations.
 
     None without steps.
     """
@@ -112,12 +112,12 @@ def run_figure(folder: Path) -> Figure | None:
 def draw_comparison(found: Mapping[str, Any], path: Path) -> None:
     """Draw the figure of a comparison to a file."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fonts without a character of a name
+        warnings.simplefilter("ignore")  # about fonts without a character of a name
         comparison_figure(found).savefig(path, dpi=120)
 
 
 def comparison_figure(found: Mapping[str, Any]) -> Figure:
-    """The loss curves of `compare`, and below them each run's gap, as running means over a twentieth of the steps."""
+    """The loss curves of `compare`, and below them each run's gap, as running means over 1/20 of the steps."""
     from matplotlib.figure import Figure
 
     rows, steps = found["rows"], found["numbers"]
@@ -125,7 +125,7 @@ def comparison_figure(found: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 6 + 0.2 * beneath), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     window, reference = _window(len(steps)), rows[0]
-    for number, row in enumerate(rows):  # all colours in one style of line, then in the next
+    for number, row in enumerate(rows):  # all colours in one line style, then in the next
         style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)]}
         _curve(above, steps, row["losses"], f"{row['run']} ({row['gap_percent']:+.2f}%)", **style)
         gaps = [percent_above(loss, other) for loss, other in zip(row["losses"], reference["losses"], strict=True)]
@@ -145,16 +145,16 @@ def comparison_figure(found: Mapping[str, Any]) -> Figure:
 
 
 def _curve(axes: Axes, steps: Sequence[int], losses: Sequence[float], label: str, **style: Any) -> None:
-    """Every step pale, and the running mean strong."""
+    """Draw every step pale, and the running mean strong."""
     window = _window(len(steps))
     if window > 1:
         axes.plot(steps, losses, linewidth=0.7, alpha=0.3, **style)
-    marker = "." if len(steps) == 1 else None  # a line of one point cannot be seen
+    marker = "." if len(steps) == 1 else None  # a line with one point is invisible
     axes.plot(*_running_mean(steps, losses, window), linewidth=1.4, marker=marker, label=_plain(label), **style)
 
 
 def _finish(axes: Axes) -> None:
-    """A grid, and whole numbers of steps."""
+    """Add a grid, and integer ticks for steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.grid(alpha=0.25)
@@ -162,12 +162,12 @@ def _finish(axes: Axes) -> None:
 
 
 def _plain(text: str) -> str:
-    """Text without matplotlib's formulas."""
+    """Text escaped for matplotlib, which would read formulas in it."""
     return text.replace("$", r"\$")
 
 
 def _window(steps: int) -> int:
-    """Steps of a running mean."""
+    """Number of steps of a running mean."""
     return max(1, steps // 20)
 
 
@@ -176,6 +176,6 @@ def _means(window: int) -> str:
 
 
 def _running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> tuple[list[int], list[float]]:
-    """Means of each `window` values in a row, at the step in the middle; at the last one a curve that falls seems too high."""
+    """Means of `window` consecutive values, placed at the middle step: at the last step a falling curve would look too high."""
     means = [math.fsum(values[i : i + window]) / window for i in range(len(values) - window + 1)]
     return list(steps[window // 2 :][: len(means)]), means

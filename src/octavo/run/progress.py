@@ -1,6 +1,6 @@
-"""Progress of a run: a line that stays every few steps, one for each validation, and on a terminal a live line below them.
+"""Progress of a run: a permanent line every few steps and for each validation, and on a terminal a live line below.
 
-Lines fit their terminal, and plain output has 110 columns. A narrow line leaves out the fields that say least; results of a
+Lines fit their terminal, and plain output has 110 columns. A narrow line omits the least important fields; results of a
 validation continue on a further line instead.
 """
 
@@ -21,7 +21,7 @@ _WIDTH_WITH_BAR = 110  # columns of a terminal
 _PLAIN_WIDTH = 110  # columns of a line in a file or a pipe
 _SPACE = "  "
 _LEFT_OUT = ("tflops", "memory", "mfu", "loss scale", "epoch", "dropped", "entropy", "load", "speed", "lr", "norm", "eta")
-"""Fields that a narrow line leaves out, the first one first."""
+"""Fields that a narrow line omits, in this order."""
 
 
 class StepProgress:
@@ -31,8 +31,8 @@ class StepProgress:
         console: output; a terminal gets a live line below the others.
         label: precision of the training, such as "fp8" or "bf16".
         steps: the last step.
-        done: steps before this start.
-        every: steps between lines that stay. The first and the last step of this start have one too.
+        done: steps finished before this start.
+        every: steps between permanent lines. The first and the last step of this start have one too.
     """
 
     def __init__(self, console: Console, *, label: str, steps: int, done: int, every: int) -> None:
@@ -42,7 +42,7 @@ class StepProgress:
         self.every = every
         self._first = done + 1
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
-        self._unshown: Mapping[str, Any] | None = None  # the newest step, as long as it has no line that stays
+        self._unshown: Mapping[str, Any] | None = None  # the newest step, until it has a permanent line
         self._live: Progress | None = None
         # Not on a quiet rank: a live line captures stdout and stderr, and would swallow other output.
         if console.is_terminal and not console.quiet:
@@ -52,7 +52,7 @@ class StepProgress:
                 columns.append(BarColumn(bar_width=_BAR_WIDTH))
                 self._beside += _BAR_WIDTH + 1
             columns.append(TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True)))
-            # Transient: the last step has a line that stays.
+            # Transient: the last step has a permanent line.
             self._live = Progress(*columns, console=console, transient=True)
             self._task = self._live.add_task(label, total=steps, completed=done, line=f"step {done}/{steps}")
 
@@ -81,7 +81,7 @@ class StepProgress:
             self.say(f"{self.label}  {line}")
 
     def say(self, message: str) -> None:
-        """A separate line, above the live one."""
+        """Print a separate line above the live one."""
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     @property
@@ -90,7 +90,7 @@ class StepProgress:
 
     @property
     def _width(self) -> int:
-        """Columns of a line that stays, without the label."""
+        """Columns of a permanent line, without the label."""
         return (self.console.width if self._live else _PLAIN_WIDTH) - cell_len(self.label) - len(_SPACE)
 
     def _keep(self, record: Mapping[str, Any]) -> None:
@@ -99,10 +99,10 @@ class StepProgress:
 
 
 def step_line(record: Mapping[str, Any], steps: int, mean_step_seconds: float, width: int) -> str:
-    """The known fields of a training step, as many as fit into `width` columns, at least step and loss."""
+    """The fields of a training step that fit into `width` columns, at least step and loss."""
     step = int(record["step"])
     fields = _fields(record, steps, mean_step_seconds)
-    room = width - len(str(steps)) + len(str(step))  # so that all steps of a run have the same fields
+    room = width - len(str(steps)) + len(str(step))  # the same fields in all steps of a run
     for name in _LEFT_OUT:
         if cell_len(_SPACE.join(fields.values())) <= room:
             break

@@ -1,6 +1,6 @@
 """Records in the folder of a run, read without torch: JSON files, and the state of the newest checkpoint.
 
-An absent or damaged file is not an error: these figures only label a plot or a table.
+A missing or damaged file is not an error: these values only label a plot or a table.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def newest_state(run: Path) -> dict[str, Any]:
 
 
 def layout_at(run: Path, step: int) -> dict[str, Any] | None:
-    """The layout of the start that trained step `step`, by the first checkpoint from there on; None without one.
+    """The layout of the start that trained step `step`, from the first checkpoint at or after it; None without one.
 
-    A start continues from a checkpoint, so the first checkpoint after a step belongs to the same start, if it still exists.
+    A start continues from a checkpoint, so that checkpoint belongs to the same start, if it still exists.
     """
     later = [folder for at, folder in step_folders(run / "checkpoints") if at >= step]
     state = read_json(later[-1] / STATE) if later else None
@@ -41,6 +41,6 @@ def layout_at(run: Path, step: int) -> dict[str, Any] | None:
 
 
 def label_of(run: Path, config: RunConfig) -> str:
-    """Precision of a run: "fp8", or the dtype of its products, as on a GPU without FP8."""
+    """Precision of a run: "fp8", or the dtype of its products if none runs in FP8."""
     asked = config.fp8.enabled is not False
     return "fp8" if asked and newest_state(run).get("recipe", True) is not None else short_name(config.model.dtype)

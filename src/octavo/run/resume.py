@@ -1,6 +1,6 @@
 """Keys that may change when a run continues; a change of any other key is an error.
 
-Keys that the losses depend on may not change: one curve of two different runs is worse than an error.
+Keys that affect the losses may not change: one curve of two different runs is worse than an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHANGEABLE: dict[str, str] = {
     "train.output": "the folder may have been moved",
     "train.validate_every": "validation does not change the run",
     "train.validate_batches": "validation does not change the run",
-    "data.validation": "validation does not change the run; a set that stays has to be the same text",
+    "data.validation": "validation does not change the run; a remaining set must have the same text",
     "train.eval": "evaluations do not change the run",
     "train.eval_every": "evaluations do not change the run",
     "train.eval_reduce": "evaluations do not change the run",
@@ -37,17 +37,17 @@ CHANGEABLE: dict[str, str] = {
     "train.sample_tokens": "samples do not change the run",
     "train.compare_bf16": "a separate run, after this one",
     "train.verify": "a check of the first start",
-    "train.micro_batch": "the same gradient, in another order of summation; what else changes is said (`warn_of_other_layout`)",
+    "train.micro_batch": "the same gradient, in another order of summation; warns about other effects (`warn_of_other_layout`)",
     "train.recompute": "the same numbers, for less memory",
     "train.mlp_chunks": "the same model, with scales and sums of a part of the tokens",
     "train.offload": "the same numbers, for less memory",
-    "train.graph": "the same numbers, launched at once; of packed documents by another kernel of attention",
-    "train.compile": "the same model, in other kernels; true is refused",
-    "train.deterministic": "the same model, in other kernels",
-    "train.loss_scale": "the same gradient, in another part of float16's range; a scale that is too large must be correctable",
+    "train.graph": "the same numbers, launched at once; packed documents by another kernel of attention",
+    "train.compile": "the same model, by other kernels; true is refused",
+    "train.deterministic": "the same model, by other kernels",
+    "train.loss_scale": "the same gradient, in another part of float16's range; a too large scale must be correctable",
     "data.workers": "the same batches, prefetched",
     "data.folder": "the same tokens in another place; the fingerprint is compared",
-    "parallel.*_degree": "a checkpoint loads in any layout; what changes is said (`warn_of_other_layout`)",
+    "parallel.*_degree": "a checkpoint loads in any layout; warns about effects (`warn_of_other_layout`)",
     "parallel.cp_comm_type": "the same keys and values, by another exchange",
     "parallel.reshard_after_forward": "the same numbers, for less memory",
     "parallel.sync_each_micro_batch": "the same gradient, in another order of summation",
@@ -86,25 +86,25 @@ SCALED = "what has an FP8 scale of its own"
 """Keys of a checkpoint's layout."""
 
 _BEYOND = {
-    DRAWN: "other masks are drawn, so the losses from here on differ from those of an uninterrupted run as by another seed.",
-    SHARED: "parts are rounded by themselves, so gradients from here on differ from those of an uninterrupted run by the "
+    DRAWN: "other masks are drawn, so the losses from here on differ from those of an uninterrupted run, as with another seed.",
+    SHARED: "parts are rounded separately, so gradients from here on differ from those of an uninterrupted run by the "
     "rounding of FP8.",
     SCALED: "casts have other scales, so losses and gradients from here on differ from those of an uninterrupted run by the "
     "rounding of FP8.",
 }
-"""Effects of another layout beyond the last bits."""
+"""Effects of a changed layout beyond the last bits."""
 
 _PROVENANCE = {
     *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache"),
-    *ROLES,  # the tokenizer's, which the fingerprint of the data covers
+    *ROLES,  # the tokenizer's ids, which the data's fingerprint covers
 }
 """Keys of a Hugging Face config that do not change the model."""
 
 
 def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The run file `now` with the values of the run `before` for absent keys; and a text for each other than the default.
+    """The run file `now` with the run's earlier values for absent keys; and a text for each that is not the default.
 
-    A key that may change keeps its default. resolved: `now` with its defaults resolved for the model.
+    A key that may change gets its default. resolved: `now` with its defaults resolved for the model.
     """
     before = _recorded(before)
     now = with_own_scale(before, now)
@@ -120,7 +120,7 @@ def with_keys_of(before: RunConfig, now: RunConfig, resolved: RunConfig) -> tupl
 
 
 def with_own_scale(before: RunConfig, now: RunConfig) -> RunConfig:
-    """The run file `now` with the `data.weights` of the run `before` if both give the same shares, on another scale."""
+    """The run file `now` with the earlier `data.weights` if both give the same shares, on different scales."""
     old, new = before.data.weights, now.data.weights
     if not old or not new or len(old) != len(new):
         return now
@@ -129,9 +129,9 @@ def with_own_scale(before: RunConfig, now: RunConfig) -> RunConfig:
 
 
 def check_extended(before: RunConfig, saved: Mapping[str, Any], run_file: Path) -> None:
-    """Check `train.extended` of a run's file against the newest checkpoint, whose steps had the rates of their schedule.
+    """Check `train.extended` of a run's file against the newest checkpoint, which has the rates of its schedule.
 
-    saved: the state of the checkpoint; one of an older version says nothing.
+    saved: the state of the checkpoint; older versions do not record it.
 
     Raises:
         InputError: the key was changed by hand.
@@ -142,16 +142,16 @@ def check_extended(before: RunConfig, saved: Mapping[str, Any], run_file: Path) 
     now = before.train.extended
     past, recorded = ([end for end in ends if end < done] for ends in (now, ended))
     going, went = (next((end for end in ends if end >= done), None) for ends in (now, ended))
-    moved = going is not None and going != went and before.optimizer.schedule != "wsd"  # which has no end before its decay
+    moved = going is not None and going != went and before.optimizer.schedule != "wsd"  # wsd has no end before its decay
     if past != recorded or moved:
         raise InputError(
-            f"{run_file}: train.extended = {now}, but the run was trained with {ended[:-1]}, which is the record of its past. "
-            f"Put train.extended = {ended[:-1]} back, or set another train.output."
+            f"{run_file}: train.extended = {now}, but the run was trained with {ended[:-1]}, and this key records its past. "
+            f"Restore train.extended = {ended[:-1]}, or set another train.output."
         )
 
 
 def extend(before: RunConfig, now: RunConfig, done: int) -> RunConfig:
-    """Check another number of steps than that of the run `before`; returns `now`, with `train.extended` where it needs it.
+    """Check a changed number of steps; returns `now`, with `train.extended` if it is needed.
 
     A constant schedule has no end, and wsd none before its decay. Otherwise only a finished run can be extended: wsd repeats
     its decay, and the rates of the other schedules jump, so that `train.extended` must be set.
@@ -192,14 +192,14 @@ def check_resumable(
     now: RunConfig,
     folder: Path,
     *,
-    remedy: str = "Put them back to continue it, or set another train.output.",
+    remedy: str = "Restore them to continue it, or set another train.output.",
 ) -> None:
-    """Check that a run continues under the configuration that it was started with.
+    """Check that a run continues with the configuration that it was started with.
 
     `extend` has checked `train.steps`.
 
     Raises:
-        InputError: for each changed key, its old and new value; not for keys that another changed key leaves without effect.
+        InputError: lists each changed key with old and new value, without keys that another changed key makes ineffective.
     """
     now = _without_default_split(now)
     idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
@@ -220,7 +220,7 @@ def check_resumable(
 
 
 def changed_fp8(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Keys of `[fp8]` that changed, each with old and new value; keys without effect on both sides are left out."""
+    """Keys of `[fp8]` that changed, each with old and new value; keys without effect in both are omitted."""
     idle = {each.key: each.by for config in (before, now) for each in without_effect(config)}
     both = _recorded(before), settled(now, list(without_effect(now)))
     old, new = ({key: value_of(config, key) for key in FP8_CHANGES} for config in both)
@@ -229,7 +229,7 @@ def changed_fp8(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]
 
 
 def _ordered(value: Any) -> Any:
-    """A table as pairs: later patterns win, so order counts."""
+    """A table as pairs: later patterns win, so order matters."""
     return list(value.items()) if isinstance(value, dict) else value
 
 
@@ -237,7 +237,7 @@ def check_same_model(recorded: Path, hf_config: Any) -> None:
     """Check that the source of a continued run still has the Hugging Face config that the run began with.
 
     Raises:
-        InputError: for each changed key, its old and new value.
+        InputError: lists each changed key with old and new value.
     """
     if not recorded.is_file():
         return
@@ -246,12 +246,12 @@ def check_same_model(recorded: Path, hf_config: Any) -> None:
     if changed:
         raise InputError(
             f"the model of the run is not the one that it began with ({recorded}): {_differences(old, new, changed)}. "
-            "Put model.source and model.config back as they were, or set another train.output."
+            "Restore model.source and model.config, or set another train.output."
         )
 
 
 def _recorded(before: RunConfig) -> RunConfig:
-    """The run file of an earlier start, of an older version too, without keys that have no effect."""
+    """The run file of an earlier start, also of an older version, without keys that have no effect."""
     before = _without_default_split(before)
     if before.fp8.enabled is not False:
         older = {key: value for key, value in _OLDER_DEFAULTS.items() if value_of(before, key) is None}
@@ -260,7 +260,7 @@ def _recorded(before: RunConfig) -> RunConfig:
 
 
 def _without_default_split(config: RunConfig) -> RunConfig:
-    """Without the default of data.split, which older versions' files list; the fingerprint of the data tells a folder's."""
+    """The configuration without the default of data.split, which older versions' files list; the fingerprint covers it."""
     return with_values(config, {"data.split": None}) if config.data.split == "train" else config
 
 
@@ -271,7 +271,7 @@ def _may_change(key: str) -> bool:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if f"{prefix}{key}" in ("fp8.layers", "optimizer.rates"):  # later patterns win, so order counts
+        if f"{prefix}{key}" in ("fp8.layers", "optimizer.rates"):  # later patterns win, so order matters
             flat[f"{prefix}{key}"] = list(value.items())
         elif isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
@@ -289,11 +289,10 @@ def _show(value: Any) -> str:
 
 
 def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of a continuation on other ranks or another device, and of each effect beyond the last bits.
+    """Warn about a continuation on other ranks or another device, and about each effect beyond the last bits.
 
-    saved, now: device, threads, ranks and degrees; `VALIDATED`; where a model draws masks, `DRAWN`; in FP8 `SHARED` and
-    `SCALED`; where the loss balances experts, `BALANCED`, or where they are assigned by other than the largest probabilities,
-    `ASSIGNED`.
+    saved, now: device, threads, ranks and degrees; `VALIDATED`; `DRAWN` if the model draws masks; in FP8 `SHARED` and `SCALED`;
+    `BALANCED` if a loss balances the experts, or `ASSIGNED` if experts are assigned other than by the largest probabilities.
     """
     changed = {
         key: f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved.get(key, value) != value
@@ -301,7 +300,7 @@ def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
     balanced, assigned, validated = (changed.pop(key, None) for key in (BALANCED, ASSIGNED, VALIDATED))
     beyond = {key: changed.pop(key) for key in _BEYOND if key in changed}
     if changed:
-        if any(key == "ranks" or key.endswith("_degree") for key in changed):  # an older version has not recorded the rest
+        if any(key == "ranks" or key.endswith("_degree") for key in changed):  # older versions did not record the rest
             beyond |= {key: f"{key} is now {now[key]}" for key in _BEYOND if key in now and key not in saved}
         warn(
             f"{checkpoint} continues, but {'; '.join(changed.values())}: sums have another order and are rounded elsewhere, so "
@@ -319,6 +318,6 @@ def warn_of_other_layout(checkpoint: Path, saved: Mapping[str, Any], now: Mappin
     if validated is not None:
         warn(
             f"{checkpoint} continues, but {validated} (train.validate_batches x train.micro_batch or train.global_batch): "
-            "validation losses from here on do not compare with earlier ones, with which train.early_stopping and "
-            "checkpoint.best continue to compare them."
+            "validation losses from here on are not comparable with earlier ones, but train.early_stopping and "
+            "checkpoint.best still compare them."
         )

@@ -1,9 +1,9 @@
-"""Text from a model: of a checkpoint or a folder through Hugging Face's generation, or of the live model of a training.
+"""Generates text: from a checkpoint or a folder by Hugging Face's generation, or from the live model in training.
 
-A sample during training changes nothing of it: no gradient, no FP8 state, no random generator. The live model has no cache of
-keys and values, so each token costs a forward of the whole text, always of the same shape: fine for some tens of tokens, and
-right for any causal model and any sharding. Prompts are encoded as training documents are: a special token's name is text. Ids
-that the tokenizer does not have are never chosen.
+Sampling during training changes nothing: no gradient, FP8 state or random generator. The live model has no KV cache, so each
+token costs a forward of the whole text, always with the same shape: acceptable for some tens of tokens, and correct for any
+causal model and any sharding. Prompts are encoded like training documents: the name of a special token is plain text. Ids that
+the tokenizer does not have are never chosen.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from octavo.run.folder import RunFolder
 from octavo.storage import local_path
 
 TOKENS = 128
-"""Tokens of a sample of `octavo sample`, or fewer where the model's positions end."""
+"""Default number of tokens of `octavo sample`, or fewer if the model's positions end."""
 TEMPERATURE = 0.8
 TOP_P = 0.95
 _ANSWER = "answer"
-"""Content of a test turn, which shows how the template ends a turn."""
+"""Content of a test turn that shows how the template ends a turn."""
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """How tokens are chosen: temperature 0 takes the most probable one."""
+    """How tokens are chosen; temperature 0: the most probable one."""
 
     temperature: float
     top_p: float
@@ -67,19 +67,17 @@ class _Choice:
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not 0.01 <= self.temperature <= 100:
-            raise InputError(
-                f"temperature = {self.temperature}: use 0 for the most probable token each time, or 0.01 to 100, such as 0.8."
-            )
+            raise InputError(f"temperature = {self.temperature}: use 0 for greedy decoding, or 0.01 to 100, such as 0.8.")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p = {self.top_p}: use a share of the probability above 0, at most 1.")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed = {self.seed}: use a whole number from 0 to 2^63 - 1.")
 
     def token(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token by its logits [V]."""
+        """Choose a token from logits [V]."""
         logits = logits.detach().float().cpu()
         if bool(logits.isnan().any()) or not bool(logits.isfinite().any()):
-            raise OctavoError("the model's logits are not finite: there is no token to choose. Look at the loss of the run.")
+            raise OctavoError("the model's logits are not finite: no token can be chosen. Check the loss of the run.")
         if self.temperature == 0:
             return int(logits.argmax())
         probabilities, order = (logits.double() / self.temperature).softmax(0).sort(descending=True, stable=True)
@@ -88,7 +86,7 @@ class _Choice:
 
 
 def prompt_of_stdin() -> str:
-    """All of stdin but a last newline; `sample` refuses bytes that are not UTF-8."""
+    """All of stdin without a final newline; `sample` refuses bytes that are not UTF-8."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     return sys.stdin.read().removesuffix("\n")
@@ -104,7 +102,7 @@ class _Tokenizer:
     def _theirs(self) -> Any:
         try:
             return AutoTokenizer.from_pretrained(str(self.folder), trust_remote_code=False)
-        except Exception as error:  # transformers raises of many kinds
+        except Exception as error:  # transformers raises many types
             raise InputError(
                 f"{self.folder}: the tokenizer cannot be loaded: {first_line(error).rstrip('.:')}. Save it there again:"
                 f" tokenizer.save_pretrained({str(self.folder)!r})."
@@ -112,7 +110,7 @@ class _Tokenizer:
 
     @functools.cached_property
     def _encoder(self) -> tokenizers.Encoder:
-        _ = self._theirs  # explains a folder without one
+        _ = self._theirs  # raises the error of a folder without a tokenizer
         return tokenizers.load(str(self.folder))
 
     @property
@@ -127,7 +125,7 @@ class _Tokenizer:
             first = next(([one] for one in (special.bos, special.eos) if one is not None), [])
             ids = list(self._encoder.prefix) or first
             if not ids:
-                raise InputError(f'{self.folder}: the tokenizer has no token that begins a text. Give a prompt: --prompt "…".')
+                raise InputError(f'{self.folder}: the tokenizer has no token to begin a text. Give a prompt: --prompt "…".')
         else:
             try:
                 prompt.encode()
@@ -140,8 +138,8 @@ class _Tokenizer:
             ids = [*encoder.prefix, *ids]
         if max(ids) >= vocabulary:
             raise InputError(
-                f"{self.folder}: the prompt has the token {max(ids)}, and the model {vocabulary} tokens (vocab_size): the"
-                " tokenizer is of another model."
+                f"{self.folder}: the prompt has the token {max(ids)}, but the model only {vocabulary} tokens (vocab_size): the"
+                " tokenizer belongs to another model."
             )
         return ids
 
@@ -151,15 +149,15 @@ class _Tokenizer:
         return torch.tensor(sorted(set(self._theirs.get_vocab().values())))
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] with -inf for the ids that the tokenizer does not have: rows of a larger vocabulary have no text."""
+        """Logits [..., V] with -inf for ids that the tokenizer does not have, as in a padded vocabulary."""
         known = self._known[self._known < logits.shape[-1]].to(logits.device)
         return torch.full_like(logits, -torch.inf).index_copy_(-1, known, logits.index_select(-1, known))
 
     def chat(self, chat: Chat, variables: Mapping[str, Any], vocabulary: int) -> tuple[list[int], list[int]]:
-        """The ids of a conversation up to the beginning of the assistant's turn, as training writes it; ids that end the turn.
+        """(ids of a conversation up to the assistant's turn, formatted as in training; ids that end the turn).
 
         Raises:
-            InputError: there is no template, or it refuses the conversation.
+            InputError: there is no template, or the template refuses the conversation.
         """
         template = self._template(bool(chat.tools))
         text = self._written(template, chat, chat.messages, variables, prompt=True)
@@ -167,21 +165,21 @@ class _Tokenizer:
         ids = encode(text)
         if not ids or max(ids) >= vocabulary:
             raise InputError(
-                f"{self.folder}: the conversation has the token {max(ids, default=None)}, and the model {vocabulary} tokens "
-                "(vocab_size): the tokenizer is of another model."
+                f"{self.folder}: the conversation has the token {max(ids, default=None)}, the model only {vocabulary} tokens "
+                "(vocab_size): the tokenizer belongs to another model."
             )
         answered = [*chat.messages, {"role": "assistant", "content": _ANSWER}]
         try:
             whole = self._written(template, chat, answered, variables, prompt=False)
-        except InputError:  # of a template that takes no short answer
+        except InputError:  # from a template that refuses a short answer
             return ids, []
         before, _, behind = whole.rpartition(_ANSWER)
         behind = behind.lstrip()
         heading = before.removeprefix(text)
         if before.startswith(text) and any(token in heading for token in self._special):
             raise InputError(
-                f"the chat template of {self.folder} begins the assistant's turn with {heading.strip()!r}, and not so for "
-                "add_generation_prompt: the model would get another prompt than in training. Correct the template."
+                f"the chat template of {self.folder} begins the assistant's turn with {heading.strip()!r}, but not with "
+                "add_generation_prompt: the prompt would differ from training. Correct the template."
             )
         special = {token.content: number for number, token in self._theirs.added_tokens_decoder.items()}
         end = max((token for token in special if behind.startswith(token)), key=len, default=None)
@@ -189,7 +187,7 @@ class _Tokenizer:
 
     @functools.cached_property
     def _special(self) -> list[str]:
-        """Texts of the special tokens; those of reasoning (`<think>`), which a template may put before an answer, are none."""
+        """Texts of the special tokens, without those of reasoning (`<think>`), which may precede an answer."""
         return [token.content for token in self._theirs.added_tokens_decoder.values() if token.special]
 
     def _template(self, tools: bool) -> str:
@@ -197,7 +195,7 @@ class _Tokenizer:
             found: str = self._theirs.get_chat_template(tools=[{}] if tools else None)
         except ValueError:
             raise InputError(
-                f"{self.folder}: the tokenizer has no chat template, so a conversation has no form. Train with "
+                f"{self.folder}: the tokenizer has no chat template, so a conversation cannot be formatted. Train with "
                 "data.chat_template, save a template there as chat_template.jinja, or give --prompt without --chat."
             ) from None
         return found
@@ -215,7 +213,7 @@ class _Tokenizer:
                 add_generation_prompt=prompt,
                 **{**self._theirs.special_tokens_map, **variables, **chat.variables},
             )
-        except Exception as error:  # of Jinja, and of Python within expressions
+        except Exception as error:  # from Jinja, and from Python in expressions
             raise InputError(f"the chat template of {self.folder} refuses the conversation: {first_line(error)}") from None
         return str(rendered[0])
 
@@ -240,18 +238,20 @@ class Chat:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], where: str) -> Chat:
-        """Of a row in any form that training reads: `messages` or `conversations`, and `tools`.
+        """The conversation of a row in any form that training reads: `messages` or `conversations`, and `tools`.
 
         Raises:
-            InputError: it is none, or ends with the assistant's turn.
+            InputError: the row is not a conversation, or ends with the assistant's turn.
         """
         column = next((name for name in MESSAGES if name in row), None)
         if column is None:
-            raise InputError(f"{where} has no {' or '.join(map(repr, MESSAGES))}: give a conversation as training reads it.")
+            raise InputError(
+                f"{where} has no {' or '.join(map(repr, MESSAGES))}: give a conversation in the form of training data."
+            )
         turns = row[column]
         form = "from" if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "from" in turns[0] else "role"
         answer = {"from": "gpt", "value": _ANSWER} if form == "from" else {"role": "assistant", "content": _ANSWER}
-        # A conversation of training has an assistant's turn: here it is the one to write.
+        # Training conversations need an assistant's turn: here it is the one to generate.
         found = conversation({**row, column: [*turns, answer] if isinstance(turns, list) else turns}, column)
         if isinstance(found, Faulty):
             raise InputError(f"{where}: {found.sentence}.")
@@ -259,7 +259,7 @@ class Chat:
         if isinstance(turns, list):
             messages.pop()
         if not messages or messages[-1]["role"] == "assistant":
-            raise InputError(f"{where} ends with the assistant's turn, which is the one to write: remove it.")
+            raise InputError(f"{where} ends with the assistant's turn, which is to be generated: remove it.")
         return cls(messages, found.tools, dict(found.variables))
 
 
@@ -267,7 +267,7 @@ def chats_of(path: str | Path) -> list[Chat]:
     """The conversations of a file: a JSON object, a list of messages, or one object a line (JSON lines).
 
     Raises:
-        InputError: the file cannot be read, or a row is no conversation.
+        InputError: the file cannot be read, or a row is not a conversation.
     """
     file = local_path(path, "--messages")
     try:
@@ -293,7 +293,7 @@ def chats_of(path: str | Path) -> list[Chat]:
     for number, row in enumerate(rows, start=1):
         where = f"--messages {file}, conversation {number}"
         if not isinstance(row, dict):
-            raise InputError(f'{where} is no object: give {{"messages": [...]}}.')
+            raise InputError(f'{where} is not an object: give {{"messages": [...]}}.')
         found.append(Chat.of(row, where))
     return found
 
@@ -307,7 +307,7 @@ def _tokenizer_of(folder: Path) -> _Tokenizer:
     """The tokenizer of a folder, loaded once until its file changes."""
     if not tokenizers.tokenizer_files(str(folder)):
         raise InputError(
-            f"{folder} has no tokenizer (tokenizer.json), so text can neither be read nor written: save the tokenizer of the"
+            f"{folder} has no tokenizer (tokenizer.json), so text cannot be encoded or decoded: save the tokenizer of the"
             f" model there, tokenizer.save_pretrained({str(folder)!r})."
         )
     file = folder / "tokenizer.json"
@@ -315,7 +315,7 @@ def _tokenizer_of(folder: Path) -> _Tokenizer:
 
 
 def _room(config: Any, prompt: int, tokens: int | None) -> int:
-    """Tokens to generate: as many as requested, by default `TOKENS` or as many as fit after the prompt."""
+    """Tokens to generate: the requested number, by default `TOKENS` or as many as fit after the prompt."""
     if tokens is not None and tokens < 1:
         raise InputError(f"tokens = {tokens}: generate at least 1.")
     positions = getattr(config, "max_position_embeddings", None)
@@ -323,7 +323,7 @@ def _room(config: Any, prompt: int, tokens: int | None) -> int:
         return tokens or TOKENS
     if prompt >= positions:
         raise InputError(
-            f"the prompt has {prompt:,} tokens, and the model {positions:,} positions (max_position_embeddings): give at most"
+            f"the prompt has {prompt:,} tokens, the model only {positions:,} positions (max_position_embeddings): give at most"
             f" {positions - 1:,} tokens."
         )
     room = positions - prompt
@@ -349,23 +349,23 @@ def sample(
     """Continue a prompt, or answer a conversation, with the model of a run or a Hugging Face folder, on a GPU if there is one.
 
     Args:
-        source: the folder of a run, of an export, or of a model of Hugging Face.
+        source: the folder of a run, an export, or a Hugging Face model.
         prompt: None for a new text.
-        checkpoint: "step-N" of a run; its newest when absent.
-        tokens: new ones at most; when absent 128, or fewer where the model's positions end.
-        temperature: 0 takes the most probable token each time.
-        top_p: tokens are drawn from the most probable ones that have this share of the probability together.
-        seed: the same one gives the same text on the same machine.
-        chat: in place of a prompt; written by the tokenizer's chat template with the run's `data.chat_template_variables`, and
-            answered up to the token that ends a turn.
+        checkpoint: "step-N" of a run; None: its newest.
+        tokens: most new tokens; None: 128, or fewer if the model's positions end.
+        temperature: 0 for greedy decoding.
+        top_p: tokens are drawn from the most probable ones whose probabilities add up to this share.
+        seed: the same seed gives the same text on the same machine.
+        chat: a conversation instead of a prompt; formatted by the tokenizer's chat template with the run's
+            `data.chat_template_variables`, and answered up to the token that ends a turn.
 
     Returns:
-        source, checkpoint (None for a folder), prompt, text (with the prompt; of a conversation only the answer),
-        prompt_tokens, tokens, ended (by an end token), temperature, top_p and seed; of a conversation its messages with the
-        answer.
+        source, checkpoint (None for a folder), prompt, text (including the prompt; for a conversation only the answer),
+        prompt_tokens, tokens, ended (by an end token), temperature, top_p and seed; for a conversation also its messages with
+        the answer.
 
     Raises:
-        InputError: no run or model, no checkpoint, no tokenizer, an empty or too long prompt, or no causal language model.
+        InputError: no run or model, no checkpoint, no tokenizer, an empty or too long prompt, or not a causal language model.
         OctavoError: a checkpoint is damaged.
     """
     given = [prompt if chat is None else chat]
@@ -398,7 +398,7 @@ def samples(
         examples = None if prepared is None else prepared.manifest.examples
         if prepared is not None and (examples is None or examples.format != "chat"):
             held = "text" if examples is None else "prompts and completions"
-            warn(f"{source} was trained on {held}, without the chat template that writes this conversation.")
+            warn(f"{source} was trained on {held}, without the chat template that formats this conversation.")
     ends = _ends(model, tokenizer.ends)  # before generation, which replaces the model's eos ids
     prompts = []
     for one in given:
@@ -433,7 +433,7 @@ def samples(
 
 
 def _of_run(run: Path, checkpoint: str | None) -> tuple[PreTrainedModel, Path, str]:
-    """(the model of a run's checkpoint, the folder of its tokenizer, the name of the checkpoint)."""
+    """(the model of a run's checkpoint, its tokenizer's folder, the checkpoint's name)."""
     found = open_run(run, run_config(run), checkpoint)
     tokenizer = found.tokenizer or RunFolder(run).tokenizer
     _ = _tokenizer_of(tokenizer).ends  # refused before the weights are read
@@ -457,21 +457,19 @@ def _of_folder(folder: Path, checkpoint: str | None) -> tuple[PreTrainedModel, P
         )
         raise InputError(f"{str(folder)!r} is neither the folder of a run (run.toml) nor of a model (config.json).{hint}")
     if checkpoint is not None:
-        raise InputError(
-            f"--checkpoint {checkpoint}: {str(folder)!r} is a model's folder, which has no checkpoints. Leave it out."
-        )
+        raise InputError(f"--checkpoint {checkpoint}: {str(folder)!r} is a model's folder, without checkpoints. Leave it out.")
     config = load_config(str(folder))
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise InputError(
-            f"{str(folder)!r} has a model of the kind {config.model_type!r}, which is no causal language model: it generates no"
+            f"{str(folder)!r} has a model of type {config.model_type!r}, which is not a causal language model: it generates no"
             " text from a prompt alone."
         )
     _ = _tokenizer_of(folder).ends  # refused before the weights are read
-    files = WeightFiles(folder)  # refuses pickles, damaged weights, and those that are quantised otherwise than in FP8
+    files = WeightFiles(folder)  # refuses pickles, damaged weights, and quantised ones other than FP8
     generation = load_generation_config(str(folder)) or from_model_config(config)
     ends = GenerationConfig(
         eos_token_id=generation.values.get("eos_token_id")
-    )  # given, so that a file that is refused is not read
+    )  # passed, so that transformers does not read a file that it refuses
     model: PreTrainedModel
     if files.matrices:
         return _of_fp8_folder(folder, config, ends), folder, None
@@ -481,7 +479,7 @@ def _of_folder(folder: Path, checkpoint: str | None) -> tuple[PreTrainedModel, P
 
 
 def _of_fp8_folder(folder: Path, config: Any, ends: GenerationConfig) -> PreTrainedModel:
-    """The model of a folder in FP8 with the values of its weights: transformers' readers need a GPU, or another package."""
+    """The model of an FP8 folder with dequantised weights: transformers' readers need a GPU or another package."""
     weights = folder_weights(folder, None, config)
     dtype = config.dtype or torch.bfloat16
     state = {name: weights.read(name).to(dtype) for name, kind in weights.kinds.items() if kind == "float"}
@@ -490,7 +488,7 @@ def _of_fp8_folder(folder: Path, config: Any, ends: GenerationConfig) -> PreTrai
         model: PreTrainedModel = type(causal_lm_on_meta(config)).from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, generation_config=ends
         )
-    warn(f"{folder}: weights in FP8 are computed with by their values in {short_name(dtype)}, activations are not cast to FP8.")
+    warn(f"{folder}: FP8 weights are dequantised to {short_name(dtype)}; activations are not cast to FP8.")
     return model
 
 
@@ -502,28 +500,28 @@ def _ends(model: PreTrainedModel, ends: tuple[int, ...]) -> list[int]:
 
 
 class _KnownIds(LogitsProcessor):
-    """Leaves Hugging Face's generation the ids of the tokenizer."""
+    """Restricts Hugging Face's generation to the tokenizer's ids."""
 
     def __init__(self, tokenizer: _Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V] of the next token."""
+        """scores: [B, V], of the next token → the same with unknown ids masked."""
         return self._tokenizer.masked(scores)
 
 
 def _generated(
     model: PreTrainedModel, ids: list[int], tokens: int, choice: _Choice, tokenizer: _Tokenizer, stop: list[int]
 ) -> list[int]:
-    """New ids by Hugging Face's generation; this process's random states stay as they were."""
+    """New ids by Hugging Face's generation, without effect on this process's random states."""
     drawn = {"do_sample": True, "temperature": float(choice.temperature), "top_p": float(choice.top_p), "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=stop or None,
-        pad_token_id=stop[0] if stop else 0,  # of the one text nothing is padded
+        pad_token_id=stop[0] if stop else 0,  # nothing is padded with a single text
         **(drawn if choice.temperature else {"do_sample": False}),
     )
-    model.generation_config = config  # else sampling settings of the folder would join these
+    model.generation_config = config  # otherwise the folder's sampling settings would be merged
     given = torch.tensor([ids], device=model.device)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(choice.seed)
@@ -543,13 +541,13 @@ def sample_text(
     top_p: float = TOP_P,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation by the live model of a training, in `dtype` without FP8; the training is not affected.
+    """The prompt and its continuation by the live model in training, in `dtype` without FP8; training is not affected.
 
-    Between steps, outside of `octavo.fp8_autocast`. All ranks call it with the same arguments and get the same text.
+    Call it between steps, outside `octavo.fp8_autocast`, on all ranks with the same arguments; all get the same text.
 
     Args:
         model: Octavo's decoder or a causal language model with its original code, sharded or not.
-        tokenizer_folder: that of the run.
+        tokenizer_folder: the run's.
         prompt, tokens, temperature, top_p, seed: as in `sample`.
 
     Raises:
@@ -559,7 +557,7 @@ def sample_text(
     choice, ranks = _Choice(temperature, top_p, seed), all_ranks()
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "vocab_size"):
-        raise InputError(f"{type(model).__name__} has no Hugging Face config with a vocab_size: it is no language model.")
+        raise InputError(f"{type(model).__name__} has no Hugging Face config with a vocab_size: it is not a language model.")
 
     def prepared() -> list[int]:
         found = _tokenizer_of(Path(tokenizer_folder)).encode(prompt, config.vocab_size)
@@ -572,7 +570,7 @@ def sample_text(
     ids = ranks.on_rank_0(prepared)
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    # Always the same shape, since kernels are chosen by it. No token attends to the padding after it.
+    # Always the same shape, by which kernels are chosen. No token attends to the padding after it.
     text = torch.tensor([ids + ids[-1:] * tokens], device=device)
     end = len(ids)
     ends = ranks.on_rank_0(lambda: _tokenizer_of(Path(tokenizer_folder)).ends)
@@ -599,7 +597,7 @@ def _logits(model: nn.Module, text: Tensor, position: int) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; then each module's previous mode, since some may be frozen in evaluation mode."""
+    """Evaluation mode inside; restores each module's previous mode, since some may stay in evaluation mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Summary of a finished run, from metrics.jsonl: a run that was continued, or had already finished, gets the same one."""
+"""Summary of a finished run from metrics.jsonl: the same for an uninterrupted and a continued run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.errors import OctavoError
 from octavo.run.metrics import lacking, read_metrics
 
 LAST_STEPS = 50
-"""Steps whose mean loss is reported, at most."""
+"""Most steps whose mean loss is reported."""
 _WIDTH = 80  # columns of the text
 _SAMPLE_LINES = 6
 _FILES = ("run.toml", "metrics.jsonl", "losses.png", "checkpoints/", "model/config.json", "tokenizer/")
@@ -43,17 +43,17 @@ class Summary:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of `train`: the run's folder and summary; that of the run without FP8, and a generated text, if there is one."""
+    """Result of `train`: the run's folder and summary; if present, the summary of the run without FP8, and a sample."""
 
     folder: Path
     config: RunConfig
     summary: Summary
     bf16: Summary | None
     ended_early: str = ""
-    """The reason for an end before the last step."""
+    """The reason for an early end; else empty."""
     sample: str | None = None
     best: tuple[int, str] | None = None
-    """Step of the best checkpoint and its figure in words, if that is not the last one."""
+    """Step of the best checkpoint and its figure in words, if it is not the last one."""
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def gap_percent(self) -> float | None:
-        """Distance of the FP8 loss to the loss without FP8, in % of the latter."""
+        """Relative difference of the FP8 loss to the loss without FP8, in %."""
         return None if self.bf16 is None else percent_above(self.summary.loss, self.bf16.loss)
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,12 +103,12 @@ def losses_of_sets(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def averaged_steps(steps: int) -> int:
-    """Steps at the end whose mean is the loss of a run: a tenth of all, at most 50."""
+    """Number of last steps whose mean is a run's loss: a tenth of all, at most 50."""
     return min(LAST_STEPS, max(1, steps // 10))
 
 
 def percent_above(loss: float, reference: float) -> float:
-    """Distance of a loss to a reference in % of the latter; NaN for a reference of 0."""
+    """Relative difference of a loss to a reference in %; NaN for a reference of 0."""
     return 100 * (loss / reference - 1) if reference else math.nan
 
 
@@ -154,7 +154,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _sample_lines(sample: str) -> list[str]:
-    """The first lines of a text, wrapped, without control characters: a terminal would obey them."""
+    """The first lines of a text, wrapped, without control characters, which a terminal would execute."""
     plain = ("".join(c if c.isprintable() else " " for c in line) for line in sample.expandtabs(4).splitlines())
     lines = list(itertools.chain.from_iterable(textwrap.wrap(line, _WIDTH - 2) or [""] for line in plain))
     cut = [*lines[:_SAMPLE_LINES], "…"] if len(lines) > _SAMPLE_LINES else lines
@@ -162,9 +162,9 @@ def _sample_lines(sample: str) -> list[str]:
 
 
 def _next_commands(result: Result) -> Iterator[list[str]]:
-    """Commands that work in the current folder as they are printed."""
+    """Commands that work as printed in the current folder."""
     folder = str(result.folder)
-    folder = f"./{folder}" if folder.startswith("-") else folder  # not an option
+    folder = f"./{folder}" if folder.startswith("-") else folder  # not to be parsed as an option
     if (result.folder / "tokenizer").is_dir():
         yield ["octavo", "sample", folder, "--prompt", _PROMPT]
     names = itertools.chain(["export"], (f"export-{number}" for number in itertools.count(2)))
@@ -181,6 +181,6 @@ def _next_commands(result: Result) -> Iterator[list[str]]:
     recipe = "current" if fp8.recipe != "current" else "delayed"
     key, name = ("fp8.enabled=true", "fp8") if fp8.enabled is False else (f"fp8.recipe={recipe}", recipe)
     world = os.environ.get("WORLD_SIZE", "1")
-    if world in ("1", os.environ.get("LOCAL_WORLD_SIZE")):  # not for ranks of several hosts
+    if world in ("1", os.environ.get("LOCAL_WORLD_SIZE")):  # not on several hosts
         ranks = [] if world == "1" else ["--ranks", world]
         yield ["octavo", "train", f"{folder}/run.toml", key, f"train.output={folder}-{name}", *ranks]

@@ -1,7 +1,7 @@
-"""Experiment trackers: a table of adapters, each an extra to install, all off by default.
+"""Experiment trackers: a table of adapters, each in an optional extra, all off by default.
 
-Trackers get each step after metrics.jsonl, which stays the record. A tracker that does not open is an error; one that fails
-later is dropped with a warning, and the training continues. Output of trackers goes to stderr, since stdout may be one JSON
+Trackers get each step after metrics.jsonl, which stays the record. A tracker that does not start is an error; one that fails
+later is dropped with a warning, and training continues. Output of trackers goes to stderr, since stdout may be one JSON
 document.
 """
 
@@ -77,7 +77,7 @@ class Trackers:
     """The trackers of the run in `folder`, from `first_step` on.
 
     Raises:
-        InputError: one does not start; the others are closed.
+        InputError: a tracker does not start; the others are closed.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], first_step: int) -> None:
@@ -92,7 +92,7 @@ class Trackers:
                     raise
                 remedy = _REMEDIES.get(name, f"Check that {name} works by itself")
                 raise InputError(
-                    f"log.trackers names {name!r}, which does not start: {first_line(error)}. {remedy}, or take it out of "
+                    f"log.trackers names {name!r}, which does not start: {first_line(error)}. {remedy}, or remove it from "
                     "log.trackers."
                 ) from None
 
@@ -127,6 +127,6 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(
-                f"log.trackers names {name!r}, which is not installed. Install it by {install_extra(name)}, or take it "
-                "out of log.trackers."
+                f"log.trackers names {name!r}, which is not installed. Install it by {install_extra(name)}, or remove it "
+                "from log.trackers."
             )

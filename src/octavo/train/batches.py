@@ -1,7 +1,7 @@
 """The data of a run file for a user's training loop: conversations, prompts or text, packed and distributed as in a run.
 
-The global batch of a step depends only on the seed and the number of the step, for any ranks and micro-batch. So a loop
-continues from the number of its next step, and needs no state of a loader.
+The global batch of a step depends only on the seed and the step's number, not on ranks and micro-batch. A loop therefore
+continues from the number of its next step, without a loader state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Batches:
     def __init__(self, model: nn.Module, config: DataConfig, global_batch: int, micro_batch: int | None) -> None:
         if config.validation:
             raise InputError(
-                f"octavo.batches: validation = {some(config.validation)}: sets by name are of runs. "
+                f"octavo.batches: validation = {some(config.validation)}: named sets are supported only in runs. "
                 "Call octavo.batches for each, with its source as data."
             )
         hf_config = getattr(model, "config", None)
@@ -59,8 +59,8 @@ class Batches:
         size = getattr(hf_config, "vocab_size", None)
         if not isinstance(size, int):
             raise InputError(
-                f"octavo.batches: {type(model).__name__} has no Hugging Face config with a vocab_size, with which the ids of "
-                "the data are compared. Give the model of octavo.transform itself."
+                f"octavo.batches: {type(model).__name__} has no Hugging Face config with a vocab_size, against which ids of "
+                "the data are checked. Give the model of octavo.transform itself."
             )
         check_vocabulary(self.prepared, size, load=False)
         if not isinstance(model, Decoder):
@@ -85,10 +85,10 @@ class Batches:
         )
 
     def step(self, step: int) -> list[dict[str, Any]]:
-        """This rank's micro-batches of a step, the first is 1: keyword arguments of the model. Collective over ranks.
+        """This rank's micro-batches of a step (the first is 1), as keyword arguments of the model. Collective over ranks.
 
         `input_ids`, `labels` and, for separate documents, `position_ids` [B, T]; `num_items_in_batch`, the targets of the
-        global batch, by which the sum of losses is divided; of a decoder with experts `attention_mask`.
+        global batch, by which the sum of losses is divided; and, for a decoder with experts, `attention_mask`.
         """
         if step < 1:
             raise InputError(f"octavo.batches: step = {step}: the first step is 1.")
@@ -100,22 +100,22 @@ class Batches:
         return [self._arguments(batch, targets) for batch in found]
 
     def steps(self, first: int = 1, last: int | None = None) -> Iterator[list[dict[str, Any]]]:
-        """`step` of each step from `first` to `last`, without end if that is None; a loop continues at its next step."""
+        """`step` for each step from `first` to `last`, endless if that is None. To continue a loop, give its next step."""
         step = first
         while last is None or step <= last:
             yield self.step(step)
             step += 1
 
     def validation(self, sequences: int) -> Iterator[dict[str, Any]]:
-        """Arguments of the first `sequences` sequences of the validation split, this rank's, each once and in fixed order.
+        """Arguments for this rank's part of the first `sequences` sequences of the validation split, each once, in fixed order.
 
-        Without `num_items_in_batch`: divide the sum of losses over batches and ranks by that of their targets.
+        They have no `num_items_in_batch`: divide the sum of losses over batches and ranks by the sum of their targets.
         """
         for batch in self._loader_of("validation").validation(sequences):
             yield self._arguments(batch, None)
 
     def sequences_to_epochs(self, steps: int) -> float:
-        """Epochs of so many steps."""
+        """Number of epochs in `steps` steps."""
         return self._loader.epoch(steps)
 
     def _arguments(self, batch: Batch, targets: Tensor | None) -> dict[str, Any]:
@@ -124,12 +124,12 @@ class Batches:
             "labels": batch.labels.to(self._device, non_blocking=True),
         }
         if self.packing == "documents":
-            # A decoder reads them on the host, where a GPU need not be waited for.
+            # A decoder reads them on the host, without GPU synchronisation.
             own = isinstance(self._model, Decoder)
             found["position_ids"] = batch.position_ids if own else batch.position_ids.to(self._device)
         if targets is not None:
             found["num_items_in_batch"] = targets
-        # Attention never reaches padding; the losses and figures of routers would count it.
+        # Attention ignores padding anyway; router losses and metrics would count it.
         if isinstance(self._model, Decoder) and self._model.spec.experts and (real := batch.real()) is not None:
             found["attention_mask"] = real
         return found
@@ -148,8 +148,8 @@ def batches(
                     loss = model(**arguments).loss
                 loss.backward()
 
-    Conversations are masked by the chat template and packed separately by best fit, as in a run; ranks share a global batch by
-    the work of attention. Collective over ranks.
+    Conversations are masked by the chat template and packed separately by best fit, as in a run. A global batch is divided
+    among ranks by the work of attention. Collective over ranks.
 
     Args:
         model: of `octavo.transform`, or a causal language model with its original code.
@@ -158,12 +158,12 @@ def batches(
         micro_batch: sequences in a forward of one rank; None: its whole share.
 
     Raises:
-        InputError: a key is unknown or wrong; the data has a fault, or ids beyond the model's vocabulary; ranks x micro-batch
-            does not divide the global batch; sequences are longer than the model's positions; the model's original code ignores
-            the boundaries of documents.
+        InputError: an unknown or wrong key; a fault in the data, or ids beyond the model's vocabulary; a global batch that
+            ranks x micro-batch does not divide; sequences longer than the model's positions; original code that ignores the
+            boundaries of documents.
     """
     values = data.model_dump(exclude_unset=True) if isinstance(data, DataConfig) else dict(data)
-    # A whole run file: keys of the section without an effect are refused as there.
+    # A complete run file, so that keys without effect are refused as in a run.
     given = {"model": {"source": "llama-1b"}, "data": values, "train": {"steps": 1, "global_batch": global_batch}}
     run = RunConfig.from_dict(given, where="octavo.batches")
     return Batches(model, run.data, global_batch, micro_batch)

@@ -1,8 +1,8 @@
 """Events of a training: the calls that `octavo.Trainer` passes on to a user's callbacks and evaluation.
 
 They run on every rank, so that a callback may use collectives. If one raises, the step is saved first. Random numbers that they
-draw and gradients that they leave change no number of the run. Settings that the run decides, such as the learning rate, they
-cannot change: that is refused rather than overwritten. Checkpoints store the state of callbacks that have `state_dict`.
+draw and gradients that they leave do not affect the run. Settings that the run controls, such as the learning rate, must not be
+changed: that is refused rather than overwritten. Checkpoints store the state of callbacks that have `state_dict`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVALUATE = "Trainer(evaluate=…)"
 
 
 class Callback:
-    """Override any of the methods; `trainer` is the `octavo.Trainer`, with `model`, `optimizer`, `config` and `step`.
+    """Base of callbacks: override any method. `trainer` is the `octavo.Trainer`: `model`, `optimizer`, `config`, `step`.
 
     With methods `state_dict` and `load_state_dict` a callback has a state, which each checkpoint of the run stores: tensors,
     numbers, text, and lists, tuples and dicts of them. A continued run restores it before its first step.
@@ -44,7 +44,7 @@ class Callback:
         """After each save; under `checkpoint.async` the files of `path` may still be written."""
 
     def on_end(self, trainer: Any, result: Result) -> None:
-        """After the last step, also of a run that ends early; not after a signal or an error."""
+        """After the last step, also if the run ends early; not after a signal or an error."""
 
 
 EVENTS = ("on_step", "on_validation", "on_checkpoint", "on_end")
@@ -55,14 +55,15 @@ def check_callbacks(callbacks: Any) -> None:
     """Refuse a callback whose methods would never be called, or fail when called.
 
     Raises:
-        InputError: no list of callbacks, a method of a misspelt name or with other arguments, or half of a state.
+        InputError: not a list of callbacks; a method with a misspelt name or other arguments; `state_dict` or `load_state_dict`
+            alone.
     """
     if not isinstance(callbacks, list | tuple):
         raise InputError(f"Trainer(callbacks={callbacks!r}): give a list of callbacks, such as callbacks=[MyCallback()].")
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            way = "make an object of it" if isinstance(callback, type) else "derive its class from octavo.Callback"
-            raise InputError(f"Trainer(callbacks=…): {callback!r} is no octavo.Callback: {way}.")
+            way = "create an object of it" if isinstance(callback, type) else "derive its class from octavo.Callback"
+            raise InputError(f"Trainer(callbacks=…): {callback!r} is not an octavo.Callback: {way}.")
         kind = type(callback).__name__
         for name in dir(callback):
             joined = name.lower() in {event.replace("_", "") for event in EVENTS}
@@ -70,8 +71,8 @@ def check_callbacks(callbacks: Any) -> None:
                 guess = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(), EVENTS)
                 hint = f" Did you mean {guess}?" if guess else ""
                 raise InputError(
-                    f"Trainer(callbacks=…): {kind}.{name} would never be called: no event has this name.{hint} There are "
-                    f"{', '.join(EVENTS)}; give a helper a name that does not begin with on."
+                    f"Trainer(callbacks=…): {kind}.{name} would never be called: no event has this name.{hint} Events are "
+                    f"{', '.join(EVENTS)}; the name of a helper method must not begin with on."
                 )
         for event in EVENTS:
             _check_method(callback, event, "trainer", next(reversed(inspect.signature(getattr(Callback, event)).parameters)))
@@ -97,20 +98,20 @@ def _check_method(callback: Callback, name: str, *arguments: str) -> None:
 
 
 class Events:
-    """Events of a training without listeners, such as the twin without FP8."""
+    """Events without listeners, as in the run without FP8 of `train.compare_bf16`."""
 
     samples = False
-    """Samples of text are shown."""
+    """Whether samples of text are shown."""
 
     def started(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Model and optimizer are ready, restored from a checkpoint if there is one."""
 
     def state(self) -> bytes:
-        """State to keep in a checkpoint; empty without any."""
+        """State for a checkpoint; empty without any."""
         return b""
 
     def restore(self, state: bytes) -> None:
-        """Restore the state of the checkpoint from which the run continues; empty for one without any."""
+        """Restore the state from the checkpoint that the run continues from; empty if it has none."""
 
     def stepped(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
@@ -119,7 +120,7 @@ class Events:
         """A validation is done."""
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is written or being written."""
+        """A checkpoint has been written, or is being written in the background."""
 
     def evaluate(self, model: nn.Module, step: int, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Figures of the user's evaluation, as `evaluation/NAME`. alive: called before each forward."""
@@ -144,7 +145,7 @@ class CallbackEvents(Events):
         """See `Events`.
 
         Raises:
-            InputError: the state of a callback is of types that a checkpoint does not keep.
+            InputError: the state of a callback has types that a checkpoint does not support.
         """
         states = {}
         for name, callback in self._stateful().items():
@@ -160,20 +161,20 @@ class CallbackEvents(Events):
         return pack(states) if states else b""
 
     def restore(self, state: bytes) -> None:
-        """See `Events`. A callback without a state in the checkpoint, and a state without its callback, are said."""
+        """See `Events`. Warns about a callback without a state in the checkpoint, and a state without its callback."""
         states = unpack(state) if state else {}
         callbacks = self._stateful()
         for name in [*callbacks, *(name for name in states if name not in callbacks)]:
             if name not in states:
-                warn(f"the checkpoint has no state of the callback {name}, which begins anew.")
+                warn(f"the checkpoint has no state of the callback {name}, which starts without one.")
             elif name not in callbacks:
-                warn(f"the checkpoint has the state of a callback {name}, which this run does not have: it is left out.")
+                warn(f"the checkpoint has the state of a callback {name}, which this run does not have: it is ignored.")
             else:
                 with _same_random_numbers():
                     callbacks[name].load_state_dict(states[name])
 
     def _stateful(self) -> dict[str, Any]:
-        """The callbacks with a state, by class, and by number from the second of a class on."""
+        """The callbacks with a state, by class name; numbered from the second of a class on."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             kind = type(callback).__qualname__
@@ -196,7 +197,7 @@ class CallbackEvents(Events):
         self._tell("on_checkpoint", path)
 
     def ended(self, result: Result) -> None:
-        """The training has ended, in this start or in an earlier one."""
+        """The training has ended, now or in an earlier start."""
         self._trainer.step = result.summary.steps
         self._tell("on_end", result)
 
@@ -220,10 +221,10 @@ class CallbackEvents(Events):
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Around a user's code: gradients that it leaves are dropped, and a setting that the run would overwrite is refused.
+        """Around a user's code: drop gradients that it leaves, and refuse changes of settings that the run controls.
 
         Raises:
-            InputError: the setting, and the key that has it.
+            InputError: names the setting and its key.
         """
         trainer = self._trainer
         model, optimizer = trainer.model, trainer.optimizer
@@ -234,11 +235,13 @@ class CallbackEvents(Events):
         yield
         for key, value in before.items():
             if getattr(trainer, key) is not value:
-                raise InputError(f"{name} set trainer.{key}, which the training does not read: leave it as it is.")
+                raise InputError(f"{name} set trainer.{key}, which the training does not read: do not set it.")
         if model is None or optimizer is None:
             return
         if list(map(id, optimizer.param_groups)) != list(map(id, groups)):
-            raise InputError(f"{name} changed the parameter groups of the optimizer, which the run has set up: leave them.")
+            raise InputError(
+                f"{name} changed the parameter groups of the optimizer, which the run has set up: do not change them."
+            )
         for number, (group, rate) in enumerate(zip(groups, rates, strict=True)):
             if group["lr"] != rate:
                 raise InputError(

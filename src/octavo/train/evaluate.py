@@ -1,7 +1,7 @@
 """Validation loss, and samples of generated text.
 
-The model runs in evaluation mode without gradients, in FP8 with unchanged scales: no amax is recorded and no random number
-drawn, so that a run with validation has the same losses as one without.
+The model runs in evaluation mode without gradients, in FP8 with unchanged scales. No amax is recorded and no random number
+drawn, so a run with validation has the same losses as one without.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.train.step import TrainContext, count_targets, loss_of
 
 @dataclass
 class BestValidation:
-    """The best value of a figure so far, of `validation_loss` unless `key` names another, and the validations since."""
+    """The best value so far of a figure, by default `validation_loss`, and the number of validations since."""
 
     step: int = 0
     loss: float = math.inf
@@ -46,7 +46,7 @@ class BestValidation:
 
     @property
     def named(self) -> str:
-        """The figure in words: "lowest validation loss"."""
+        """The figure in words, such as "lowest validation loss"."""
         loss = self.key.replace("validation_loss/", "validation loss of ").replace("validation_loss", "validation loss")
         return f"{'lowest' if self.lowest else 'highest'} {loss}"
 
@@ -59,9 +59,9 @@ class BestValidation:
 
 
 class Validation(NamedTuple):
-    """Result of a validation, in nats a target."""
+    """Result of a validation, in nats per target."""
 
-    loss: float  # with the losses of routers
+    loss: float  # with router losses
     cross_entropy: float
 
 
@@ -69,7 +69,7 @@ class Validation(NamedTuple):
 def validate(context: TrainContext, batches: Sequence[Batch]) -> Validation:
     """Mean loss over all targets of the `batches` of all ranks; NaN without targets.
 
-    The losses of routers are those of all tokens together, so that they are the same for any micro-batch and number of ranks.
+    Router losses are computed over all tokens together, so they do not depend on micro-batch and number of ranks.
     """
     device, model = context.plan.device, context.model
     own = sum(count_targets(batch.labels) for batch in batches)
@@ -100,7 +100,7 @@ def _router_losses_apart(model: nn.Module) -> Iterator[None]:
 
 
 def _router_losses(context: TrainContext) -> float:
-    """The losses of routers in the forwards of all ranks since the last call, with their coefficients."""
+    """Router losses, times their coefficients, in the forwards of all ranks since the last call."""
     model = context.model
     found = model.take_routing() if isinstance(model, Decoder) else None
     if found is None or not isinstance(model, Decoder):
@@ -121,7 +121,7 @@ def perplexity(cross_entropy: float) -> float:
 
 
 def sample_of(context: TrainContext, tokenizer: Path | None) -> str | None:
-    """A prompt with its continuation by the model; None without a tokenizer, or if sampling failed. All ranks call it."""
+    """A prompt with the model's continuation; None without a tokenizer, or if sampling failed. All ranks call it."""
     train = context.plan.config.train
     if tokenizer is None or not train.sample_tokens:
         return None

@@ -1,7 +1,7 @@
 """Evaluations of the model in training: functions of a user, and tasks of lm-eval (`octavo.train.lm_tasks`).
 
-They get the model itself, on every rank, in evaluation mode. Random states, FP8 scales and modes of modules are put back bit
-for bit; a change of a parameter or a buffer is refused. So the training has the same numbers with evaluations as without.
+They get the model itself, on every rank, in evaluation mode. Random states, FP8 scales and module modes are restored bit for
+bit; changes of a parameter or a buffer are refused. So training computes the same numbers with evaluations as without.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _function(file: Path, wanted: str, key: str) -> Evaluation:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     beside = str(file.parent)
-    sys.path.insert(0, beside)  # as of a script that runs there
+    sys.path.insert(0, beside)  # as for a script that runs there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -74,9 +74,9 @@ def _function(file: Path, wanted: str, key: str) -> Evaluation:
 
 
 def check_function(function: Any, key: str) -> None:
-    """Refuse a function that cannot be called with model and step, or whose result would be no dict."""
+    """Refuse a function that cannot be called with model and step, or whose result cannot be a dict."""
     if not callable(function) or isinstance(function, type):
-        raise InputError(f"{key}: it is a function of model and step, and this is {function!r}.")
+        raise InputError(f"{key}: give a function of model and step, not {function!r}.")
     if what := never_runs(function):
         raise InputError(f"{key}: the function {what}. Make it a plain function.")
     if error := fault_of_arguments(function, "model", "step"):
@@ -84,7 +84,7 @@ def check_function(function: Any, key: str) -> None:
 
 
 def never_runs(function: Callable[..., Any]) -> str:
-    """Why a call would not run the function, as a predicate; empty if it does."""
+    """Why a call would not run the function, such as "is async, …"; empty if it would."""
     if inspect.iscoroutinefunction(function):
         return "is async, and nothing would wait for it"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -93,7 +93,7 @@ def never_runs(function: Callable[..., Any]) -> str:
 
 
 def fault_of_arguments(function: Callable[..., Any], *arguments: str) -> str:
-    """Python's error about a call with these arguments; empty if they fit, or if a function in C does not tell."""
+    """Python's error about a call with these arguments; empty if they fit, or if a C function has no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -111,12 +111,12 @@ def figures_of(
     """The figures of a function, as `evaluation/NAME`: the same on all ranks. All ranks call it.
 
     Args:
-        name: of the function, for messages.
+        name: the function's name, for messages.
         reduce: `train.eval_reduce`.
         alive: called before each forward, for a watchdog.
 
     Raises:
-        InputError: the result is no dict of names and numbers, or differs between ranks under "same"; or the function has
+        InputError: the result is not a dict of names and numbers, or differs between ranks under "same"; or the function
             changed the model.
     """
     error: Exception | None = None
@@ -127,7 +127,7 @@ def figures_of(
         found = _numbers(name, found)
     except Exception as raised:
         raised.add_note(f"raised in {name} at step {step}")
-        vars(raised)["of_user"] = True  # not a fault of Octavo
+        vars(raised)["of_user"] = True  # not an error of Octavo
         error = raised
     all_ranks().share_error(error)
     return {f"{EVALUATION}{key}": value for key, value in _over_ranks(name, found, reduce).items()}
@@ -154,7 +154,7 @@ def _number(name: str, key: str, value: Any) -> float:
             raise TypeError
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{name} returned {key} = {value!r}: it is a number, such as {math.pi:.2f}.") from None
+        raise InputError(f"{name} returned {key} = {value!r}: give a number, such as {math.pi:.2f}.") from None
 
 
 def _over_ranks(name: str, own: dict[str, float], reduce: Reduce) -> dict[str, float]:
@@ -192,24 +192,24 @@ def _set_cudnn(values: tuple[bool, bool, bool]) -> None:
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
-    (torch.get_num_threads, torch.set_num_threads),  # which set the order of sums
+    (torch.get_num_threads, torch.set_num_threads),  # which determine the order of sums
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32), _set_cudnn),
 )
-"""Settings of PyTorch that the training's numbers depend on: functions that read and write each."""
+"""PyTorch settings that affect training's numbers: (getter, setter) of each."""
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Around an evaluation in a user's training loop: evaluation mode, no gradients; then training's state is restored.
+    """Around an evaluation in a user's training loop: evaluation mode without gradients; restores training's state.
 
-    Modes of modules, random states (PyTorch's, NumPy's, Python's), FP8 scales and histories are put back, to the bit. Gradients
-    that are there stay; all ranks enter it.
+    Modes of modules, random states (PyTorch's, NumPy's, Python's), FP8 scales and histories are restored to the bit. Existing
+    gradients stay. All ranks enter it.
 
     Raises:
-        InputError: `model` is no module; or a parameter, a buffer or `requires_grad` has another value than before.
+        InputError: `model` is not a module; or a parameter, a buffer or `requires_grad` was changed inside.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"octavo.evaluating: model is of type {type(model).__name__}: give a torch.nn.Module.")
@@ -219,12 +219,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Evaluation mode; then modes, random states and FP8 scales are restored, to the bit, without gradients.
+    """Around an evaluation: evaluation mode, gradients set aside; restores them, modes, random states and FP8 scales.
 
-    name: of the evaluation, for messages. alive: called before each forward of the model.
+    name: the evaluation's name, for messages. alive: called before each forward of the model.
 
     Raises:
-        InputError: a parameter or a buffer has another value than before.
+        InputError: a parameter or a buffer was changed inside.
     """
     before = _sums(model)
     trained = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
@@ -247,12 +247,12 @@ def unchanged(model: nn.Module, name: str, alive: Callable[[], None] = lambda: N
                 write(value)
     for key, parameter in model.named_parameters():
         if parameter.requires_grad != trained.get(key, parameter.requires_grad):
-            raise InputError(f"{name} set requires_grad of {key}: an evaluation leaves it as it is.")
+            raise InputError(f"{name} set requires_grad of {key}: an evaluation must not change it.")
     after = _sums(model)
     if changed := [key for key in {**before, **after} if before.get(key) != after.get(key)]:
         raise InputError(
-            f"{name} changed {changed[0]} of the model, which is the one in training: evaluate without changing it, or put the "
-            "values back before returning."
+            f"{name} changed {changed[0]} of the model, which is the one in training: evaluate without changing it, or "
+            "restore the values before returning."
         )
 
 

@@ -1,8 +1,8 @@
 """`train.graph`: forward and backward of a step's micro-batches as CUDA graphs, with the numbers of the eager loop.
 
-The first micro-batch is one graph, which sets the gradients and casts the FP8 weights; all others are replays of a second one,
-which adds to them and reads these. Clipping, optimizer, evaluation and checkpoints stay eager. `octavo.plan.graph` refuses the
-runs that a recording would not repeat.
+The first micro-batch is one graph, which sets the gradients and casts the FP8 weights. The others are replays of a second
+graph, which adds to the gradients and reads those weights. Clipping, optimizer, evaluation and checkpoints stay eager.
+`octavo.plan.graph` refuses runs that a replay would not repeat.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LossOf = Callable[[Batch, Tensor], Tensor]
 
 
 class StepGraph:
-    """Forwards and backwards of whole steps: eager ones at first, and on a CPU; then replays.
+    """Forward and backward of whole steps: eager at first and on a CPU, then by replays.
 
     Args:
         model: trained, on one GPU or on the CPU.
-        loss_of: of a batch on the model's device.
-        device: of the model.
-        micro_batches: of each step.
-        documents: True if each micro-batch packs documents, whose boundaries follow from its positions on the device.
+        loss_of: loss of a batch on the model's device.
+        device: the model's device.
+        micro_batches: number of micro-batches in a step.
+        documents: True if micro-batches pack documents, with boundaries given by positions on the device.
         required: True raises for a step that a replay would not repeat; False computes it eagerly.
     """
 
@@ -60,10 +60,10 @@ class StepGraph:
         return total
 
     def can_replay(self) -> bool:
-        """True if a replay computes what the next eager step would. It runs no code of Python, such as hooks.
+        """True if a replay would compute the same as an eager step. A replay runs no Python code, such as hooks.
 
         Raises:
-            InputError: it would not, and recorded steps are `required`.
+            InputError: it would not, and replays are `required`.
         """
         change = next(self._changes(), None)
         if change is None:
@@ -80,7 +80,7 @@ class StepGraph:
         return False
 
     def _changes(self) -> Iterator[tuple[str, str]]:
-        """What differs from the recording, and how to undo it."""
+        """Differences from the recording, each with the way to undo it."""
         for name, module, training in self._modules:
             named, modes = name or "the model", ("evaluation", "training")
             if has_hooks(module):
@@ -91,7 +91,7 @@ class StepGraph:
                 yield f"the forward of {named} was replaced", "Put it back"
         for name, parameter, trained in self._parameters:
             if parameter.requires_grad != trained:
-                yield f"{name} was {'trained' if trained else 'frozen'} and is not any more", "Put it back"
+                yield f"{name} was {'trained' if trained else 'frozen'} and no longer is", "Put it back"
             if (parameter._backward_hooks or parameter._post_accumulate_grad_hooks) and name not in self._hooked:
                 yield f"{name} has a hook", "Remove it"
             if parameter.grad is not None:
@@ -99,7 +99,7 @@ class StepGraph:
 
 
 def _loss(loss_of: LossOf, first: bool | None) -> Callable[..., Tensor]:
-    """The loss of tensors; first: as of `microbatch`, None for the one micro-batch of a step."""
+    """The loss as a function of tensors. first: as in `microbatch`; None if a step has one micro-batch."""
 
     def loss(targets: Tensor, ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
         with contextlib.nullcontext() if first is None else microbatch(first=first):

@@ -1,9 +1,9 @@
 """Tasks of lm-eval (EleutherAI's lm-evaluation-harness, extra `octavo[eval]`) on the model in training.
 
-Every rank runs the harness over all questions, and ranks that see different samples answer a share of the texts each: then all
-have all answers, and the figures are those of one rank. Forwards are equally many on every rank, since sharded ranks run them
-together. They run in FP8 where training does, with its scales under delayed scaling; other recipes scale each batch separately.
-Where the data of the run are conversations, questions are written by the chat template, as training writes them.
+Every rank runs the harness over all questions, and ranks with different samples answer a share of the texts each; then all have
+all answers, and the figures equal those of one rank. Every rank runs equally many forwards, since sharded ranks run them
+together. They run in FP8 if training does, under delayed scaling with its scales; other recipes scale each batch separately. If
+the run's data are conversations, questions are written by the chat template, as in training.
 
 No code is fetched: data sets with scripts, metrics of the Hub and tasks that run generated code are refused.
 """
@@ -35,11 +35,11 @@ from octavo.train.evaluation import unchanged
 from octavo.train.step import TrainContext
 
 _STEP = 16
-"""Lengths of batches are multiples of it, and of context ranks' requirements."""
+"""Lengths of batches are multiples of this, and of the multiple that context ranks need."""
 
 
 _SEED = 1234
-"""Of the examples before questions: lm-eval's own default."""
+"""Seed of the examples before questions: lm-eval's default."""
 
 
 def load_tasks(config: TrainConfig) -> Any:
@@ -69,14 +69,14 @@ def _tasks(names: tuple[str, ...], folder: str | None, shots: int | None) -> Any
     try:
         with _no_code_of_the_hub():
             found = manager.load(list(names))
-    except Exception as error:  # of a data set or a task's code
+    except Exception as error:  # exceptions of a data set or a task's code
         raise InputError(f"train.eval: lm-eval cannot load {', '.join(names)}: {first_line(error)}.") from error
     for name, task in found["tasks"].items():
         _check_task(name, task)
         given = task.get_config("num_fewshot")
         if shots and given == 0:
             raise InputError(
-                f'train.eval_shots = {shots}, but "lm-eval:{name}" is asked without examples (num_fewshot: 0 in its file). '
+                f'train.eval_shots = {shots}, but "lm-eval:{name}" has no examples (num_fewshot: 0 in its file). '
                 "Leave train.eval_shots out, or write a task of your own (train.eval_tasks)."
             )
         if shots is not None or given is None:
@@ -86,7 +86,7 @@ def _tasks(names: tuple[str, ...], folder: str | None, shots: int | None) -> Any
 
 @contextlib.contextmanager
 def _no_code_of_the_hub() -> Iterator[None]:
-    """Metrics of the Hub are Python files, which `evaluate.load` runs: it raises in here."""
+    """Inside, `evaluate.load` raises: metrics of the Hub are Python files, which it would run."""
     import evaluate
 
     load = evaluate.load
@@ -102,7 +102,7 @@ def _no_code_of_the_hub() -> Iterator[None]:
 
 
 def _check_task(name: str, task: Any) -> None:
-    """Refuse code from elsewhere, which a task's file may ask for, and generated code."""
+    """Refuse tasks that run downloaded or generated code."""
     config = task.config
     for metric in getattr(config, "metric_list", None) or []:
         known = isinstance(metric.get("metric"), str) and _is_registered(metric["metric"])
@@ -124,7 +124,7 @@ def _is_registered(metric: str) -> bool:
 def run_tasks(context: TrainContext, prepared: PreparedData, alive: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Figures of the tasks of `train.eval`, `evaluation/TASK/METRIC`, the same on all ranks. All ranks call it.
 
-    A metric of a filter of answers other than lm-eval's "none" is METRIC,FILTER. Standard errors are left out.
+    A metric with a filter other than lm-eval's "none" is named METRIC,FILTER. Standard errors are left out.
 
     Args:
         prepared: the run's data, with its tokenizer.
@@ -135,7 +135,7 @@ def run_tasks(context: TrainContext, prepared: PreparedData, alive: Callable[[],
     """
     plan, train, tokenizer = context.plan, context.plan.config.train, prepared.tokenizer_folder
     if tokenizer is None:
-        raise InputError("train.eval has tasks of lm-eval, which are text, and the data has no tokenizer: name data.tokenizer.")
+        raise InputError("train.eval has tasks of lm-eval, which need text, but the data has no tokenizer: set data.tokenizer.")
     positions = getattr(plan.hf_config, "max_position_embeddings", None) or plan.config.data.sequence_length
     settings = Scoring(
         context.model,
@@ -153,9 +153,9 @@ def run_tasks(context: TrainContext, prepared: PreparedData, alive: Callable[[],
 
 
 class Scoring(NamedTuple):
-    """A model and how it is asked.
+    """A model and how questions are put to it.
 
-    longest: tokens in a forward. batch: texts in a forward of a rank. chat: variables of the chat template that writes
+    longest: most tokens in a forward. batch: texts in a rank's forward. chat: variables of the chat template that writes
     questions; None for plain text. turn_ends: ids at which an answer ends, in addition to the end token.
     """
 
@@ -177,7 +177,7 @@ def evaluate_tasks(settings: Scoring, tasks: Any, *, limit: int | None) -> dict[
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=_SEED)  # each evaluation of a run draws the same examples
     options = {"bootstrap_iters": 0, "log_samples": False, "confirm_run_unsafe_code": False}
-    if settings.chat is not None:  # as lm-eval's command has it, with each example as turns of its own
+    if settings.chat is not None:  # as in lm-eval's command, with each example as separate turns
         options |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
     with _no_code_of_the_hub():
         results = evaluate(_language_model(settings), tasks, limit=limit, **options)
@@ -213,7 +213,7 @@ class Answerer:
     def score(self, texts: Sequence[Scored]) -> list[tuple[float, bool]]:
         """(sum of the log-probabilities of the scored tokens, whether each is the most probable one) of each text."""
         size = self._own.batch
-        order = sorted(range(len(texts)), key=lambda at: -len(texts[at].ids))  # of about one length in a forward
+        order = sorted(range(len(texts)), key=lambda at: -len(texts[at].ids))  # texts of about equal length in a forward
         found: dict[int, tuple[float, bool]] = {}
         for first in range(0, len(order), size * self._ranks):
             mine = order[first : first + size * self._ranks][self._rank * size :][:size]
@@ -224,11 +224,11 @@ class Answerer:
         whole: dict[int, tuple[float, bool]] = {}
         for part in all_ranks().all_gather(found):
             for at, value in part.items():
-                whole.setdefault(at, value)  # ranks that share samples have the same
+                whole.setdefault(at, value)  # ranks that share samples have equal values
         return [whole[at] for at in range(len(texts))]
 
     def _scores(self, texts: Sequence[Scored], length: int) -> list[tuple[float, bool]]:
-        """Of a batch; each text is read without its last token."""
+        """Scores of a batch; the model reads each text without its last token."""
         first = min(len(text.ids) - 1 - text.scored for text in texts)
         logits = self.logits([text.ids[:-1] for text in texts], length, torch.arange(first, length))
         results = []
@@ -306,7 +306,7 @@ def _language_model(settings: Scoring) -> Any:
         said.add(message)
 
     def plainly(text: str) -> bool:
-        """True if the tokenizer puts its special tokens around a plain text: not a second BOS."""
+        """True if the tokenizer should add its special tokens: False after a BOS in the text."""
         return special.bos is None or not text.startswith(tokenizer.decode([special.bos]))
 
     class LanguageModel(TemplateLM):
@@ -355,7 +355,9 @@ def _language_model(settings: Scoring) -> Any:
             adds = settings.chat is None and plainly(string) if add_special_tokens is None else add_special_tokens
             ids: list[int] = tokenizer.encode(string, add_special_tokens=adds)
             if ids and max(ids) >= settings.vocabulary:
-                raise InputError(f"lm-eval: a question has the token {max(ids)}, and the model {settings.vocabulary} tokens.")
+                raise InputError(
+                    f"lm-eval: a question has the token {max(ids)}, but the model has {settings.vocabulary} tokens."
+                )
             return ids
 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -365,7 +367,7 @@ def _language_model(settings: Scoring) -> Any:
                     raise InputError(f"lm-eval: the answer {continuation!r} has no separate token after its question.")
                 if len(after) > settings.longest:
                     raise InputError(
-                        f"lm-eval: an answer has {len(after)} tokens, and the model {settings.longest} positions. "
+                        f"lm-eval: an answer has {len(after)} tokens, but the model has {settings.longest} positions. "
                         "Leave the task out."
                     )
                 cut += len(before) + len(after) > settings.longest + 1
@@ -399,7 +401,7 @@ def _language_model(settings: Scoring) -> Any:
                 stops.append([until] if isinstance(until, str) else list(until))
                 if limit >= settings.longest:
                     raise InputError(
-                        f"lm-eval: a task asks for answers of {limit} tokens (max_gen_toks), and the model has "
+                        f"lm-eval: a task asks for answers of {limit} tokens (max_gen_toks), but the model has "
                         f"{settings.longest} positions. Set max_gen_toks in a task of your own (train.eval_tasks)."
                     )
                 ids = self.tok_encode(context)
@@ -426,7 +428,7 @@ def _say_cut(cut: int, total: int, longest: int) -> None:
 
 
 def _refuse_sampling(options: Mapping[str, Any]) -> None:
-    """Answers are the most probable tokens: what asks for others is refused."""
+    """Refuse options of sampling: answers are the most probable tokens."""
     sampled = {
         "do_sample": options.get("do_sample", False),
         "temperature": options.get("temperature", 0.0),
@@ -435,7 +437,7 @@ def _refuse_sampling(options: Mapping[str, Any]) -> None:
     for key, value in sampled.items():
         if value:
             raise InputError(
-                f"lm-eval: a task asks for {key} = {options[key]!r} of its answers, which are the most probable tokens here. "
+                f"lm-eval: a task sets {key} = {options[key]!r}, but answers are the most probable tokens here. "
                 "Set do_sample = false in a task of your own (train.eval_tasks)."
             )
     known = {"do_sample", "temperature", "num_beams", "until", "max_gen_toks", "top_p", "top_k"}

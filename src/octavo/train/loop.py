@@ -1,6 +1,6 @@
 """Training loop: one model from its newest checkpoint, or its first weights, to the last step.
 
-All ranks run `train_one`; rank 0 writes the files of the run. The metrics of a step are written before its checkpoint, and cut
+All ranks run `train_one`; rank 0 writes the run's files. The metrics of a step are written before its checkpoint, and removed
 on resume if there is no checkpoint, so that metrics and weights always agree.
 """
 
@@ -87,7 +87,7 @@ def train_one(
     if checkpoints.protected and first_rank and not (folder.checkpoints / f"step-{best.step}").is_dir():
         warn(
             f"checkpoint.best: the best {best.key} was {best.loss:.4g} at step {best.step}, whose checkpoint was not saved. "
-            "The next better one is."
+            "The next better one will be saved."
         )
     early = _early_end(plan, best)
     if latest is not None:
@@ -150,7 +150,7 @@ def train_one(
             sets=sets,
         )
         events.started(context.model, context.optimizer)
-        events.state()  # a state that no checkpoint can keep is refused before the first step
+        events.state()  # refuse a state that a checkpoint cannot store before the first step
         with progress:
             done, early = _train_steps(session, done, stop)
         sample = sample_of(context, prepared.tokenizer_folder) if events.samples else None
@@ -161,14 +161,14 @@ def train_one(
 
 
 def _better(best: BestValidation, config: RunConfig, done: int) -> tuple[int, str] | None:
-    """Step and figure, in words, of the checkpoint that `checkpoint.best` keeps, if it is not the last one."""
+    """Step and figure, in words, of the checkpoint that `checkpoint.best` retains, if it is not the last one."""
     if not config.checkpoint.best or best.step in (0, done):
         return None
     return best.step, f"the {best.named} was {best.loss:.4f}"
 
 
 def _announce(console: Console, label: str, plan: RunPlan, prepared: PreparedData, where: str) -> None:
-    """Say where a training starts, what it computes, and how often it passes over its sources."""
+    """Print where a training starts, its precision, and the passes over its sources."""
     data, samples = plan.config.data, plan.steps * plan.config.train.global_batch
     if data.weights:
         epochs = passes(prepared, data, samples)
@@ -187,13 +187,13 @@ def _open_metrics(folder: RunFolder, done: int) -> Iterator[MetricsFile]:
     """The metrics of a training after step `done`; warns of lost records."""
     with contextlib.closing(MetricsFile(folder.metrics, done)) as metrics:
         if metrics.lost:
-            lost = f"{folder.metrics} lacks the last {metrics.lost} of the {done} steps that are done"
-            warn(f"{lost}: it was damaged. The run goes on without their records.")
+            lost = f"{folder.metrics} lacks the last {metrics.lost} of the {done} finished steps"
+            warn(f"{lost}: it was damaged. The run continues without their records.")
         yield metrics
 
 
 def _early_end(plan: RunPlan, best: BestValidation) -> str:
-    """The reason to end now by `train.early_stopping`; else empty."""
+    """The reason for an early end by `train.early_stopping`; else empty."""
     patience = plan.config.train.early_stopping
     if not patience or best.since < patience:
         return ""
@@ -218,7 +218,7 @@ class _Session:
 
 
 def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, str]:
-    """Steps `done + 1` to the last: train, validate, record, save; returns the last step, and the reason if it is early."""
+    """Steps `done + 1` to the last: train, validate, record, save; returns the last step, and the reason for an early end."""
     plan = session.context.plan
     config, steps = plan.config, plan.steps
     every, validate_every = config.checkpoint.every, config.train.validate_every
@@ -257,7 +257,7 @@ def _train_steps(session: _Session, done: int, stop: StopRequest) -> tuple[int, 
 
 
 def _validate(session: _Session, record: dict[str, Any], *, texts: bool, evaluations: bool) -> bool:
-    """Add validation losses and evaluations to a step's record; True if `checkpoint.best` saves this step."""
+    """Add validation losses and evaluations to a step's record; True if `checkpoint.best` needs a checkpoint of it."""
     config, step = session.context.plan.config, record["step"]
     if texts and session.validation:
         loss, cross_entropy = _of_rank_0(validate(session.context, session.validation))  # all ranks end together
@@ -268,7 +268,7 @@ def _validate(session: _Session, record: dict[str, Any], *, texts: bool, evaluat
     if evaluations:
         with _saved_first(session, record, recorded=False):
             _evaluate(session, record)
-    session.context.optimizer.zero_grad()  # of an evaluation that went backward
+    session.context.optimizer.zero_grad()  # from an evaluation that ran a backward
     if session.best.key in record:
         session.best.add(step, record[session.best.key])
     is_best = config.checkpoint.best is not False and session.best.step == step
@@ -285,7 +285,7 @@ def _evaluate(session: _Session, record: dict[str, Any]) -> None:
     """Add the figures of evaluations to a step's record.
 
     Raises:
-        InputError: two evaluations have a figure of one name, or none has that of `checkpoint.best`.
+        InputError: two evaluations have a figure of the same name, or none has the figure of `checkpoint.best`.
     """
     context, step = session.context, record["step"]
     train, key = context.plan.config.train, session.best.key
@@ -303,7 +303,7 @@ def _evaluate(session: _Session, record: dict[str, Any]) -> None:
     for name, figures in found:
         for figure, value in figures.items():
             if figure in owner:
-                raise InputError(f"{owner[figure]} and {name} both have a figure {figure!r}: give one of them another name.")
+                raise InputError(f"{owner[figure]} and {name} both have a figure {figure!r}: rename one of them.")
             owner[figure], record[figure] = name, value
     if key.startswith(EVALUATION) and key not in record:
         raise InputError(
@@ -314,9 +314,9 @@ def _evaluate(session: _Session, record: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _saved_first(session: _Session, record: Mapping[str, Any], *, recorded: bool = True) -> Iterator[None]:
-    """Around a user's code: if it raises, the step is recorded and saved before the error goes on.
+    """Around a user's code: if it raises, the step is recorded and saved before the error propagates.
 
-    On one rank: several save together, and the others know nothing of the error.
+    Only on one rank: a save is collective, and other ranks do not know of the error.
     """
     try:
         yield
@@ -360,7 +360,7 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
     try:
         if found := session.events.state():
             rank_files[CALLBACKS] = found
-    except Exception as error:  # of a user's state_dict: the step is saved first, as after any error of a callback
+    except Exception as error:  # from a user's state_dict: save the step first, as after any error of a callback
         fault = error
     path = session.checkpoints.save(
         step, context.model, context.optimizer, scalars, rank_files=rank_files, background=background
@@ -373,14 +373,14 @@ def _write_checkpoint(session: _Session, step: int, *, wait: bool) -> Path:
 
 
 def _summary(folder: RunFolder, done: int) -> Summary:
-    """Figures of a finished training, read by rank 0, which wrote the file: another host may still see an older one."""
+    """Figures of a finished training, read by rank 0, which wrote the file: other hosts may still see an older version."""
     return all_ranks().on_rank_0(lambda: summarise(folder.metrics, done))
 
 
 def _train_step(
     session: _Session, step: int, checkpoint_seconds: float, stop: StopRequest
 ) -> tuple[dict[str, Any], bool, bool]:
-    """Train a step; its metrics, and whether some rank received a signal or was told to end."""
+    """Train a step; returns its metrics, and whether any rank received a signal or an end request."""
     plan = session.context.plan
     try:
         result = train_step(session.context, step, stop)
@@ -410,12 +410,12 @@ def _train_step(
 
 
 def _left_behind(checkpoints: Checkpointer) -> str:
-    """Text for a run that ends without a save: its checkpoint on disk, and where it may restart. Collective."""
+    """Message for a run that ends without a save: its newest checkpoint, and how to restart. Collective."""
     checkpoints.wait()
     newest = next(iter(step_folders(checkpoints.folder)), None)
     if newest is None:
-        return "Nothing was saved yet, so the same train.output may start again."
-    return f"The checkpoint of step {newest[0]} is kept. Its run keeps its settings: for others set another train.output."
+        return "Nothing was saved yet, so the same train.output can be used for a new start."
+    return f"The checkpoint of step {newest[0]} remains, with the run's settings: for others set another train.output."
 
 
 def _peak_memory_gib(device: torch.device) -> float:
@@ -427,5 +427,5 @@ def _peak_memory_gib(device: torch.device) -> float:
 
 
 def say(console: Console, message: str) -> None:
-    """Print a line as it is."""
+    """Print a line without markup."""
     console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -2,7 +2,8 @@
 
 float16 ranges from 6e-8 to 65,504, so the loss is multiplied before backward and the gradients are divided by the same factor
 (Micikevicius et al., "Mixed Precision Training", 2018). A step with a loss or gradient that is not finite is skipped, but
-counts, so that schedule and samples do not depend on overflows. All ranks decide alike, by loss and norm of the global batch.
+counts, so that schedule and samples do not depend on overflows. All ranks decide the same, from the global batch's loss and
+norm.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class LossScale:
     def update(self, loss: float, norm: float) -> bool:
         """Update the scale after a step; returns True for a step to skip.
 
-        False also after an overflow where skipping would not help (a dynamic scale of 1, or too many skips in a row with a
-        fixed one): the caller's check of loss and norm then stops the run.
+        Also False if skipping would not help after an overflow (a dynamic scale of 1, or too many skips in a row with a fixed
+        one): the caller's check of loss and norm then stops the run.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -61,11 +62,11 @@ class LossScale:
     def advice(self) -> str:
         """Remedy for the message of a stopped run."""
         if self.dynamic:
-            return 'The loss scale is down to 1, so it is not to blame: try model.dtype = "bfloat16". '
-        return f'train.loss_scale = {self.scale:g} cost {PATIENCE} steps in a row: set it to "dynamic", or lower. '
+            return 'The loss scale is down to 1, so it is not the cause: try model.dtype = "bfloat16". '
+        return f'train.loss_scale = {self.scale:g} overflowed in {PATIENCE} steps in a row: set it to "dynamic", or lower. '
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
+        """State for a checkpoint, as JSON."""
         return dict(vars(self))
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +93,7 @@ def overflow_in_fp8(model: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def forget_overflow(model: nn.Module) -> None:
-    """Remove infinite amaxes from histories after a skipped step: a scale does not move while its history has an infinity."""
+    """Remove infinite amaxes from histories after a skipped step: a scale does not change while its history has one."""
     for buffer in _buffers(model, backward_only=False):
         buffer.history.masked_fill_(buffer.history.isinf(), 0.0)
 

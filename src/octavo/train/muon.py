@@ -1,14 +1,14 @@
-"""Muon for the hidden matrices of a model, and AdamW for all else, as one optimizer; right over ranks.
+"""Muon for a model's hidden matrices and AdamW for the rest, as one optimizer, correct for any sharding.
 
 The update is `torch.optim.Muon`'s: momentum (`lerp`) and Nesterov's step, five steps of Newton and Schulz's iteration,
-decoupled weight decay, and a rate by the matrix's shape. Momentum is elementwise, sharded as its parameter: a checkpoint stores
-it like weights, and loads at any degrees. Whole matrices of the model (`octavo.models.hidden`) are orthogonalised, never a
-shard, a tensor rank's part or a joined parameter.
+decoupled weight decay, and a rate scaled by the matrix's shape. Momentum is elementwise, sharded like its parameter:
+checkpoints store it like weights, and load it at any degrees. Whole matrices of the model (`octavo.models.hidden`) are
+orthogonalised, never shards, tensor-parallel parts or joined parameters.
 
-With several ranks each matrix is computed once: parameters, and slices of stacked experts, are assigned by their FLOPs to all
-ranks. A step gathers the updates, of which a rank stores those that it computes, and broadcasts the results. That is about
-twice the traffic of one all-gather of the weights in bf16. Newton and Schulz's steps run in bf16 on a GPU, as PyTorch's, and in
-float32 (float64 for float64 weights) on a CPU.
+With several ranks each matrix is computed once: parameters, and slices of stacked experts, are assigned to all ranks by FLOPs.
+A step gathers each update to the rank that computes it, and broadcasts the result: about twice the traffic of one all-gather of
+the weights in bf16. Newton-Schulz steps run in bf16 on a GPU, as in PyTorch, and in float32 (float64 for float64 weights) on a
+CPU.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from octavo.train.adamw import AdamW
 
 RATE_KEYS = ("octavo.muon: rates", "octavo.muon: layer_decay")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration, as `torch.optim.Muon` has them."""
+"""Coefficients of the quintic iteration, as in `torch.optim.Muon`."""
 STEPS = 5
 EPS = 1e-7
-"""Least norm by which a matrix is divided."""
+"""Lower bound of the norm by which a matrix is divided."""
 
 Scale = Literal["match_rms_adamw", "original"]
-"""Rule of the rate by a matrix's shape [rows, columns], as `adjust_lr_fn` of `torch.optim.Muon`."""
+"""How the rate depends on a matrix's shape [rows, columns], as `adjust_lr_fn` of `torch.optim.Muon`."""
 
 
 def scale_of(scale: Scale, rows: int, columns: int) -> float:
@@ -55,8 +55,9 @@ def scale_of(scale: Scale, rows: int, columns: int) -> float:
 def orthogonalised(stack: Tensor, dtype: torch.dtype, *, batched: bool | None = None) -> Tensor:
     """U·S'·Vᵀ of each matrix U·S·Vᵀ of a stack [number, rows, columns], with singular values S' near 1, in `dtype`.
 
-    The iteration of `torch.optim.Muon`; the result is as the input, transposed twice if rows are more than columns. Zero stays
-    zero. batched: products of all matrices at once; None: on a GPU. One by one a matrix has the same bits in any stack.
+    This is the iteration of `torch.optim.Muon`. The result has the input's layout; matrices with more rows than columns are
+    transposed for the iteration. Zero stays zero. batched: multiply all matrices at once; None: only on a GPU. One by one, a
+    matrix gets the same bits in any stack.
     """
     a, b, c = COEFFICIENTS
     tall = stack.shape[1] > stack.shape[2]
@@ -90,19 +91,19 @@ class MuonAdamW(AdamW):
         optimizer = octavo.muon(model, lr=3e-4, weight_decay=0.1)
 
     Whole matrices of the model are orthogonalised at any degrees of sharding, tensor and expert parallelism. `octavo.save` and
-    `octavo.load` keep its states. Over ranks a step is collective.
+    `octavo.load` support its states. On several ranks a step is collective.
 
     Args:
-        model: of `octavo.transform`, or with its original code; sharded before, if it is.
-        lr: of hidden matrices.
-        adamw_lr: of all other parameters; None: `lr`, only with `scale` = "match_rms_adamw".
-        weight_decay: decoupled, of matrices (`octavo.parameter_groups`).
-        momentum: of Muon's gradients, by Nesterov's rule where `nesterov`.
-        nesterov: see `momentum`.
-        scale: of an update, as `torch.optim.Muon` has them: "match_rms_adamw", for rates as AdamW's, or "original".
-        betas: of AdamW.
-        eps: of AdamW.
-        dtype: of Newton and Schulz's steps; None: bf16 on a GPU, the wider of float32 and the weight's dtype on a CPU.
+        model: from `octavo.transform`, or with its original code; shard it first.
+        lr: rate of hidden matrices.
+        adamw_lr: rate of all other parameters; None: `lr`, allowed only with `scale` = "match_rms_adamw".
+        weight_decay: decoupled weight decay of matrices (`octavo.parameter_groups`).
+        momentum: momentum of Muon's gradients.
+        nesterov: use Nesterov's momentum.
+        scale: `adjust_lr_fn` of `torch.optim.Muon`: "match_rms_adamw", for AdamW's rates, or "original".
+        betas: AdamW's betas.
+        eps: AdamW's eps.
+        dtype: dtype of the Newton-Schulz steps; None: bf16 on a GPU, the wider of float32 and the weight's dtype on a CPU.
         rates: factors of `lr` and `adamw_lr` by pattern of names (`octavo.parameter_groups`).
         layer_decay: factor of both by depth (`octavo.parameter_groups`).
 
@@ -129,7 +130,7 @@ class MuonAdamW(AdamW):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(
-                f"octavo.muon: model is of type {type(model).__name__}: give the model itself, of which it forms the groups. "
+                f"octavo.muon: model is of type {type(model).__name__}: give the model itself, which forms the groups. "
                 "It takes rates and layer_decay itself."
             )
         _check(lr, adamw_lr, momentum, scale)
@@ -160,10 +161,10 @@ class MuonAdamW(AdamW):
             _agree([one.name for one in hidden])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later ones are refused, since matrices are shared out by then."""
+        """Add a group during construction; later ones are refused, since matrices are assigned to ranks by then."""
         if "_slices" in vars(self):
             raise InputError(
-                "octavo.muon has the parameters of the model that it was built for, and takes no other group: build it after "
+                "octavo.muon has the parameters of the model that it was built for, and accepts no other group: build it after "
                 "the model is complete and requires_grad is set."
             )
         super().add_param_group(param_group)
@@ -210,7 +211,7 @@ class MuonAdamW(AdamW):
             if not self._spread:
                 self._apply(one, _of_slice(one, mine[slices[0]], whole.dtype), group_of[one.parameter])
                 continue
-            if len(mine) < len(slices):  # no memory for the matrices of other ranks
+            if len(mine) < len(slices):  # free the matrices of other ranks
                 mine = {each: rows.clone() for each, rows in mine.items()}
             taken.append((one, mine))
         for one, mine in taken:
@@ -227,7 +228,7 @@ class MuonAdamW(AdamW):
             self._apply(one, parts[0] if len(parts) == 1 else torch.cat(parts), group_of[one.parameter])
 
     def _check_held(self) -> None:
-        """Refuse parameters that are no longer the model's: steps would change no weight of it."""
+        """Refuse parameters that are no longer the model's: steps would not change the model."""
         held = set(self._model.parameters())
         if lost := [one.name for one in self._hidden.values() if one.parameter not in held]:
             raise InputError(
@@ -244,7 +245,7 @@ class MuonAdamW(AdamW):
         return torch.promote_types(torch.float32, parameter.dtype)
 
     def _with_gradients(self, hidden: list[HiddenParameter]) -> list[HiddenParameter]:
-        """Those with a gradient, on which ranks have to agree: the others are skipped, as PyTorch's optimizers skip them."""
+        """Parameters with a gradient, which must agree between ranks; others are skipped, as in PyTorch's optimizers."""
         have = [one.parameter.grad is not None for one in hidden]
         if self._spread and hidden:
             device = hidden[0].parameter.device
@@ -260,7 +261,7 @@ class MuonAdamW(AdamW):
         return [one for one, has in zip(hidden, have, strict=True) if has]
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Momentum's step of this rank's elements, in the dtype of the iteration; the momentum is brought up to date."""
+        """Update the momentum of this rank's elements; returns the direction in the iteration's dtype."""
         assert parameter.grad is not None
         gradient = local_of(parameter.grad)
         if self.grad_scale is not None:
@@ -274,7 +275,7 @@ class MuonAdamW(AdamW):
         return like(parameter, step.to(self._compute_dtype(parameter)))
 
     def _apply(self, one: HiddenParameter, update: Tensor, group: dict[str, Any]) -> None:
-        """Weight decay and the update of this rank's elements, from the whole one."""
+        """Apply weight decay and update to this rank's elements, from the whole update."""
         held = one.tensor(one.parameter)
         local, part = local_of(held).detach(), part_of(held)
         if not local.numel():
@@ -287,7 +288,7 @@ class MuonAdamW(AdamW):
         if len(set(factors)) == 1:
             local.add_(own.local.view_as(local), alpha=-(rate * factors[0]))
             return
-        # The factor of each of this rank's rows: those of its matrix.
+        # The factor of each of this rank's rows, by its matrix.
         rows = torch.cat([torch.arange(run.start, run.stop) for run in part.indices[0].ranges])
         numbers = [torch.full((count, size, 1), index) for index, (count, size, _) in enumerate(one.matrices)]
         of_row = one.join(numbers)[:, 0][rows].to(local.device)
@@ -297,7 +298,7 @@ class MuonAdamW(AdamW):
 
 
 def _agree(names: list[str]) -> None:
-    """Refuse ranks with other matrices, whose collectives would wait for each other for ever. Collective."""
+    """Refuse ranks with different matrices, whose collectives would hang. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, names)
     for rank, theirs in enumerate(found):
@@ -322,10 +323,10 @@ def _check(lr: float, adamw_lr: float | None, momentum: float, scale: str) -> No
         raise InputError(f"octavo.muon: momentum = {momentum!r}: give a number from 0 to below 1, such as 0.95.")
     if scale == "original" and adamw_lr is None:
         raise InputError(
-            'octavo.muon: scale = "original" has rates of another size (about 0.02) than AdamW, which trains embedding, head, '
+            'octavo.muon: scale = "original" needs larger rates (about 0.02) than AdamW, which trains embedding, head, '
             "norms, biases and routers. Give adamw_lr too, such as 3e-4."
         )
 
 
 muon = MuonAdamW
-"""As `octavo` has it."""
+"""The public function of `octavo`."""

@@ -1,6 +1,6 @@
 """Loss and gradients that are not finite: the run stops, with the first module at fault.
 
-A normal step has no checks. If its loss or gradient is not finite, the weights are still those of the step before, so the same
+A normal step has no checks. If its loss or gradient is not finite, the weights are still those before the step, so the same
 batch is repeated with a hook on every module.
 """
 
@@ -48,7 +48,7 @@ def check_finite(
 
 @torch.no_grad()
 def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> str | None:
-    """The weights that are not finite, else the first module with such an output, as a phrase; None if all are finite.
+    """The non-finite weights, else the first module with a non-finite output, as a phrase; None if all are finite.
 
     All ranks call this, since a forward gathers weights.
     """
@@ -57,7 +57,7 @@ def first_nonfinite(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> 
     def hook(name: str, _: nn.Module, __: Any, output: Any) -> None:
         tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
         if not found and not all(torch.isfinite(x).all() for x in tensors):
-            found.append(f"the first output that is not finite is of {name}")
+            found.append(f"the first output that is not finite is that of {name}")
 
     called = ((name, module) for name, module in model.named_modules() if name and not isinstance(module, Uncalled))
     handles = [module.register_forward_hook(partial(hook, name)) for name, module in called]

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups, the schedule, and clipping.
+"""The optimizer of a run: parameter groups, learning rate schedule, and clipping.
 
 The schedule is a pure function of the step: a continued run needs no scheduler state.
 """
@@ -27,7 +27,7 @@ RATE_KEYS = ("optimizer.rates", "optimizer.layer_decay")
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     """AdamW, or Muon with it, with decoupled weight decay of matrices by the rule of `octavo.parameter_groups`.
 
-    Groups have the factor of their rate as `lr_scale`, where optimizer.rates or optimizer.layer_decay give any.
+    Groups store their rate's factor as `lr_scale` if optimizer.rates or optimizer.layer_decay is set.
     """
     if config.name == "muon":
         return MuonAdamW(
@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give each group this rate, times the factor of the group where it has one."""
+    """Set this rate in each group, times the group's factor if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
 
@@ -56,8 +56,8 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def learning_rate(step: int, config: OptimizerConfig, steps: int) -> float:
     """The rate of optimizer step `step` (the first is 1, the last is `steps`).
 
-    Linear from 0 to lr at step `warmup_steps`; then constant, or linear or half a cosine to lr × min_lr_fraction at the last.
-    wsd is constant up to its last `decay_steps`, then linear.
+    Linear from 0 to lr at step `warmup_steps`; then constant, or linear or cosine decay to lr × min_lr_fraction at the last
+    step. wsd is constant up to its last `decay_steps`, then linear.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -77,12 +77,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of `model` to a norm of at most `max_norm` (0: no clipping); returns the norm before.
 
-    Gradients of a loss multiplied by `loss_scale` are divided by it in the same pass; the norm is without it. `optimizer`:
-    Octavo's AdamW on a GPU applies the factor in its next step, and the gradients stay unchanged here. The host does not wait
-    for the device: after a norm that is not finite neither are the gradients, and the caller checks the result.
+    Gradients of a loss multiplied by `loss_scale` are divided by it in the same pass; the norm excludes it. optimizer: Octavo's
+    AdamW on a GPU applies the factor in its next step, and the gradients stay unchanged here. No synchronisation with the
+    device: after a non-finite norm the gradients are not finite either, and the caller checks the result.
     """
     with noted("octavo.clip_grad_norm_"):
-        settle(model)  # gradients are with the shards
+        settle(model)  # moves gradients to the shards
         parameters = parameters_of(model)
         norm = gradient_norm(parameters) / loss_scale
     factor = None

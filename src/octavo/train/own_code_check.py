@@ -1,8 +1,8 @@
 """Check of a model with its original code, before its first step: causal, separate documents, loss over the step's targets.
 
-Octavo's decoder has these properties by its tests. Other code may attend to later tokens, ignore `position_ids` or divide its
-loss differently: training would run and learn the wrong thing. Dependence is measured by gradients, which are exactly zero
-where there is none, for any initial weights.
+Octavo's decoder has these properties by its tests. Other code may attend to later tokens, ignore `position_ids` or normalise
+its loss differently: training would run, with a wrong objective. Dependence is measured by gradients, which are exactly zero
+without dependence, for any initial weights.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from octavo.run.sample import evaluating
 _TOKENS = 64
 _LOSS_TOLERANCE = 0.01
 _DEPENDENCE = 1e-6
-"""Largest gradient that counts as none, of the largest one."""
+"""A gradient up to this share of the largest one counts as zero."""
 
 
 def check_own_code(model: nn.Module, *, vocab_size: int, sequence_length: int, documents: bool, device: torch.device) -> None:
-    """Refuse a causal language model that would train wrongly; every rank calls it, and no weight or random state changes.
+    """Refuse a causal language model that would train wrongly. Every rank calls it; weights and random states do not change.
 
     Args:
         documents: position ids restart at each document of a sequence, and attention must not cross the restart.
 
     Raises:
-        InputError: the property that the model lacks, and the key to change.
+        InputError: names the property that the model lacks, and the key to change.
     """
     name = type(model).__name__
     tokens = min(_TOKENS, sequence_length) // 2 * 2
-    if tokens < 4:  # half a sequence needs a token with a target
+    if tokens < 4:  # each half of the sequence needs a token with a target
         return
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (1, tokens), generator=generator).to(device)
@@ -51,7 +51,7 @@ def _check_causal(model: nn.Module, name: str, ids: Tensor) -> None:
     if _depends(model, ids, None, predictions=slice(0, half), inputs=slice(half, None)):
         config = getattr(model, "config", None)
         key = next((key for key in ("is_causal", "is_decoder") if getattr(config, key, None) is False), None)
-        remedy = f"Set model.config.{key} = true (of pretrained weights in config.json), or use" if key else "Use"
+        remedy = f"Set model.config.{key} = true (for pretrained weights, in config.json), or use" if key else "Use"
         raise InputError(
             f"model.source: {name} is not causal: it predicts tokens from later ones, so that the loss falls without learning. "
             f"{remedy} a causal language model."
@@ -67,7 +67,7 @@ def _check_documents(model: nn.Module, name: str, ids: Tensor) -> None:
         crosses = True
     if crosses:
         raise InputError(
-            f'data.packing = "documents": {name} ignores position_ids, so that a document would read those before it. '
+            f'data.packing = "documents": {name} ignores position_ids, so that a document would attend to earlier ones. '
             'Set data.packing = "join", or use another model.'
         )
 
@@ -75,7 +75,7 @@ def _check_documents(model: nn.Module, name: str, ids: Tensor) -> None:
 def _check_loss(model: nn.Module, name: str, ids: Tensor) -> None:
     labels = ids.clone()
     labels[:, : ids.shape[1] // 4] = IGNORED
-    count = ids.shape[1] + 5  # not the number of targets
+    count = ids.shape[1] + 5  # different from the number of targets
     with torch.no_grad():
         try:
             output = model(input_ids=ids, labels=labels, num_items_in_batch=count)
@@ -89,7 +89,7 @@ def _check_loss(model: nn.Module, name: str, ids: Tensor) -> None:
         return
     if extra:
         raise InputError(
-            f"model.source: {name} adds the loss that balances its experts by itself, which has another weight with several "
+            f"model.source: {name} adds its experts' balancing loss by itself, which is weighted differently with several "
             "micro-batches or ranks. Set model.config.output_router_logits = false."
         )
     raise InputError(

@@ -41,7 +41,7 @@ def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> in
     """Steps of the checkpoint, 0 without one, after a check that it belongs to this run.
 
     Raises:
-        InputError: it is of another model, of other data, or beyond the last step.
+        InputError: it belongs to another model or other data, or is beyond the last step.
     """
     if latest is None:
         return 0
@@ -50,13 +50,13 @@ def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> in
     if saved["data"] != prepared.manifest.fingerprint:
         raise InputError(
             f"the data has changed since {latest}: its fingerprint was {saved['data'][:12]} and is now "
-            f"{prepared.manifest.fingerprint[:12]}. Put the old data back, or set another train.output."
+            f"{prepared.manifest.fingerprint[:12]}. Restore the old data, or set another train.output."
         )
     for name, fingerprint in saved.get("validation_sets", {}).items():
         if name in prepared.sets and prepared.sets[name].manifest.fingerprint != fingerprint:
             raise InputError(
-                f"data.validation.{name} is another text than at {latest}: its losses would not compare with earlier ones. Put "
-                "the old text back, or give the new one another name."
+                f"data.validation.{name} is another text than at {latest}: its losses would not compare with earlier ones. "
+                "Restore the old text, or give the new one another name."
             )
     step, steps = int(saved["step"]), plan.steps
     if step > steps:
@@ -65,7 +65,7 @@ def steps_done(latest: Path | None, plan: RunPlan, prepared: PreparedData) -> in
     return step
 
 
-@functools.cache  # a run and its twin without FP8 say it once
+@functools.cache  # warn once for a run and its comparison without FP8
 def _warn_of_untested_versions() -> None:
     for package in versions.TESTED:
         if sentence := versions.untested(package):
@@ -73,16 +73,16 @@ def _warn_of_untested_versions() -> None:
 
 
 def build(plan: RunPlan, prepared: PreparedData, watch: Watchdog | None = None) -> tuple[TrainContext, list[Batch]]:
-    """Model, optimizer and data; and the validation batches, empty without a validation split. Sets: `validation_batches`."""
+    """Model, optimizer and data; and the validation batches by set (`validation_batches`), empty without validation."""
     config = plan.config
     if state.rank == 0:
         _warn_of_untested_versions()
     if plan.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has its own peak
+        torch.cuda.reset_peak_memory_stats(plan.device)  # the run without FP8 has a separate peak
         if config.train.deterministic:
             repeat_bits()
             if state.rank == 0 and (absent := flash.missing()):
-                slower = f"attention takes plain PyTorch, several times slower: {absent}"
+                slower = f"attention runs in plain PyTorch, several times slower: {absent}"
                 warn(f"train.deterministic: {slower}. {install_extra('flash')}")
     # First: data without a sequence, or without a target, is refused before a model is built.
     validation: list[Batch] = []
@@ -161,16 +161,16 @@ def restore_or_begin(context: TrainContext, latest: Path | None, seed: int, fres
     """Continue from a checkpoint; a new run gets its random state. fresh: layers without the FP8 state of the checkpoint."""
     seed_everything(seed + state.token_rank)
     if latest is not None:
-        # Random states last: nothing may draw after it.
+        # Random states last: nothing may draw random numbers after this.
         saved = restore(latest, context.model, context.optimizer, writing_ranks(), fresh=fresh)
         if context.loss_scale is not None:
             context.loss_scale.load(saved["loss_scale"])
 
 
 def run_layout(plan: RunPlan) -> dict[str, Any]:
-    """Device, threads and ranks, which set the order of sums, and what depends on them beyond that.
+    """The layout of a run: device, threads and ranks, which determine the order of sums, and what else depends on them.
 
-    By the keys of `octavo.run.resume`: sequences of a validation, and those of experts; draws of masks; FP8 scales.
+    Keys are those of `octavo.run.resume`: sequences of a validation, and those of experts; draws of masks; FP8 scales.
     """
     spec = plan.spec
     spec = with_moe(spec, plan.hf_config, plan.config.moe)
@@ -201,7 +201,7 @@ def run_layout(plan: RunPlan) -> dict[str, Any]:
 
 
 def _draws(plan: RunPlan, spec: ModelSpec | None) -> bool:
-    """True if training draws random numbers: masks of dropout, or noise of routers. Of own code the config's keys say it."""
+    """True if training draws random numbers: masks of dropout, or noise of routers; for original code by the config's keys."""
     if spec is not None:
         return any((spec.attention_dropout, spec.hidden_dropout, spec.embedding_dropout, spec.jitter))
     values = plan.hf_config.to_dict()
@@ -210,7 +210,7 @@ def _draws(plan: RunPlan, spec: ModelSpec | None) -> bool:
 
 
 def _scaled_parts(plan: RunPlan, spec: ModelSpec | None) -> Iterator[str]:
-    """Of each recipe what its scales are of, where that depends on the layout."""
+    """For each recipe, the tensors that share a scale, if that depends on the layout."""
     if plan.recipe is None:
         return
     names = {plan.recipe.name, *plan.config.fp8.layers.values()}
@@ -231,7 +231,7 @@ def _scaled_parts(plan: RunPlan, spec: ModelSpec | None) -> Iterator[str]:
 
 
 def _has_whole_blocks(plan: RunPlan, spec: ModelSpec | None) -> bool:
-    """True if blocks of 128 tokens, rows and columns end where the parts of ranks do."""
+    """True if the ranks' parts are multiples of blocks of 128 tokens, rows and columns."""
     degrees, length = plan.degrees, plan.config.data.sequence_length
     chunk = length // (2 * degrees.context) if degrees.context > 1 else length
     sizes = [length, chunk]
@@ -243,7 +243,7 @@ def _has_whole_blocks(plan: RunPlan, spec: ModelSpec | None) -> bool:
 
 
 def prepare_on_ranks(config: DataConfig, console: Console, on_change: Literal["error", "rebuild"]) -> PreparedData:
-    """The data on every rank: rank 0 prepares it, then the first rank of each host if hosts do not share `data.folder`."""
+    """Prepare the data for every rank: on rank 0, then on the first rank of each host without a shared `data.folder`."""
     prepared: PreparedData | None = None
     own_turn = 0 if state.rank == 0 else 1 if state.local_rank == 0 else 2
     for turn in range(3 if state.world_size > 1 else 1):

@@ -1,4 +1,4 @@
-"""One optimizer step; the order of operations here decides every number of a run.
+"""One optimizer step; the order of its operations determines every number of a run.
 
 The loss of a step is the sum over all targets of the global batch divided by their number, for any number of ranks and
 micro-batches: targets are counted before the first forward, and gradients are summed over ranks in the last micro-batch. FP8
@@ -45,11 +45,11 @@ class TrainContext:
     optimizer: torch.optim.Optimizer
     loader: Prefetcher
     loss_scale: LossScale | None  # None outside float16
-    group: dist.ProcessGroup | None  # of data parallelism; None for one rank
-    world_group: dist.ProcessGroup | None  # of all ranks
+    group: dist.ProcessGroup | None  # data-parallel ranks; None for one rank
+    world_group: dist.ProcessGroup | None  # all ranks
     watch: Watchdog
     precision: PrecisionSchedule | None = None
-    graph: StepGraph | None = None  # of train.graph, on one rank
+    graph: StepGraph | None = None  # of train.graph, on one rank only
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks, in place."""
@@ -62,17 +62,17 @@ class TrainContext:
 class StepResult:
     """Result of a step."""
 
-    loss: float  # nats a target
+    loss: float  # nats per target
     lr: float
     grad_norm: float  # before clipping and without the loss scale
-    tokens: int  # of all ranks
+    tokens: int  # over all ranks
     step_seconds: float
     data_seconds: float
     loss_scale: float | None  # None outside float16
     skipped: bool  # the step overflowed and changed no weight
     stopping: bool  # some rank received a signal
     ending: bool  # some rank was told to end the run
-    routing: dict[str, Any]  # of experts, as `routing_metrics`; empty without
+    routing: dict[str, Any]  # `routing_metrics`; empty without experts
 
 
 def train_step(context: TrainContext, step: int, stop: StopRequest | None = None) -> StepResult:
@@ -87,7 +87,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     context.watch.step(step)
     if context.precision is not None:
         context.precision.begin(step)
-    _take_routing(context.model)  # of a callback's forwards
+    _take_routing(context.model)  # discard routing of a callback's forwards
     batches = context.loader.step((step - 1) * config.train.global_batch)
     data_seconds = time.perf_counter() - started
     context.watch.phase("forward")  # ranks wait here for a rank with slow data
@@ -104,7 +104,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
     overflow = overflow_in_fp8(context.model) if loss_scale is not None else None
     flags = [0.0, 0.0] if stop is None else [float(stop.received is not None), float(stop.ending)]
     if state.cp_rank or state.tp_rank:
-        total = torch.zeros_like(total)  # ranks that share a sequence or matrices have the same loss: it counts once
+        total = torch.zeros_like(total)  # ranks that share a sequence or matrices have the same loss: count it once
     routing = _take_routing(context.model)
     joined = torch.cat([total[None], total.new_tensor(flags), *([] if routing is None else [routing])])
     if context.world_group is not None:
@@ -142,7 +142,7 @@ def train_step(context: TrainContext, step: int, stop: StopRequest | None = None
 
 
 def _forward_and_backward(context: TrainContext, batches: Sequence[Batch], targets: int | torch.Tensor) -> torch.Tensor:
-    """Add up the gradients of a step; returns this rank's loss."""
+    """Accumulate the gradients of a step; returns this rank's loss."""
     total = torch.zeros((), device=context.plan.device)
     for index, batch in enumerate(batches):
         accumulate(context.model, last=index == len(batches) - 1)
@@ -162,7 +162,7 @@ def _take_routing(model: nn.Module) -> torch.Tensor | None:
 
 
 def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any]:
-    """The metrics of the sums of all ranks, row by row."""
+    """Metrics of the rows of sums over all ranks."""
     if not routed or not isinstance(model, Decoder):
         return {}
     *sums, balance, z_loss = routed
@@ -171,7 +171,7 @@ def _routing_metrics(model: nn.Module, routed: Sequence[float]) -> dict[str, Any
 
 
 def _global_targets(context: TrainContext, batches: Sequence[Batch]) -> int | torch.Tensor:
-    """Targets of the global batch, at least 1; without waiting for the device."""
+    """Number of targets in the global batch, at least 1; without synchronisation with the device."""
     own = sum(count_targets(batch.labels) for batch in batches)
     if context.group is None:
         return max(1, own)
@@ -185,12 +185,12 @@ def _backward(context: TrainContext, loss: torch.Tensor) -> None:
 def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor, max_documents: int | None = None) -> torch.Tensor:
     """Sum of the batch's losses divided by `targets`: a float32 scalar on the device.
 
-    max_documents: of packed documents, whose positions may then be on the device; as of the decoder's forward.
+    max_documents: for packed documents with positions on the device; as in the decoder's forward.
     """
     plan = context.plan
     documents = plan.config.data.packing == "documents"  # position ids restart within a sequence
     model = context.model
-    # Attention never reaches padding; the losses and figures of routers would count it.
+    # Attention ignores padding anyway; router losses and metrics would count it.
     more: dict[str, Any] = {"attention_mask": batch.real()} if isinstance(model, Decoder) and model.spec.experts else {}
     if documents and max_documents is not None:
         more["max_documents"] = max_documents
@@ -198,7 +198,7 @@ def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor, ma
     with fp8_autocast(enabled=plan.recipe is not None, fp8_recipe=plan.recipe, emulate=True):
         output = model(
             input_ids=batch.input_ids.to(plan.device, non_blocking=True),
-            position_ids=batch.position_ids if documents else None,  # on the host: a GPU is not waited for
+            position_ids=batch.position_ids if documents else None,  # on the host: no GPU synchronisation
             labels=batch.labels.to(plan.device, non_blocking=True),
             num_items_in_batch=targets,
             **more,
@@ -208,5 +208,5 @@ def loss_of(context: TrainContext, batch: Batch, targets: int | torch.Tensor, ma
 
 
 def count_targets(labels: torch.Tensor) -> int:
-    """Targets in labels [B, T]: all but the first of each sequence and those that are IGNORED."""
+    """Number of targets in labels [B, T]: all except the first of each sequence and those that are IGNORED."""
     return int((labels[:, 1:] != IGNORED).sum())

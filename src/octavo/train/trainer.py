@@ -1,7 +1,7 @@
 """`octavo.Trainer`: the run of a run file as a Python object, and what `octavo train` runs.
 
-A run is its folder: it is locked, checked against its past, continued, and followed by its twin without FP8 if requested. The
-steps of one training are `octavo.train.loop`.
+A run is its folder: it is locked, checked against its past, continued, and followed by the run without FP8 if requested
+(`train.compare_bf16`). The steps of one training are in `octavo.train.loop`.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ class Trainer:
     """A run: `octavo.Trainer("run.toml", optimizer={"lr": 1e-4}).train()`.
 
     It leaves the same folder and the same numbers as `octavo train` on the same keys, and continues from its newest checkpoint
-    if there is one. Over ranks every rank makes one.
+    if there is one. On several ranks every rank creates a Trainer.
 
     Args:
         run_file: path of a run file, or a `RunConfig`; None: all keys are keywords.
         callbacks: objects with methods of `Callback`, called on every rank; checkpoints store the state of those that have one.
         evaluate: function of model and step, called on every rank every `train.eval_every` steps, or after each validation; its
-            figures go to metrics.jsonl as `evaluation/NAME`. The model is that in training, in evaluation mode, without
+            figures go to metrics.jsonl as `evaluation/NAME`. It gets the model in training, in evaluation mode, without
             gradients.
-        console: for progress; the standard output when absent.
-        sections: keys by section, over those of the run file.
+        console: for progress; None: standard output.
+        sections: keys by section; they override the run file.
 
     Attributes:
         config: the run's configuration.
-        model: the model in training, from the first step on; after the end too, unless `train.compare_bf16` was trained.
+        model: the model in training, from the first step on; also after the end, except with `train.compare_bf16`.
         optimizer: the same for the optimizer.
-        step: the last step that is done.
+        step: the last finished step.
 
     Raises:
         InputError: an unknown key or a value out of range; a callback with a misspelt method.
@@ -113,7 +113,7 @@ class Trainer:
         """Train the run, or continue it from its newest whole checkpoint. stop: signal handlers already installed.
 
         Raises:
-            InputError: a fault in the configuration or the data, or a run under other settings in the folder; nothing was
+            InputError: a fault in the configuration or the data, or the folder has a run with other settings; nothing was
                 changed.
             RunStopped: after a signal; the run is saved and the same call continues it.
             OctavoError: no whole checkpoint, no space, or a loss that is not finite.
@@ -145,7 +145,7 @@ class Trainer:
                     bf16_plan = _fit_to_past(bf16_plan, RunFolder(bf16_plan.config.output))
                 result = run.train(plan, prepared, folder, self._events)
                 if bf16_plan is not None and not result.ended_early:
-                    self.model = self.optimizer = None  # its memory is the twin's
+                    self.model = self.optimizer = None  # frees memory for the run without FP8
                     with _locked(bf16_plan.config.output) as bf16_folder:
                         bf16_plan = _fit_to_past(bf16_plan, bf16_folder)
                         twin = run.train(bf16_plan, prepared, bf16_folder, Events())
@@ -157,7 +157,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _running(self, stop: StopRequest) -> Iterator[None]:
-        """Hold the request that `stop` sets."""
+        """Store the request object that `stop` uses."""
         self._stop = stop
         try:
             yield
@@ -175,17 +175,17 @@ class _Run:
     watch: Watchdog
 
     def settle(self, config: RunConfig, plan: RunPlan) -> tuple[RunPlan, PreparedData]:
-        """The plan as the run's past allows it, with the number of steps and the tokenizer's ids; and the data."""
+        """The plan, adapted to the run's past, with the number of steps and the tokenizer's ids; and the data."""
         before = self.folder.config() if self.folder.has_checkpoints else None  # a run without checkpoints may change
         if before is None:
             packing = plan.config.data.packing  # resolved from the data, where their form is known
             refuse_unverified(with_values(config, {"data.packing": packing}), plan.degrees)
         else:
             config, taken = with_keys_of(before, config, plan.config)
-            # Data that has changed may not say how a run that began with it packs it.
+            # Changed data may not determine the packing that the run began with.
             plan = check(config) if taken or plan.config.data.packing is None else plan
             if taken:
-                say(self.console, f"The run continues with its own values of keys that are not set: {', '.join(taken)}.")
+                say(self.console, f"The run continues with its earlier values of keys that are not set: {', '.join(taken)}.")
         prepared: PreparedData | None = None
         on_change: Literal["error", "rebuild"] = "error" if before is not None else "rebuild"
         # The number of steps, and of tokens, depends on the data, which may have changed.
@@ -201,14 +201,17 @@ class _Run:
             if has_own_code(self.folder.checkpoints, plan.weights, writing_ranks()):
                 own = check(config, blocks="own", prepared=prepared)
                 plan = dataclasses.replace(own, config=own.config.model_copy(update={"train": plan.config.train}))
-                say(self.console, "The run keeps its original code, not Octavo's blocks: its checkpoints are of it.")
+                say(
+                    self.console,
+                    "The run continues with the model's original code, not Octavo's blocks, like its checkpoints.",
+                )
         plan = fp8_auto.choose_layers(plan, self.folder, resumed=before is not None)
         prepared = prepared or prepare_on_ranks(plan.config.data, self.console, on_change)
-        data = with_packing(plan.config.data, prepared)  # of a data set whose columns were not known before
+        data = with_packing(plan.config.data, prepared)  # for a data set whose columns were not known before
         if before is None and plan.config.data.packing is None:
             refuse_unverified(with_values(config, {"data.packing": data.packing}), plan.degrees)
         plan = dataclasses.replace(plan, config=plan.config.model_copy(update={"data": data}))
-        if plan.config.train.graph is True:  # of data whose packing was not known before
+        if plan.config.train.graph is True:  # for data whose packing was not known before
             check_graph(plan.config, plan.model_on_meta, plan.degrees.world)
         for each in (prepared, *prepared.sets.values()):
             check_vocabulary(each, plan.hf_config.vocab_size, load=config.model.load)
@@ -221,20 +224,20 @@ class _Run:
 
 
 def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
-    """The plan of a run that continues in `folder`, extended where its steps have grown; another run there is refused."""
+    """The plan of a run that continues in `folder`, extended if it has more steps; refuses another run there."""
     before = folder.config() if folder.has_checkpoints else None
     if before is None:
         return plan
-    remedy = "Put them back to continue it, or set another train.output."
-    if folder.path.name == "bf16" and plan.recipe is None:  # its loss is to be compared with the other run's
-        remedy = f"Put them back, move {str(folder.path)!r} away to train it again, or set another train.output."
+    remedy = "Restore them to continue it, or set another train.output."
+    if folder.path.name == "bf16" and plan.recipe is None:  # its loss is compared with the other run's
+        remedy = f"Restore them, move {str(folder.path)!r} away to retrain it, or set another train.output."
     newest = max(step for step, _ in step_folders(folder.checkpoints))
     check_extended(before, newest_state(folder.path), folder.run_file)
     config = with_own_scale(before, plan.config)
     same_end = with_values(config, {"train.extended": before.train.extended})
     steps, auto = plan.config.train.steps, "auto" in (before.fp8.enabled, config.fp8.enabled)
     if steps is not None and newest < steps and (not auto or before.fp8.enabled == config.fp8.enabled):
-        # `octavo.plan.fp8_changes` says what changes, and refuses what would be wrong.
+        # `octavo.plan.fp8_changes` reports the effects, and refuses changes that would be wrong.
         before = before.model_copy(update={"fp8": config.fp8})
     check_resumable(before, same_end, folder.path, remedy=remedy)  # other keys first: they may be why the steps differ
     config = extend(before, config, newest)
@@ -243,7 +246,7 @@ def _fit_to_past(plan: RunPlan, folder: RunFolder) -> RunPlan:
 
 
 def _say_resized(plan: RunPlan, console: Console, *, resumed: bool) -> None:
-    """Say what `model.resize` adds to the pretrained weights."""
+    """Print the rows that `model.resize` adds to the pretrained weights."""
     tokens, added = plan.hf_config.vocab_size, plan.tokens_added
     if resumed:
         return
@@ -265,18 +268,18 @@ def _untrained_rows(plan: RunPlan, *, tied: bool) -> str:
     if lora.rank is None or lora.save_whole:
         return ""
     way = (
-        "train without lora, since one matrix is both"
+        "train without lora, since embedding and head are one matrix"
         if tied
         else 'lora.save_whole = ["embed_tokens", "lm_head"], or their names in this family, trains them'
     )
-    return f" With lora they are frozen there, and no new token is learnt: {way}."
+    return f" With lora they are frozen there, and new tokens are not learnt: {way}."
 
 
 def without_fp8(plan: RunPlan) -> RunPlan:
     """The plan of the same run without FP8."""
     note = "The same steps without FP8, to compare the loss"
     config = finished.without_fp8(plan.config)
-    if config.best_figure[0].startswith(EVALUATION):  # which may be the trainer's, and nothing waits for the twin's best
+    if config.best_figure[0].startswith(EVALUATION):  # it may be the Trainer's, and nothing uses this run's best
         config = with_values(config, {"checkpoint.best": False, "checkpoint.best_is": None, "train.early_stopping": 0})
     return dataclasses.replace(plan, config=config, recipe=None, excluded={}, fp8_note=note)
 
@@ -303,22 +306,22 @@ def _with_token_ids(plan: RunPlan, prepared: PreparedData, console: Console, *, 
 
 
 def _other_tokens(plan: RunPlan, tokens: SpecialTokens, config: Mapping[str, Any], fitted: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences about special tokens that pretrained weights know under other ids than the run's tokenizer.
+    """Notices about special tokens with different ids in the pretrained weights and the run's tokenizer.
 
-    config: the ids of the source's config.json. fitted: those of the run.
+    config: ids in the source's config.json. fitted: the run's ids.
     """
     name, source = plan.config.data.tokenizer, plan.config.model.source
     same = name != "train" and (name == source or Path(name).expanduser().resolve() == Path(source).expanduser().resolve())
     if not same and (name == "train" or not tokens.owns(SimpleNamespace(**config))):
-        theirs = tokenizer_files(source) or not Path(source).expanduser().is_dir()  # of the Hub, where most have one
-        way = f"data.tokenizer = {source!r} has theirs." if theirs else "Name theirs as data.tokenizer."
-        yield f"The weights of {source} know other tokens than this tokenizer's. {way}"
+        theirs = tokenizer_files(source) or not Path(source).expanduser().is_dir()  # on the Hub most models have one
+        way = f"data.tokenizer = {source!r} is their tokenizer." if theirs else "Set data.tokenizer to theirs."
+        yield f"The weights of {source} were trained with other tokens than this tokenizer's. {way}"
         return
     generation = load_generation_config(source)
     named = {"config.json": config} | ({} if generation is None else {"generation_config.json": generation.values})
     for role, sentence in tokens.disagreements(named):
         yield (
-            f"{role} of {source}: {sentence}. The run and its exports take {fitted[role]}, by data.tokenizer = {name!r}. "
+            f"{role} of {source}: {sentence}. The run and its exports use {fitted[role]}, from data.tokenizer = {name!r}. "
             f"Correct the file that is wrong: {role.removesuffix('_id')} in tokenizer_config.json, or {role} in the others."
         )
 
