@@ -387,7 +387,7 @@ def test_dependencies_lie_beside_the_script_and_replace_nothing(place):
 
 @pytest.mark.parametrize(
     ("fit", "part"),
-    [({"inputs": "nowhere"}, "nowhere"), ({"job_name": "../up"}, "no name of a job"), ({"inputs": "nonsense://x"}, "nonsense")],
+    [({"inputs": "nowhere"}, "nowhere"), ({"job_name": "../up"}, "not a job name"), ({"inputs": "nonsense://x"}, "nonsense")],
 )
 def test_a_wrong_fit_is_refused_and_leaves_no_job(place, fit, part):
     with pytest.raises(InputError, match=part):

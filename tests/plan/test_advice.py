@@ -390,7 +390,7 @@ def test_another_run_is_advised_where_a_key_may_not_change(tiny_run):
     small = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=1.01 * half))
     message = str(out_of_memory(MemoryError(), small))
     assert 'Set model.params_dtype = "bfloat16"' in message
-    assert "It is another run then: set train.output too (model.params_dtype may not change)." in message
+    assert "It is then a new run: set train.output too (model.params_dtype may not change)." in message
     assert not any("train.offload" in option.changes for option in memory_of(small).options)  # the host's is the same memory
 
 

@@ -148,7 +148,7 @@ def test_an_absent_key_keeps_the_value_of_the_run(tiny_run):
     ("overrides", "message"),
     [
         (["fp8.enabled=auto"], "fp8.enabled was True and is now 'auto'"),
-        (['fp8.schedule={ "first 2" = "*" }'], "some of the 2 steps that are done would have been in another precision"),
+        (['fp8.schedule={ "first 2" = "*" }'], "some of the 2 finished steps would have had another precision"),
         (["fp8.recipe=current", "train.compare_bf16=true"], "compares one setting of FP8 with bf16, and fp8.recipe changed"),
     ],
 )

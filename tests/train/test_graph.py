@@ -26,14 +26,14 @@ def test_a_run_is_the_eager_one_to_the_bit_and_continues_so(name, tiny_run, caps
 @pytest.mark.parametrize(
     ("overrides", "world", "message"),
     [
-        ([], 2, "no collectives are recorded, and the run has 2 ranks. Start it on 1 rank, or train.graph = false."),
+        ([], 2, "collectives are not recorded, and the run has 2 ranks. Start it on 1 rank, or train.graph = false."),
         (["data.packing=documents"], 1, "attention_dropout = 0.1. Set model.config.attention_dropout = 0 or data.packing ="),
         (["train.offload=true"], 1, "train.offload = true copies .* Set train.offload = false, or"),
         (["parallel.sm_activation_offloading=true"], 1, "parallel.sm_activation_offloading = true copies"),
         (["model.dtype=float16", "model.params_dtype=float32"], 1, 'the loss scale .* Set model.dtype = "bfloat16", or'),
         (["fp8.enabled=true", 'fp8.schedule={"first 2"=["*"]}'], 1, "fp8.schedule moves layers .* Remove fp8.schedule, or"),
-        (["train.recompute=true"], 1, "draws the masks of attention_dropout = 0.1 again, .* Set train.recompute = false, or"),
-        (["model.blocks=own"], 1, "LlamaForCausalLM runs by its original code"),
+        (["train.recompute=true"], 1, "redraws the masks of attention_dropout = 0.1 from .* Set train.recompute = false, or"),
+        (["model.blocks=own"], 1, "LlamaForCausalLM runs its original code"),
         (["train.compile=true"], 1, "train.compile = true"),
     ],
 )
@@ -82,7 +82,7 @@ DOCUMENTS = ["data.packing=documents", "model.config.head_dim=64"]
         (
             [*ADAPTED, "data.packing=documents", GRAPH],
             "h200",
-            "; attention of the documents is plain PyTorch, and slow: kernels",
+            "; attention of the documents runs in plain PyTorch, slowly: kernels",
         ),
         ([*ADAPTED, *DOCUMENTS, GRAPH], "h200", "graph       train.graph: 3 eager steps"),
         (ADAPTED, None, None),

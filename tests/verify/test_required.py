@@ -48,14 +48,14 @@ def test_a_run_starts_with_its_certificate_and_continues_without(tiny_run):
     path = tiny.folder / "found.json"
     given = [*GIVEN, f"train.verify={json.dumps(str(path))}"]
     assert (
-        f"found.json is not there. Run octavo verify RUN.toml --ranks 2 --output {path}"
+        f"found.json does not exist. Run octavo verify RUN.toml --ranks 2 --output {path}"
         in ranks.run(2, trained, tiny.file, given)[0]
     )
     assert not list(tiny.output.glob("*.jsonl"))
     config = RunConfig.from_file(tiny.file, given)
     degrees = fit_degrees(world_size=2, tensor_parallel_degree=2)
     written(path, config, degrees, verified=False)
-    assert "says that the layout differs from one rank" in ranks.run(2, trained, tiny.file, given)[0]
+    assert "reports that the layout differs from one rank" in ranks.run(2, trained, tiny.file, given)[0]
     written(path, config, degrees)
     assert ranks.run(2, trained, tiny.file, [*given, "train.steps=2"]) == ["", ""]
     path.unlink()
@@ -105,33 +105,33 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     written(path, config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})}), of_many)
     refuse_unverified(config, of_many)
     for override, text in (
-        ("train.recompute=true", "is of train.recompute = true, and the run has false"),
-        ("model.config.intermediate_size=96", "is of model.config.intermediate_size = 96, and the run has"),
-        ("optimizer.name=muon", 'is of optimizer.name = "muon", and the run has "adamw"'),
-        ("optimizer.layer_decay=0.5", "is of optimizer.layer_decay = 0.5, and the run has 1.0"),
-        ("optimizer.clip=0.0", 'is of optimizer.clip = 0, and the run has "above 0"'),
-        ("parallel.reduce_dtype=bfloat16", 'is of parallel.reduce_dtype = "bfloat16", and the run has "float32"'),
+        ("train.recompute=true", "verified train.recompute = true, but the run has false"),
+        ("model.config.intermediate_size=96", "verified model.config.intermediate_size = 96, but the run has"),
+        ("optimizer.name=muon", 'verified optimizer.name = "muon", but the run has "adamw"'),
+        ("optimizer.layer_decay=0.5", "verified optimizer.layer_decay = 0.5, but the run has 1.0"),
+        ("optimizer.clip=0.0", 'verified optimizer.clip = 0, but the run has "above 0"'),
+        ("parallel.reduce_dtype=bfloat16", 'verified parallel.reduce_dtype = "bfloat16", but the run has "float32"'),
     ):
         assert text in said(RunConfig.from_file(tiny.file, [*GIVEN, override]))
     tables = ({"*.fc1": 0.5, "*.0.*": 0.25}, {"*.0.*": 0.25, "*.fc1": 0.5})
     in_order, other = (config.model_copy(update={"optimizer": OptimizerConfig(rates=rates)}) for rates in tables)
-    assert "is of optimizer.rates = " in said(in_order)
+    assert "verified optimizer.rates = " in said(in_order)
     written(path, in_order, of_many)
     refuse_unverified(in_order, of_many)
-    with pytest.raises(InputError, match=r"is of optimizer\.rates = .*, and the run has .*, with the run's other keys"):
+    with pytest.raises(InputError, match=r"verified optimizer\.rates = .*, but the run has .*, with the run's other keys"):
         refuse_unverified(other, of_many)  # whose last pattern, which wins, is another
-    assert "is by Octavo 0.0.9, and the run has" in said(version="0.0.9")
-    assert "is by PyTorch 2.1.0, and the run has" in said(torch="2.1.0")
-    assert "is by Octavo of an unknown version" in said(version=None)
-    assert "is of tensor degree 4, and the run has 2" in said(degrees=fit_degrees(world_size=16, tensor_parallel_degree=4))
-    assert "is of one of shard, and the run has 8. Run octavo verify RUN.toml --ranks 4" in said(
+    assert "was written by Octavo 0.0.9, but the run has" in said(version="0.0.9")
+    assert "was written by PyTorch 2.1.0, but the run has" in said(torch="2.1.0")
+    assert "was written by Octavo of an unknown version" in said(version=None)
+    assert "verified tensor degree 4, but the run has 2" in said(degrees=fit_degrees(world_size=16, tensor_parallel_degree=4))
+    assert "verified shard degree 1, but the run has 8. Run octavo verify RUN.toml --ranks 4" in said(
         degrees=fit_degrees(world_size=2, tensor_parallel_degree=2)
     )
     whole = json.loads(path.read_text())
     others = ({"verified": "no"}, {"keys": []}, {"degrees": {}}, {"degrees": whole["degrees"] | {"tensor": "2"}})
     for text in ("{}", "[]", "3", *(json.dumps(whole | other) for other in others)):
         path.write_text(text)
-        with pytest.raises(InputError, match="is no report of a run's layout"):
+        with pytest.raises(InputError, match="is not a report of octavo verify about a run's layout"):
             refuse_unverified(config, of_many)
     path.write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
@@ -151,7 +151,7 @@ def test_a_model_whose_config_has_changed_is_named(tiny_run, tmp_path):
     refuse_unverified(config, degrees)
     other = AutoConfig.for_model("llama", **keys | {"num_key_value_heads": 1})
     other.save_pretrained(source)
-    with pytest.raises(InputError, match=r"is of model\.config\.num_key_value_heads = 2, and the run has 1\. Run"):
+    with pytest.raises(InputError, match=r"verified model\.config\.num_key_value_heads = 2, but the run has 1\. Run"):
         refuse_unverified(config, degrees)
     AutoConfig.for_model("llama", **keys).save_pretrained(tmp_path / "moved")
     moved = config.model_copy(update={"model": config.model.model_copy(update={"source": str(tmp_path / "moved")})})

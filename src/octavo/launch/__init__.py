@@ -1,6 +1,6 @@
 """Jobs of this machine: each has a folder, a supervisor that watches its ranks, and a state that other processes read.
 
-SageMaker's names that start jobs are imported lazily from `octavo.compat.sagemaker`, at their first use. May import
+SageMaker's names that start jobs are imported lazily from `octavo.compat.sagemaker`. May import
 config and the levels above, but not _version, dtypes, hub. Nothing imports torch.
 """
 
@@ -40,7 +40,7 @@ _HOME = {
     "FileSystemInput": "inputs",
     "TrainingInput": "inputs",
 }
-"""Name → its module in `octavo.compat.sagemaker`; of others `configs`."""
+"""Name → its module in `octavo.compat.sagemaker`; `configs` for others."""
 
 __all__ = [
     "MPI",

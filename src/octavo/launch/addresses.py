@@ -29,11 +29,13 @@ def expanded(path: str, key: str) -> Path:
     """A path with ~ as the home folder. key: for the message.
 
     Raises:
-        InputError: there is no such user, or it is the rest of an address, of which a pathlib.Path has taken a slash.
+        InputError: there is no such user, or `path` is an address that pathlib.Path has changed (s3:/…).
     """
     if shortened := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", path, re.IGNORECASE):
         whole = f"{shortened[1]}://{path[shortened.end() :]}"
-        raise InputError(f"{key} = {path!r} lacks a slash, which a pathlib.Path takes from an address: give {whole!r} as text.")
+        raise InputError(
+            f"{key} = {path!r} lacks a slash, which pathlib.Path removes from an address: give {whole!r} as a string."
+        )
     return storage.local_path(path, key)
 
 

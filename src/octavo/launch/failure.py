@@ -1,4 +1,4 @@
-"""Why a job failed: its first uncaught error, or the end of its log; where memory ran out, with the job's advice."""
+"""Why a job failed: its first uncaught error, or the end of its log; for an out-of-memory error with the job's advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_MEMORY = re.compile(
     r"MemoryError|std::bad_alloc|ended by SIGKILL"
 )
 _LONGEST = 1500
-"""Characters of a reason: a message of Octavo's names its way at its end."""
+"""Most characters of a reason; long enough for Octavo's messages, whose remedy is at the end."""
 _MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -44,7 +44,7 @@ def reason(log: Path, job: Mapping[str, Any]) -> str:
     if what:
         return what
     written = [line for line in map(str.strip, text.splitlines()) if line]
-    # The reason of a script that ends by `sys.exit("…")` is its last line.
+    # A script that ends with `sys.exit("…")` has its reason in the last line.
     return f"its log ends with: {_shown(written[-1].rstrip('.'))}" if written else "its log is empty"
 
 

@@ -1,7 +1,7 @@
 """Uncaught errors of a job's ranks, in one file: the first is the job's reason; an error of several ranks is printed once.
 
-A rank that has lost another, which ended before it, fails with it: its error is recorded, and not printed either. Errors of
-other processes that a script starts are not recorded, nor is what a script prints before `sys.exit`.
+A rank that fails because another rank has ended is recorded, but not printed. Errors of other processes that a script starts
+are not recorded, nor is the output of a script before `sys.exit`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 NAME = "faults.jsonl"
 VARIABLE = "OCTAVO_LAUNCH_FAULTS"
-"""Environment variable of a job's command: the path of its file. A script's process takes it away from its children."""
+"""Environment variable of a job's command: the path of its file. A script's process hides it from its children."""
 _LOST = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Socket closed|remote process exited|ncclRemoteError|"
     r"failed to recv, got 0 bytes"
@@ -30,7 +30,7 @@ class Faults:
         self._path, self._rank = path, rank
 
     def record(self, text: str, reason: str) -> bool:
-        """Record an error of this rank; True if it is to be printed.
+        """Record an error of this rank; True if it should be printed.
 
         text: as it would be printed. reason: in one line.
         """
@@ -46,13 +46,13 @@ class Faults:
 
 
 def of_this_process() -> Faults | None:
-    """The file of this process's job; None outside of a job, and at a second call."""
+    """The file of this process's job; None outside a job, and on a second call."""
     path = os.environ.pop(VARIABLE, "")
     return Faults(Path(path), int(os.environ.get("RANK", "0"))) if path else None
 
 
 def first(path: Path) -> str:
-    """The reason of the first error, rather of one that is no lost peer; empty if there is none."""
+    """The reason of the first error, preferably not that of a lost peer; empty without one."""
     try:
         found = _parsed(path.read_text(encoding="utf-8"))
     except OSError:

@@ -1,11 +1,11 @@
 """A job: its folder, its state, its log, and how other processes reach it.
 
-    jobs/<name>/  job.json      what was started: arguments of the estimator, command, ranks
+    jobs/<name>/  job.json      what was started: the estimator's arguments, command, ranks
                   state.json    InProgress, Stopping, Completed, Failed or Stopped; the supervisor's process; the exit code
                   log.txt       output of all ranks
                   code/ input/ model/ output/    folders of the script, as SageMaker lays them
 
-The supervisor (`octavo.launch.supervisor`) writes the state. A job whose supervisor has ended without a word was killed.
+The supervisor (`octavo.launch.supervisor`) writes the state. A job whose supervisor ended without a final state was killed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from octavo.supervision import Process, boot_id, start_time
 
 FINAL = ("Completed", "Failed", "Stopped")
 JOBS = Path("jobs")
-"""Folder of jobs where `output_path` names no other of this machine."""
+"""Default folder of jobs, unless `output_path` names another on this machine."""
 _NAME = re.compile(r"[A-Za-z0-9](-*[A-Za-z0-9]){0,62}")
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0
 _SECONDARY = {"InProgress": "Training"}
 _LOGS = {"All": True, "Training": True, "Rules": False, "None": False}
-"""Values of the SDK's `logs`: there are no rules here."""
+"""Supported values of the SDK's `logs`; those of rules have no effect here."""
 
 
 class JobFailed(OctavoError):
@@ -54,7 +54,7 @@ class Job:
         self.folder = folder.absolute()
         self.name = self.job_name = folder.name
         self.told = False
-        """Whether this process has raised, or would have raised, for the job's end."""
+        """True once this process has reported the job's end."""
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: {self.status}>"
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State as it is now: `status`, `exit_code`, `reason` and others."""
+        """The current state: `status`, `exit_code`, `reason` and others."""
         found = read(self.folder / "state.json")
         if found.get("status") in FINAL or self._is_alive(found):
             return found
@@ -88,13 +88,13 @@ class Job:
             gone = not self.folder.is_dir()
             reason = f"its folder was removed: {self.folder}" if gone else ""
             return {"status": "Failed" if gone else "InProgress", "exit_code": EXIT_FAILED if gone else None, "reason": reason}
-        found = read(self.folder / "state.json")  # it may have ended in between
+        found = read(self.folder / "state.json")  # it may have ended meanwhile
         if found.get("status") in FINAL:
             return found
         return found | {
             "status": "Failed",
             "exit_code": EXIT_FAILED,
-            "reason": "the job was killed: its supervisor ended without a word (kill -9, no memory, or a restart)",
+            "reason": "the job was killed: its supervisor ended without a final state (kill -9, no memory, or a restart)",
         }
 
     @property
@@ -133,7 +133,7 @@ class Job:
         """The log in pieces, as it grows."""
         at, rest = 0, b""
         while True:
-            ended = not wait or self.status in FINAL  # asked before the log is read: nothing is written after it
+            ended = not wait or self.status in FINAL  # checked before the log is read: nothing is written afterwards
             if self.log_file.exists():
                 with self.log_file.open("rb") as file:
                     file.seek(at)
@@ -149,7 +149,7 @@ class Job:
             time.sleep(_POLL_SECONDS)
 
     def wait(self, logs: Any = False) -> None:
-        """Wait for the end of the job, with its log on stdout if `logs`, as the SDK writes it: True, "All", ["All"].
+        """Wait for the end of the job, and print its log if `logs` is one of the SDK's values True, "All", ["All"].
 
         Raises:
             InputError: `logs` is none of the SDK's values.
@@ -163,7 +163,7 @@ class Job:
         self.check()
 
     def _print_but_reason(self) -> None:
-        """Print the log until the end, without a last line of Octavo's that the error of `check` repeats."""
+        """Print the log until the end, without a last line that `check`'s error repeats."""
         held = ""
         for text in self.follow():
             held += text
@@ -180,7 +180,7 @@ class Job:
             _print(held)
 
     def check(self) -> None:
-        """Raise for an ended job that is not completed, with the errors of `wait`."""
+        """Raise the errors of `wait` if the job ended without completing."""
         self.told = True
         state = self.state
         if state["status"] == "Failed":
@@ -194,13 +194,13 @@ class Job:
         return f"job {self.name} failed with exit code {state['exit_code']}: {state['reason']}. Its log is {self.log_file}."
 
     def stop(self, wait: bool = True) -> None:
-        """Stop the job: its ranks get SIGTERM, and 120 seconds to save. Nothing happens to one that has ended.
+        """Stop the job: its ranks get SIGTERM, and 120 seconds to save. No effect on an ended job.
 
         Raises:
             InputError: it runs on another machine.
         """
         state = self.state
-        self.told = self.told or wait  # the caller asks for its end
+        self.told = self.told or wait  # the caller requests the end
         if state["status"] in FINAL:
             warn(f"job {self.name} has ended already: {state['status']}.")
             return
@@ -217,7 +217,7 @@ class Job:
             time.sleep(_POLL_SECONDS)
 
     def until(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition; False if the time is over."""
+        """Wait for a condition; False after the timeout."""
         deadline = time.monotonic() + seconds
         while not reached():
             if time.monotonic() > deadline:
@@ -262,7 +262,7 @@ def read(path: Path) -> dict[str, Any]:
     """A JSON file; empty if there is none.
 
     Raises:
-        InputError: it is no JSON object.
+        InputError: it is not a JSON object.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -271,7 +271,7 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise InputError(f"{path} was changed by hand, or damaged: it is no JSON object. The job cannot be reached.")
+        raise InputError(f"{path} was changed by hand, or damaged: it is not a JSON object. The job cannot be reached.")
     return found
 
 
@@ -311,10 +311,12 @@ def make_folder(jobs: Path, name: str) -> Path:
     """A new folder of a job.
 
     Raises:
-        InputError: the name is taken, or none that a job may have.
+        InputError: the name is taken or invalid.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InputError(f"job_name = {name!r} is no name of a job: at most 63 letters, digits and hyphens, not first or last.")
+        raise InputError(
+            f"job_name = {name!r} is not a job name: use at most 63 letters, digits and hyphens, with no hyphen first or last."
+        )
     folder = jobs / name
     check_jobs(jobs)
     try:
@@ -324,7 +326,7 @@ def make_folder(jobs: Path, name: str) -> Path:
         raise InputError(f"the folder of jobs, {str(jobs)!r}, cannot be used: {why_unusable(error)}") from None
     except FileExistsError:
         raise InputError(
-            f"job_name = {name!r}: there is a job of this name in {str(jobs.absolute())!r}, and nothing is overwritten. Give "
+            f"job_name = {name!r}: a job of this name exists in {str(jobs.absolute())!r} and is not overwritten. Give "
             "another name, or leave job_name out."
         ) from None
     return folder

@@ -1,7 +1,7 @@
 """`python -m octavo.launch.supervisor FOLDER`: starts a job, watches it until its end, and writes its state.
 
 It outlives the estimator of `fit(wait=False)`. Its ranks do not outlive it: the launcher dies with it, each rank with the
-launcher, and what ranks have started and left behind is ended with the job.
+launcher, and processes that ranks leave behind are ended with the job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STOP_SECONDS = 120.0
 
 def main(folder: Path) -> int:
     """Run the job of a folder; returns its exit code."""
-    # A script expects SIGTERM, not schedulers' other signals. An inherited "ignore" is the caller's, and must not end the job.
+    # A script expects SIGTERM, not schedulers' other signals. A signal that the caller ignores must not end the job.
     with Supervisor(sends=signal.SIGTERM, patience=_STOP_SECONDS, always=True) as processes:
         if waits := os.environ.pop("OCTAVO_LAUNCH_WAITS", ""):  # the process whose end also ends the job
             die_with_parent(int(waits), signal.SIGTERM)
@@ -33,7 +33,7 @@ def main(folder: Path) -> int:
 
 
 def _main(folder: Path, processes: Supervisor) -> int:
-    """The job from its first state to its last."""
+    """Run the job from its first state to its last."""
     job = read(folder / "job.json")
     state: dict[str, Any] = {"status": "InProgress", "exit_code": None, "reason": "", "began": now(), **identity()}
     write(folder / "state.json", state)
@@ -49,10 +49,10 @@ def _main(folder: Path, processes: Supervisor) -> int:
         if state["status"] != "Failed" and job["send_to"]:
             for part in ("model", "output/data"):
                 addresses.send(folder / part, f"{job['send_to'].rstrip('/')}/{folder.name}/{part}", job["output_key"])
-        if job["send_checkpoints"]:  # of a failed job too: the next resumes from them
+        if job["send_checkpoints"]:  # also after a failure: the next job resumes from them
             inside, address, key = job["send_checkpoints"]
             addresses.send(folder / inside, address, key)
-    except InputError as error:  # of `send`
+    except InputError as error:  # from `send`
         before = f"{state['reason']}. " if state["status"] == "Failed" else ""
         code = code or EXIT_FAILED
         state |= {"status": "Failed", "reason": f"{before}{str(error).rstrip('.')}. The results stay in {folder}"}
@@ -68,7 +68,7 @@ def _main(folder: Path, processes: Supervisor) -> int:
 
 
 def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], processes: Supervisor) -> tuple[int, str]:
-    """Start the command and wait for its end, stopping it where that is due; its exit code, and why it was asked to stop."""
+    """Start the command, stop it if requested, wait for its end; returns its exit code, and why it was asked to stop."""
     environment = {**os.environ, faults.VARIABLE: str(folder / faults.NAME)}
     deadline = math.inf if job["max_run"] is None else time.monotonic() + job["max_run"]
     asked = ""
@@ -81,7 +81,7 @@ def _run(folder: Path, job: dict[str, Any], state: dict[str, Any], processes: Su
             if processes.asked and state["status"] != "Stopping":
                 state |= {"status": "Stopping"}
                 write(folder / "state.json", state)
-            if not folder.is_dir():  # removed by hand: nobody reaches the job any more
+            if not folder.is_dir():  # removed by hand: the job can no longer be reached
                 processes.kill()
         processes.end()
     if processes.asked:

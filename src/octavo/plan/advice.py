@@ -1,9 +1,9 @@
-"""Memory of a run: the estimate compared with the device's memory, settings that fit, and the message of an out-of-memory
-error.
+"""Memory of a run: the estimate against the device's memory, settings that fit, and the message of an out-of-memory error.
 
-Glue between a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed (`COSTS`), on these
+
+Connects a checked run and `octavo.plan.memory`. Settings are tried in the order of their cost in speed (`COSTS`), on the given
 ranks, on more, and with parameters in bfloat16: micro-batches, recomputation, offloading, chunks, gathering, and degrees. On a
-CPU the estimate is that of a GPU's kernels: reference kernels need more memory.
+CPU the estimate is for a GPU's kernels: reference kernels need more memory.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from octavo.plan.tensor import check_tensor
 from octavo.run.resume import CHANGEABLE
 
 MOST_RANKS = 1 << 12
-"""Ranks tried, by doubling."""
+"""Most ranks that are tried, by doubling."""
 CHUNKS = 8
-"""Tried for `train.mlp_chunks`: the temporaries of an MLP are an eighth, and products of 16,384 tokens run at full speed."""
+"""Value tried for `train.mlp_chunks`: an eighth of an MLP's temporaries, and products of 16,384 tokens at full speed."""
 _MATRICES = ("self_attention.qkv", "self_attention.proj")
 _MLP, _EXPERTS = ("ffn.fc1", "ffn.fc2"), ("moe.experts.fc1", "moe.experts.fc2")
 _CPU_FULL = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)")
@@ -54,33 +54,33 @@ COSTS: Mapping[Any, float] = {
     False: 0.0,
     "mlp": 0.05,
     "selective": 0.1,
-    True: 0.2,  # of `train.recompute`
+    True: 0.2,  # `train.recompute`
     "chunks": 0.09,
     "reshard": 0.02,
     "micro-batch": 0.02,
     "micro-batches": 0.04,
-    "sync": 0.02,  # for each doubling of the micro-batches
+    "sync": 0.02,  # per doubling of the micro-batches
     "shard": 0.03,
     "hosts": 0.05,
     "context": 0.04,
     "tensor": 0.05,
-    "expert": 0.02,  # doubled
+    "expert": 0.02,  # per doubling
 }
-"""Time that a setting adds to a step, as a share of it; those of several ranks or micro-batches for each doubling.
+"""Time that a setting adds to a step, as a share of it; for ranks and micro-batches per doubling.
 
 They order settings, and are not printed. Measured with eight layers of Llama-3.1-8B at 32,768 tokens: recomputation, chunks
-(`memory.json`, `memory-h100.json` in `benchmarks/results`) and gathering (`docs/results.md`). Degrees and micro-batches: the
-traffic that they add, in proportion to gathering; twice where it leaves a host. Tensor ranks are a guess: above the same of
+(`memory.json`, `memory-h100.json` in `benchmarks/results`) and gathering (`docs/results.md`). Degrees and micro-batches: their
+additional traffic in proportion to gathering's; twice that if it leaves a host. Tensor ranks are a guess: above equally many
 context ranks.
 """
 _OFFLOADS: Mapping[Any, float] = {False: 0.3, "mlp": 0.2, "selective": 0.01, True: 0.01}
-"""The same of `train.offload`, by `train.recompute`: the fewer bytes go to host memory, the more of the copy is hidden."""
+"""The cost of `train.offload`, by `train.recompute`: the fewer bytes are copied, the more of the copy is hidden."""
 _ASKED = re.compile(r"[Tt]ried to allocate (?P<size>[\d.]+ \w+)")
 
 
 @dataclass(frozen=True)
 class Option:
-    """Keys that make a run fit, "ranks" among them, and the estimate with them."""
+    """Keys that make a run fit, possibly "ranks", and the estimate with them."""
 
     changes: Mapping[str, Any]
     estimate: Estimate
@@ -96,11 +96,11 @@ class Memory:
     """Memory of a rank of a run.
 
     Attributes:
-        estimate: of the run as it is.
-        of_rank: bytes of the device; of a CPU its share for one of the ranks on this machine.
-        fits: None where activations are unknown and the rest fits.
-        options: the cheapest setting on these ranks, the fewest ranks, and bfloat16 parameters, or a shorter sequence where
-            none of them is enough; empty for a run that fits.
+        estimate: estimate of the unchanged run.
+        of_rank: bytes for one rank: the GPU's, or the CPU's memory divided by the ranks on this machine.
+        fits: None if activations are unknown and the rest fits.
+        options: the cheapest setting on these ranks, on the fewest ranks, and with bfloat16 parameters; or a shorter sequence
+            if none of them suffices; empty for a run that fits.
     """
 
     estimate: Estimate
@@ -110,7 +110,7 @@ class Memory:
 
 
 def setup_of(plan: RunPlan) -> Setup:
-    """The part of a run on which its memory depends."""
+    """The inputs of the memory estimate of a run."""
     config = plan.config
     spec = plan.spec
     blocks: tuple[BlockRecipes, ...] = ()
@@ -181,21 +181,21 @@ def memory_of(plan: RunPlan) -> Memory:
 
 
 def _estimate(plan: RunPlan, setup: Setup) -> Estimate:
-    """The estimate; with `train.compare_bf16` or `fp8.schedule` that of the larger of the trainings with FP8 and without."""
+    """The estimate; with `train.compare_bf16` or `fp8.schedule` the larger of those with and without FP8."""
     found = [estimate(setup)]
     plain = dataclasses.replace(setup, blocks=(), head=False)
-    if plan.config.fp8.schedule:  # weights that may be gathered in FP8 are gathered in their dtype at other steps
+    if plan.config.fp8.schedule:  # in some steps weights are gathered in their dtype instead of FP8
         found.append(estimate(dataclasses.replace(plain, gather_bytes=max(setup.gather_bytes, setup.params_bytes))))
     if plan.config.train.compare_bf16:
         plain = dataclasses.replace(plain, history=0)
-        if setup.reshard == plan.gathering.reshard:  # no option's: the other training decides for itself
+        if setup.reshard == plan.gathering.reshard:  # not set by an option: the other training resolves it separately
             plain = dataclasses.replace(plain, reshard=plan.gathering_without_fp8.reshard)
         found.append(estimate(plain))
     return max(found, key=lambda one: one.total)
 
 
 def _of_rank(plan: RunPlan) -> float:
-    """Bytes for a rank: of its GPU, or of the CPU's memory divided by the ranks on this machine."""
+    """Bytes for a rank: its GPU's, or the CPU's memory divided by the ranks on this machine."""
     ranks = rank_variable("LOCAL_WORLD_SIZE", plan.degrees.world) if plan.hardware.kind == "cpu" else 1
     share = plan.hardware.memory_gib * GIB / max(1, ranks)
     limit = process_memory_limit() if plan.hardware.kind == "cpu" else None
@@ -209,7 +209,7 @@ def _fits(found: Estimate, room: float) -> bool | None:
 
 
 def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
-    """The first setting that fits on these ranks, on the fewest more, and with bfloat16 parameters; else a shorter sequence."""
+    """The first setting that fits: on these ranks, on the fewest more, with bfloat16 parameters; else a shorter sequence."""
 
     def fits(found: Estimate) -> bool:
         return _fits(found, room) is not False
@@ -219,7 +219,7 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
         for tried in (_on_these_ranks(plan, setup), _in_more_parts(plan, setup), _over_tensor_ranks(plan, setup))
         for found in _first(plan, tried, fits)
     ]
-    if options and not any(_SYNC in option.changes for option in options):  # the least change of a run that accumulates
+    if options and not any(_SYNC in option.changes for option in options):  # the smallest change of a run with accumulation
         options += _first(plan, _synced(setup), fits)
     if _on_gpu(plan):  # more ranks would share the memory of a CPU
         options += next((found for ranks in _on_more_ranks(plan, setup) if (found := _first(plan, ranks, fits))), [])
@@ -232,7 +232,7 @@ def _options(plan: RunPlan, setup: Setup, room: float) -> list[Option]:
 
 
 def _synced(setup: Setup) -> list[_Tried]:
-    """The same run with gradients summed in each micro-batch, if it stores whole ones and its shards are smaller."""
+    """The same run with gradients summed in each micro-batch, if it stores whole gradients and shards would be smaller."""
     if not setup.keeps_whole_gradients or setup.shard == 1:
         return []
     synced = dataclasses.replace(setup, syncs=True)
@@ -244,10 +244,10 @@ class _Tried:
     """A setting that is tried.
 
     Attributes:
-        cost: in speed, as a share of a step's time, from `COSTS`.
+        cost: share of a step's time, from `COSTS`.
         changes: keys of the run that it changes.
-        setup: the run with them.
-        least: the same micro-batch on the same ranks with all that saves memory: if no one fits, no other is tried.
+        setup: the inputs with them.
+        least: the same micro-batch on the same ranks with every saving of memory; if it does not fit, no other is tried.
     """
 
     cost: float
@@ -256,14 +256,14 @@ class _Tried:
     least: tuple[Setup, ...]
 
     def beside(self, changes: Mapping[str, Any], cost: float = 0.0) -> _Tried:
-        """The same with other changes first."""
+        """The same setting with other changes first."""
         return dataclasses.replace(self, changes={**changes, **self.changes}, cost=self.cost + cost)
 
 
 def _first(plan: RunPlan, tried: Iterable[_Tried], fits: Callable[[Estimate], bool]) -> list[Option]:
-    """The setting with the least cost in speed that fits, of two alike the one with fewer changes."""
+    """The cheapest setting that fits; of two with equal cost the one with fewer changes."""
     possible: dict[int, bool] = {}
-    tried = list(tried)  # it retains each `least`
+    tried = list(tried)  # holds each `least`
     for one in sorted(tried, key=lambda one: (round(one.cost, 6), len(one.changes))):
         if id(one.least) not in possible:
             possible[id(one.least)] = any(fits(_estimate(plan, least)) for least in one.least)
@@ -277,13 +277,13 @@ def _on_gpu(plan: RunPlan) -> bool:
 
 
 def _on_these_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
-    """All settings of the same ranks, with the same number of ranks per sequence."""
+    """All settings on the same ranks, with the same number of ranks per sequence."""
     samples = setup.world // (setup.context * setup.tensor)
     return [one for found in _layouts(plan, setup) for one in _settings(plan, *found, samples)]
 
 
 def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
-    """All settings of the same ranks, with more ranks per sequence."""
+    """All settings on the same ranks, with more ranks per sequence."""
     spec, parallel = setup.spec, plan.config.parallel
     tried: list[_Tried] = []
     world = setup.world // setup.tensor
@@ -305,7 +305,7 @@ def _in_more_parts(plan: RunPlan, setup: Setup) -> list[_Tried]:
 
 
 def _over_tensor_ranks(plan: RunPlan, setup: Setup) -> list[_Tried]:
-    """All settings of the same ranks, with more ranks of a host per matrix; none if these cannot share it."""
+    """All settings on the same ranks, with more ranks of a host per matrix; none if the matrices cannot be split."""
     tried: list[_Tried] = []
     for degree in divisors(math.gcd(setup.world, RANKS_OF_A_HOST)) if setup.spec is not None else ():
         rest = setup.world // degree
@@ -342,7 +342,7 @@ def _on_more_ranks(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
 
 
 def _shorter(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
-    """Settings of the same ranks with a half, a quarter, … of the sequence."""
+    """Settings on the same ranks with a half, a quarter, … of the sequence length."""
     length = setup.sequence_length // 2
     while length >= 2:
         changes = {"data.sequence_length": length}
@@ -351,7 +351,7 @@ def _shorter(plan: RunPlan, setup: Setup) -> Iterator[list[_Tried]]:
 
 
 def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any], float]]:
-    """Layouts of shards and experts, unchanged and over more ranks: each with its changes and their cost."""
+    """Layouts of shards and experts, unchanged and over more ranks, each with its changes and their cost."""
     experts = setup.spec.experts if setup.spec is not None and setup.spec.mixtures else 1
     most = setup.world // setup.tensor
     for shard in divisors(most):
@@ -374,7 +374,7 @@ def _layouts(plan: RunPlan, setup: Setup) -> Iterator[tuple[Setup, dict[str, Any
 
 
 def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: float, samples: int) -> list[_Tried]:
-    """Settings of a layout of ranks, which has these changes already; samples: data-parallel ranks."""
+    """Settings for a layout of ranks with these changes; samples: number of data-parallel ranks."""
     share, train = -(-plan.config.train.global_batch // samples), plan.config.train
     original_code = setup.spec is None  # its code supports none of these
     experts = setup.spec is not None and setup.spec.experts > 0
@@ -427,9 +427,9 @@ def _settings(plan: RunPlan, setup: Setup, changes: Mapping[str, Any], cost: flo
 
 
 def _micro_batches(share: int, micro: int) -> list[int]:
-    """Divisors of a rank's share: the whole share, which stores no gradients between micro-batches, and all up to the run's.
+    """Divisors of a rank's share to try: the whole share, without accumulated gradients, and all up to the run's micro-batch.
 
-    Those between need the activations of more sequences and save nothing. Of a share beyond any step only 1.
+    Values in between need more activations and save nothing. For a share larger than any possible step only 1.
     """
     if share > 10**8:
         return sorted({1, micro} if share % micro == 0 else {1})
@@ -459,7 +459,7 @@ def figures(plan: RunPlan, found: Memory) -> dict[str, Any]:
 
 
 def lines(plan: RunPlan, found: Memory) -> list[str]:
-    """A run's memory as text."""
+    """A run's memory as lines of text."""
     estimate, usable = found.estimate, size(USABLE * found.of_rank)
     each = "" if plan.degrees.world == 1 else f" on each of {plan.degrees.world} ranks"
     fits = "does not fit" if found.fits is False else "fits"
@@ -477,7 +477,7 @@ def lines(plan: RunPlan, found: Memory) -> list[str]:
     if estimate.host:
         text.append(f"            and {size(estimate.host)} of host memory for each rank's offloaded activations")
     if plan.hardware.kind == "cpu":
-        text.append("            as a GPU's kernels need it; those of a CPU need more")
+        text.append("            for a GPU's kernels; a CPU's need more")
     if found.fits is False:
         text.append(f"            at most {usable} fit, the rest is for libraries and fragments; the run fits with")
         text += [f"            - {option}" for option in found.options] or [f"            - {_nothing(plan)}"]
@@ -486,15 +486,15 @@ def lines(plan: RunPlan, found: Memory) -> list[str]:
 
 
 def _nothing(plan: RunPlan) -> str:
-    """The advice where no setting makes a run fit."""
+    """The advice if no setting makes a run fit."""
     if plan.hardware.kind == "cpu":
-        return "GPUs: --world-size 8 --gpu h200 plans it on eight, and names the ranks that it needs"
+        return "GPUs: --world-size 8 --gpu h200 plans it on eight, and gives the number of ranks that it needs"
     return f"no setting up to {MOST_RANKS} ranks: choose a smaller model"
 
 
 @contextlib.contextmanager
 def explaining(plan: RunPlan) -> Iterator[None]:
-    """Around the training of a run: an error of full memory becomes the message of `out_of_memory`."""
+    """Around the training of a run: replaces an out-of-memory error by that of `out_of_memory`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -505,9 +505,9 @@ def explaining(plan: RunPlan) -> Iterator[None]:
 
 
 def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
-    """One message for an error that says that memory ran out: the device, the estimate, the key to lower; None for others.
+    """One message for an out-of-memory error: the device, the estimate, the key to lower; None for other errors.
 
-    Of a GPU (PyTorch's allocator, CUDA, cuBLAS and NCCL), and of a CPU (PyTorch's allocator and Python's MemoryError).
+    On a GPU (PyTorch's allocator, CUDA, cuBLAS and NCCL), and on a CPU (PyTorch's allocator and Python's MemoryError).
     """
     text = str(error) if isinstance(error, RuntimeError) else ""
     on_gpu = isinstance(error, torch.OutOfMemoryError) or _GPU_FULL.search(text) is not None
@@ -528,12 +528,12 @@ def out_of_memory(error: BaseException, plan: RunPlan) -> OctavoError | None:
         f"{parts}. {_advice(plan, found)}"
     )
     if plan.graph and on_gpu:
-        message += " The recorded steps reserve their memory beside validation's: train.graph = false frees it."
+        message += " Recorded steps reserve memory in addition to validation's: train.graph = false frees it."
     return OctavoError(message)
 
 
 def _advice(plan: RunPlan, found: Memory) -> str:
-    """The key to lower after memory ran out: the run's first option, else the first setting with a tenth less."""
+    """The key to lower after memory ran out: the run's first option, else the first setting that saves a tenth."""
     options = list(found.options)
     if not options and found.fits is not False:
         setup = setup_of(plan)
@@ -542,18 +542,18 @@ def _advice(plan: RunPlan, found: Memory) -> str:
     option = next(iter(options), None)
     if option is None:
         if found.fits is False:
-            return "No setting of these ranks makes it fit: use more ranks, or a smaller model."
+            return "No setting on these ranks fits: use more ranks, or a smaller model."
         return f"Lower {'data.sequence_length' if found.estimate.complete else 'train.micro_batch or data.sequence_length'}."
     new = [key for key in option.changes if key != "ranks" and not any(fnmatch(key, pattern) for pattern in CHANGEABLE)]
-    after = f"It is another run then: set train.output too ({new[0]} may not change)" if new else "The run then continues"
+    after = f"It is then a new run: set train.output too ({new[0]} may not change)" if new else "The run then continues"
     verb = "Start" if "ranks" in option.changes else "Set"
     parts = next((one for one in options[1:] if _CONTEXT in one.changes and _CONTEXT not in option.changes), None)
-    other = "" if parts is None else f" Or share each sequence between ranks: {parts}."
+    other = "" if parts is None else f" Or split each sequence over ranks: {parts}."
     return f"{verb} {option} by the estimate. {after}.{other}"
 
 
 def _host_memory() -> tuple[float, float]:
-    """Bytes of the machine, and those of them that are available; of this process's limit where it has one."""
+    """(total, available) bytes of the machine, or of this process's limit if it has one."""
     if (limit := process_memory_limit()) is not None:
         status = Path("/proc/self/status")
         used = re.search(r"^VmData:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.is_file() else None

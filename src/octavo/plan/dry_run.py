@@ -1,8 +1,8 @@
 """`octavo train --dry-run` and `octavo describe`: a checked run as text; nothing is trained or written.
 
-The dry run has the resolved run file, the arithmetic of the run and its memory, for ranks and a GPU that may be others than
-those at hand. The description has the matrices in FP8 and the others with the reason; its model is built on the meta device, so
-that no weights are needed, and a run's folder is read as its next start would read it.
+The dry run prints the resolved run file, the arithmetic of the run and its memory, for ranks and a GPU that need not be
+present. The description lists the matrices in FP8, and the others with the reason; its model is built on the meta device, so no
+weights are needed, and a run's folder is read as its next start would read it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from octavo.run.folder import RunFolder
 
 
 def target(world_size: int | None, gpu: str | None) -> Target:
-    """The ranks and the GPU of a planned run by their options; None for those at hand.
+    """The ranks and the GPU of a planned run from the options; None for the present ones.
 
     Raises:
         InputError: less than one rank, or a GPU that is not in the table of `octavo.hardware`.
@@ -53,7 +53,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
     config, train = plan.config, plan.config.train
     parameters = plan.parameters
     tokens_per_step = train.global_batch * config.data.sequence_length
-    steps = train.steps  # None: train.epochs, of data that is not prepared yet
+    steps = train.steps  # None: train.epochs with data that is not prepared yet
     tokens = None if steps is None else tokens_per_step * steps
     epochs, text_of_epochs, by_source = None, "unknown until the data is prepared (octavo prepare)", {}
     if steps is None:
@@ -96,7 +96,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
         config.to_toml(),
         f"device      {plan.hardware.name}",
         f"precision   {plan.fp8_note}",
-        f"parameters  {parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else "") + _frozen(plan),
+        f"parameters  {parameters:,}" + (f", {active:,} active per token" if active < parameters else "") + _frozen(plan),
         *([f"vocabulary  {_grown(plan)}"] if plan.tokens_added else []),
         *([f"sequences   {plan.shared_sequences}"] if plan.shared_sequences else []),
         *([f"matrices    {plan.shared_matrices}"] if plan.shared_matrices else []),
@@ -118,7 +118,7 @@ def dry_run(plan: RunPlan) -> tuple[dict[str, Any], list[str]]:
 def _of_muon(plan: RunPlan, work: MuonWork, tokens: int) -> str:
     """Matrices, and FLOPs in addition to those of the model."""
     share = f", {work.flops / (plan.flops.total * tokens):.2%} of the model's" if plan.flops is not None else ""
-    over = "" if plan.degrees.world == 1 else f", shared out over {plan.degrees.world} ranks"
+    over = "" if plan.degrees.world == 1 else f", distributed over {plan.degrees.world} ranks"
     return (
         f"{work.matrices:,} matrices of {work.elements:,} parameters; Newton-Schulz: {work.flops / 1e12:.3g} TFLOP a step"
         f"{share}{over}"
@@ -129,7 +129,7 @@ def describe_run(run: Path, overrides: Sequence[str] = (), target: Target | None
     """A run's folder or run file: as a dict for `--json`, and as lines of text.
 
     Raises:
-        InputError: no run is there, keys are set over those of a folder, or the run file is wrong.
+        InputError: there is no run, overrides are given for a run's folder, or the run file is wrong.
     """
     plan = _plan(run, overrides, target or Target())
     found, held = _description(plan), advice.memory_of(plan)
@@ -173,7 +173,7 @@ def _grown(plan: RunPlan) -> str:
 def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
     """The checked run, without its pretrained weights.
 
-    On the ranks of a folder's last start, or the fewest that the degrees of a file fit.
+    For a folder: on the ranks of its last start; for a run file: on the fewest ranks that its degrees allow.
     """
     free = target.world_size is None and "WORLD_SIZE" not in os.environ
     if not run.is_dir():
@@ -189,7 +189,7 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
         )
     if overrides:
         raise InputError(
-            f"{overrides[0]} overrides a key of {str(run)!r}, which its folder records. Give its run file: {folder.run_file}."
+            f"{overrides[0]} overrides a key of {str(run)!r}, whose keys are fixed. Give its run file: {folder.run_file}."
         )
     if free:
         target = dataclasses.replace(target, world_size=folder.ranks)
@@ -200,7 +200,7 @@ def _plan(run: Path, overrides: Sequence[str], target: Target) -> RunPlan:
 
 
 def _without_weights(config: RunConfig) -> RunConfig:
-    """The run from random weights: names and shapes are the same, and nothing is downloaded."""
+    """The run with random weights: the same names and shapes, without downloads."""
     return config.model_copy(update={"model": config.model.model_copy(update={"load": False})})
 
 

@@ -19,13 +19,13 @@ from octavo.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class MatmulParameters:
-    """Parameters that multiply a token's activations.
+    """Parameters of matrix multiplications.
 
     Attributes:
-        layers: in the blocks' linear layers, active for a token: the products that FP8 can compute.
+        layers: in the blocks' linear layers, active for a token; FP8 can compute their products.
         router: in the blocks' routers (0 without experts); they never run in FP8.
         head: in the output head, tied or not.
-        inactive: in the experts to which a token is not sent.
+        inactive: in the experts that a token is not sent to.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class MatmulParameters:
 
     @property
     def stored(self) -> int:
-        """All of them, the head counted once."""
+        """All of them, a tied head counted once."""
         return self.layers + self.router + self.head + self.inactive
 
 
@@ -44,8 +44,8 @@ class TokenFlops:
     """Operations of one token's forward and backward, by part of the model.
 
     Attributes:
-        adapters: of LoRA's products, which never run in FP8.
-        head_products: products of the head: output, input gradient and, unless it is frozen, weight gradient.
+        adapters: LoRA's products, which never run in FP8.
+        head_products: number of the head's products: output, input gradient and, unless frozen, weight gradient.
     """
 
     layers: float
@@ -61,7 +61,7 @@ class TokenFlops:
         return self.layers + self.router + self.head + self.attention + self.adapters
 
     def by_precision(self, *, layers: str = "bf16", head: str = "bf16", head_forward: str | None = None) -> dict[str, float]:
-        """Operations in "bf16" and "fp8" for the precisions of the linear layers, the head and, if another, its forward."""
+        """Operations in "bf16" and "fp8", from the precisions of the linear layers, the head and, if different, its forward."""
         split = {"bf16": self.router + self.attention + self.adapters, "fp8": 0.0}
         split[layers] += self.layers
         forward = self.head / self.head_products if head_forward else 0.0
@@ -103,7 +103,7 @@ def model_flops(
 ) -> TokenFlops:
     """Operations of one token of a decoder, averaged over a full sequence of `sequence_length` tokens.
 
-    adapters: parameters of LoRA's, on frozen matrices; None without LoRA. head_trained: the head is trained with them.
+    adapters: LoRA parameters on frozen matrices; None without LoRA. head_trained: the head is trained too.
     """
     parameters = matmul_parameters(spec)
     keys = sum(mean_keys(sequence_length, window) for window in spec.windows)
@@ -127,7 +127,7 @@ def mfu(flops_per_second: Mapping[str, float], gpu: Gpu | None) -> float | None:
         gpu: its row of the table.
 
     Returns:
-        A fraction, or None where the GPU is unknown or has no peak in a precision that was used.
+        A fraction, or None if the GPU is unknown or has no peak for a precision in use.
     """
     if gpu is None:
         return None

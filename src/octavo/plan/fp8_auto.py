@@ -1,8 +1,8 @@
-"""`fp8.enabled = "auto"`: choose the layers that run in FP8, by measurement, when a run begins.
+"""`fp8.enabled = "auto"`: chooses the layers that run in FP8 by measurement when a run begins.
 
-Small FP8 products do not regain the time of their casts. Rank 0 times the three products of each shape in FP8, casts included,
-and in the dtype of activations, and caches the timings for the user. Left out: casts fused into a norm or an activation, and
-the FP8 weight shared by micro-batches, so that a layer near break-even may be excluded for a small loss of speed.
+For small products FP8 saves less time than its casts cost. Rank 0 times the three products of each shape in FP8, casts
+included, and in the dtype of activations, and caches the timings for the user. Not measured: casts fused into a norm or an
+activation, and the FP8 weight shared by micro-batches, so a layer near break-even may be excluded at a small loss of speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from octavo.stored_names import stored_name
 
 _ROUNDS, _WARM_UP = 25, 3
 _HIDE_CYCLES = 2_000_000
-"""A wait of about a millisecond on the device, in which the host launches the timed kernels: host time is not compared."""
+"""GPU cycles of about a millisecond, in which the host launches the timed kernels, so that host time does not count."""
 
 
 class LinearShape(NamedTuple):
@@ -74,10 +74,10 @@ Timer = Callable[[LinearShape, Recipe], Timing]
 def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan:
     """The plan with the layers that `fp8.enabled = "auto"` excludes from FP8; all ranks call it.
 
-    A resumed run uses the choice in its folder, since other layers in FP8 would be another curve.
+    A resumed run uses the choice in its folder, since other layers in FP8 would change the loss curve.
 
     Raises:
-        InputError: the choice of a continued run is missing or not readable.
+        InputError: the choice of a continued run is missing or unreadable.
     """
     if plan.config.fp8.enabled != "auto":
         return plan
@@ -87,7 +87,7 @@ def choose_layers(plan: RunPlan, folder: RunFolder, *, resumed: bool) -> RunPlan
         names = [*plan.layers, "head"] if plan.config.fp8.head else plan.layers
         return dataclasses.replace(plan, excluded=dict.fromkeys(names, plan.fp8_note))
     timer = timer_on(plan)
-    if timer is None:  # fp8.emulate = true: nothing to compare
+    if timer is None:  # fp8.emulate = true: no timings to compare
         return plan
     excluded = all_ranks().on_rank_0(lambda: slower_layers(plan, timer))
     total = sum(layer.recipe is not None for layer in plan.layers.values())
@@ -110,7 +110,7 @@ def timer_on(plan: RunPlan) -> Timer | None:
 
 
 def slower_layers(plan: RunPlan, timer: Timer) -> dict[str, str]:
-    """The layers that are not faster in FP8, each with both timings; of tensor-parallel ranks the products of one."""
+    """The layers that are not faster in FP8, each with both timings; for tensor parallelism, one rank's products."""
     tokens = plan.micro_batch * plan.config.data.sequence_length
     shapes = {name: layer.shape for name, layer in plan.layers.items()}
     if plan.degrees.tensor > 1:
@@ -134,7 +134,7 @@ def _with_saved_choice(plan: RunPlan, choice: Mapping[str, Any]) -> RunPlan:
     note = f"FP8 as chosen when the run began, on {choice['device']}"
     recipe = recipe_from_config(plan.config.fp8) if choice["fp8"] else None
     how = ": none" if recipe is None else "" if supports_fp8(plan.device) else ", emulated here"
-    named = {stored_name(name): name for name in plan.layers}  # of a run that an older version began
+    named = {stored_name(name): name for name in plan.layers}  # for runs that an older version began
     kept_out = {named.get(name, name): reason for name, reason in choice["kept_out"].items()}
     return dataclasses.replace(plan, recipe=recipe, excluded=kept_out, fp8_note=note + how)
 
@@ -146,15 +146,15 @@ def read_choice(path: Path) -> dict[str, Any]:
         return {"fp8": bool(choice["fp8"]), "device": str(choice["device"]), "kept_out": dict(choice["kept_out"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f'{path} says which layers of this run compute in FP8 (fp8.enabled = "auto") and cannot be read '
-            f"({type(error).__name__}): put it back, or set another train.output."
+            f'{path} lists the layers of this run that compute in FP8 (fp8.enabled = "auto") and cannot be read '
+            f"({type(error).__name__}): restore it, or set another train.output."
         ) from None
 
 
 def cached_timings(
     pairs: Iterable[tuple[LinearShape, Recipe]], setting: Setting, timer: Timer
 ) -> dict[tuple[LinearShape, Recipe], Timing]:
-    """Timings of shapes under recipes, from the cache of this machine, or else by `timer` and then cached."""
+    """Timings of shapes under recipes, from this machine's cache, else measured by `timer` and cached."""
     found: dict[tuple[LinearShape, Recipe], Timing] = {}
     for shape, recipe in sorted(set(pairs), key=repr):
         key = _key(recipe, setting)
@@ -206,7 +206,7 @@ def high_precision_products(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tens
 def fp8_products(x: Tensor, weight: Tensor, dy: Tensor, recipe: Recipe, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same with FP8 products and the casts of the three operands.
 
-    slot: float32 [2], a scale and an amax of no layer, for recipes with a history.
+    slot: float32 [2], a dummy scale and amax, for recipes with a history.
     """
     x_q = _both_layouts(x, recipe.casts[Operand.INPUT], slot)
     w_q = _both_layouts(weight, recipe.casts[Operand.WEIGHT], slot)
@@ -228,7 +228,7 @@ def _microseconds(value: float) -> str:
 
 
 def _key(recipe: Recipe, setting: Setting) -> dict[str, Any]:
-    """Key of a file of timings, without length and margin of histories, which cost no time."""
+    """Key of a file of timings, without length and margin of histories, which do not affect time."""
     casts = {operand.value: [how.format.name, how.granularity.value, how.delayed] for operand, how in recipe.casts.items()}
     return {
         "gpu": setting.gpu,
@@ -256,6 +256,6 @@ def _read_timings(path: Path, key: dict[str, Any]) -> dict[LinearShape, Timing]:
 def _write_timings(path: Path, key: dict[str, Any], known: dict[LinearShape, Timing]) -> None:
     columns = [*LinearShape._fields, *Timing._fields]
     rows = [[*shape, *timing] for shape, timing in sorted(known.items())]
-    with contextlib.suppress(OSError):  # without a writable folder, the next start remeasures
+    with contextlib.suppress(OSError):  # without a writable folder, the next start measures once more
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({"key": key, "columns": columns, "microseconds": rows}, indent=1) + "\n")

@@ -1,9 +1,9 @@
 """`[fp8]` keys that change when a run continues: which layers get new scales, and what is refused.
 
 FP8 state is scales and amax histories, which follow from the tensors: weights, optimizer states and data continue exactly under
-other keys. A layer whose recipe stays has its state to the bit. A layer with another recipe drops it, and its first scale is
-measured, as at the start of a run. The section is compared with that of the checkpoint, so that a start that ended before its
-first save changes nothing.
+other keys. A layer with an unchanged recipe continues with its state to the bit. A layer with another recipe drops its state,
+and its first scale is measured, as at the start of a run. The section is compared with the checkpoint's, so a start that ended
+before its first save changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Fp8Changes:
     Attributes:
         keys: each changed key with its old and new value.
         fresh: layers whose state in the checkpoint is dropped.
-        begin: of these, the layers in FP8 from here on; unchanged: number of layers with unchanged scales and histories.
+        begin: number of these layers that are in FP8 from now on; unchanged: number of layers with unchanged FP8 state.
     """
 
     keys: Mapping[str, tuple[Any, Any]]
@@ -61,11 +61,11 @@ class Fp8Changes:
 
 
 def section_of(saved: Mapping[str, Any], before: RunConfig) -> Fp8Config:
-    """The `[fp8]` section with which a checkpoint was trained; for one of an older version that of the run's file."""
+    """The `[fp8]` section with which a checkpoint was trained; for older versions the run file's."""
     section = saved.get("fp8")
     try:
         return Fp8Config.model_validate(section) if isinstance(section, dict) else before.fp8
-    except ValidationError:  # of a version with other keys
+    except ValidationError:  # from a version with other keys
         return before.fp8
 
 
@@ -73,12 +73,12 @@ def find(plan: RunPlan, before: RunConfig, saved: Mapping[str, Any]) -> Fp8Chang
     """The changes of a run that continues from a checkpoint; None for none.
 
     Args:
-        plan: of the run that continues.
-        before: the run's file of its last start.
-        saved: the state of the checkpoint.
+        plan: the continued run's plan.
+        before: the run file of the last start.
+        saved: the checkpoint's state.
 
     Raises:
-        InputError: the change would be silently wrong: see `docs/run-files.md`.
+        InputError: the change would be silently wrong; see `docs/run-files.md`.
     """
     before = before.model_copy(update={"fp8": section_of(saved, before)})
     keys = changed_fp8(before, plan.config)
@@ -94,12 +94,12 @@ def find(plan: RunPlan, before: RunConfig, saved: Mapping[str, Any]) -> Fp8Chang
 
 
 def _model_of(plan: RunPlan, config: RunConfig) -> nn.Module:
-    """The model of another section, on meta."""
+    """The model under another `[fp8]` section, on the meta device."""
     return build_model(plan.hf_config, build_options(config, blocks=plan.blocks), device="meta")
 
 
 def _recipes(model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:
-    """Each layer's recipe without settings that do not affect its scales, and of the head its products."""
+    """Each layer's recipe, without settings that do not affect its scales, and the head's FP8 products."""
     found: dict[str, Any] = {}
     for name, state in states_of(model):
         of_layer: Any = state.under(recipe)
@@ -115,18 +115,18 @@ def _refuse(plan: RunPlan, before: RunConfig, keys: Mapping[str, tuple[Any, Any]
     if "fp8.enabled" in keys and "auto" in keys["fp8.enabled"]:
         old, new = keys["fp8.enabled"]
         raise InputError(
-            f'fp8.enabled was {old!r} and is now {new!r}: "auto" is a choice of layers that is measured before '
-            f"the first step. Put it back, or {_OTHER_RUN}."
+            f'fp8.enabled was {old!r} and is now {new!r}: "auto" measures its choice of layers before '
+            f"the first step. Restore it, or {_OTHER_RUN}."
         )
     if config.lora.rank is not None and config.lora.base == "fp8" and keys.keys() - {"fp8.fast_accumulation", "fp8.schedule"}:
         raise InputError(
-            f'lora.base = "fp8" stores the frozen weights by the recipe, and {", ".join(keys)} changed: they would be rounded '
-            f"a second time, to other weights than those of the adapters' training. Restore it, or {_OTHER_RUN}."
+            f'lora.base = "fp8" stores the frozen weights by the recipe, but {", ".join(keys)} changed: the weights would be '
+            f"rounded differently than in the adapters' training. Restore it, or {_OTHER_RUN}."
         )
     if config.train.compare_bf16:
         raise InputError(
-            f"train.compare_bf16 = true compares one setting of FP8 with bf16, and {', '.join(keys)} changed after step "
-            f"{done}. Set train.compare_bf16 = false, or put it back."
+            f"train.compare_bf16 = true compares one setting of FP8 with bf16, but {', '.join(keys)} changed after step "
+            f"{done}. Set train.compare_bf16 = false, or restore it."
         )
     if "fp8.schedule" in keys:
         model = plan.model_on_meta
@@ -135,7 +135,7 @@ def _refuse(plan: RunPlan, before: RunConfig, keys: Mapping[str, tuple[Any, Any]
             past.append(PrecisionSchedule(model, section.fp8.schedule, steps or plan.steps).until(done))
         if past[0] != past[1]:
             raise InputError(
-                f"fp8.schedule was {before.fp8.schedule!r} and is now {config.fp8.schedule!r}, by which some of the {done} "
-                "steps that are done would have been in another precision. Change the steps behind it alone, or "
+                f"fp8.schedule was {before.fp8.schedule!r} and is now {config.fp8.schedule!r}: some of the {done} finished "
+                "steps would have had another precision. Change only later steps, or "
                 f"{_OTHER_RUN}."
             )

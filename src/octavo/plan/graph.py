@@ -1,7 +1,7 @@
-"""`train.graph`: the runs that CUDA graphs repeat, and the refusal of all others before a GPU is touched.
+"""`train.graph`: which runs CUDA graphs can repeat; others are refused before a GPU is touched.
 
-"auto" records runs with adapters alone: their kernels are short, since no weight has a gradient, and end before Python launches
-the next (8B, 4,096 tokens, one H200: 162 ms of kernels in 310 ms). Full tuning of such a model waits for its kernels.
+"auto" records only runs with adapters: without weight gradients their kernels finish faster than Python launches them (8B,
+4,096 tokens, one H200: 162 ms of kernels in 310 ms). Full fine-tuning of such a model is bound by its kernels.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from octavo.parallel.graphed import WARM_UP
 
 
 def check_graph(config: RunConfig, model: nn.Module, world: int) -> None:
-    """Check a run with `train.graph`; model: on any device, for reading alone.
+    """Check a run with `train.graph`; model: on any device, read-only.
 
     Raises:
-        InputError: names the setting that a graph does not repeat, and what to set instead.
+        InputError: names the setting that a graph cannot repeat, and what to set instead.
     """
     if config.train.graph is True and (why := next(_reasons(config, model, world), None)):
         raise InputError(f"train.graph = true: {why}, or train.graph = false.")
 
 
 def records(config: RunConfig, model: nn.Module, world: int, kind: str) -> bool:
-    """True if a run takes its steps from `octavo.train.graph`, on a device of this kind; model: on any device."""
+    """True if a run's steps are recorded by `octavo.train.graph` on this type of device; model: on any device."""
     if config.train.graph != "auto":
         return config.train.graph
     return _is_candidate(config, kind) and _why_eager(config, model, world) is None
 
 
 def _why_eager(config: RunConfig, model: nn.Module, world: int) -> str | None:
-    """Why "auto" leaves the steps eager."""
+    """Why "auto" runs the steps eagerly."""
     if (reason := next(_reasons(config, model, world), None)) is not None:
         return reason
     if config.data.packing == "documents":
@@ -45,7 +45,7 @@ def _why_eager(config: RunConfig, model: nn.Module, world: int) -> str | None:
 
 
 def _plain_attention(config: RunConfig, model: nn.Module) -> str | None:
-    """Why attention of packed documents would be plain PyTorch in a recording; None if a kernel computes it."""
+    """Why attention of packed documents would run in plain PyTorch in a graph; None if a kernel computes it."""
     if config.data.packing != "documents" or not isinstance(model, Decoder):
         return None
     absent, dim = flash.missing(), model.spec.head_dim
@@ -53,9 +53,7 @@ def _plain_attention(config: RunConfig, model: nn.Module) -> str | None:
         return f"train.deterministic = true, and {absent}. {install_extra('flash')}"
     if dim not in variable.HEADS or config.model.dtype != "bfloat16":
         kinds = ", ".join(map(str, variable.HEADS))
-        return (
-            f"kernels of packed documents are for heads of {kinds} in bfloat16, and these are of {dim} in {config.model.dtype}"
-        )
+        return f"kernels of packed documents support heads of {kinds} in bfloat16, not {dim} in {config.model.dtype}"
     return None
 
 
@@ -68,25 +66,25 @@ def documents_kernel(config: RunConfig, model: nn.Module, world: int, kind: str)
 
 
 def _is_candidate(config: RunConfig, kind: str) -> bool:
-    """True for runs that "auto" records if nothing stands against it."""
+    """True for runs that "auto" records if there is no obstacle."""
     return config.train.graph == "auto" and config.lora.options is not None and kind == "cuda"
 
 
 def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
     if world > 1:
-        yield f"no collectives are recorded, and the run has {world} ranks. Start it on 1 rank"
+        yield f"collectives are not recorded, and the run has {world} ranks. Start it on 1 rank"
     if not isinstance(model, Decoder):
         yield (
-            f"{type(model).__name__} runs by its original code, which may read values on the host. Take a model of a "
+            f"{type(model).__name__} runs its original code, which may read values on the host. Use a model of a "
             "family with Octavo's blocks (octavo describe)"
         )
         return
     spec = model.spec
     if spec.experts:
-        yield "routers of experts decide on the host how products are split. Take a model without experts"
+        yield "routers of experts decide on the host how products are split. Use a model without experts"
     if config.data.packing == "documents" and spec.attention_dropout:
         yield (
-            f"no kernel of packed documents whose boundaries stay on the GPU drops values, and attention_dropout = "
+            f"no kernel of packed documents with boundaries on the GPU supports dropout, and attention_dropout = "
             f'{spec.attention_dropout:g}. Set model.config.attention_dropout = 0 or data.packing = "join"'
         )
     if config.offloads:
@@ -104,13 +102,13 @@ def _reasons(config: RunConfig, model: nn.Module, world: int) -> Iterator[str]:
     drawn = [f"{name} = {rate:g}" for name, rate in rates.items() if rate]
     if drawn and recomputes_block(config.train.recompute):
         yield (
-            f"a recomputed block draws the masks of {' and '.join(drawn)} again, from a generator state that cannot be read "
+            f"a recomputed block redraws the masks of {' and '.join(drawn)} from a generator state that cannot be read "
             "during a capture. Set train.recompute = false"
         )
 
 
 def note(config: RunConfig, model: nn.Module, world: int, kind: str) -> str | None:
-    """How a run goes by `train.graph` on a device of this kind, in one line; None where the key says nothing."""
+    """The effect of `train.graph` on this type of device, in one line; None if it has none."""
     if config.train.graph == "auto" and (not _is_candidate(config, kind) or world > 1):
         return None
     if not records(config, model, world, kind):
@@ -120,10 +118,10 @@ def note(config: RunConfig, model: nn.Module, world: int, kind: str) -> str | No
         return "train.graph records nothing on a CPU: steps run eagerly, to the same numbers"
     named = "train.graph" if config.train.graph is True else 'train.graph = "auto"'
     plain = _plain_attention(config, model)
-    documents = "" if plain is None else f"; attention of the documents is plain PyTorch, and slow: {plain}"
+    documents = "" if plain is None else f"; attention of the documents runs in plain PyTorch, slowly: {plain}"
     if config.data.packing is None and config.train.graph == "auto":  # its default follows from data that nobody has read yet
         documents += "; of conversations, which are packed documents, steps would be eager"
     return (
-        f"{named}: {WARM_UP} eager steps, then forward and backward are CUDA graphs, whose memory stays reserved beside "
-        f"the optimizer's{documents}"
+        f"{named}: {WARM_UP} eager steps, then forward and backward are CUDA graphs, whose memory stays reserved in addition "
+        f"to the optimizer's{documents}"
     )

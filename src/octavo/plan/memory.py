@@ -1,12 +1,13 @@
 """Memory of a training, by part: the allocator's peak on one rank, derived from what each layer saves for backward.
 
 A step has four moments that can be its peak: the output head (all activations, one chunk of logits), the last and the first
-block in backward (activations are freed, gradients allocated), and the end of backward; with offloading a fifth: the backward
-of block `horizon` + 1, the last during which so many blocks are loaded ahead. Each is summed by part, and the largest is the
-peak. On one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 4%, with experts 9%
+block in backward (activations are freed, gradients allocated), and the end of backward. With offloading there is a fifth: the
+backward of block `horizon` + 1, the last with that many blocks loaded ahead. Each is summed by part; the largest is the peak.
+On one GPU the sums are within 1% of most measured peaks, and 2.5% of all; over two within 4%, with experts 9%
 (`tests/plan/test_memory.py`). Frozen parameters have neither gradients nor states, but their layers count as if they saved for
-a gradient. Not counted: memory outside the allocator and fragments (`USABLE` leaves room for them), and the larger temporaries
-of a CPU's reference kernels. Activations of a model's original code are unknown, and not guessed.
+a weight gradient. Not counted: memory outside the allocator and fragmentation (`USABLE` leaves room for them), and the larger
+temporaries of a CPU's reference kernels. Activations of a model's original code are unknown, and not guessed.
+
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ from octavo.plan.saved import (
 USABLE = 0.94
 """Share of a GPU's memory for the estimate: a run with a peak of 130.3 of 139.8 GiB still trained."""
 WORKSPACE = 1 << 26
-"""cuBLAS's workspaces on Hopper: 32 MiB each for PyTorch's products and for those by chosen algorithms."""
+"""cuBLAS workspaces on Hopper: 32 MiB each for PyTorch's products and for products by chosen algorithms."""
 STATES = 2
 """Moments of AdamW, each in the dtype of its parameter."""
 RANKS_OF_A_HOST = 8
-"""At most: a plan does not know the hosts."""
+"""Most ranks of a host: a plan does not know the hosts."""
 PARTS = (
     *("parameters", "optimizer states", "gradients", "gathered weights", "weight copies"),
     *("activations", "temporaries", "buffers"),
@@ -69,13 +70,13 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank.
+    """Memory of one rank in bytes.
 
     Attributes:
-        parts: at the peak, in the order of `PARTS`; without "activations" and "temporaries" for a model's original code.
-        moment: of the peak, in words.
+        parts: bytes at the peak, in the order of `PARTS`; without "activations" and "temporaries" for original code.
+        moment: when the peak occurs, in words.
         exact: parameters, gradients and optimizer states, which exist together at the end of a step.
-        host: activations in host memory, by offloading.
+        host: offloaded activations in host memory.
         complete: activations are known.
     """
 
@@ -87,14 +88,14 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """The peak; of a model's original code without its activations."""
+        """The peak; for a model's original code without activations."""
         return sum(self.parts.values())
 
 
 def exact_bytes(parameters: int, params_bytes: int, shard: int = 1, *, frozen: int = 0, hidden: int = 0) -> int:
-    """Parameters, gradients and AdamW's states of one rank; of `frozen` ones, which are not trained, only the parameters.
+    """Parameters, gradients and AdamW's states of one rank; for `frozen` ones only the parameters.
 
-    hidden: parameters trained by Muon, with one state.
+    hidden: number of parameters trained by Muon, with one state.
     """
     trained = math.ceil((parameters - frozen) / shard)
     return (math.ceil(parameters / shard) + trained * (1 + STATES) - hidden // shard) * params_bytes
@@ -118,7 +119,7 @@ def estimate(setup: Setup) -> Estimate:
 
 
 def _shares(setup: Setup) -> tuple[int, int]:
-    """Bytes of a rank's parameters, and of the trained ones."""
+    """(bytes of a rank's parameters, bytes of its trained parameters)."""
     trained = math.ceil((setup.parameters - setup.frozen) / setup.shard) * setup.trained_bytes
     if not setup.adapter_rank:
         return math.ceil(setup.parameters / setup.shard) * setup.params_bytes, trained
@@ -134,10 +135,10 @@ def _states(setup: Setup) -> int:
 
 
 def _of_muon(setup: Setup) -> int:
-    """Temporaries of Muon's step: gathered updates of the matrices of this rank, and those of the iteration, in 16 bits.
+    """Temporaries of Muon's step: gathered updates of this rank's matrices, and the iteration's, in 16 bits.
 
-    The largest parameter has its update, the input of the iteration, two results of products and the joined result; a matrix
-    has its two Gram matrices.
+    For the largest parameter: its update, the input of the iteration, two results of products and the joined result; for a
+    matrix: two Gram matrices.
     """
     of_rank = 2 * setup.hidden * setup.tensor // setup.world if setup.world > 1 else 0
     return of_rank + setup.largest_hidden * (setup.params_bytes // setup.shard + 4 * 2) + 2 * 2 * setup.largest_matrix
@@ -153,7 +154,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     """Each moment that can be the peak, with its bytes by part."""
     share, trained = _shares(setup)
     stream = setup.own_tokens * spec.hidden_size * setup.compute_bytes
-    # The stream of all tokens in front of the head, and the gradient of the embedding's result.
+    # The residual stream of all tokens before the head, and the gradient of the embedding's result.
     gathered = setup.tokens * spec.hidden_size * setup.compute_bytes if setup.tensor > 1 else 0
     buffers = WORKSPACE + _buffers(setup, spec) + _peer_memory(setup, spec)
     always = {"parameters": share, "optimizer states": _states(setup), "buffers": buffers}
@@ -171,25 +172,25 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
     copies = cached + sum(times * _sum(stays[recipes], "weight copies") for recipes, times in counts.items())
     shards = _cast_shards(setup, spec)
     away = {recipes: _away(setup, spec, recipes) for recipes in set(setup.recipes)}
-    # The last norm's result, and the last block's, which that norm adds to the residual stream if the block has not.
+    # The last norm's result, and the last block's, if that norm adds it to the residual stream.
     results = stream * (1 if recomputes_block(setup.recompute) or spec.parallel else 2)
     yield (
         "at the output head",
         {"gradients": before, "gathered weights": held, "weight copies": copies + shards}
-        # Being copied to the host, for which the next block would wait: as many as a block has.
+        # Tensors being copied to the host, up to a block's: the next block would wait for them.
         | {"activations": activations + away[setup.recipes[-1]]}
         | {"temporaries": _head(setup, spec) + results + gathered}
         | always,
     )
     trained_of_block = block_parameters(spec) - setup.frozen_of_block
     block = math.ceil(trained_of_block / setup.shard) * setup.params_bytes
-    # Gradients being summed over ranks: of the block before, or of an untied head.
+    # Gradients being reduced: those of the previous block, or of an untied head.
     early = setup.sharded and not spec.tied
     share_of_head = math.ceil(matrix / setup.shard) * setup.params_bytes
     of_block = (trained_of_block - _not_summed(setup, spec)) * setup.reduce_bytes + block if setup.sharded else 0
     end = spec.layers - 1
-    # Of offloaded activations the last to be loaded ahead come with the gradients of most blocks. Not of blocks that are
-    # recomputed: they keep little, and the estimate of the last one exceeds the measured peaks.
+    # The last offloaded activations loaded ahead coincide with the gradients of most blocks. Not if blocks are recomputed:
+    # they save little, and the estimate of the last moment exceeds the measured peaks.
     whole = setup.offload and not recomputes_block(setup.recompute)
     ahead_of = [(min(setup.horizon, end), f"block {min(setup.horizon, end) + 1}")] if whole else []
     for index, place in (*ahead_of, (end, "the last block"), (0, "the first block")):
@@ -209,7 +210,7 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
             f"in the backward of {place}",
             {"gradients": before + head + done, "gathered weights": held + passing}
             | {"weight copies": copied + _sum(recomputed, "weight copies")}
-            # The stream's gradient is where the last norm's input was. Of those in host memory the block's are there.
+            # The stream's gradient takes the place of the last norm's input. Of offloaded activations the block's are loaded.
             | {"activations": there + _sum(recomputed, "activations") + away[recipes] + ahead}
             | {"temporaries": max(_backward_of_mlp(setup, spec, recipes), _exchanged(setup, spec)) + summed}
             | always,
@@ -234,9 +235,9 @@ def _moments(setup: Setup, spec: ModelSpec) -> Iterator[tuple[str, dict[str, int
 
 
 def _travelling(setup: Setup) -> int:
-    """Bytes of an element of the head's gradient while it is summed over ranks.
+    """Bytes per element of the head's gradient while it is reduced over ranks.
 
-    On one host it is as autograd wrote it (`octavo.parallel.fsdp2.direct_reduce`); else FSDP2 has a copy in the dtype of sums.
+    On one host it is autograd's tensor (`octavo.parallel.fsdp2.direct_reduce`); else FSDP2 has a copy in the reduce dtype.
     """
     as_written = not setup.replicated and setup.world <= RANKS_OF_A_HOST and not setup.keeps_whole_gradients
     return root_bytes(setup) if as_written else setup.reduce_bytes
@@ -249,7 +250,7 @@ def _head(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _backward_of_mlp(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
-    """Temporaries of a block's MLP or experts in backward, the largest part of a block's: gradients of matrices among them."""
+    """Temporaries of a block's MLP or experts in backward, with gradients of matrices: the largest in a block."""
     of = mlp_of(setup, spec, recipes)
     if spec.experts:
         tokens = setup.tokens_of_experts
@@ -278,7 +279,7 @@ def _sum(saved: Sequence[Saved], part: str) -> int:
 
 
 def _away(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> int:
-    """Bytes of a block's tensors in host memory."""
+    """Bytes of a block's offloaded tensors."""
     return sum(saved.bytes for saved in saved_in_forward(setup, spec, recipes) if is_offloaded(setup, saved))
 
 
@@ -292,7 +293,7 @@ def _buffers(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
-    """Gradients of micro-batches before the last, which every rank stores whole, or the shard of their sum."""
+    """Bytes of gradients of earlier micro-batches, which every rank stores whole, or as the shard of their sum."""
     if setup.accumulates and not setup.keeps_whole_gradients:
         width = max(setup.params_bytes, setup.reduce_bytes) if setup.replicated else setup.params_bytes
         return math.ceil((setup.parameters - setup.frozen) / setup.shard) * width
@@ -302,13 +303,13 @@ def _whole_gradients(setup: Setup, spec: ModelSpec) -> int:
 
 
 def _peer_memory(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes that the other ranks of a tensor group write (`octavo.collectives.copies`): two blocks of each."""
+    """Bytes of memory that other tensor-parallel ranks write (`octavo.collectives.copies`): two blocks per rank."""
     block = setup.own_tokens * spec.hidden_size * setup.compute_bytes
     return 2 * (setup.tensor - 1) * block if block >= LEAST_BYTES else 0
 
 
 def _not_summed(setup: Setup, spec: ModelSpec) -> int:
-    """Trained parameters of a block whose gradients need no buffer for a sum: of experts elsewhere, or on a single rank."""
+    """Trained parameters of a block whose gradients need no reduction buffer: of experts elsewhere, or on a single rank."""
     experts = parameters_of_experts(spec)
     alone = 1 < setup.expert == setup.shard * setup.tensor and not setup.replicated
     return experts if alone and setup.frozen_of_block < experts else _elsewhere(setup, spec)
@@ -317,14 +318,14 @@ def _not_summed(setup: Setup, spec: ModelSpec) -> int:
 def _elsewhere(setup: Setup, spec: ModelSpec) -> int:
     """Trained parameters of a block's experts, in slices of tensor ranks, that this rank does not compute with.
 
-    Below 0 for one with more of whole experts than a slice of each.
+    Negative for a rank whose whole experts have more parameters than a slice of each.
     """
     others = block_parameters(spec) - local_block_parameters(setup, spec)
     return 0 if setup.frozen_of_block and setup.frozen_of_block >= others else others
 
 
 def _fp8_sizes(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[int]:
-    """Elements of each weight of a block that is cast to FP8 before it is gathered."""
+    """Elements of each weight of a block that is gathered in FP8."""
     if setup.stored:
         return []
     shapes = zip(recipes, weight_shapes(setup, spec), strict=True)
@@ -332,7 +333,7 @@ def _fp8_sizes(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list[int
 
 
 def _cast_shards(setup: Setup, spec: ModelSpec) -> int:
-    """Bytes of a rank's shards in FP8, which stay from forward until backward regathers them."""
+    """Bytes of a rank's FP8 shards, which stay from forward until backward gathers them."""
     if not (setup.sharded and setup.reshard):
         return 0
     every_expert = replace(setup, expert=1)
@@ -352,6 +353,6 @@ def _gathered(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
     if not setup.sharded:
         return 0, 0
     root, block = root_parameters(spec) * setup.gather_bytes, _gathered_block(setup, spec)
-    if gathers_fp8(setup) and not setup.stored:  # autograd's parameter of an FP8 weight, one for all
+    if gathers_fp8(setup) and not setup.stored:  # autograd's placeholder of FP8 weights, shared by all
         root += max(_fp8_sizes(setup, spec, setup.recipes[-1]), default=0) * setup.params_bytes
     return (root, 2 * block) if setup.reshard else (root + spec.layers * block, 0)

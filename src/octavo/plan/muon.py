@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS = 5
-"""Of Newton and Schulz's iteration (`octavo.train.muon`)."""
+"""Number of Newton-Schulz steps (`octavo.train.muon`)."""
 
 
 def iteration_flops(rows: int, columns: int) -> int:
-    """FLOPs of the five steps for a matrix: X·Xᵀ, its square, and their product with X, of the shorter side m: 4m²n + 2m³."""
+    """FLOPs of the five steps for a matrix: X·Xᵀ, its square, and their product with X; shorter side m: 4m²n + 2m³ a step."""
     short, long = sorted((rows, columns))
     return STEPS * (4 * short * short * long + 2 * short**3)
 
 
 @dataclass(frozen=True)
 class MuonWork:
-    """The matrices of a model that Muon trains.
+    """The work of Muon on a model's matrices.
 
     Attributes:
-        matrices: their number.
-        elements: of all; largest: of the largest parameter, which may have several.
+        matrices: number of matrices.
+        elements: elements of all matrices; largest: elements of the largest parameter, which may hold several matrices.
         square: the largest square of a matrix's shorter side.
-        flops: of a step, over all ranks.
+        flops: FLOPs of a step, over all ranks.
     """
 
     matrices: int
@@ -34,7 +34,7 @@ class MuonWork:
 
 
 def muon_work(matrices: Sequence[tuple[int, int, int]], parameters: Sequence[int]) -> MuonWork:
-    """Of (number, rows, columns) of matrices, and the elements of each parameter."""
+    """The work from (number, rows, columns) of matrices, and the elements of each parameter."""
     return MuonWork(
         sum(count for count, *_ in matrices),
         sum(parameters),

@@ -14,13 +14,13 @@ from octavo.models.replace import matched_layers
 class PrecisionSchedule:
     """The steps in which each layer of a model runs without FP8; `begin` applies them.
 
-    A layer that enters FP8 takes its first scale as in the first step of a run: there are no amaxes of the steps before. Only
-    the number of a step decides, so that a run that continues computes as one that was not stopped.
+    A layer that enters FP8 gets its first scale as in the first step of a run, since there are no earlier amaxes. Only the step
+    number decides, so a continued run computes the same as an uninterrupted one.
 
     Args:
         model: may be on the meta device, to check the schedule.
         schedule: `fp8.schedule`.
-        steps: of the run.
+        steps: number of steps of the run.
 
     Raises:
         InputError: a pattern matches no FP8 layer.
@@ -35,7 +35,7 @@ class PrecisionSchedule:
                     self._steps.setdefault(state, set()).add(steps_without_fp8(when, steps))
 
     def until(self, last: int) -> dict[ModuleState, list[range]]:
-        """The steps without FP8 up to step `last` of each layer that has any, as ranges that do not touch."""
+        """The steps without FP8 up to step `last`, as disjoint ranges, for each layer that has any."""
         found: dict[ModuleState, list[range]] = {}
         for state, ranges in self._steps.items():
             joined: list[range] = []
@@ -56,6 +56,6 @@ class PrecisionSchedule:
         return all(without.get(state) == [range(1, self._last + 1)] for state in states)
 
     def begin(self, step: int) -> None:
-        """Before step `step`, counted from 1, and the evaluations after it."""
+        """Set the precision of step `step`, counted from 1, and of the evaluations after it."""
         for state, ranges in self._steps.items():
             state.pause(any(step in steps for steps in ranges))

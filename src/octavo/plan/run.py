@@ -1,6 +1,6 @@
 """Run plan: a run file checked against this machine, before data, model or GPU work.
 
-`check` writes nothing, so that a mistake costs a second and leaves no trace. Weights of the Hub are downloaded into Hugging
+`check` writes nothing, so that a mistake costs a second and leaves no trace. Weights from the Hub are downloaded into Hugging
 Face's cache, since their names and shapes are compared with the model's.
 """
 
@@ -71,26 +71,26 @@ class RunPlan:
     hardware: Device
     degrees: Degrees
     recipe: Recipe | None  # None without FP8
-    fp8_note: str  # use of FP8, or the reason for none, in one line
-    micro_batch: int  # sequences in a forward of a rank
+    fp8_note: str  # use of FP8, or why it is not used, in one line
+    micro_batch: int  # sequences in a rank's forward
     accumulation: int  # forwards in a step
     layers: Mapping[str, Fp8Layer]  # layers that can run in FP8, by name
-    flops: flops.TokenFlops | None  # of one token; None for a family without a count, or with frozen parameters without LoRA
+    flops: flops.TokenFlops | None  # per token; None for an uncounted family, or with frozen parameters without LoRA
     weights: Layout  # parameters and persistent buffers by their stored names
     weights_folder: Path | None  # pretrained weights; None for random ones
-    blocks: Literal["auto", "own"]  # `model.blocks`; of a continued run the blocks that it began with
-    parameters: int  # of the whole model, shared ones once
+    blocks: Literal["auto", "own"]  # `model.blocks`; in a continued run the blocks that it began with
+    parameters: int  # of the whole model, shared ones counted once
     fp8_head: bool | Literal["backward"]  # products of the decoder's head in FP8
-    tokens_added: int = 0  # to the vocabulary of the source, by `model.resize`
+    tokens_added: int = 0  # added to the source's vocabulary by `model.resize`
     frozen: int = 0  # parameters that are not trained
-    frozen_of_block: int = 0  # those of the block with the fewest
+    frozen_of_block: int = 0  # in the block with the fewest
     head_frozen: bool = False
     expert_ranks: tuple[int, int] = (0, 0)
     excluded: Mapping[str, str] = field(default_factory=dict)  # from FP8 by `fp8.enabled = "auto"`, each with the reason
 
     @property
     def shared_sequences(self) -> str:
-        """The exchange of context parallelism in words; empty without it."""
+        """Context parallelism in words; empty without it."""
         degree = self.degrees.context
         return f"{degree} ranks share each sequence ({self.config.parallel.cp_comm_type})" if degree > 1 else ""
 
@@ -100,7 +100,7 @@ class RunPlan:
         degree = self.degrees.tensor
         if degree == 1:
             return ""
-        whole = "; experts are whole, and spread over ranks" if self.degrees.expert > 1 else ""
+        whole = "; whole experts are distributed over ranks" if self.degrees.expert > 1 else ""
         return f"{degree} ranks hold parts of each matrix, and between products parts of the tokens{whole}"
 
     @property
@@ -110,7 +110,7 @@ class RunPlan:
 
     @functools.cached_property
     def spec(self) -> ModelSpec | None:
-        """Of Octavo's decoder; None for a model with its original code."""
+        """The spec of Octavo's decoder; None for a model with its original code."""
         return decoder_spec(self.hf_config)[0] if self.blocks == "auto" else None
 
     @functools.cached_property
@@ -120,12 +120,12 @@ class RunPlan:
 
     @property
     def graph(self) -> bool:
-        """True if steps are recorded as CUDA graphs, or on a CPU would be."""
+        """True if steps are recorded as CUDA graphs, or would be if this were not a CPU."""
         return graph.records(self.config, self.model_on_meta, self.degrees.world, self.hardware.kind)
 
     @property
     def graph_note(self) -> str | None:
-        """How steps go by `train.graph`, in one line; None where the key says nothing."""
+        """The effect of `train.graph`, in one line; None if it has none."""
         return graph.note(self.config, self.model_on_meta, self.degrees.world, self.hardware.kind)
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class RunPlan:
 
     @functools.cached_property
     def part_on_meta(self) -> torch.nn.Module:
-        """The part of `model_on_meta` that a tensor-parallel rank builds; itself without such ranks. Read-only."""
+        """A tensor-parallel rank's part of `model_on_meta`; itself without tensor parallelism. Read-only."""
         whole, options = self.model_on_meta, self.build_options
         if self.degrees.tensor == 1 or not isinstance(whole, Decoder):
             return whole
@@ -168,7 +168,7 @@ class RunPlan:
 
     @functools.cached_property
     def gathering_without_fp8(self) -> Choice:
-        """The same of the run without FP8, as `train.compare_bf16` trains it."""
+        """The same for the run without FP8 of `train.compare_bf16`."""
         return replace(self, recipe=None, excluded={}).gathering
 
     @property
@@ -188,18 +188,18 @@ class RunPlan:
         return self.config.train.steps
 
     def schedule_end(self, step: int) -> int:
-        """The last step of the schedule that `step` belongs to: the run's, or a former one of a run that was extended."""
+        """The last step of the schedule that `step` belongs to: the run's, or an earlier one of an extended run."""
         return next(end for end in (*self.config.train.extended, self.steps) if step <= end)
 
     def rates(self, tokens_per_second: float) -> tuple[float | None, float | None]:
-        """(TFLOP/s, MFU) of a rank at this speed of all ranks together; None for an unknown family or GPU."""
+        """(TFLOP/s, MFU) per rank at this total speed of all ranks; None for an unknown family or GPU."""
         if self.flops is None:
             return None, None
         head = 2 / 3 if self.config.fp8.head == "backward" else float(self.config.fp8.head or 0)
         fp8 = 0.0 if self.recipe is None else self.flops.layers * self._fp8_share + self.flops.head * head
         split = {"bf16": self.flops.total - fp8, "fp8": fp8}
         achieved = {precision: flop * tokens_per_second / self.degrees.world for precision, flop in split.items() if flop}
-        # float16 products run at bfloat16's rate on every GPU of the table; it has no peaks of float32 products.
+        # float16 products run at bfloat16's rate on every GPU of the table, which has no float32 peaks.
         known = self.config.model.dtype in ("bfloat16", "float16")
         return sum(achieved.values()) / 1e12, flops.mfu(achieved, self.hardware.gpu) if known else None
 
@@ -213,9 +213,9 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Fp8Layer:
-    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None where the run file excludes it.
+    """A layer that can run in FP8: shape [N, K] of its weight, and its recipe; None if the run file excludes it.
 
-    Of experts: the shape of one, and in `visits` the experts per token.
+    For experts: the shape of one expert's weight; `visits` is the number of experts per token.
     """
 
     shape: tuple[int, int]
@@ -225,7 +225,7 @@ class Fp8Layer:
 
 @dataclass(frozen=True)
 class Target:
-    """Ranks and GPU of a run that is planned and not started here; None for those at hand."""
+    """Ranks and GPU of a run that is only planned here; None for the present ones."""
 
     world_size: int | None = None
     gpu: Gpu | None = None
@@ -253,14 +253,14 @@ def check(
 
     Args:
         config: the run.
-        blocks: for `model.blocks`.
-        target: ranks and a GPU that need not exist here.
-        prepared: the run's data, whose tokens `model.resize` adds; without it, the tokens that are known from the
+        blocks: replaces `model.blocks`.
+        target: ranks and a GPU that need not be present.
+        prepared: the run's data, whose tokens `model.resize` adds; without it, the tokens that follow from the
             configuration.
         notes: print notes and warnings of an accepted run; False for one that does not start.
 
     Raises:
-        InputError: the fault, the nearest value that works and the key to change.
+        InputError: names the fault, the nearest value that works and the key to change.
     """
     planned = target or Target()
     world = planned.world_size or _world()
@@ -325,7 +325,7 @@ def check(
             in_fp8 = [state for _, state in states_of(model) if state.under(recipe) is not None]
             if notes and config.fp8.schedule and schedule.leaves_none(in_fp8) and rank_variable("RANK", 0) == 0:
                 warn(
-                    f"fp8.schedule leaves every layer out of FP8 in all {steps} steps. Shorten its steps, or set "
+                    f"fp8.schedule leaves every layer out of FP8 in all {steps} steps. Shorten its ranges, or set "
                     "fp8.enabled = false."
                 )
     stored = stored_names(model)
@@ -435,7 +435,7 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
     found = {}
     for name, state in states_of(model):
         if (weight := state.weight) is not None and not (isinstance(model, Decoder) and name == "head"):
-            # Of experts the matrix of one: together they have as many rows as a separate layer would.
+            # For experts one matrix: together they have as many rows as a separate layer would.
             shape = weight.shape[0] // (state.experts or 1), weight.shape[1]
             visits = model.spec.top_k if isinstance(model, Decoder) and state.experts else 1
             found[name] = Fp8Layer(shape, state.under(recipe), visits)
@@ -443,13 +443,13 @@ def _layers(model: torch.nn.Module, recipe: Recipe) -> dict[str, Fp8Layer]:
 
 
 def _fp8_head(model: torch.nn.Module, recipe: Recipe) -> bool | Literal["backward"]:
-    """The products of the decoder's head in FP8; False where a pattern excludes it."""
+    """The decoder's head products in FP8; False if a pattern excludes the head."""
     state = vars(model.head).get("fp8_state") if isinstance(model, Decoder) else None
     return model.fp8_head if isinstance(model, Decoder) and state is not None and state.under(recipe) is not None else False
 
 
 def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) -> str:
-    """The reason if no matrix runs in FP8; else empty."""
+    """Why no matrix runs in FP8; empty if one does."""
     states = [state for _, state in states_of(model)]
     if any(state.under(recipe) is not None for state in states):
         return ""
@@ -462,7 +462,7 @@ def _without_fp8_layers(model: torch.nn.Module, recipe: Recipe, hf_config: Any) 
 
 
 def choose_fp8(config: Fp8Config, recipe: Recipe, hardware: Device, *, native: bool) -> tuple[bool, str]:
-    """FP8 or not on this device, and the note about it."""
+    """Whether FP8 is used on this device, and a note about it."""
     scaling = f"{recipe.name} scaling" + (f", {config.format}" if "format" in KEYS_OF_RECIPES[config.recipe] else "")
     if config.enabled is False:
         return False, "FP8 is off (fp8.enabled = false)"
@@ -498,7 +498,7 @@ def _world() -> int:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse float16 without float32 parameters, numbers out of range, validation on nothing, and compiled blocks."""
+    """Refuse float16 without float32 parameters, numbers out of range, validation without data, and compiled blocks."""
     sequences, length = config.train.global_batch, config.data.sequence_length
     if sequences * length >= 2**31:  # such a step would never end
         raise InputError(
@@ -517,7 +517,7 @@ def _check_settings(config: RunConfig) -> None:
             'two such as 1024, or to "dynamic".'
         )
     if config.train.validate_every and not (config.data.validates or config.train.evaluations):
-        raise InputError(  # a continued run may bring the fraction
+        raise InputError(  # a continued run may have set the fraction
             f"train.validate_every = {config.train.validate_every}, but data.validation_fraction = 0 holds nothing out. Set "
             "data.validation_fraction above 0, such as 0.05, name a data.validation_source, or set train.validate_every = 0."
         )
@@ -529,7 +529,7 @@ def _check_settings(config: RunConfig) -> None:
 
 
 def _store_base(config: RunConfig, model: torch.nn.Module, recipe: Recipe, *, use: bool) -> None:
-    """Store frozen weights in FP8 as the run does; refused without products in FP8, or with train.compare_bf16."""
+    """Store frozen weights in FP8 as the run will; refused without products in FP8, or with train.compare_bf16."""
     other = 'Set lora.base = "params_dtype".'
     if not use:
         raise InputError(f'lora.base = "fp8", but no product runs in FP8 here. {other}')
@@ -555,7 +555,7 @@ def _check_context(config: RunConfig, degrees: Degrees, model: torch.nn.Module) 
 
 
 def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -> None:
-    """Refuse `expert_dispatch_fp8` where no expert multiplies tokens in FP8."""
+    """Refuse `expert_dispatch_fp8` if no expert multiplies tokens in FP8."""
     experts = [state for name, state in states_of(model) if name.endswith("experts.fc1")]
     if config.parallel.expert_dispatch_fp8 and all(state.under(recipe) is None for state in experts):
         raise InputError(
@@ -565,7 +565,7 @@ def _check_dispatch(config: RunConfig, model: torch.nn.Module, recipe: Recipe) -
 
 
 def _expert_ranks(model: torch.nn.Module) -> tuple[int, int]:
-    """The ranks of the adapters of both products of experts; 0 for none."""
+    """The adapter ranks of both products of experts; 0 without adapters."""
     found = [one.adapters for one in model.modules() if isinstance(one, StackedExperts) and one.adapters]
     return (found[0][0].rank, found[0][1].rank) if found else (0, 0)
 
@@ -585,7 +585,7 @@ def _token_flops(config: RunConfig, hf_config: Any, model: torch.nn.Module) -> f
         return None
     try:
         return flops.model_flops(spec_of(hf_config), length, **how)
-    except (InputError, AttributeError):  # a family that is not counted has no rate, and no guess
+    except (InputError, AttributeError):  # an uncounted family gets no rate, rather than a guess
         return None
 
 
@@ -593,5 +593,5 @@ def inactive_parameters(hf_config: Any) -> int:
     """Parameters of MoE layers' experts to which a token is not sent; 0 for a model without."""
     try:
         return flops.matmul_parameters(spec_of(hf_config)).inactive
-    except (InputError, AttributeError):  # a family that is not counted
+    except (InputError, AttributeError):  # an uncounted family
         return 0

@@ -1,7 +1,7 @@
-"""Tensors that a training saves for backward, by block: sums of the bytes that each layer of `octavo.nn` states where it saves.
+"""Bytes saved for backward, by block: sums of the `saved_by_…` functions beside each layer's autograd function in `octavo.nn`.
 
-On a CPU the sums are those of autograd's saved tensors, byte for byte (`tests/plan/test_memory.py`). Dropout, its masks and its
-random state are left out.
+On a CPU the sums equal autograd's saved tensors, byte for byte (`tests/plan/test_memory.py`). Dropout masks and random states
+are omitted.
 """
 
 from __future__ import annotations
@@ -48,41 +48,42 @@ NO_FP8 = BlockRecipes(None, None, None, None)
 
 @dataclass(frozen=True)
 class Setup:
-    """All that the memory of one rank depends on.
+    """Inputs of the memory estimate of one rank.
 
     Attributes:
-        spec: of Octavo's decoder; None for a model with its original code.
-        parameters: of the whole model.
+        spec: spec of Octavo's decoder; None for a model with its original code.
+        parameters: number of parameters of the whole model.
         micro_batch, sequence_length: sequences in a forward, tokens in a sequence.
-        compute_bytes, params_bytes: of an activation, and of a parameter with its gradient and each of its states.
-        blocks: recipes of each block; empty for none in FP8.
+        compute_bytes, params_bytes: bytes per element of activations, and of parameters, gradients and optimizer states.
+        blocks: recipes of each block; empty without FP8.
         head: products of the head in FP8, as `fp8.head`.
-        mlp_chunks: parts of the tokens that an MLP computes one after the other.
+        mlp_chunks: chunks of tokens that an MLP computes one after the other.
         horizon: blocks whose offloaded activations are loaded ahead in backward.
-        accumulates: several micro-batches make a step.
-        syncs: gradients are summed over the shards in each.
+        accumulates: a step has several micro-batches.
+        syncs: gradients are reduced over the shards in each micro-batch.
         documents: attention stays within documents.
         context: ranks that share each sequence.
-        tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` has one rank's part of the
-            model.
-        expert: ranks over which experts are split, each whole with tensor ranks too; each rank is assumed to get an equal share
-            of the tokens' copies.
-        frozen: parameters that are not trained.
-        frozen_of_block: of the block with the fewest of them.
-        row_tile: each expert's rows are filled up to a multiple of this, as in `octavo.kernels.experts.routes`.
+        tensor: ranks that share each matrix, and the tokens between products. `of_tensor_rank` returns the setup of one rank's
+            part.
+        expert: ranks over which whole experts are distributed, including tensor ranks; each rank is assumed to get an equal
+            share of the tokens' copies.
+        frozen: number of parameters that are not trained.
+        frozen_of_block: frozen parameters in the block with the fewest.
+        row_tile: each expert's rows are padded to a multiple of this, as in `octavo.kernels.experts.routes`.
         world, shard: ranks of the run, and those over which each parameter is sharded.
-        gather_bytes, reduce_bytes: of a gathered parameter outside FP8, and of a gradient that is summed over ranks.
+        gather_bytes, reduce_bytes: bytes per element of a parameter gathered outside FP8, and of a reduced gradient.
         reshard: gathered blocks are freed after their forward.
-        adapter_rank: of adapters on all matrices of attention and MLPs; 0 for none.
+        adapter_rank: rank of adapters on all matrices of attention and MLPs; 0 without.
         head_frozen: the head is not trained.
-        expert_ranks: of adapters on both matrices of experts; 0 for none.
+        expert_ranks: ranks of adapters on both matrices of experts; 0 without.
         stored: frozen matrices of blocks are stored only in FP8.
-        late: float16, whose gradient of the head stays float32 until backward.
-        history: steps of delayed scaling; 0 for none.
-        hidden: parameters that Muon trains, with one state in place of two.
-        largest_hidden: of the largest whole one.
-        largest_matrix: the largest square of a matrix's shorter side, as the iteration has two.
-        memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None for no columnwise weights from 16 bits.
+        late: float16: the head's gradient stays in float32 until backward.
+        history: length of amax histories; 0 without delayed scaling.
+        hidden: number of parameters that Muon trains, with one state instead of two.
+        largest_hidden: elements of the largest of them.
+        largest_matrix: the largest square of a matrix's shorter side (the iteration has two such matrices).
+        memory: bytes of the GPU, for the rule of `octavo.fp8.columnwise`; None: no cached columnwise weights of 16-bit
+            parameters.
     """
 
     spec: ModelSpec | None
@@ -124,27 +125,27 @@ class Setup:
 
     @property
     def trained_bytes(self) -> int:
-        """Of a trained parameter and of each of its states: adapters are float32 with weights of 16 bits."""
+        """Bytes per element of trained parameters and their states: adapters are float32 beside 16-bit weights."""
         return max(4, self.params_bytes) if self.adapter_rank else self.params_bytes
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Gradients of micro-batches before the last are there whole, until the last sums them over the ranks."""
+        """True if earlier micro-batches' gradients are stored whole until the last one reduces them."""
         return self.accumulates and not (self.syncs and self.sharded)
 
     @property
     def tokens(self) -> int:
-        """Tokens in a forward of one rank, those of its products."""
+        """Tokens in one rank's products in a forward."""
         return self.micro_batch * self.own_length
 
     @property
     def own_tokens(self) -> int:
-        """Those of them that one rank has between products, in norms and in the residual stream."""
+        """Tokens of one rank between products: in norms and the residual stream."""
         return self.tokens // self.tensor
 
     @property
     def tokens_of_experts(self) -> int:
-        """Those whose copies reach a rank's experts, of slices all."""
+        """Tokens whose copies reach a rank's experts; all tokens if experts are sliced."""
         return self.tokens if self.expert == 1 else self.own_tokens
 
     @property
@@ -155,17 +156,17 @@ class Setup:
 
     @property
     def replicated(self) -> bool:
-        """Several ranks hold the same shards."""
+        """True if several ranks hold the same shards."""
         return self.shard * self.tensor < self.world
 
     @property
     def sharded(self) -> bool:
-        """Parameters are gathered for their use, or have replicas: not with only tensor ranks."""
+        """True if FSDP2 wraps the model: parameters are sharded or replicated; False for tensor ranks alone."""
         return self.world > self.tensor or min(self.world, self.expert) > 1
 
     @property
     def recomputes_mlp(self) -> bool:
-        """Backward recomputes the first product of an MLP."""
+        """True if backward recomputes the first product of an MLP."""
         return self.recompute == "mlp" or self.mlp_chunks > 1
 
     @property
@@ -176,10 +177,10 @@ class Setup:
 
 
 def of_tensor_rank(setup: Setup) -> Setup:
-    """The setup with a tensor-parallel rank's part of the model, padding of its vocabulary included, in place of the whole.
+    """The setup with a tensor-parallel rank's part of the model, padding of its vocabulary included.
 
-    Of frozen parameters each rank is assumed to have the same share as of all; of each adapter one matrix of two is whole. Of
-    experts the part is a slice of each, and also where they are whole: a rank's shards have as many elements then.
+    Each rank is assumed to have an equal share of the frozen parameters; of each adapter one of two matrices is whole. For
+    experts the part is a slice of each, also if experts are whole: a rank's shards then have as many elements.
     """
     if setup.spec is None or setup.tensor == 1:
         return setup
@@ -210,7 +211,7 @@ class Saved(NamedTuple):
 
 
 def block_parameters(spec: ModelSpec) -> int:
-    """Parameters of one block; of a model with dense layers among experts, of a block with experts."""
+    """Parameters of one block; in a model with dense layers too, of a block with experts."""
     qkv, attended, ffn = widths(spec)
     mlp = (ffn + spec.ffn_size) * max(1, spec.experts) + spec.experts
     matrices = spec.hidden_size * (qkv + attended + mlp)
@@ -220,26 +221,26 @@ def block_parameters(spec: ModelSpec) -> int:
 
 
 def local_experts(setup: Setup, spec: ModelSpec) -> int:
-    """Experts of an MoE layer that one rank computes with; 1 for a model without."""
+    """Experts of an MoE layer on one rank; 1 for a dense model."""
     return max(1, spec.experts // setup.expert)
 
 
 def widths_of_experts(setup: Setup, spec: ModelSpec) -> tuple[int, int]:
-    """(rows of the first matrix, columns of the second) of an expert or an MLP as a rank computes with it.
+    """(rows of the first matrix, columns of the second) of an expert or an MLP on one rank.
 
-    spec: of `of_tensor_rank`, which has slices.
+    spec: from `of_tensor_rank`, with slices.
     """
     whole = setup.tensor if spec.experts and setup.expert > 1 else 1
     return widths(spec)[2] * whole, spec.ffn_size * whole
 
 
 def parameters_of_experts(spec: ModelSpec) -> int:
-    """Those of a block's experts; 0 without."""
+    """Parameters of a block's experts; 0 without experts."""
     return spec.experts * spec.hidden_size * (widths(spec)[2] + spec.ffn_size)
 
 
 def local_block_parameters(setup: Setup, spec: ModelSpec) -> int:
-    """Parameters of one block that one rank computes with."""
+    """Parameters of one block on one rank."""
     if not spec.experts:
         return block_parameters(spec)
     local = local_experts(setup, spec) * spec.hidden_size * sum(widths_of_experts(setup, spec))
@@ -264,8 +265,8 @@ def parameters(spec: ModelSpec) -> int:
 
 
 def saved_by_ends(setup: Setup, spec: ModelSpec) -> int:
-    """Activations saved outside of blocks and head: token ids, rotary tables, the last norm's input and statistics."""
-    columns = 2 * math.ceil(int(spec.head_dim * spec.rotary_fraction) / 2)  # that rotate
+    """Bytes of activations saved outside blocks and head: token ids, rotary tables, the last norm's input and statistics."""
+    columns = 2 * math.ceil(int(spec.head_dim * spec.rotary_fraction) / 2)  # rotated columns
     tables = table_bytes(setup.micro_batch if setup.documents else 1, setup.own_length, columns)
     norm = saved_by_norm(setup.own_tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     return saved_by_embedding(setup.tokens) + tables + sum(norm)
@@ -300,8 +301,8 @@ def saved_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> list
 def _replace_inputs(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attention: SavedBytes, mlp: SavedBytes) -> None:
     """Replace the inputs of frozen products, which backward does not read, by the tensors that adapters on all matrices save.
 
-    These are their inputs in high precision (attention's result is saved already), the results of A, and both matrices in the
-    dtype of products.
+    These are the products' inputs in high precision (attention's result is saved already), the results of A, and both adapter
+    matrices in the products' dtype.
     """
     tokens, element, rank = setup.tokens, setup.compute_bytes, setup.adapter_rank
     (qkv, d), (_, attended), (fc1, _), (_, ffn) = weight_shapes(setup, spec)
@@ -332,7 +333,7 @@ def _replace_inputs(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, attent
 
 
 def _replace_inputs_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockRecipes, mlp: SavedBytes) -> None:
-    """As `_replace_inputs`, of frozen experts with adapters or without."""
+    """As `_replace_inputs`, for frozen experts with or without adapters."""
     of, element, rows = mlp_of(setup, spec, recipes), setup.compute_bytes, rows_of_experts(setup, spec)
     for columns, recipe in ((of.hidden_size, of.first), (of.ffn, of.second)):
         if not repeats_input(recipe):
@@ -340,7 +341,7 @@ def _replace_inputs_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockReci
                 mlp.activations.remove(size)
     tokens, spread = setup.tokens_of_experts, of.experts < spec.experts
     own_input = tokens * (spec.top_k if spread else 1) * of.hidden_size * element
-    exchanged = spread or setup.own_tokens < tokens  # the experts' input is another tensor than the router's
+    exchanged = spread or setup.own_tokens < tokens  # the experts' input is a separate tensor from the router's
     if exchanged and repeats_input(of.first):
         mlp.activations.remove(own_input)
     if not any(setup.expert_ranks):
@@ -352,7 +353,7 @@ def _replace_inputs_of_experts(setup: Setup, spec: ModelSpec, recipes: BlockReci
 
 
 def _keep_own_tokens(setup: Setup, saved: SavedBytes, spec: ModelSpec, recipe: str | None, *, rowwise: bool = False) -> None:
-    """Replace the tensors that a layer saves of all tokens before its first product by those of a rank's tokens, in place."""
+    """Replace, in place, the tensors saved before a layer's first product by those of this rank's tokens."""
     first = saved_by_norm(setup.tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     of_rank = saved_by_norm(setup.own_tokens, spec.hidden_size, setup.compute_bytes, spec.normalization)
     how = spec.hidden_size, recipe_of(recipe), setup.compute_bytes
@@ -388,7 +389,7 @@ def recomputed_by_block(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) ->
         return []
     recomputed = saved_by_block(setup, spec, recipes)
     if setup.recompute == "selective":
-        for size in _result_of_attention(setup, spec):  # is there already
+        for size in _result_of_attention(setup, spec):  # is saved already
             recomputed.remove(Saved(size, "activations"))
     return recomputed
 
@@ -398,12 +399,12 @@ def _result_of_attention(setup: Setup, spec: ModelSpec) -> list[int]:
 
 
 def is_offloaded(setup: Setup, saved: Saved) -> bool:
-    """True if this tensor waits in host memory."""
+    """True if this tensor is offloaded."""
     return setup.offload and saved.bytes >= SMALLEST_BYTES
 
 
 def kept_weights(setup: Setup, spec: ModelSpec) -> int:
-    """FP8 weights that several micro-batches share: both layouts, from the first on and until the next step."""
+    """Bytes of FP8 weights shared by micro-batches: both layouts, from the first micro-batch until the next step."""
     if not setup.accumulates:
         return 0
     if setup.stored:
@@ -412,15 +413,15 @@ def kept_weights(setup: Setup, spec: ModelSpec) -> int:
     for recipes, times in Counter(setup.recipes).items():
         for name, shape in zip(recipes, weight_shapes(setup, spec), strict=True):
             recipe = recipe_of(name)
-            if recipe is not None and not (setup.sharded and has_one_scale(recipe)):  # else gathered in FP8
+            if recipe is not None and not (setup.sharded and has_one_scale(recipe)):  # otherwise gathered in FP8
                 total += times * sum(cached_weight_bytes(*shape, recipe))
     return total + (2 * spec.vocabulary * spec.hidden_size if setup.head else 0)
 
 
 def weight_shapes(setup: Setup, spec: ModelSpec, *, dense: bool = False) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of a block's matrices, in the order of `BlockRecipes`; those of a rank's experts as one.
+    """Rows and columns of a block's matrices, in the order of `BlockRecipes`; a rank's experts count as one matrix.
 
-    dense: of a dense layer among experts.
+    dense: for a dense layer in a model with experts.
     """
     qkv, attended, _ = widths(spec)
     d, experts = spec.hidden_size, local_experts(setup, spec)
@@ -445,38 +446,38 @@ def mlp_of(setup: Setup, spec: ModelSpec, recipes: BlockRecipes) -> MlpUse:
 
 @functools.cache
 def recipe_of(name: str | None) -> Recipe | None:
-    """The recipe of this name, of which a plan reads only granularities; None for no FP8."""
+    """The recipe of this name, of which a plan reads only granularities; None without FP8."""
     return None if name is None else RECIPES[name]()
 
 
 def gathers_fp8(setup: Setup) -> bool:
-    """Some weights of blocks are gathered in FP8."""
+    """True if some weights of blocks are gathered in FP8."""
     if setup.stored:
         return setup.sharded
     return setup.sharded and any_in_fp8(recipe_of(name) for recipes in set(setup.recipes) for name in recipes)
 
 
 def block_bytes(setup: Setup) -> int:
-    """Bytes of a block's parameter as its layer sees it outside of FP8, and of its gradient before it is summed."""
+    """Bytes per element of a block's parameter outside FP8, and of its gradient before it is reduced."""
     if not setup.sharded:
         return setup.params_bytes
     return element_bytes(setup.params_bytes, setup.gather_bytes, fp8=gathers_fp8(setup))
 
 
 def root_bytes(setup: Setup) -> int:
-    """The same of parameters outside of blocks."""
+    """The same for parameters outside blocks."""
     return setup.gather_bytes if setup.sharded else setup.params_bytes
 
 
 def use_of(setup: Setup) -> WeightUse:
-    """The part of a setup on which copies of the blocks' weights depend."""
+    """The inputs that decide which copies of the blocks' weights exist."""
     return WeightUse(
         setup.compute_bytes, block_bytes(setup), setup.accumulates or setup.stored, setup.sharded, caches_columnwise(setup)
     )
 
 
 def caches_columnwise(setup: Setup) -> bool:
-    """Forward casts weights with one scale in both layouts, for the backward of this forward."""
+    """True if forward casts weights with one scale in both layouts, for its backward."""
     if setup.spec is None or setup.stored:
         return False
     return quantizer.caches_columnwise(
@@ -488,7 +489,7 @@ def caches_columnwise(setup: Setup) -> bool:
 
 
 def fp8_elements(setup: Setup, spec: ModelSpec) -> int:
-    """Elements of the FP8 weights of all blocks, of dense layers among experts too."""
+    """Elements of the FP8 weights of all blocks, dense layers included."""
     return sum(
         rows * columns
         for layer, recipes in enumerate(setup.recipes)

@@ -1,8 +1,8 @@
 """Refusal of sizes by arithmetic, before a model is built, even on the meta device.
 
-Sequences and vocabularies are compared with the model's, all else with the memory of this machine. There only lower bounds
-count: parameters, gradients and optimizer states; the token ids of a step; one activation of the residual stream. A run that
-passes may still run out of memory; `octavo.plan.advice` has the whole estimate.
+Sequences and vocabularies are compared with the model's, everything else with the memory of this machine, by lower bounds only:
+parameters, gradients and optimizer states; the token ids of a step; one activation of the residual stream. A run that passes
+may still run out of memory; `octavo.plan.advice` has the full estimate.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from octavo.plan.memory import exact_bytes
 from octavo.plan.saved import parameters
 
 MOST_LAYERS = 16_384
-"""Layers of a model: a module takes about 1 ms to create, so a million of them would take 20 minutes before any check."""
+"""Most layers of a model: a module takes about 1 ms to create, so a million would take 20 minutes before any check."""
 MOST_PARAMETERS = 10**15
-"""Parameters of a model that is only planned: PyTorch counts the bytes of a tensor in 63 bits."""
+"""Most parameters of a planned model: PyTorch counts a tensor's bytes in 63 bits."""
 MOST_RANKS = 4096
-"""Ranks that are advised."""
+"""Most ranks that a message suggests."""
 TOKEN_BYTES = 24
-"""Of a token of a step in host memory: id, label and position, int64 each."""
+"""Host memory of a token of a step: id, label and position, int64 each."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _FIELDS = {"vocab_size": "vocabulary", "num_hidden_layers": "layers", "intermediate_size": "ffn_size"}
 """Keys of model.config → fields of `ModelSpec` that may be lowered independently."""
 
 
 def check_layers(overrides: Mapping[str, Any]) -> None:
-    """Refuse a depth in model.config before transformers makes a config of it, with lists of as many entries."""
+    """Refuse a depth in model.config before transformers builds a config with lists of that length."""
     for key in _LAYERS:
         value = overrides.get(key)
         if isinstance(value, int) and value > MOST_LAYERS:
@@ -51,7 +51,7 @@ def check_length(config: RunConfig, hf_config: Any) -> None:
     """Refuse sequences longer than the model's positions."""
     limit = getattr(hf_config, "max_position_embeddings", None)
     length = config.data.sequence_length
-    if isinstance(limit, int) and 0 < limit < length:  # -1 of xlnet: no limit
+    if isinstance(limit, int) and 0 < limit < length:  # xlnet has -1: no limit
         key = "data.sequence_length, or raise model.config.max_position_embeddings"
         if config.model.load and isinstance(getattr(hf_config, "rope_parameters", None), dict):
             key += " with model.config.rope_parameters"
@@ -63,7 +63,7 @@ def check_length(config: RunConfig, hf_config: Any) -> None:
 
 
 def needed_vocabulary(config: RunConfig, prepared: PreparedData | None, corpus: Corpus) -> int:
-    """Tokens that a run's data needs: of the prepared data if it is there; else the most that are known; 0 for none."""
+    """Tokens that a run's data needs: from the prepared data if it exists; else as many as are known; 0 if unknown."""
     prepared = prepared or prepared_or_none(config.data)
     if prepared is not None:
         return prepared.vocabulary
@@ -93,7 +93,7 @@ def check_vocabulary(config: RunConfig, hf_config: Any, corpus: Corpus) -> None:
 
 
 def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
-    """Parameters of a config: exact with the decoder's spec; for a model's original code those of the smallest possible."""
+    """Parameters of a config: exact with the decoder's spec; for a model's original code a lower bound."""
     layers = next((value for key in _LAYERS if isinstance(value := getattr(hf_config, key, None), int)), 0)
     if layers > MOST_LAYERS:
         raise InputError(f"the model has {layers:,} layers, at most {MOST_LAYERS:,}: lower num_hidden_layers (model.config).")
@@ -110,13 +110,13 @@ def least_parameters(hf_config: Any) -> tuple[int, ModelSpec | None]:
 def check_sizes(
     config: RunConfig, hf_config: Any, degrees: Degrees, micro_batch: int, hardware: Device, *, planned: bool, here: bool
 ) -> None:
-    """Refuse a run beyond the whole memory of its machine.
+    """Refuse a run that exceeds the whole memory of its machine.
 
-    planned: the run may exceed the memory of its devices, but not PyTorch's arithmetic. here: on this machine, whose memory has
-    to hold the token ids of a step.
+    planned: the run may exceed its devices' memory, but not PyTorch's arithmetic. here: it runs on this machine, whose memory
+    has to hold the token ids of a step.
 
     Raises:
-        InputError: the bytes, the memory, the nearest size that fits and its key.
+        InputError: states the bytes, the memory, the nearest size that fits and its key.
     """
     count, spec = least_parameters(hf_config)
     if here:
@@ -126,13 +126,13 @@ def check_sizes(
             raise _too_many(config, spec, count, MOST_PARAMETERS, f"more than {MOST_PARAMETERS:,} can be planned")
         return
     of_device = hardware.memory_gib * GIB
-    if hardware.kind == "cpu":  # which ranks on this machine share
+    if hardware.kind == "cpu":  # ranks on this machine share it
         of_device /= max(1, rank_variable("LOCAL_WORLD_SIZE", degrees.world))
     stored = config.lora.rank is not None and config.lora.base == "fp8"
     params_bytes = 1 if stored else torch_dtype(config.model.params_dtype).itemsize
-    # Patterns have no names to match yet: of a run that freezes any parameter only the parameters themselves count.
+    # Patterns cannot be matched yet: if a run freezes any parameter, only parameters count.
     frozen = count if config.train.freeze or config.lora.rank is not None else 0
-    # Nor are Muon's matrices known: all of the parameters may be.
+    # Muon's matrices are unknown too: they may be all parameters.
     hidden = count if config.optimizer.name == "muon" and not frozen else 0
     each = exact_bytes(1, params_bytes, frozen=min(1, frozen), hidden=min(1, hidden))
     shards = degrees.hybrid_shard * degrees.tensor  # norms are whole on each tensor-parallel rank
@@ -186,7 +186,7 @@ def _check_tokens(config: RunConfig, degrees: Degrees, host: float) -> None:
 def _too_many(
     config: RunConfig, spec: ModelSpec | None, count: int, most: int, what: str, others: Sequence[str] = ()
 ) -> InputError:
-    """The refusal of `count` parameters, with the largest size of an overridden key and other settings that fit."""
+    """The error for `count` parameters, with the largest value of an overridden key and other settings that fit."""
     options = [f"set model.config.{key} to at most {value}" for key, value in _lowered(config, spec, most).items()]
     options = [*(options or [f"choose a model.source of at most {most:,} parameters"]), *others]
     advice = ", or ".join(options)

@@ -1,4 +1,4 @@
-"""Checks that tensor-parallel ranks can share a run's matrices: from the keys of a run file, before data, a model or a GPU."""
+"""Checks that tensor-parallel ranks can split a run's matrices, from the keys of a run file, before a GPU is touched."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEY = "parallel.tensor_parallel_degree"
 
 
 def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
-    """Refuse a run whose matrices the ranks of a tensor group cannot share.
+    """Refuse a run whose matrices the ranks of a tensor group cannot split.
 
     Raises:
-        InputError: the part that cannot be shared, and the key to change, with the nearest degrees that fit model and ranks.
+        InputError: names the part that cannot be split, the key, and the nearest degrees that fit model and ranks.
     """
     degree = degrees.tensor
     if degree == 1:
@@ -32,7 +32,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
         )
     if config.model.dtype == "float16":
         raise InputError(
-            f'model.dtype = "float16" with {KEY} = {degree}: the ranks do not join their loss scale. Set model.dtype = '
+            f'model.dtype = "float16" with {KEY} = {degree}: ranks do not synchronise their loss scales. Set model.dtype = '
             f'"bfloat16", or {KEY} = 1.'
         )
     spec = model.spec
@@ -45,7 +45,7 @@ def check_tensor(config: RunConfig, degrees: Degrees, model: nn.Module) -> None:
 
 
 def tensor_fault(spec: ModelSpec, degree: int, *, spread: bool) -> str:
-    """The reason why so many tensor-parallel ranks cannot share a decoder; empty if they can. spread: its experts are whole."""
+    """Why `degree` tensor-parallel ranks cannot split a decoder; empty if they can. spread: its experts are whole."""
     try:
         parts.check_tensor(spec, degree, spread=spread)
     except InputError as error:

@@ -1,6 +1,6 @@
 """`train.verify`: a run starts only if `octavo verify` has passed for its layout.
 
-A layout that trains wrongly costs a run; the report of a minute on CPUs is read before a GPU is touched.
+A layout that trains wrongly costs a run: the report of a minute on CPUs is checked before a GPU is touched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.models.sources import load_config
 from octavo.storage import local_path
 
 FILE = "verify.json"
-"""Written by `octavo verify`, and read where `train.verify` is true."""
+"""The report that `octavo verify` writes, and that `train.verify = true` reads."""
 _DECIDE: dict[str, tuple[str, ...]] = {
     "model": ("blocks", "dtype", "params_dtype"),
     "data": ("packing",),
@@ -28,11 +28,11 @@ _DECIDE: dict[str, tuple[str, ...]] = {
     "optimizer": ("name", "muon_scale", "rates", "layer_decay"),
     **dict.fromkeys(("fp8", "moe", "lora", "parallel"), ()),
 }
-"""Keys by section that decide what a layout computes; () for all of a section."""
+"""Keys by section that affect what a layout computes; () for a whole section."""
 _DO_NOT = (*(f"parallel.{key}" for key in DEGREES), "fp8.schedule", "fp8.emulate")
-"""Degrees are compared by themselves; where FP8 runs, and in which steps, no layout decides."""
+"""Keys that are not compared: degrees are compared separately; the layout does not decide where and in which steps FP8 runs."""
 _IN_ORDER = ("fp8.layers", "optimizer.rates")
-"""Tables of patterns, of which later ones win."""
+"""Tables of patterns in which later ones take precedence."""
 _NOT_OF_THE_MODEL = frozenset(
     (
         *("architectures", "transformers_version", "auto_map", "id2label", "label2id", "problem_type"),
@@ -40,11 +40,11 @@ _NOT_OF_THE_MODEL = frozenset(
         *("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id"),
     )
 )
-"""Keys of a Hugging Face config that decide nothing of a step."""
+"""Keys of a Hugging Face config that do not affect a training step."""
 
 
 def verified_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys of a run that decide what a layout computes, with their values; of the model those of its config.json."""
+    """The keys of a run, and of its model's config.json, that affect what a layout computes, with their values."""
     values = config.model_dump(mode="json")
     keys = {f"{section}.{key}": values[section][key] for section, some in _DECIDE.items() for key in some or values[section]}
     keys["data.packing"] = keys["data.packing"] or "join"
@@ -60,10 +60,10 @@ def versions() -> dict[str, str]:
 
 
 def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
-    """Raise an InputError unless the file of `train.verify` verifies the layout of this run, by the versions that are here.
+    """Raise an InputError unless the file of `train.verify` verifies the layout of this run, and was written by these versions.
 
-    Tensor, context and expert degrees are the same there; of shards and of replicas there may be fewer, but more than one where
-    the run has more than one. `data.packing` is compared where it is set.
+    Tensor, context and expert degrees must be equal; there may be fewer shards and replicas, but more than one if the run has
+    more than one. `data.packing` is compared if it is set.
     """
     if not config.train.verify or degrees.world == 1:
         return
@@ -72,10 +72,10 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
     run = _remedy(degrees, path)
     figures = _read(path, asked, run)
     if not figures["verified"]:
-        raise InputError(f"{asked} says that the layout differs from one rank. Read it, or set train.verify = false.")
+        raise InputError(f"{asked} reports that the layout differs from one rank. Read it, or set train.verify = false.")
     for key, name in (("version", "Octavo"), ("torch", "PyTorch")):
         if (by := figures.get(key)) != (wanted := versions()[key]):
-            raise InputError(f"{asked} is by {name} {by or 'of an unknown version'}, and the run has {wanted}. {run}.")
+            raise InputError(f"{asked} was written by {name} {by or 'of an unknown version'}, but the run has {wanted}. {run}.")
     here, there = verified_keys(config), dict(figures["keys"])
     if config.data.packing is None:  # unknown until the data are prepared
         del here["data.packing"]
@@ -84,22 +84,22 @@ def refuse_unverified(config: RunConfig, degrees: Degrees) -> None:
         in_order = key in _IN_ORDER
         if json.dumps(here.get(key), sort_keys=not in_order) != json.dumps(there.get(key), sort_keys=not in_order):
             found, wanted = json.dumps(there.get(key)), json.dumps(here.get(key))
-            raise InputError(f"{asked} is of {key} = {found}, and the run has {wanted}. {run}, with the run's other keys.")
+            raise InputError(f"{asked} verified {key} = {found}, but the run has {wanted}. {run}, with the run's other keys.")
     verified = Degrees(**figures["degrees"])
     for name in ("tensor", "context", "expert"):
         if (found := getattr(verified, name)) != (wanted := getattr(degrees, name)):
-            raise InputError(f"{asked} is of {name} degree {found}, and the run has {wanted}. {run}.")
+            raise InputError(f"{asked} verified {name} degree {found}, but the run has {wanted}. {run}.")
     for name in ("replicate", "shard"):
         if (getattr(degrees, name) > 1) != (getattr(verified, name) > 1):
-            few = "one" if getattr(verified, name) == 1 else "several"
-            raise InputError(f"{asked} is of {few} of {name}, and the run has {getattr(degrees, name)}. {run}.")
+            found, wanted = getattr(verified, name), getattr(degrees, name)
+            raise InputError(f"{asked} verified {name} degree {found}, but the run has {wanted}. {run}.")
 
 
 def _remedy(degrees: Degrees, path: Path) -> str:
-    """The command that verifies these degrees on the fewest ranks: with two shards or replicas where there are several.
+    """The command that verifies these degrees on the fewest ranks: with two shards or replicas if there are several.
 
     Raises:
-        InputError: these are more than the command starts.
+        InputError: these are more ranks than the command can start.
     """
     parts = degrees.context * degrees.tensor
     shards = next(n for n in divisors(degrees.shard) if n >= min(degrees.shard, 2) and n * parts % degrees.expert == 0)
@@ -119,11 +119,11 @@ def _read(path: Path, asked: str, run: str) -> Mapping[str, Any]:
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{asked} is not there. {run}, or set train.verify = false.") from None
+        raise InputError(f"{asked} does not exist. {run}, or set train.verify = false.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{asked} cannot be read: {error}. {run}.") from None
     if not _is_report(figures):
-        raise InputError(f"{asked} is no report of a run's layout by octavo verify. {run}.")
+        raise InputError(f"{asked} is not a report of octavo verify about a run's layout. {run}.")
     return figures
 
 
