@@ -707,5 +707,5 @@ def test_an_optimizer_with_more_parameters_is_refused(tmp_path):
     model(torch.randn(4, 2)).sum().backward()
     few.step()
     save(tmp_path / "few", model, few)
-    with pytest.raises(InputError, match="no optimizer state of bias: its optimizer held fewer parameters"):
+    with pytest.raises(InputError, match="no optimizer state of bias: its optimizer had fewer parameters"):
         load(tmp_path / "few", model, torch.optim.AdamW(model.parameters()))

@@ -100,7 +100,7 @@ def test_what_is_no_optimizer_is_refused_by_name(tmp_path, call):
     for given, said in (
         ([], r"optimizer = \[\] names none"),
         ({}, r"optimizer = \{\} names none"),
-        (scheduler, r"optimizer is of type ConstantLR, which is no optimizer"),
+        (scheduler, r"optimizer is of type ConstantLR, which is not an optimizer"),
         ([first, scheduler], r"optimizer\[1\] is of type ConstantLR"),
         ({"a": first, "b": None}, r"optimizer\['b'\] is of type NoneType"),
         ([first, first], r"0\.weight is in optimizer\[0\] and in optimizer\[1\]"),

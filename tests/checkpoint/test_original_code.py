@@ -82,7 +82,7 @@ def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimi
     model, joined = of(kind, optimizer, "auto", seed=5)
     assert octavo.load(tmp_path / "own", model, joined) == {"at": 3}
     said = capsys.readouterr().err
-    assert ("FP8 state of head has no place" in said) == (kind == "vit"), said
+    assert ("FP8 state of head has no counterpart" in said) == (kind == "vit"), said
     assert ("experts had no FP8 state" in said) == (kind in ("mixtral", "qwen3_moe")), said
     wanted = {name: p.detach() for name, p in own.named_parameters()}
     for found, expected in [
@@ -114,7 +114,7 @@ def test_weights_moments_and_fp8_state_are_joined_exactly(tmp_path, kind, optimi
     octavo.save(tmp_path / "joined", model, joined)
     layout = json.loads((tmp_path / "joined" / "state.json").read_text())["blocks"]
     assert layout == {"vit": "octavo/timm-vit"}.get(kind, f"octavo/{kind}")
-    with pytest.raises(InputError, match=f'is of Octavo\'s blocks \\({layout}\\).*blocks = "auto"'):
+    with pytest.raises(InputError, match=f'has Octavo\'s blocks \\({layout}\\).*blocks = "auto"'):
         octavo.load(tmp_path / "joined", own, own_optimizer)
 
 
@@ -148,7 +148,7 @@ def test_fp8_state_that_not_all_parts_have_starts_anew_and_is_named(tmp_path, ca
     model, joined = of("mistral", "adamw", "auto")
     octavo.load(tmp_path / "own", model, joined)
     said = capsys.readouterr().err
-    assert "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.v_proj has no place" in said
+    assert "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.v_proj has no counterpart" in said
     records = state_records(model)
     assert not records["layers.0.self_attention.qkv.input.amax_history"].any()
     assert records["layers.1.self_attention.qkv.input.amax_history"].any()
@@ -171,6 +171,6 @@ def test_a_checkpoint_of_another_model_is_still_named_as_one(tmp_path):
     own, _ = of("mistral", "sgd", "own")
     octavo.save(tmp_path / "own", own)
     other = transform(llama(model_type="mistral", intermediate_size=48), dtype=torch.float32)
-    with pytest.raises(InputError, match=r"holds another model: layers\.0\.ffn\.fc1\.weight is \[88, 48\]"):
+    with pytest.raises(InputError, match=r"belongs to another model: layers\.0\.ffn\.fc1\.weight is \[88, 48\]"):
         octavo.load(tmp_path / "own", other)
     assert llama_config(model_type="mistral").sliding_window is None

@@ -35,7 +35,7 @@ def test_values_come_back_from_json_with_their_types(value):
 
 @pytest.mark.parametrize("stored", [{"unknown": []}, {"float": "x"}, {"dict": [1]}, {"a": 1, "b": 2}])
 def test_json_that_is_no_stored_value_is_refused(stored):
-    with pytest.raises(ValueError, match="no stored value"):
+    with pytest.raises(ValueError, match="not a stored value"):
         from_json(stored)
 
 
@@ -74,5 +74,5 @@ def test_what_does_not_come_back_is_refused_with_its_place():
         with pytest.raises(TypeError, match=said):
             pack(value)
     for other in (b"", b"x" * 30, pack(1)[:-1][:20]):
-        with pytest.raises(ValueError, match="no packed value"):
+        with pytest.raises(ValueError, match="not a packed value"):
             unpack(other)

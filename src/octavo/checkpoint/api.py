@@ -7,7 +7,7 @@
     manifest.json               written last: every file's size and sha256
 
 A checkpoint is written under a temporary name, synced and renamed. A kill at any moment leaves the older ones and perhaps a
-temporary folder, which the next run removes. All ranks have to see one file system.
+temporary folder, which the next run removes. All ranks must share a file system.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from octavo.parallel.calls import together
 from octavo.parallel.coordination import Ranks, all_ranks, writing_ranks
 from octavo.storage import folder_fault, fsync_folder, local_path, path_of, shortened
 
-_ATTEMPTS = 3  # to open a checkpoint that is being replaced
+_ATTEMPTS = 3  # attempts to open a checkpoint that is being replaced
 
 
 @dataclass
 class Checkpointer:
-    """The `checkpoints/` folder of a run, which the caller has locked. Every rank makes one and calls it alike.
+    """The `checkpoints/` folder of a run, which the caller has locked. Every rank creates one and makes the same calls.
 
-    The newest `keep` checkpoints stay; `report` receives a message for each damaged one. On exit the context waits for a
-    background write and raises its error; if another exception is already propagating, the error is only reported.
+    The newest `keep` checkpoints are retained; `report` receives a message for each damaged one. On exit the context waits for
+    a background write and raises its error; if another exception is already propagating, the error is only reported.
     """
 
     folder: Path
     keep: int
     report: Callable[[str], None]
-    protected: int = 0  # the step of a checkpoint that stays besides the newest
+    protected: int = 0  # step of a checkpoint that is retained besides the newest
     ranks: Ranks = field(default_factory=all_ranks, init=False)
     io_ranks: Ranks = field(default_factory=writing_ranks, init=False)
     _damaged: list[Path] = field(default_factory=list)
@@ -103,11 +103,11 @@ class Checkpointer:
         rank_files: Mapping[str, bytes] = MappingProxyType({}),
         background: bool = False,
     ) -> Path:
-        """Write `step-N` with JSON-able scalars `state` of rank 0, and remove the oldest beyond `keep`. Collective.
+        """Write `step-N` with rank 0's JSON-able scalars `state`, and remove the oldest beyond `keep`. Collective.
 
         rank_files: content by name, of this rank, for `read_rank_file`.
 
-        In the background it returns once the state is copied to host memory, and an earlier write has ended. `poll` or `wait`
+        In the background it returns once the state is copied to host memory and any earlier write has ended; `poll` or `wait`
         raises the errors of the write.
 
         Raises:
@@ -163,8 +163,8 @@ def save(path: str | Path, model: nn.Module, optimizer: Optimizers = None, **ext
 
     Several optimizers of different parameters go as a list, tuple or dict; `load` takes them in the same form.
 
-    Over ranks every rank calls it with the same path, on a file system that all see; the extras of rank 0 are saved. An
-    existing checkpoint is replaced once the new one is whole.
+    On several ranks all call it with the same path on a shared file system; the extras of rank 0 are saved. An
+    existing checkpoint is replaced once the new one is complete.
 
     Raises:
         InputError: an extra is of another type, the optimizer is of another model or has a state that is neither tensor nor
@@ -188,7 +188,7 @@ def _save(
 
 
 def _stored(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Extras as JSON: as they are, or marked by type if JSON would change them or has no form for them.
+    """Extras as JSON: unchanged, or marked by type if JSON would change them or cannot represent them.
 
     A scheduler's state has keys that are numbers (the milestones of MultiStepLR) and infinities (ReduceLROnPlateau).
     """
@@ -217,10 +217,10 @@ def _keys_are_text(value: Any) -> bool:
 
 
 def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Load a checkpoint of `save` into `model` and `optimizer`, or several as `save` took them, and return the extras.
+    """Load a checkpoint of `save` into `model` and `optimizer`, or several in `save`'s form, and return the extras.
 
     FP8 scales and histories and the random states of torch, numpy and Python are restored too, so that a loop continues with
-    the same bits. Over ranks every rank calls it; their number and the layout of the model may differ from those of the save.
+    the same bits. On several ranks all call it; their number and the model's layout may differ from those of the save.
 
     Raises:
         InputError: there is no checkpoint at `path`, it is of another model or optimizer, or some rank does not call this;
@@ -241,7 +241,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None) -> di
 
 
 def _same_path(given: Path, call: str, ranks: Ranks) -> Path:
-    """The path without links, which has to be rank 0's: all ranks write to one folder, and another would never be there."""
+    """The resolved path, which must equal rank 0's: all ranks write to one folder."""
     with path_of(f"{call}: path", str(given)):
         path = given.resolve()
     here = str(given.absolute())
@@ -249,8 +249,8 @@ def _same_path(given: Path, call: str, ranks: Ranks) -> Path:
     with ranks.sharing_errors():
         if here != first:
             raise InputError(
-                f"{call}: path is {shortened(here)!r} on rank {ranks.rank} and {shortened(first)!r} on rank 0: a checkpoint is "
-                "one folder of all ranks. Give the same path on every rank."
+                f"{call}: path is {shortened(here)!r} on rank {ranks.rank} and {shortened(first)!r} on rank 0, but a "
+                "checkpoint is one folder for all ranks. Give the same path on every rank."
             )
     return path
 
@@ -264,7 +264,7 @@ def _open_saved(path: Path) -> OpenCheckpoint:
             if folder.is_dir():
                 try:
                     return OpenCheckpoint(folder)
-                except Damaged as damaged:  # or replaced at this moment
+                except Damaged as damaged:  # or just being replaced
                     failure = damaged
     raise failure
 
@@ -284,7 +284,7 @@ def _prepare_target(path: Path) -> None:
 
 
 def _finish_replacement(path: Path) -> None:
-    """Rename the new checkpoint, whole under its temporary name, into place after a kill between the two renames."""
+    """After a kill between the two renames, move the complete new checkpoint from its temporary name into place."""
     for folder in _unfinished_replacements(path)[:1]:
         folder.rename(path)
         fsync_folder(path.parent)
@@ -307,7 +307,7 @@ def _temporaries(path: Path) -> list[tuple[Path, int]]:
 
 
 def _runs_elsewhere(pid: int) -> bool:
-    """True if a process with this pid lives and is not this one."""
+    """True if another process with this pid is alive."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -17,7 +17,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[s
 class JoinedOptimizer:
     """The groups and states of several optimizers of different parameters.
 
-    Its name is that of their classes: with their keys, of a dict, which are put in order.
+    Its name joins their class names, with their keys for a dict, which are sorted.
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], *, keyed: bool) -> None:
@@ -34,7 +34,7 @@ class JoinedOptimizer:
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of all by parameter; each is in the optimizer that holds the parameter."""
+    """The states of all optimizers by parameter, stored in the optimizer that holds the parameter."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -67,17 +67,17 @@ class _States(MutableMapping[Any, Any]):
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """The name of an optimizer's class, or of those of several, as checkpoints keep it."""
+    """The name of an optimizer's class, or of several classes, as stored in checkpoints."""
     several: object = optimizer
     return several.name if isinstance(several, JoinedOptimizer) else type(optimizer).__name__
 
 
 def as_one(optimizer: Any, model: Any, call: str) -> torch.optim.Optimizer | None:
-    """The optimizer of a model, or several as one; a list of one is that one. call: for messages.
+    """The optimizer of a model, or several as one; a list of one gives that one. call: for messages.
 
     Raises:
-        InputError: something else than a module or optimizers, an empty list, an optimizer of another model, or a parameter in
-            two optimizers.
+        InputError: `model` is not a module, or `optimizer` not one or more optimizers; an optimizer of another model; or a
+            parameter in two optimizers.
     """
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -113,7 +113,7 @@ def as_one(optimizer: Any, model: Any, call: str) -> torch.optim.Optimizer | Non
 def _check(optimizer: Any, name: str, call: str) -> None:
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         raise InputError(
-            f"{call}: {name} is of type {type(optimizer).__name__}, which is no optimizer: give one of torch.optim's kind, or "
+            f"{call}: {name} is of type {type(optimizer).__name__}, which is not an optimizer: give one of torch.optim, or "
             "several in a list or dict. The state of a scheduler is numbers: pass it under a separate name, which octavo.load "
             "returns."
         )
@@ -125,6 +125,6 @@ def _check_held(optimizer: torch.optim.Optimizer, name: str, model: nn.Module, c
     if held and parameters.isdisjoint(held):
         raise InputError(
             f"{call}: {name} ({type(optimizer).__name__}) holds no parameter of this model: it trains another model, or was "
-            "created before octavo.transform or sharding, which create new parameters. Create it of model.parameters() "
+            "created before octavo.transform or sharding, which create new parameters. Create it from model.parameters() "
             "afterwards."
         )

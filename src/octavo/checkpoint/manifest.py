@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: every file with its size and sha256, and every tensor with its dtype and shape; written last.
 
-DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of an older save mix in. So
-every checkpoint has a fresh folder, and every file is verified before a load, for about a second a GiB. The manifest contains
-its sha256 against flipped bits. Manifests of older versions have no `ranks` and no `tensors`.
+DCP leaves no mark of completion: a folder with a missing shard loads without an error, and files of older saves mix in. So
+every checkpoint has a fresh folder, and every file is verified before a load, at about one second per GiB. The manifest
+contains its own sha256 against bit flips. Manifests of older versions have no `ranks` and no `tensors`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileEntry(_Record):
 
 
 class TensorEntry(_Record):
-    """Safetensors' name of the dtype, and the global shape, of a tensor."""
+    """A tensor's dtype, by safetensors' name, and its global shape."""
 
     dtype: str
     shape: list[Count]
@@ -57,11 +57,11 @@ class Manifest(_Record):
 
     Attributes:
         octavo: the version that wrote it.
-        step: of a run; None for a checkpoint of `octavo.save`.
-        files: by name, the manifest itself left out.
+        step: the run's step; None for a checkpoint of `octavo.save`.
+        files: by name, except the manifest itself.
         ranks: number of ranks that saved; None in a manifest of an older version, as `tensors`.
-        tensors: all tensors of the files together.
-        sha256: of the content: it identifies the save.
+        tensors: all tensors in the files.
+        sha256: hash of the content, which identifies the save.
     """
 
     octavo: str
@@ -106,10 +106,10 @@ class OpenCheckpoint:
         """Compare every file with the manifest.
 
         Raises:
-            Damaged: a file is missing, unexpected, of another size, or its bytes differ.
+            Damaged: a file is missing or unexpected, or its size or bytes differ.
         """
         for name in self.folder.names():
-            # An unexpected file of these would belong to another save.
+            # An unexpected file of these kinds belongs to another save.
             if (name.endswith(TENSORS) or _RANDOM.fullmatch(name)) and name not in self.manifest.files:
                 raise Damaged(f"{self.path / name} does not belong to the checkpoint")
         self._compare(list(self.manifest.files))
@@ -167,7 +167,7 @@ def verify(folder: Path) -> None:
     """Compare every file of a checkpoint with its manifest.
 
     Raises:
-        Damaged: a file is missing, unexpected, of another size, or its bytes differ.
+        Damaged: a file is missing or unexpected, or its size or bytes differ.
         InputError: this version does not read the checkpoint's format.
     """
     with OpenCheckpoint(folder) as checkpoint:
@@ -183,12 +183,12 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path | None, list[Path]]:
-    """The newest whole checkpoint, and the damaged ones that are newer; (None, []) if there are no checkpoints.
+    """The newest complete checkpoint, and newer damaged ones; (None, []) if there are no checkpoints.
 
     Each damaged one is reported with the file and the difference.
 
     Raises:
-        OctavoError: there are checkpoints, but none is whole; starting from zero would hide the loss.
+        OctavoError: there are checkpoints, but none is complete; starting from zero would hide the loss.
     """
     damaged: list[Path] = []
     for _, folder in step_folders(checkpoints):
@@ -202,7 +202,7 @@ def newest_whole(checkpoints: Path, report: Callable[[str], None]) -> tuple[Path
     if damaged:
         names = ", ".join(folder.name for folder in damaged)
         raise OctavoError(
-            f"no checkpoint in {checkpoints} is whole ({names}), and the run is not started from zero over them. "
+            f"no checkpoint in {checkpoints} is complete ({names}), and the run does not silently start from zero. "
             "Restore one from a copy, or move the folder away, or set another train.output, to start over."
         )
     return None, []
@@ -243,11 +243,11 @@ def _fault(manifest: Manifest) -> str | None:
     """A contradiction between the entries; None if there is none."""
     for name in manifest.files:
         if "/" in name or "\0" in name or name in ("", ".", "..", MANIFEST):
-            return f"{name!r} names no file of the folder"
+            return f"{name!r} is not a file name in the folder"
     if STATE not in manifest.files:
         return f"{STATE} is not among its files"
     if (manifest.ranks is None) != (manifest.tensors is None):
-        return "of ranks and tensors one is missing"
+        return "only one of ranks and tensors is present"
     ranks, others = manifest.ranks or len(manifest.random_ranks) + 1, manifest.random_ranks
     if others != set(range(1, ranks)):
         return f"{ranks} ranks saved, and the random states are of ranks {sorted(others | {0})}"

@@ -1,8 +1,8 @@
 """Open files of a checkpoint, verified and read through the same descriptors.
 
 A path may name another file at its next use: another job saves under the same name, or an old checkpoint is removed. So a
-folder is opened once, each file once inside of it, and both stay open. Bytes are read rather than mapped: a file cut short by
-another process is then an error and no signal. A file written to in place is found by its stamp, which the kernel maintains.
+folder is opened once, each file in it once, and both stay open. Bytes are read, not mapped: a file truncated by another process
+is then an error, not a signal. A file overwritten in place is detected by its stamp, which the kernel maintains.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 from octavo.errors import OctavoError
 from octavo.process import process
 
-_BLOCK = 1 << 20  # bytes of a read for a checksum
-_LARGEST_READ = 1 << 30  # the kernel reads 2 GiB at most at once
-_SETTLED = 2_000_000_000  # ns: the coarsest clock of a file system, within which a file may change under the same stamp
-_SPARE_DESCRIPTORS = 256  # for all else that a process opens
+_BLOCK = 1 << 20  # bytes per read for a checksum
+_LARGEST_READ = 1 << 30  # the kernel reads at most 2 GiB at once
+_SETTLED = 2_000_000_000  # ns: coarsest file system clock, within which a file may change without a new stamp
+_SPARE_DESCRIPTORS = 256  # for other files of the process
 
 
 class Damaged(OctavoError):
@@ -41,10 +41,10 @@ class Stamp(NamedTuple):
 
 
 class OpenFolder:
-    """A folder and its files, each opened at its first use and closed with the folder, also as a context.
+    """A folder and its files, each opened at first use and closed with the folder; a context manager.
 
     Raises:
-        Damaged: the folder, or in a method the file, is missing or of another kind.
+        Damaged: the folder, or in a method a file, is missing or of the wrong type.
         OctavoError: it cannot be read.
     """
 
@@ -74,7 +74,7 @@ class OpenFolder:
             return sorted(entry.name for entry in entries)
 
     def stamp(self, name: str) -> Stamp:
-        """The stamp of a file as it is now."""
+        """The current stamp of a file."""
         with _explaining(self.path / name):
             found = os.fstat(self._descriptor(name))
         return Stamp(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -86,11 +86,11 @@ class OpenFolder:
         return bytes(content)
 
     def read_into(self, name: str, block: memoryview, start: int) -> None:
-        """Fill a block of bytes from the byte `start` of a file on."""
+        """Fill a block with the bytes of a file from `start` on."""
         self.read_runs(name, block, len(block), [start])
 
     def read_runs(self, name: str, block: memoryview, length: int, starts: Iterable[int]) -> None:
-        """Fill a block from runs of `length` bytes of a file that begin at `starts`, one after the other."""
+        """Fill a block with runs of `length` bytes that begin at `starts` in a file."""
         with _explaining(self.path / name):
             descriptor = self._descriptor(name)
             for number, start in enumerate(starts):
@@ -103,7 +103,7 @@ class OpenFolder:
                     done += count
 
     def sha256(self, name: str) -> str:
-        """The hexadecimal SHA-256 of a file, computed once for each stamp."""
+        """The hexadecimal SHA-256 of a file, computed once per stamp."""
         stamp, now = self.stamp(name), time.time_ns()
         digest = self._digests.get(stamp) or process.digests.get(stamp) or self._hash(name, stamp.size)
         self._digests[stamp] = digest
@@ -120,13 +120,13 @@ class OpenFolder:
         return digest.hexdigest()
 
     def known(self) -> dict[Stamp, str]:
-        """The SHA-256 of the open files that have one by their stamp, for `trust` on other ranks."""
+        """The known SHA-256 of open files by stamp, for `trust` on other ranks."""
         stamps = [self.stamp(name) for name in self.opened]
         return {stamp: process.digests[stamp] for stamp in stamps if stamp in process.digests}
 
     def _descriptor(self, name: str) -> int:
         if name not in self._descriptors:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last: no wait for the writer of a pipe
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last flag: no wait for the writer of a pipe
             descriptor = os.open(name, flags, dir_fd=self._descriptors["."])
             if self._descriptors.setdefault(name, descriptor) != descriptor:  # another thread was faster
                 os.close(descriptor)
@@ -136,7 +136,7 @@ class OpenFolder:
 
 
 def trust(known: dict[Stamp, str]) -> None:
-    """Take the SHA-256 of files that another rank has hashed."""
+    """Reuse the SHA-256 of files that another rank has hashed."""
     process.digests.update(known)
 
 

@@ -1,8 +1,8 @@
 """Optimizer state by parameter name, to and from a checkpoint.
 
-`torch.distributed.checkpoint.state_dict` does not fit (torch 2.13): to name the states of an optimizer that has not stepped it
-steps it, which leaves a step count of 1 and changes the bits of the training; it fails on a parameter without a gradient, and
-on None among an optimizer's states.
+`torch.distributed.checkpoint.state_dict` is not used (torch 2.13): to name the states of an optimizer that has not stepped, it
+steps the optimizer, which leaves a step count of 1 and changes the bits of training; it fails on a parameter without a
+gradient, and on None among an optimizer's states.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Scalars = dict[str, dict[str, Any]]
 """Numbers and None of an optimizer's states, by parameter and state."""
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
-"""Settings that PyTorch's schedulers, or names given to an optimizer, add to its groups."""
+"""Entries of parameter groups that are not settings: added by PyTorch's schedulers and named parameters."""
 _NOT_SETTINGS = ("params", "param_names")
 _LARGEST = 64
-"""Most elements of a tensor among the settings, which are stored as text."""
+"""Most elements of a tensor among the settings: they are stored as text."""
 
 
 def _names(model: nn.Module) -> dict[Any, str]:
@@ -52,7 +52,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     unknown = sum(owner not in names for owner in optimizer.state)
     if unknown:
         raise InputError(
-            f"the optimizer holds state for {unknown} tensors that are no parameters of the model: save it with the model "
+            f"the optimizer holds state for {unknown} tensors that are not parameters of the model: save it with the model "
             "that it trains."
         )
     blocks = parameters_of(model)
@@ -60,7 +60,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[str, Any]:
-    """States with those of a block's part as such; refuses states of another shape, which differ between its ranks."""
+    """States, with a block's elementwise ones as its parts; refuses states of other shapes, which differ between ranks."""
     if block is None:
         return states
     found = dict(states)
@@ -68,9 +68,9 @@ def _of_whole(name: str, states: dict[str, Any], block: Block | None) -> dict[st
         if isinstance(value, torch.Tensor) and value.dim():
             if tuple(value.shape) != block.local.local_shape:
                 raise InputError(
-                    f"the optimizer's state {key!r} of {name} is {list(value.shape)}: of a parameter of {list(block.shape)}, "
-                    f"whose ranks hold parts, a checkpoint stores states of its elements ({list(block.local.local_shape)} on "
-                    "this rank) and numbers. Save without the optimizer."
+                    f"the optimizer's state {key!r} of {name} is {list(value.shape)}: for a parameter of {list(block.shape)} with "
+                    f"parts on ranks, a checkpoint stores numbers and states of its elements ({list(block.local.local_shape)} on "
+                    "this rank). Save without the optimizer."
                 )
             found[key] = with_block(value, block)
     return found
@@ -80,14 +80,14 @@ def refuse_matrices(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of `octavo.matrices`: its states belong to matrices, not to the model's parameters."""
     if "octavo_matrices" in vars(optimizer):
         raise InputError(
-            f"the states of {type(optimizer).__name__} belong to octavo.matrices, and octavo.save and octavo.load store those "
-            "of a model's parameters: call them without this optimizer, and torch.save and torch.load its state_dict() on each "
-            "rank."
+            f"the states of {type(optimizer).__name__} belong to octavo.matrices, but octavo.save and octavo.load store states "
+            "of a model's parameters: call them without this optimizer, and store its state_dict() on each rank by torch.save "
+            "and torch.load."
         )
 
 
 def state_scalars(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Scalars:
-    """The states that are numbers or None, infinities and NaN as text; refuses others that are no tensors."""
+    """The states that are numbers or None, with infinities and NaN as text; refuses others that are not tensors."""
     scalars: Scalars = {}
     for name, states in named_states(model, optimizer).items() if optimizer is not None else ():
         for key, value in states.items():
@@ -107,7 +107,7 @@ def group_scalars(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any
     """The settings of each parameter group (rates, betas, decay) as JSON.
 
     Raises:
-        InputError: a setting is of a type that a checkpoint does not keep.
+        InputError: a setting has a type that a checkpoint does not support.
     """
     return [
         {k: _to_json(v, f"{k!r} of parameter group {number}") for k, v in group.items() if k not in _NOT_SETTINGS}
@@ -119,13 +119,13 @@ def settings_of(path: Path, optimizer: torch.optim.Optimizer, groups: list[dict[
     """The inverse of `group_scalars` for the groups of this optimizer.
 
     Raises:
-        Damaged: a setting is no result of `group_scalars`.
+        Damaged: a setting is not a result of `group_scalars`.
     """
     try:
         pairs = zip(optimizer.param_groups, groups, strict=False)
         return [{key: _from_json(stored, current.get(key)) for key, stored in saved.items()} for current, saved in pairs]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise Damaged(f"the settings of the optimizer in {path} are none ({error})") from None
+        raise Damaged(f"the settings of the optimizer in {path} are invalid ({error})") from None
 
 
 def _to_json(value: Any, key: str) -> Any:
@@ -170,7 +170,7 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> li
 
 
 def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[list[str]]) -> None:
-    """Refuse a checkpoint with a parameter in another group: it would train by the settings of that group.
+    """Refuse a checkpoint with a parameter in another group: it would be trained with that group's settings.
 
     saved: the `group_names` of the checkpoint; empty in one of an older version.
 
@@ -180,14 +180,14 @@ def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     groups = {name: number for number, names in enumerate(group_names(model, optimizer)) for name in names}
     if new := sorted(groups.keys() - {name for names in saved for name in names}) if saved else []:
         raise InputError(
-            f"checkpoint {path} has no optimizer state of {some(new)}: its optimizer held fewer parameters. Build the "
+            f"checkpoint {path} has no optimizer state of {some(new)}: its optimizer had fewer parameters. Build the "
             "optimizer that was saved, or load without it."
         )
     for number, names in enumerate(saved):
         for name in names:
             if groups.get(name, number) != number:
                 raise InputError(
-                    f"checkpoint {path} has {name} in the optimizer's parameter group {number}, and this optimizer has it in "
+                    f"checkpoint {path} has {name} in the optimizer's parameter group {number}, but this optimizer has it in "
                     f"group {groups[name]}: give the optimizer its groups in the saved order."
                 )
 
@@ -195,7 +195,7 @@ def check_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
 def check_class(path: Path, optimizer: torch.optim.Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> None:
     """Refuse the states of an optimizer of another class.
 
-    saved: the name of the class; None in a checkpoint of an older version, whose `groups` may then have no unknown setting.
+    saved: the name of the class; None in older checkpoints, whose `groups` must then have no unknown setting.
 
     Raises:
         InputError: the optimizer is of another class.
@@ -220,7 +220,7 @@ def allocate_states(
 ) -> dict[str, torch.Tensor]:
     """Empty tensors for the optimizer states of a checkpoint, sharded like their parameters.
 
-    stored: the layout of the checkpoint's `<state>.<parameter>`; groups, scalars: of the checkpoint.
+    stored: the layout of the checkpoint's `<state>.<parameter>`; groups, scalars: the checkpoint's.
 
     Raises:
         InputError: the checkpoint has no optimizer, or another one.
@@ -230,8 +230,8 @@ def allocate_states(
         raise InputError(f"checkpoint {path} has no optimizer state: load it without the optimizer, or save it with one.")
     if len(groups) != len(optimizer.param_groups):
         raise InputError(
-            f"checkpoint {path} has an optimizer of {len(groups)} parameter groups, this one has "
-            f"{len(optimizer.param_groups)}: build it as the saved one was."
+            f"checkpoint {path} has an optimizer with {len(groups)} parameter groups, this one has "
+            f"{len(optimizer.param_groups)}: build it like the saved one."
         )
     held, blocks = _held_parameters(model, optimizer), parameters_of(model)
     for owner in [*(name.partition(".")[2] for name in stored), *scalars]:
@@ -255,10 +255,10 @@ def install_states(
     groups: list[dict[str, Any]],
     scalars: Scalars,
 ) -> None:
-    """Replace the states by the filled tensors of `allocate_states` and the scalars, and the settings by those of `groups`."""
+    """Replace the states by the filled tensors of `allocate_states` and the scalars, and the settings by `groups`."""
     optimizer.state.clear()
     held = _held_parameters(model, optimizer)
-    # A fused or capturable kernel reads the step count on the parameter's device.
+    # Fused and capturable kernels need the step count on the parameter's device.
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     for name, tensor in tensors.items():
         key, _, owner = name.partition(".")
@@ -271,7 +271,7 @@ def install_states(
             current: Any = group.get(key)
             if _same_kind(current, value):
                 with torch.no_grad():
-                    current.copy_(value)  # a scheduler or a compiled step may hold it
+                    current.copy_(value)  # a scheduler or a compiled step may reference it
             else:
                 group[key] = value
 

@@ -1,8 +1,8 @@
-"""Checkpoints of a model's original code, loaded into the same model with Octavo's blocks, so that older ones still load.
+"""Loads checkpoints of a model's original code into the same model with Octavo's blocks, for older checkpoints.
 
-Names are translated by the model's table; parts of a joined matrix are joined, and so are their moments. The parts have one
-input, and the largest amax of a whole is the largest of its parts: the FP8 history is their maximum, the scale their minimum.
-FP8 state that has no place (of a head in high precision, or of a matrix with parts not in FP8) is dropped: scales start new.
+Names are translated by the model's table. Parts of a joined matrix are joined, and so are their moments. The parts share one
+input, and the amax of the whole is the largest of its parts': the FP8 history is their maximum, the scale their minimum. FP8
+state without a counterpart (a head in high precision, a matrix with parts not in FP8) is dropped: its scales start new.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from octavo.parallel.shards import local_shard
 
 
 def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) -> StoredTensors | Converted:
-    """A checkpoint under the names of a model, translated where the model has Octavo's blocks and the checkpoint has not.
+    """A checkpoint under the names of a model, translated if the model has Octavo's blocks and the checkpoint does not.
 
-    `saved` is the layout that the checkpoint records; None for a model's original code, or if none is recorded.
+    saved: the layout recorded in the checkpoint; None for a model's original code, or if not recorded.
 
     Raises:
-        InputError: the checkpoint has Octavo's blocks and the model has not, or a part cannot be joined.
+        InputError: the checkpoint has Octavo's blocks and the model does not, or a part cannot be joined.
     """
     way, found = conversion_of(model), subset(stored.layout, "model.")
     if way is None and saved is not None:
         raise InputError(
-            f"checkpoint {stored.folder} is of Octavo's blocks ({saved}), and this {type(model).__name__} runs its original "
+            f"checkpoint {stored.folder} has Octavo's blocks ({saved}), but this {type(model).__name__} runs its original "
             "code:"
             ' build it with blocks = "auto" (model.blocks), or export the checkpoint and load that.'
         )
@@ -48,9 +48,9 @@ def as_model_has_it(stored: StoredTensors, model: nn.Module, saved: str | None) 
 
 @dataclass(frozen=True)
 class _Source:
-    """The checkpoint's tensors of one tensor of the model, and how they become one.
+    """The checkpoint's tensors for one tensor of the model, and how they are combined.
 
-    kind: "rows": joined as `parameter` is; "same", "largest", "smallest" of all.
+    kind: "rows": joined like `parameter`; "same": all are equal; "largest" or "smallest" of all.
     """
 
     names: Sequence[str]
@@ -70,11 +70,11 @@ class Converted:
         left = [name for name in self._found if name not in used]
         self._sources |= {name: _Source((name,), "same") for name in left if not name.startswith("fp8.")}
         if lost := sorted({name.removeprefix("fp8.").rsplit(".", 2)[0] for name in left if name.startswith("fp8.")}):
-            warn(f"{stored.folder}: the FP8 state of {some(lost)} has no place in Octavo's blocks and is dropped.")
+            warn(f"{stored.folder}: the FP8 state of {some(lost)} has no counterpart in Octavo's blocks and is dropped.")
         if subset(self._found, "fp8.") and any(way.table.join(name) is Join.EXPERTS for name in self._weights):
             warn(f"{stored.folder}: experts had no FP8 state in the model's original code; their scales start new.")
         self.layout: Layout = {}
-        """Names, global shapes and dtypes, as the model has them."""
+        """Names, global shapes and dtypes of the model's tensors."""
         for name, source in self._sources.items():
             shape, dtype = self._found[source.names[0]]
             if source.kind == "rows":
@@ -83,7 +83,7 @@ class Converted:
             self.layout[name] = shape, dtype
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of `into` in place, one at a time: whole parts are read, and only this rank's rows are stored."""
+        """Fill the tensors of `into` in place, one at a time: parts are read whole, and this rank's rows stored."""
         for name, tensor in into.items():
             source = self._sources[name]
             parts = empty_tensors({theirs: self._found[theirs] for theirs in source.names})
@@ -112,14 +112,14 @@ class Converted:
         return stacked.amax(0) if source.kind == "largest" else stacked.amin(0)
 
     def _tensors(self) -> Iterator[tuple[str, _Source]]:
-        """Weights, and the optimizer's states of them."""
+        """Weights, and their optimizer states."""
         keys = sorted({name.partition(".")[0] for name in subset(self._found, "optimizer.")})
         for prefix in ("model", *(f"optimizer.{key}" for key in keys)):
             for name, own_shape in self._weights.items():
                 theirs = [f"{prefix}.{part}" for part in self._way.names(name)]
                 there = [part for part in theirs if part in self._found]
                 if there and len(there) < len(theirs):
-                    raise self._refused(f"{', '.join(there)} is there and other parts of {name} are not")
+                    raise self._refused(f"{', '.join(there)} is there, but other parts of {name} are not")
                 if there:
                     yield f"{prefix}.{name}", self._source(name, own_shape, theirs)
 
@@ -134,12 +134,12 @@ class Converted:
         return _Source(theirs, "rows", name)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape [rows, K] of a part; the model's original code stacks experts' matrices, [E, N, K]."""
+        """The shape [rows, K] of a part; the original code stacks experts' matrices, [E, N, K]."""
         stacked = self._way.table.join(name) is Join.EXPERTS and len(shape) == 3
         return (shape[0] * shape[1], shape[2]) if stacked else shape
 
     def _records(self, model: nn.Module) -> Iterator[tuple[str, _Source]]:
-        """FP8 scales and histories of modules with all parts in FP8."""
+        """FP8 scales and histories of modules whose parts are all in FP8."""
         for module in (name for name, state in states_of(model) if not state.skipped):
             parameter = next((p for p in (f"{module}.weight", f"{module}_weight") if p in self._weights), "")
             theirs = [part.removesuffix(".weight") for part in self._way.names(parameter)] if parameter else []

@@ -1,7 +1,7 @@
 """Pinned buffer: a copy of the state in host memory, written to disk while training changes the weights.
 
-One block for everything, cached for the next save. For tensors on a GPU it is page-locked, so that copies run at the speed of
-the link; locking takes about a second for some gigabytes, hence the reuse. PyTorch's pinned allocator would round the block up
+One block for everything, reused by the next save. For tensors on a GPU it is page-locked, so that copies run at the speed of
+the link; locking takes about a second for some gigabytes, hence the reuse. PyTorch's pinned allocator would round the size up
 to a power of two.
 """
 

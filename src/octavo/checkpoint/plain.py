@@ -22,7 +22,7 @@ def pack(value: Any) -> bytes:
     """The bytes of a value.
 
     Raises:
-        TypeError: something in it is of another type; the message names type and place.
+        TypeError: an element has another type; the message names type and place.
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -30,7 +30,7 @@ def pack(value: Any) -> bytes:
         return bytes(safetensors.torch.save(tensors, {"structure": structure}))
     except RecursionError:
         raise TypeError("it contains itself") from None
-    except (KeyError, ValueError, RuntimeError) as error:  # of a sparse or a meta tensor
+    except (KeyError, ValueError, RuntimeError) as error:  # a sparse or a meta tensor
         raise TypeError(f"a tensor in it cannot be stored ({error})") from None
 
 
@@ -38,21 +38,21 @@ def unpack(content: bytes) -> Any:
     """The value of `pack`, with tensors on the CPU.
 
     Raises:
-        ValueError: other bytes.
+        ValueError: the bytes are not from `pack`.
     """
     try:
         (length,) = struct.unpack_from("<Q", content)
         structure = json.loads(content[8 : 8 + length])["__metadata__"]["structure"]
         return _from_json(json.loads(structure), safetensors.torch.load(content))
     except (struct.error, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
-        raise ValueError(f"no packed value ({error})") from None
+        raise ValueError(f"not a packed value ({error})") from None
 
 
 def to_json(value: Any) -> Any:
-    """A value without tensors as JSON: keys that are no text, tuples, infinities and NaN are marked by their type.
+    """A value without tensors as JSON: non-string keys, tuples, infinities and NaN are marked by their type.
 
     Raises:
-        TypeError: something in it is of another type, or a tensor; the message names type and place.
+        TypeError: an element has another type, or is a tensor; the message names type and place.
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
@@ -65,15 +65,15 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(stored: Any) -> Any:
-    """The value of `to_json`.
+    """The inverse of `to_json`.
 
     Raises:
-        ValueError: another value.
+        ValueError: `stored` is not from `to_json`.
     """
     try:
         return _from_json(stored, {})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"no stored value ({error})") from None
+        raise ValueError(f"not a stored value ({error})") from None
 
 
 def _to_json(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -1,8 +1,8 @@
-"""Reads a checkpoint: its state into a model and an optimizer, or its weights one by one.
+"""Reads a checkpoint: the state into a model and an optimizer, or weights one by one.
 
 Every file is compared with the manifest and read through the same descriptors, and all ranks read the same save. The state is
-read into separate memory, compared with the model's, and installed once every rank has read all of its part: a checkpoint that
-is damaged or does not fit changes nothing. During a restore weights take their memory twice, as later with their gradients.
+read into separate memory, checked against the model, and installed once every rank has read all of its part: a checkpoint that
+is damaged or does not fit changes nothing. During a restore weights take twice their memory, as later with their gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_rank_file(path: Path, name: str, rank: int) -> bytes:
-    """This rank's file of a checkpoint; rank 0's for a rank that the saved run did not have. Empty if there is none.
+    """This rank's file of a checkpoint; rank 0's for ranks that the saved run did not have. Empty if there is none.
 
     Raises:
         Damaged: it differs from the manifest.
@@ -66,7 +66,7 @@ def restore(
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, random states last; returns its scalars. Collective.
 
-    fresh: layers that begin without their FP8 state in the checkpoint.
+    fresh: layers that do not load their FP8 state from the checkpoint.
 
     Raises:
         InputError: it is of another model or optimizer; nothing was changed.
@@ -119,7 +119,7 @@ class _State(BaseModel):
 
 
 def _state_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
-    """The scalars of rank 0."""
+    """The scalars, which rank 0 saved."""
     path = checkpoint.path / manifest.STATE
     state: dict[str, Any] = checkpoint.json(manifest.STATE)
     try:
@@ -127,15 +127,15 @@ def _state_of(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     except ValidationError as error:
         raise Damaged(f"{path} is not the state of a checkpoint: {first_fault(error)}") from None
     if "step" in state and known.step != checkpoint.manifest.step:
-        raise Damaged(f"{path} is of step {known.step}, and its manifest of step {checkpoint.manifest.step}")
+        raise Damaged(f"{path} is for step {known.step}, but its manifest for step {checkpoint.manifest.step}")
     return state
 
 
 class _Loaded:
-    """The state of a checkpoint, compared with a model and its optimizer, read, then installed.
+    """The state of a checkpoint: checked against a model and its optimizer, read, then installed.
 
     Raises:
-        InputError: it is of another model or optimizer.
+        InputError: it belongs to another model or optimizer.
         Damaged: it contradicts itself.
     """
 
@@ -176,7 +176,7 @@ class _Loaded:
         names = [[named.get(name, name) for name in group] for group in names]
         if optimizer is not None:
             optimizer_state.check_class(path, optimizer, kind, self._groups)
-            if self._stored is stored:  # with the model's names
+            if self._stored is stored:  # with the model's own names
                 optimizer_state.check_groups(path, model, optimizer, names)
             saved = shard_io.subset(layout, "optimizer.")
             self._states = optimizer_state.allocate_states(path, model, optimizer, saved, self._groups, self._scalars)
@@ -207,7 +207,7 @@ class _Loaded:
             scale, history = (self._fp8.get(f"{name}.{kind}") for kind in ("scale", "amax_history"))
             experts = self._experts.get(name.rpartition(".")[0])
             shape = () if experts is None else (experts,)
-            begun = self._fp8.get(f"{name}.begun", scale)  # older checkpoints have none
+            begun = self._fp8.get(f"{name}.begun", scale)  # missing in older checkpoints
             fits = scale is not None and history is not None and scale.shape == shape == history.shape[1:]
             if history is None or begun is None or not fits or not len(history) or begun.shape != shape:
                 sizes = ("[]", "[length]") if experts is None else (f"[{experts}]", f"[length, {experts}]")
@@ -215,10 +215,10 @@ class _Loaded:
         try:
             check_random(self._random, self._random_scalars)
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise Damaged(f"the random states of {self._path} are none ({error})") from None
+            raise Damaged(f"the random states of {self._path} are invalid ({error})") from None
 
     def install(self) -> None:
-        """Give the model and the optimizer the state that was read, and restore the random states."""
+        """Install the state that was read in model and optimizer, and restore the random states."""
         with torch.no_grad():
             for name, tensor in weights(self._model).items():
                 tensor.copy_(self._weights.pop(name))
@@ -232,7 +232,7 @@ class _Loaded:
             seed_new_rank(self._random, self._rank)
 
     def _saved_tensor_degree(self) -> int:
-        """The tensor degree of the save; in one of an older version that of the run, or that of now."""
+        """The tensor-parallel degree of the save; for older checkpoints the run's, else the present one."""
         layout = self.state.get("layout")
         of_run = layout.get("tensor_parallel_degree") if isinstance(layout, dict) else None
         found = self.state.pop("tensor_ranks", None) or of_run
@@ -240,7 +240,7 @@ class _Loaded:
 
 
 def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> None:
-    """Warn if other products of the head were in FP8. None: of an older checkpoint, or a model without the choice."""
+    """Warn if different products of the head were in FP8. None: an older checkpoint, or a model without this setting."""
     current = getattr(model, "fp8_head", None)
     if None not in (current, saved) and current != saved:
         warnings.warn(
@@ -251,9 +251,9 @@ def _compare_heads(path: Path, model: nn.Module, saved: bool | str | None) -> No
 
 
 def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
-    """Refuse weights of other heads; warn of another rotation or norm, which a longer context may need, or of experts' weights.
+    """Refuse weights with other heads; warn about another rotation or norm, as for a longer context, or weighting of experts.
 
-    None: not recorded.
+    saved: None if not recorded.
     """
     current = spec_record(model)
     if current is None or saved is None:
@@ -264,13 +264,13 @@ def _compare_specs(path: Path, model: nn.Module, saved: dict[str, Any] | None) -
         if saved.get(key, current[key]) != current[key]
     }
     if wrong := [text for key, text in changed.items() if key not in ("rotary", "norm_eps", "sinkhorn")]:
-        raise InputError(f"checkpoint {path} holds another model: {'; '.join(wrong)}. Build the model that was saved.")
+        raise InputError(f"checkpoint {path} belongs to another model: {'; '.join(wrong)}. Build the model that was saved.")
     if changed:
         warnings.warn(f"checkpoint {path} continues in another model: {'; '.join(changed.values())}.", stacklevel=6)
 
 
 def _compare_adapters(path: Path, model: nn.Module, saved: dict[str, Any] | None) -> None:
-    """Refuse adapters of other matrices, another scale or another base; and a whole model for adapters, and the reverse."""
+    """Refuse adapters with other matrices, scale or base, and a whole model for adapters or the reverse."""
     found = adapted(model)
     current = None if found is None else found.record
     if current == saved:
@@ -303,7 +303,7 @@ def _recipe_from(path: Path, record: dict[str, Any] | None) -> recipes.Recipe | 
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by parameter name, each read whole onto the CPU when it is looked up; the files are verified.
+    """The weights of a checkpoint by parameter name, each read whole onto the CPU on access; the files are verified.
 
     Raises:
         Damaged: the checkpoint differs from its manifest.
@@ -330,12 +330,12 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
 
 def recipe_of(path: Path) -> recipes.Recipe | None:
-    """The recipe of the FP8 layers of a checkpoint; None where no product ran in FP8."""
+    """The recipe of the FP8 layers of a checkpoint; None without FP8 products."""
     return _recipe_from(path, read_state(path).get("recipe"))
 
 
 def stored_scales(path: Path) -> dict[str, torch.Tensor]:
-    """The delayed scales of a checkpoint, float32, by `<module>.<operand>`; only scales that were updated."""
+    """The delayed scales of a checkpoint that have begun, float32, by `<module>.<operand>`."""
     with OpenCheckpoint(path) as checkpoint:
         stored = open_tensors(checkpoint)
         layout = shard_io.subset(stored.layout, "fp8.")
@@ -346,14 +346,14 @@ def stored_scales(path: Path) -> dict[str, torch.Tensor]:
 
 
 def begun_scales(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The delayed scales among the records of a model's FP8 state, as `stored_scales`."""
+    """The delayed scales in the records of a model's FP8 state, in the form of `stored_scales`."""
     scales = {name.removesuffix(".scale"): tensor for name, tensor in tensors.items() if name.endswith(".scale")}
     begun = {name: tensors.get(f"{name}.begun", scale != 1) for name, scale in scales.items()}
     return {name: scale for name, scale in scales.items() if bool(begun[name].all())}
 
 
 def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bool:
-    """True if the newest readable checkpoint of a run has none of the names `wanted`: it is of the model's original code."""
+    """True if a run's newest readable checkpoint has none of the names `wanted`: it is from the model's original code."""
 
     def look() -> bool:
         for _, path in manifest.step_folders(checkpoints):
@@ -365,7 +365,7 @@ def has_own_code(checkpoints: Path, wanted: shard_io.Layout, ranks: Ranks) -> bo
 
 
 def check_stored_weights(path: Path, wanted: shard_io.Layout, ranks: Ranks) -> None:
-    """Compare a checkpoint's weights with those of a model, by their stored names, and refuse others. Collective."""
+    """Refuse a checkpoint whose weights differ from a model's in stored names, shapes or dtypes. Collective."""
     shard_io.check_layout(path, ranks.on_rank_0(lambda: _stored_weights(path)), wanted)
 
 

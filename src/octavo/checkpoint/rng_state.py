@@ -1,8 +1,8 @@
 """Random states: saved and restored, so that a resumed run draws the same numbers as an uninterrupted one.
 
-Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. Ranks that see different
-tokens draw different numbers; the ranks of a tensor group draw the same, except from the tracker's. A checkpoint loaded at
-another tensor degree preserves that: a rank restores the states of the saved ranks that saw its share of the tokens.
+Dropout draws from torch's generators; a user's data or model code may draw from Python's and numpy's. Ranks with different
+tokens draw different numbers; ranks of a tensor group draw the same, except from the tracker's generators. A checkpoint loaded
+at another tensor degree preserves that: a rank restores the states of a saved rank with its share of the tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _numpy_state(scalars: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def check_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
-    """Try the results of `random_tensors` and `random_scalars` on new generators; a wrong one raises an error of any type."""
+    """Try the results of `random_tensors` and `random_scalars` on new generators; an invalid one raises any error."""
     random.Random().setstate(_python_state(scalars))
     np.random.RandomState().set_state(_numpy_state(scalars))
     for name, value in tensors.items():
@@ -77,9 +77,9 @@ def restore_random(tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) ->
 
 
 def source_of(rank: int, saved: Collection[int], tensor: int) -> tuple[int, bool]:
-    """The saved rank whose states this rank restores, and True if that rank saw other tokens, so that it is reseeded.
+    """The saved rank whose states this rank restores; and True if that rank had other tokens, so this one is reseeded.
 
-    rank: of this process. saved: the ranks of the save. tensor: their tensor-parallel degree.
+    rank: this rank. saved: the ranks of the save. tensor: their tensor-parallel degree.
     """
     group, place = divmod(rank, state.tp_size)
     inside = place if place < tensor else 0
@@ -88,13 +88,13 @@ def source_of(rank: int, saved: Collection[int], tensor: int) -> tuple[int, bool
 
 
 def without_tracked(tensors: dict[str, torch.Tensor], rank: int, tensor: int) -> dict[str, torch.Tensor]:
-    """`random_tensors` for a rank; beyond the tensor ranks of the save the tracker keeps its current states."""
+    """`random_tensors` for a rank; the tracker of tensor ranks that the save did not have retains its current states."""
     beyond = rank % state.tp_size >= tensor
     return {name: value for name, value in tensors.items() if not (beyond and name.startswith(_TRACKED))}
 
 
 def seed_new_rank(tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Seed ranks without a saved state from rank 0's state and their number among those of other tokens: none draws alike."""
+    """Seed ranks without a saved state from rank 0's state and their index, so that all draw different numbers."""
     number = rank // state.tp_size
     digest = hashlib.sha256(tensors["cpu"].numpy().tobytes() + number.to_bytes(8, "little")).digest()
     seed_everything(int.from_bytes(digest[:8], "little") >> 1)

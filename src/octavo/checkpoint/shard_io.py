@@ -1,7 +1,7 @@
 """Writes tensor files: DCP's planners over safetensors, without pickle.
 
 Each rank writes one file with its pieces; a piece that several ranks hold is written by one of them, chosen by DCP's planner.
-The files are those of DCP's Hugging Face storage. Its writer is not used, because it makes each file in memory first; here
+The files are those of DCP's Hugging Face storage. Its writer is not used, because it first builds each file in memory; here
 tensors are written one by one, without a second copy of the state. `octavo.checkpoint.stored` reads them.
 """
 
@@ -34,7 +34,7 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Global shape and dtype of each tensor, by name."""
 
 Entries = dict[str, dict[str, Any]]
-"""Entries of a manifest, by name: size and sha256 of a file, or dtype and shape of a tensor."""
+"""Manifest entries by name: size and sha256 of a file, or dtype and shape of a tensor."""
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _HEADER_BYTES = 512  # upper bound of a tensor's entry in a safetensors header, name and offsets included
@@ -59,23 +59,23 @@ class TensorPiece:
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
-    """This rank's pieces of each tensor, plain, DTensor or of a block, not copied; empty shards are left out.
+    """This rank's pieces of each tensor (plain, DTensor or `BlockTensor`), not copied; empty shards are skipped.
 
     For a block, only the part that this rank counts: an element on several ranks is written once.
 
     Raises:
-        InputError: safetensors does not have the dtype.
+        InputError: safetensors does not support the dtype.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise InputError(f"{name} is of {tensor.dtype}, which safetensors does not hold: a checkpoint cannot keep it.")
+            raise InputError(f"{name} has the dtype {tensor.dtype}, which safetensors does not support: it cannot be saved.")
     pieces = []
     for item in create_default_local_save_plan(dict(tensors), is_coordinator=True).items:
         name = item.index.fqn
         tensor = tensors[name]
         data = local_of(tensor).detach()
         if isinstance(tensor, BlockTensor):
-            groups_of(tensor)  # a checkpoint of one rank's part would lack the others'
+            groups_of(tensor)  # raises if ranks of a block are unknown: the checkpoint would lack parts
             data = tensor.__get_tensor_shard__(item.index)
         if data.numel() or not tensor.numel():
             pieces.append(TensorPiece(name, item, data))
@@ -98,9 +98,9 @@ def deduplicate(pieces: Sequence[TensorPiece], ranks: Ranks) -> list[TensorPiece
 
 
 def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step: int | None = None) -> Entries:
-    """Write pieces as a safetensors file, synced; returns its manifest entry. No file if there are no pieces.
+    """Write pieces as synced safetensors files; returns their manifest entries. No file without pieces.
 
-    A file has one piece of a tensor, so that further pieces of blocks go into further files.
+    A file holds one piece per tensor, so further pieces of blocks go into further files.
     """
     files: list[list[TensorPiece]] = []
     of_name: dict[str, int] = {}
@@ -116,7 +116,7 @@ def write_shard(folder: Path, pieces: Sequence[TensorPiece], rank: int = 0, step
 
 
 def _write_file(folder: Path, name: str, pieces: Sequence[TensorPiece], step: int | None) -> Entries:
-    # The order of safetensors itself: each tensor starts at a multiple of its element size.
+    # Safetensors' own order: each tensor starts at a multiple of its element size.
     ordered = sorted(pieces, key=lambda piece: (-piece.data.element_size(), piece.name))
     offsets = {piece.name: {"saved_offsets": list(piece.item.index.offset or ())} for piece in ordered}
     header: dict[str, Any] = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}}
@@ -141,7 +141,7 @@ def _write_file(folder: Path, name: str, pieces: Sequence[TensorPiece], step: in
             file.write(block[half:])
             hashed.result()
         file.flush()
-        os.fsync(file.fileno())  # on the host that wrote it: the fsync of another does not reach this host's cache
+        os.fsync(file.fileno())  # on the writing host: another host's fsync does not flush this host's cache
         size = file.tell()
     return {name: {"size": size, "sha256": digest.hexdigest()}}
 
@@ -157,7 +157,7 @@ def tensor_entries(pieces: Sequence[TensorPiece]) -> Entries:
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order, on the CPU."""
-    whole = tensor.detach().cpu().contiguous()  # may keep the stride of a one-element tensor, which blocks a view as bytes
+    whole = tensor.detach().cpu().contiguous()  # a one-element tensor may retain a stride that forbids a view as bytes
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -185,7 +185,7 @@ def check_layout(folder: Path, found: Layout, wanted: Layout) -> None:
     """Compare a checkpoint with a model before anything is loaded.
 
     Raises:
-        InputError: names tensors that are missing, unexpected, or of another shape or dtype.
+        InputError: names tensors that are missing or unexpected, or differ in shape or dtype.
     """
     both = [name for name in wanted if name in found and found[name] != wanted[name]]
     differences = [f"{n} is {_shape(found[n])} in the checkpoint and {_shape(wanted[n])} in the model" for n in both]
@@ -201,7 +201,7 @@ def check_layout(folder: Path, found: Layout, wanted: Layout) -> None:
                 f'a run model.params_dtype = "{dtype.removeprefix("torch.")}".'
             )
         raise InputError(
-            f"checkpoint {folder} holds another model: {shown}. Use the model.source and model.config it was trained with, or "
+            f"checkpoint {folder} belongs to another model: {shown}. Use the model.source and model.config of the save, or "
             "another train.output."
         )
 

@@ -1,7 +1,7 @@
 """Tensors in the files of a checkpoint: their headers, checked against each other and the manifest, and reads of slices.
 
-The files are safetensors as DCP's Hugging Face storage writes them, and DCP's planner finds the slices of a shard. Its reader
-is not used: it opens files by path, and takes pieces that overlap or leave a gap.
+The files are safetensors in the layout of DCP's Hugging Face storage, and DCP's planner finds the slices of a shard. Its reader
+is not used: it opens files by path, and accepts pieces that overlap or leave a gap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.stored_names import record_name
 
 _LARGEST_HEADER = 100_000_000  # bytes: the limit of safetensors
 _LEAST_GAP = 4096
-"""Bytes of a gap between two reads that is read too: a page, which the system would read anyway."""
+"""A gap of at most this many bytes between two reads is read too: a page, which the system would read anyway."""
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -67,7 +67,7 @@ Pieces = dict[str, list[Piece]]
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors in the shards of an open folder; `pieces` are those of `read_headers`."""
+    """The tensors in the shards of an open folder; pieces: from `read_headers`."""
 
     opened: OpenFolder
     pieces: Pieces
@@ -83,7 +83,7 @@ class StoredTensors:
         return {name: (_global_shape(pieces), pieces[0].dtype) for name, pieces in self.pieces.items()}
 
     def renamed(self, names: Mapping[str, str]) -> StoredTensors:
-        """The same tensors under a model's names; names: those of parameters and modules in the file → the model's."""
+        """The same tensors under a model's names; names: of parameters and modules in the file → in the model."""
 
         def of(name: str) -> str:
             section, _, rest = name.partition(".")
@@ -95,7 +95,7 @@ class StoredTensors:
         return StoredTensors(self.opened, {of(name): pieces for name, pieces in self.pieces.items()}) if names else self
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors of `into` in place, by name; of a DTensor only this rank's slices are read. Not collective."""
+        """Fill the tensors of `into` in place, by name; for a DTensor only this rank's slices. Not collective."""
         metadata = Metadata({name: self._metadata(name) for name in into})
         places = {(name, piece.offsets): piece for name in into for piece in self.pieces[name]}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -116,10 +116,10 @@ class StoredTensors:
         return TensorStorageMetadata(TensorProperties(dtype=pieces[0].dtype), torch.Size(_global_shape(pieces)), chunks)
 
     def _slice(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """A slice of a piece. Columns are read by runs, and small gaps between them with them."""
+        """A slice of a piece. Columns are read as runs, including small gaps between them."""
         shape, size = list(piece.shape), piece.dtype.itemsize
         strides = [size * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # in bytes
-        # A run starts at the first dimension after which everything is read.
+        # A run covers the trailing dimensions that are read whole.
         first = max((dim for dim, length in enumerate(lengths) if length != shape[dim]), default=0)
         while first and (shape[first] - lengths[first]) * strides[first] < _LEAST_GAP:
             first -= 1
@@ -146,7 +146,7 @@ def open_tensors(checkpoint: OpenCheckpoint) -> StoredTensors:
     pieces = read_headers(checkpoint.folder, checkpoint.manifest.shards)
     stored = StoredTensors(checkpoint.folder, pieces)
     if fault := _difference(stored.layout, checkpoint.manifest) or _disorder(pieces, checkpoint.manifest):
-        raise Damaged(f"the tensors of {checkpoint.path} are not those of its manifest: {fault}")
+        raise Damaged(f"the tensors of {checkpoint.path} differ from its manifest: {fault}")
     return stored
 
 
@@ -196,7 +196,7 @@ def _read_header(folder: OpenFolder, file: str) -> dict[str, Piece]:
             raise Damaged(f"{path} has a wrong header: {name}: {fault}")
         end = entry.data_offsets[1]
     if end != size - 8 - length or saved.keys() != entries.keys():
-        raise Damaged(f"{path} has a wrong header: it is of {end:,} bytes of tensors, and {size - 8 - length:,} are there")
+        raise Damaged(f"{path} has a wrong header: it lists {end:,} bytes of tensors, but {size - 8 - length:,} are there")
     return {
         name: Piece(file, _BY_NAME[entry.dtype], tuple(entry.shape), offsets[name], 8 + length + entry.data_offsets[0])
         for name, entry in entries.items()
@@ -204,7 +204,7 @@ def _read_header(folder: OpenFolder, file: str) -> dict[str, Piece]:
 
 
 def _fault(entry: _Entry, offsets: tuple[int, ...], end: int) -> str | None:
-    """A contradiction in a tensor's entry, whose bytes begin at `end`; None if there is none."""
+    """A contradiction in a tensor's entry, whose bytes should begin at `end`; None without one."""
     if entry.dtype not in _BY_NAME:
         return f"unknown dtype {entry.dtype!r}"
     if len(offsets) != len(entry.shape):
@@ -213,10 +213,10 @@ def _fault(entry: _Entry, offsets: tuple[int, ...], end: int) -> str | None:
         return f"offsets {list(offsets)} are beyond any tensor"
     begin, stop = entry.data_offsets
     if begin != end:
-        return f"its bytes begin at {begin:,}, and those before it end at {end:,}"
+        return f"its bytes begin at {begin:,}, but those before it end at {end:,}"
     needed = math.prod(entry.shape) * _BY_NAME[entry.dtype].itemsize
     if stop - begin != needed:
-        return f"{entry.dtype} {entry.shape} has {needed:,} bytes, and its byte range has {stop - begin:,}"
+        return f"{entry.dtype} {entry.shape} needs {needed:,} bytes, but its byte range has {stop - begin:,}"
     return None
 
 
@@ -226,7 +226,7 @@ def _global_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def _fills(boxes: Sequence[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
-    """True if boxes, an (offset, size) a dimension, fill `shape` without gap or overlap, as the parts of all ranks do."""
+    """True if boxes, with (offset, size) per dimension, fill `shape` without gap or overlap."""
     if not shape or not boxes:
         return len(boxes) == 1
     slabs: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
@@ -235,7 +235,7 @@ def _fills(boxes: Sequence[tuple[tuple[int, int], ...]], shape: tuple[int, ...])
     spans = [(begin, begin + size) for begin, size in sorted(slabs)]
     if spans[0][0] != 0 or max(stop for _, stop in spans) != shape[0]:
         return False
-    if any(stop != following for (_, stop), (following, _) in pairwise(spans)):  # those of blocks begin and end anywhere
+    if any(stop != following for (_, stop), (following, _) in pairwise(spans)):  # boxes of blocks may begin and end anywhere
         if any(begin == stop for begin, stop in spans):
             return False
         spans = list(pairwise(sorted({edge for span in spans for edge in span})))
@@ -252,7 +252,7 @@ def _difference(layout: Layout, manifest: Manifest) -> str | None:
     """The first difference between tensors and manifest; None if they agree."""
     ranks = {int(rank) for name in layout if name.startswith("random.") and (rank := name.split(".")[1]).isdecimal()}
     if ranks != manifest.random_ranks | {0}:
-        return f"random states of ranks {sorted(ranks)}, and those of {sorted(manifest.random_ranks | {0})} in its other files"
+        return f"random states of ranks {sorted(ranks)}, but of {sorted(manifest.random_ranks | {0})} in its other files"
     if manifest.tensors is None:
         return None
     found = {name: (DTYPES[dtype], list(shape)) for name, (shape, dtype) in layout.items()}
@@ -264,7 +264,7 @@ def _difference(layout: Layout, manifest: Manifest) -> str | None:
 
 
 def _disorder(pieces: Pieces, manifest: Manifest) -> str | None:
-    """The first tensor that is not in the order of `shard_io.write_shard`; None if all are, or an older version wrote them."""
+    """The first tensor out of the order of `shard_io.write_shard`; None without one, or if an older version wrote them."""
     if manifest.tensors is None:
         return None
     placed = [(piece.file, -piece.dtype.itemsize, name, piece.start) for name, parts in pieces.items() for piece in parts]

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: a snapshot of the state, then a folder that appears whole or not at all.
+"""Writes a checkpoint: a snapshot of the state, then a folder that appears complete or not at all.
 
 `take_snapshot` runs on the training thread, between steps. `write_snapshot` does not touch the model, and may run in the
 background while training changes the weights. Each rank writes its pieces, and rank 0 the rest: the temporary folder, the
@@ -45,7 +45,7 @@ from octavo.stored_names import record_name
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors and the small files by name that this rank writes; the bytes on disk are those of all ranks together."""
+    """The tensors, and small files by name, that this rank writes; the disk bytes are those of all ranks."""
 
     pieces: list[shard_io.TensorPiece]
     files: dict[str, bytes]
@@ -53,20 +53,20 @@ class Snapshot:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers; shared ones (tied embeddings) once. Under FSDP2, or of a block, they have parts.
+    """Parameters and persistent buffers, shared ones (tied embeddings) once; sharded by FSDP2, or parts of a block.
 
-    Of a model with adapters only the trained parameters: its frozen weights belong to another folder.
+    For a model with adapters only the trained parameters: its frozen weights are in another folder.
 
     Raises:
-        InputError: a part is PyTorch's first FSDP.
+        InputError: a module is wrapped by FSDP1.
     """
     if flat := first_fsdp1(model):
         raise InputError(
             f"{flat} is PyTorch's FullyShardedDataParallel: octavo.save and octavo.load do not know the names in its flat "
             "parameters. Use its state_dict with torch.distributed.checkpoint, or shard by octavo.transform."
         )
-    # First, as FSDP2 then restores its shards. Some wrappers remove their name from it and leave it in `named_parameters`: only
-    # the tensors of its entries matter. An outer wrapper may gather the model in its state_dict.
+    # First, as FSDP2 then restores its shards. Some wrappers remove their name here but not in `named_parameters`, so only the
+    # tensors of the entries matter. An outer wrapper may gather the model in its state_dict.
     state = nn.Module.state_dict(model, keep_vars=True)
     persistent = {id(tensor) for tensor in state.values()}
     scratch = {name for name, buffer in model.named_buffers() if name not in state and id(buffer) not in persistent}
@@ -96,9 +96,9 @@ def take_snapshot(
     buffer: PinnedBuffer | None = None,
     rank_files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Snapshot:
-    """The state as it is now. With a buffer it is copied and may be written later, else it has to be written at once.
+    """The current state. With a buffer it is copied and may be written later; otherwise write it at once.
 
-    rank_files: further files of this rank, content by name.
+    rank_files: further files of this rank, name → content.
 
     Raises:
         InputError: the optimizer has states that a checkpoint cannot hold.
@@ -137,7 +137,7 @@ def take_snapshot(
 
 
 def write_snapshot(path: Path, snapshot: Snapshot, ranks: Ranks, step: int | None = None) -> None:
-    """Write a snapshot so that `path` is whole, or on any error unchanged. Collective.
+    """Write a snapshot so that `path` is complete, or unchanged on any error. Collective.
 
     Raises:
         OctavoError: a disk is full, or another rank failed; earlier checkpoints are intact, the temporary folder is removed.
@@ -190,7 +190,7 @@ def _write_rest(temporary: Path, files: Mapping[str, bytes], step: int | None) -
 
 
 def _put_in_place(temporary: Path, path: Path, step: int | None) -> None:
-    """Put a whole new folder in the place of the old."""
+    """Replace the old folder by the complete new one."""
     fsync_tree(temporary)
     failpoint("before-rename", step)
     replaced = _set_aside(path) if path.exists() or path.is_symlink() else None
@@ -207,7 +207,7 @@ def _put_in_place(temporary: Path, path: Path, step: int | None) -> None:
 
 
 def remove_checkpoint(path: Path, step: int | None = None) -> None:
-    """Remove a checkpoint, renamed first: a half-removed folder must not look like a damaged checkpoint."""
+    """Rename a checkpoint, then remove it: a half-removed folder must not look like a damaged checkpoint."""
     hidden = _set_aside(path)
     if not hidden.is_symlink():
         (hidden / manifest.MANIFEST).unlink(missing_ok=True)
@@ -229,7 +229,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder; of a symbolic link only the link."""
+    """Remove a folder; for a symbolic link only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -237,7 +237,7 @@ def remove_tree(path: Path) -> None:
 
 
 def spec_record(model: nn.Module) -> dict[str, Any] | None:
-    """The parts of a decoder's spec that no weight's shape shows; None for a model that runs its original code."""
+    """The parts of a decoder's spec that weights' shapes do not determine; None for a model's original code."""
     if not isinstance(model, Decoder):
         return None
     spec = model.spec
@@ -250,13 +250,13 @@ def spec_record(model: nn.Module) -> dict[str, Any] | None:
         "norm_eps": spec.norm_eps,
         "rotary": dict(spec.rotary),
         **({"experts_of_a_token": spec.top_k, "normalized": spec.normalized} if spec.experts else {}),
-        **({"sinkhorn": spec.assignment == "sinkhorn"} if spec.experts else {}),  # which weights experts otherwise
+        **({"sinkhorn": spec.assignment == "sinkhorn"} if spec.experts else {}),  # it weights experts differently
     }
 
 
 def _recipe_record(model: nn.Module) -> dict[str, Any] | None:
     """The recipe of the model's FP8 state as JSON values; loading the amax histories needs it."""
-    # The autocast's recipe comes first: layers with a separate recipe get it when the model is built.
+    # Prefer the autocast's recipe: layers with a separate recipe get theirs when the model is built.
     states = sorted((state for _, state in states_of(model)), key=lambda state: state.override is not None)
     used = [state.history_recipe for state in states] + [state.recipe for state in states]
     recipe = next((recipe for recipe in used if recipe is not None), None)
