@@ -80,7 +80,7 @@ def test_a_report_goes_on_where_it_ended(tmp_path):
     assert (7, texts[0]) not in _equal_cases(output)
     for other in ("{", "[]", '{"verified": true}'):
         output.write_text(other)
-        with pytest.raises(InputError, match="is no report of octavo verify --fuzz"):
+        with pytest.raises(InputError, match="is not a report of octavo verify --fuzz"):
             fuzz(2, 7, 4, output=output, resume=True)
 
 

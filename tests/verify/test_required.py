@@ -76,7 +76,7 @@ def test_packing_that_only_prepared_data_tell_is_compared_then(tiny_run, tmp_pat
     config, degrees = RunConfig.from_file(tiny.file, given), fit_degrees(world_size=2, tensor_parallel_degree=2)
     written(path, config.model_copy(update={"data": config.data.model_copy(update={"packing": "documents"})}), degrees)
     said = ranks.run(2, trained_on_a_set_of_the_hub, tiny.file, given)
-    assert all('is of data.packing = "documents", and the run has "join". Run' in each for each in said)
+    assert all('verified data.packing = "documents", but the run has "join". Run' in each for each in said)
     assert (tmp_path / "data").is_dir()  # prepared
     written(path, config, degrees)
     assert ranks.run(2, trained_on_a_set_of_the_hub, tiny.file, given) == ["", ""]
@@ -100,7 +100,7 @@ def test_what_is_of_another_run_is_named(tiny_run, tmp_path):
     written(path, documents, of_many)
     refuse_unverified(config, of_many)  # the data are not prepared: they may be packed so
     joined = config.model_copy(update={"data": config.data.model_copy(update={"packing": "join"})})
-    with pytest.raises(InputError, match=r'is of data\.packing = "documents", and the run has "join"'):
+    with pytest.raises(InputError, match=r'verified data\.packing = "documents", but the run has "join"'):
         refuse_unverified(joined, of_many)
     written(path, config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})}), of_many)
     refuse_unverified(config, of_many)

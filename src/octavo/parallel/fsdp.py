@@ -71,8 +71,8 @@ def check_same_weights(model: nn.Module, ranks: Ranks) -> None:
             if other != rank:
                 raise InputError(
                     f"ranks {other} and {rank} hold different weights ({name}), so their shards would not form one model: "
-                    "octavo.init seeds each rank differently. Build the model under octavo.delayed_init(), or use the weights of "
-                    "rank 0: octavo.transform(model, load_state_dict_from_rank0=True)."
+                    "octavo.init seeds each rank differently. Build the model under octavo.delayed_init(), or use the weights "
+                    "of rank 0: octavo.transform(model, load_state_dict_from_rank0=True)."
                 )
 
 
@@ -174,9 +174,9 @@ def _refuse_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             other = first.setdefault(parameter, owner)
             if other is not owner and not inside.isdisjoint((other, owner)):
                 raise InputError(
-                    f"{names[owner]}.{parameter_name} is also a parameter of {names[other] or type(other).__name__}, and sharding"
-                    " gathers the weights of each block for this block alone: give each block a separate"
-                    " parameter, or train on one rank."
+                    f"{names[owner]}.{parameter_name} is also a parameter of {names[other] or type(other).__name__}, but "
+                    "sharding gathers the weights of each block for this block alone: give each block a separate "
+                    "parameter, or train on one rank."
                 )
 
 

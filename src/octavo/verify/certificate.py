@@ -1,20 +1,21 @@
-"""The comparisons that verify a layout, and their report.
+"""Comparisons that verify a layout, and their report.
 
-Both compute in float64, where sums do not depend on their order (docs/numerics.md):
+Both run in float64, where sums do not depend on their order (docs/numerics.md):
 
-    without FP8         the layout beside one rank with the samples of all
-    in the recipe       the layout beside its data-parallel ranks alone, which cast the same samples as the layout's, and
-                        hold all parameters if it shards them
+    without FP8         the layout against one rank with the samples of all
+    in the recipe       the layout against its data-parallel ranks alone, which cast the same samples and, if the layout
+                        shards, hold all parameters
 
-Under delayed and current scaling all casts are the same then, and scales and histories are equal to the bit. Ranks have casts
-of their own by rule under rowwise and block scaling, where experts are spread over ranks with other samples, and where tensor
-ranks share a key-value head: errors are bounded by the format there, and scales are not compared.
 
-After these steps the layout saves a checkpoint, from which another layout and one rank continue: they hold the bits that were
-saved, and compute the next steps as a training that nothing interrupted. Under delayed scaling that is a comparison with one
-rank too: scales are there, and no rank chooses one by its samples.
+Under delayed and current scaling all casts are then the same, and scales and histories equal to the bit. By definition, casts
+differ under rowwise and block scaling, if experts are distributed over ranks with other samples, and if tensor ranks share a
+key-value head: there errors are bounded by the format, and scales are not compared.
 
-A second pass is in the dtypes that the run trains in, beside one rank, within the roundings of the formats.
+After these steps the layout saves a checkpoint, from which another layout and one rank continue: they must hold the saved bits,
+and compute the next steps like an uninterrupted training. Under delayed scaling that compares FP8 with one rank too: scales
+exist, so no rank computes one from its samples.
+
+A second pass runs in the training dtypes, against one rank, within the roundings of the formats.
 """
 
 from __future__ import annotations
@@ -57,28 +58,28 @@ from octavo.verify.small import (
 from octavo.verify.worker import Results, Task
 
 EQUAL, ALIKE = Bounds(2.0**-22, 1e-10, 1e-10), Bounds(0.02, 0.1, 0.6, router=0.9)
-"""In float64, and where casts are others by rule; seen there: losses 0.011, norms 0.05, gradients 0.55, a router's moment 0.66.
+"""Bounds in float64 if casts differ by definition. Observed: losses 0.011, norms 0.05, gradients 0.55, a router's moment 0.66.
 
-A token that another rounding sends to another expert changes all of its part of the router's gradient: by the root of 2p if p
-of the tokens do, and a small model has few.
+A token that a different rounding routes to another expert changes its whole share of the router's gradient: by √(2p) if a share
+p of the tokens does, and a small model has few tokens.
 """
 NARROW = Bounds(0.003, 0.03, 0.1)
-"""In 16 bits without FP8. A rounding to bf16 has an error of 0.17%, and a gradient of two blocks has passed about 40 in each of
-two layouts: 0.17% by the root of 80 is 1.5%. Seen: losses 0.0004, norms 0.003, gradients 0.035.
+"""Bounds in 16 bits without FP8. A rounding to bf16 has an error of 0.17%; a gradient of two blocks passes about 40 in each of
+two layouts: 0.17% · √80 is 1.5%. Observed: losses 0.0004, norms 0.003, gradients 0.035.
 
-FP8's casts have errors of 2.6% and 5.3%, and a gradient has passed eight of each: 17%. Seen: losses 0.006, norms 0.02,
-gradients 0.31. Its bounds are those of `ALIKE`, and those of experts, of which another rounding may choose another."""
+FP8 casts have errors of 2.6% and 5.3%; a gradient passes eight of each: 17%. Observed: losses 0.006, norms 0.02, gradients
+0.31. Their bounds are those of `ALIKE`, like those of experts, whose choice may depend on rounding."""
 NARROW_ADAPTERS = Bounds(0.003, 0.03, 0.2)
-"""As `NARROW`, of adapters, whose products are rounded once more between both matrices. Seen: moments 0.11."""
+"""As `NARROW`, for adapters, whose products are rounded once more between the two matrices. Observed: moments 0.11."""
 SEEDS = [0, 1, 2]
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-NOT_COVERED = "kernels of GPUs, collectives beside products, dropout, sizes of the real model"
+NOT_COVERED = "GPU kernels, collectives that overlap products, dropout, sizes of the real model"
 NOT_ASSIGNED = ", choices of routers that balance the tokens of their rank (moe.moe_load_balancing)"
 NOT_DOCUMENTS = ', documents within a sequence (data.packing is not set; set "documents" to verify them)'
 NOT_IN_16 = ", roundings to float16"
 NOT_SCHEDULED = ", steps at which fp8.schedule changes the precision"
 NOT_RESIZED = ", words that model.resize adds"
-NOT_CAUSAL = "current scaling, by definition: the largest number of all tokens sets the scale of each"
+NOT_CAUSAL = "current scaling, by definition: the amax over all tokens sets the scale"
 CAUSALITY = "by causality"
 _ONE_SCALE = ("delayed", "current", "bf16")
 _ONE = Degrees(1, 1, 1, 1, 1)
@@ -86,9 +87,9 @@ _ONE = Degrees(1, 1, 1, 1, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A layout in a precision beside another layout, or the training that continues from it, and the differences.
+    """A comparison of a layout in a precision with another layout, or with a continued training, and the differences.
 
-    exact: their casts are the same.
+    exact: both cast the same.
     """
 
     precision: str
@@ -118,22 +119,22 @@ def verify(
     pool: Pool | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Verify the layout of a run on so many CPU ranks: the report as a dict and as lines of text.
+    """Verify the layout of a run on CPU ranks: returns the report as a dict and as lines of text.
 
     Args:
         config: the run. Its model, data and weights are not read.
-        ranks: CPU ranks, two or more.
-        given: keys from the command line. Their degrees must fit the ranks; those of the run file are lowered to divisors.
-        causality: ask also whether other tokens change what they may not.
-        seeds: of weights and samples, one training each; None: three.
-        pool: starts the ranks; None: one of this verification's alone.
-        say: shows progress.
+        ranks: number of CPU ranks, at least two.
+        given: keys from the command line. Their degrees must fit the ranks; degrees of the run file are lowered to divisors.
+        causality: also check that other tokens do not change logits that they must not.
+        seeds: number of seeds of weights and samples, with one training each; None: three.
+        pool: starts the ranks; None: a pool for this verification.
+        say: called with progress messages.
 
     Raises:
         InputError: the run does not fit the ranks, or its model is not Octavo's decoder.
     """
     if ranks < 2:
-        raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
+        raise InputError(f"--ranks {ranks}: a layout needs at least 2 ranks, to be compared with fewer.")
     hf_config = load_config(config.model.source, config.model.config)
     spec, reason = (None, 'blocks = "own"') if config.model.blocks == "own" else decoder_spec(hf_config)
     spec = check_small(spec, hf_config.model_type, reason)
@@ -182,10 +183,10 @@ def not_covered(config: RunConfig) -> str:
 
 
 def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
-    """True if a layout casts as its data-parallel ranks alone.
+    """True if a layout casts the same as its data-parallel ranks alone.
 
-    Scales are of whole tensors, experts within tensor groups, and no tensor ranks share a key-value head: each would cast the
-    gradient of its queries alone.
+    That needs scales of whole tensors, experts within tensor groups, and no key-value head shared by tensor ranks, each of
+    which would cast only its queries' gradient.
     """
     one_scale = {config.fp8.recipe, *config.fp8.layers.values()} <= set(_ONE_SCALE)
     experts = degrees.tensor % degrees.expert == 0 and not config.parallel.expert_dispatch_fp8
@@ -193,12 +194,12 @@ def casts_alike(config: RunConfig, degrees: Degrees, spec: ModelSpec) -> bool:
 
 
 def sets_scales_of_others(config: RunConfig) -> bool:
-    """True if a token has a part in the scales of others in its forward, and so in their results: under current scaling."""
+    """True if a token affects other tokens' scales, hence results, in the same forward: under current scaling."""
     return config.fp8.enabled is not False and "current" in {config.fp8.recipe, *config.fp8.layers.values()}
 
 
 def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: ModelSpec) -> bool:
-    """True if another layout casts as this one after it loads its checkpoint: by scales in it, or of equal samples."""
+    """True if another layout that loads this one's checkpoint casts the same: by the saved scales, or from equal samples."""
     if {config.fp8.recipe, *config.fp8.layers.values()} <= {"delayed", "bf16"}:
         shared = any(spec.kv_heads % each.tensor for each in (degrees, then))
         return not config.parallel.expert_dispatch_fp8 and not shared
@@ -206,11 +207,11 @@ def continues_alike(config: RunConfig, degrees: Degrees, then: Degrees, spec: Mo
 
 
 def other_layout(degrees: Degrees, spec: ModelSpec, assignment: Assignment = "largest") -> Degrees:
-    """A layout of as many ranks in which a checkpoint of this one continues; assignment: by the run's [moe]."""
+    """Another layout of equally many ranks, to continue from this one's checkpoint; assignment: from the run's [moe]."""
     spec = dataclasses.replace(spec, assignment=assignment)
     tensor, context = degrees.tensor, degrees.context
     if tensor > 1:
-        tensor = divisors(tensor)[-2]  # the half of an even one
+        tensor = divisors(tensor)[-2]  # half of an even degree
     elif context > 1:
         context //= divisors(context)[1]
     elif degrees.expert == 1:
@@ -240,7 +241,7 @@ def tasks(
     *,
     causality: bool = False,
 ) -> dict[str, tuple[int, Task]]:
-    """The trainings of a layout and of those beside it, by name, in an order in which checkpoints are there: (ranks, task)."""
+    """Name → (ranks, task) of all trainings that are compared; a checkpoint's writer precedes its reader."""
     other = other_layout(degrees, spec, assignment_of(config))
     whole = load_config(config.model.source, config.model.config)
     config, layers = with_few_layers(config, whole, spec, experts_of(spec, degrees))
@@ -248,7 +249,7 @@ def tasks(
     found: dict[str, tuple[int, Task]] = {}
 
     def layout(of: Degrees, fp8: bool) -> dict[str, Any]:
-        """Keys of [parallel], those without effect by their defaults."""
+        """Keys of [parallel]; those without effect have their defaults."""
         keys: dict[str, Any] = dict(zip(DEGREES, (of.hybrid_shard, of.tensor, of.context, of.expert), strict=True))
         parallel = config.parallel
         by = exchange(parallel.cp_comm_type, spec, degrees, of) if of.context > 1 else "all_gather"
@@ -265,12 +266,12 @@ def tasks(
         at, kind = str(folder / f"fp8-{fp8}"), "fp8" if fp8 else "plain"
         add(f"{kind} layout", degrees, fp8=fp8, saves=at, loads=at, then=layout(other, fp8), further=fp8, causality=causality)
         alone = not fp8 or (degrees.data == 1 and degrees.world > 1)
-        if fp8 and not alone:  # each with all parameters, or with shards where the layout has none
+        if fp8 and not alone:  # each with all parameters, or sharded if the layout is not
             shards = 1 if degrees.hybrid_shard > 1 else degrees.data
             add(f"{kind} data", Degrees(degrees.data, shards, 1, 1, 1), fp8=fp8)
         add(f"{kind} one", _ONE, fp8=fp8, trains=alone, loads=at, further=not fp8)
     passes = (False, True) if config.fp8.enabled is not False else (False,)
-    for fp8 in passes if config.model.dtype != "float16" else ():  # which needs a scale of its losses
+    for fp8 in passes if config.model.dtype != "float16" else ():  # float16 needs loss scaling
         kind = "narrow-fp8" if fp8 else "narrow"
         add(f"{kind} layout", degrees, fp8=fp8, wide=False)
         add(f"{kind} one", _ONE, fp8=fp8, wide=False)
@@ -278,7 +279,7 @@ def tasks(
 
 
 def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, spec: ModelSpec) -> list[Comparison]:
-    """The comparisons of what the `tasks` found."""
+    """The comparisons of the results of `tasks`."""
     other, comparisons = other_layout(degrees, spec, assignment_of(config)), []
     for kind in (kind for kind in ("plain", "fp8") if f"{kind} layout" in found):
         layout, one = found[f"{kind} layout"], found[f"{kind} one"]
@@ -311,13 +312,13 @@ def compared(found: Mapping[str, Results], config: RunConfig, degrees: Degrees, 
 
 
 def causal(found: Mapping[str, Tensor], precision: str, spec: ModelSpec) -> Comparison:
-    """The comparison of a result of `causality.changed`: no bit of a logit may change; with experts, 1e-10 of the largest."""
+    """The comparison of a result of `causality.changed`: no bit may change; with experts at most 1e-10 of the largest logit."""
     bound = EQUAL.tensor if spec.experts else 0.0
     return Comparison(precision, CAUSALITY, True, [_change(name, each, bound) for name, each in found.items()])
 
 
 def _change(name: str, found: Tensor, bound: float) -> Difference:
-    """A change; the token is named where it is beyond the bound."""
+    """A change as a difference; its name includes the token if it exceeds the bound."""
     name, _, seed = name.rpartition(", seed ")
     error, token, first = found.tolist()
     within = error <= bound
@@ -334,20 +335,20 @@ def _differences(
     degrees: Degrees,
     bounds: Bounds = ALIKE,
 ) -> list[Difference]:
-    """Of a layout's results, which has these parts; those of scales and histories where casts are exact."""
+    """Differences of a layout's results, with the ranks that hold the parts; scales and histories only if casts are equal."""
     every = differences(found, wanted, EQUAL if exact else bounds)
     every = [each for each in every if exact or not is_record(each.name)]
     return with_ranks(every, found, wanted, parts, _samples(degrees))
 
 
 def _samples(degrees: Degrees) -> list[range]:
-    """The ranks of each share of the samples."""
+    """The ranks of each data-parallel share of the samples."""
     each = degrees.tensor * degrees.context
     return [range(n * each, (n + 1) * each) for n in range(degrees.data)]
 
 
 def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """The run with degrees of its file lowered to divisors of the ranks, and a line for each that was."""
+    """The run with the file's degrees lowered to divisors of the ranks, and a line for each lowered degree."""
     parallel = config.parallel
     tensor = math.gcd(parallel.tensor_parallel_degree, ranks)
     shards = parallel.hybrid_shard_degree and math.gcd(parallel.hybrid_shard_degree, ranks // tensor)
@@ -364,7 +365,7 @@ def _lowered(config: RunConfig, ranks: int, given: Sequence[str]) -> tuple[RunCo
         for key, value in fitting.items()
         if value != getattr(parallel, key) and f"parallel.{key}" not in given
     }
-    said = [f"{key} is {value} here: the run file's does not divide {ranks} ranks" for key, value in lower.items()]
+    said = [f"{key} is {value} here: the run file's value does not divide {ranks} ranks" for key, value in lower.items()]
     return with_values(config, lower), said
 
 
@@ -373,7 +374,7 @@ _SHOWN = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 
 def _run(all_tasks: Mapping[str, tuple[int, Task]], folder: Path, pool: Pool, say: Callable[[str], None]) -> dict[str, Results]:
-    """The results of the tasks. Those of as many ranks are one job."""
+    """The results of the tasks. Tasks with equally many ranks are one job."""
     for name, (_, task) in all_tasks.items():
         (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
     for ranks in dict.fromkeys(ranks for ranks, _ in all_tasks.values()):
@@ -409,7 +410,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def _by_parameter(every: Sequence[Difference]) -> dict[str, float]:
-    """The largest error of each parameter and record: of its values, gradient and moments, or scales, in all seeds."""
+    """The largest error of each parameter (values, gradient, moments) and of each FP8 record, over all seeds."""
     found: dict[str, float] = {}
     for each in every:
         kind, _, name = each.name.partition(" ")

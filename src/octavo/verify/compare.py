@@ -1,4 +1,4 @@
-"""Differences of two results of `octavo.verify.worker`."""
+"""Differences between two results of `octavo.verify.worker`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 LOADED = ", as loaded"
 _COPY = re.compile(r" of rank (\d+)\b")
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Of AdamW, and of Muon."""
+"""Names of the moments of AdamW, and of Muon."""
 _HELD = ("parameter", "step", *MOMENTS, "history")
 NAN = 1e30
-"""In place of NaN, as of scales that have not begun, which equals itself alone."""
+"""Replaces NaN, as in scales that have not begun, so that it equals only itself."""
 
 
 class Difference(NamedTuple):
-    """Of a tensor: its name, ‖found − wanted‖ / ‖wanted‖, whether that is within the bound, and the ranks it is of if known."""
+    """Difference of a tensor: name, ‖found − wanted‖ / ‖wanted‖, whether within the bound, and its ranks if known."""
 
     name: str
     error: float
@@ -28,9 +28,9 @@ class Difference(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The largest relative errors of losses, which are float32, of norms, and of tensors; those of logits are theirs.
+    """The largest relative errors of losses (float32), of norms, and of tensors; logits have that of tensors.
 
-    router: of a router's gradient and moments; None: as of tensors.
+    router: for a router's gradient and moments; None: that of tensors.
     """
 
     loss: float
@@ -39,23 +39,23 @@ class Bounds(NamedTuple):
     router: float | None = None
 
     def of(self, name: str) -> float:
-        """That of a result; scales and histories are equal to the bit or are not."""
+        """The bound of a result; 0 for scales and histories, which must be equal to the bit."""
         kind = name.split()[0]
         tensor = self.router if self.router is not None and ".router." in name else self.tensor
         return 0.0 if is_record(name) else {"loss": self.loss, "norm": self.norm}.get(kind, tensor)
 
 
 def is_record(name: str) -> bool:
-    """A scale, or the history of one."""
+    """True for a scale or an amax history."""
     return name.startswith(("scale ", "history "))
 
 
 def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bounds: Bounds) -> list[Difference]:
-    """Of each tensor, in the order in which they were found. One that a result lacks differs by infinity.
+    """The difference of each tensor, in the order of `found`. A tensor missing in one result differs by infinity.
 
-    Gradients and moments are measured by 1e-5 of all of their kind, if theirs is less: that of a router is 0 if each
-    token has one expert, of weight 1, and only rounding is left of it. A rank's copy that differs from the others' ("… of rank
-    N") is compared with the other result, and is beyond any bound.
+    Gradients and moments are divided by 1e-5 of the norm of all of their kind, if theirs is smaller: a router's gradient is 0
+    if each token has one expert, with weight 1, and only rounding remains. A rank's copy that differs from the others ("… of
+    rank N") is compared with the other result, and exceeds any bound.
     """
     result, least = [], _least(wanted)
     for name in dict.fromkeys((*found, *wanted)):
@@ -74,12 +74,12 @@ def differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound
 
 
 def _of_kind(name: str) -> tuple[str, str]:
-    """Kind and seed."""
+    """Kind and seed in the name of a result."""
     return name.split()[0], name.rpartition(", seed ")[2]
 
 
 def _least(wanted: Mapping[str, Tensor]) -> dict[tuple[str, str], float]:
-    """By kind and seed 1e-5 of the norm of all."""
+    """(kind, seed) → 1e-5 of the norm of all results of that kind."""
     squares: dict[tuple[str, str], float] = {}
     for name, tensor in wanted.items():
         if name.split()[0] in ("gradient", *MOMENTS):
@@ -94,13 +94,13 @@ def with_ranks(
     parts: Mapping[str, Tensor],
     samples: Sequence[Sequence[int]],
 ) -> list[Difference]:
-    """The differences, the first beyond its bound with the ranks in whose parts it lies.
+    """The differences; the first beyond its bound gets the ranks whose parts differ.
 
     Args:
         every: the differences of `found` and `wanted`.
         found, wanted: the results.
-        parts: of each parameter [rank, first indices, sizes] of the boxes of elements that ranks hold.
-        samples: ranks with the same samples, in the order of samples.
+        parts: parameter → [rank, first indices, sizes] of each box of elements that a rank holds.
+        samples: groups of ranks with the same samples, in the order of samples.
     """
     place = next((place for place, each in enumerate(every) if not each.within), None)
     if place is None or every[place].ranks:
@@ -120,7 +120,7 @@ def with_ranks(
 
 
 def _where(distance: Tensor, boxes: Tensor) -> list[int]:
-    """The ranks whose boxes have a hundredth of the largest distance, or more."""
+    """The ranks whose boxes have at least 1/100 of the largest distance."""
     found = set()
     for rank, *box in boxes.tolist():
         firsts, sizes = box[: len(box) // 2], box[len(box) // 2 :]
@@ -135,6 +135,6 @@ def _is_much(part: Tensor, distance: Tensor) -> bool:
 
 
 def loaded(found: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[Difference]:
-    """Differences between the tensors that a layout has loaded and those that were saved, in any bit."""
+    """Differences, in any bit, between the tensors that a layout loaded and the saved ones."""
     wanted = {name: tensor for name, tensor in saved.items() if name.split()[0] in _HELD and " after " not in name}
     return [each._replace(name=f"{each.name}{LOADED}") for each in differences(found, wanted, Bounds(0.0, 0.0, 0.0))]

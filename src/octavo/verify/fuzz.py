@@ -1,8 +1,8 @@
-"""Layouts and features of models at random, each verified; the number of a case repeats it.
+"""Verifies random layouts and model features; a case is reproduced by its number.
 
-A case is drawn from its number alone: a family of models with sizes that ranks divide or do not, degrees, an exchange of
-context parallelism, a recipe, and settings of a run that decide how ranks share the work. A run that `octavo train` refuses
-before it starts is drawn anew.
+A case is drawn from its number alone: a model family, sizes that are or are not divisible by the ranks, degrees, an exchange of
+context parallelism, a recipe, and run settings that decide how ranks share the work. A run that `octavo train` would refuse is
+drawn anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """Ranks, family, degrees and settings that were drawn."""
+        """Drawn ranks, family, degrees and settings, as text."""
         run = self.config.model_dump(mode="json", exclude_unset=True)
         settings = {f"{section}.{key}": run[section][key] for section in _DRAWN for key in run.get(section, {})}
         given = ", ".join(f"{key} {value}" for key, value in settings.items() if key not in _FIXED)
@@ -57,15 +57,15 @@ _FIXED = ("data.source", "data.vocab_size", "data.sequence_length", "train.steps
 
 
 def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
-    """The case of a number.
+    """The case with this number.
 
     Args:
         seed: the number.
-        folder: for the config of the model.
+        folder: where the model's config is written.
         ranks: CPU ranks; None: 2 or 4.
 
     Raises:
-        OctavoError: no draw in 200 was a run.
+        OctavoError: none of 200 draws was a valid run.
     """
     draw = random.Random(seed)
     for _ in range(_ATTEMPTS):
@@ -73,17 +73,17 @@ def drawn(seed: int, folder: Path, ranks: int | None = None) -> Case:
         source = folder / f"case-{seed}"
         AutoConfig.for_model(**model).save_pretrained(source)
         sections = {"model": {"source": str(source)}, **_sections(draw, world, model)}
-        adapters = random.Random(f"adapters {seed}")  # another generator: cases without any are drawn as they would be
+        adapters = random.Random(f"adapters {seed}")  # a separate generator, so that cases without adapters do not change
         if adapters.random() < 0.2:
             sections |= _with_adapters(adapters, sections, model)
         if (case := _case(sections, world, model)) is not None:
             further = _with_further(random.Random(f"further {seed}"), sections)
             return (_case(further, world, model) if further != sections else None) or case
-    raise OctavoError(f"case {seed}: none of {_ATTEMPTS} draws was a run of {ranks or '2 or 4'} ranks.")
+    raise OctavoError(f"case {seed}: none of {_ATTEMPTS} draws was a valid run on {ranks or '2 or 4'} ranks.")
 
 
 def _case(sections: dict[str, Any], ranks: int, model: dict[str, Any]) -> Case | None:
-    """A case; None where `octavo train` refuses it."""
+    """A case; None if `octavo train` refuses it."""
     try:
         config = RunConfig.from_dict(sections, where="a case")
         check(config, target=Target(world_size=ranks), notes=False)
@@ -101,22 +101,22 @@ def fuzz(
     resume: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Verify so many cases, those of `seed` and the numbers after it: the report as a dict and as lines of text.
+    """Verify `count` cases from number `seed` on: returns the report as a dict and as lines of text.
 
     Args:
-        count, seed: which cases.
-        ranks: of each; None: 2 or 4, as drawn.
-        output: a file that has the report of the cases that have ended, from the first case on.
-        resume: cases that `output` has as equal are taken from there; those that differed are verified. Other keys of the
-            report stay in it.
-        say: shows progress.
+        count, seed: number of cases, and the first case's number.
+        ranks: ranks of each case; None: 2 or 4, as drawn.
+        output: file for the report of finished cases, written after each case.
+        resume: take cases that `output` reports as equal from there; verify those that differed. Other keys of the report are
+            preserved.
+        say: called with progress messages.
 
     Raises:
-        InputError: one rank, which is no layout; or `output` is no report of cases, or has others.
-        RunStopped: a signal ended it; `output` has the cases before.
+        InputError: `ranks` is 1, which is not a layout; or `output` is not a report of cases, or has other cases.
+        RunStopped: after a signal; `output` has the finished cases.
     """
     if ranks is not None and ranks < 2:
-        raise InputError(f"--ranks {ranks}: a layout has 2 ranks or more, which are compared with fewer.")
+        raise InputError(f"--ranks {ranks}: a layout needs at least 2 ranks, to be compared with fewer.")
     before, notes = {}, {}
     if resume and output is not None and output.exists():
         before, notes = _equal_cases(output), _notes(output)
@@ -133,7 +133,9 @@ def fuzz(
                 say(_line(known))
             cases.append(known)
             if output is not None:
-                later = [case for (other, _), case in before.items() if number < other < seed + count]  # not reached yet
+                later = [
+                    case for (other, _), case in before.items() if number < other < seed + count
+                ]  # not reached in this run
                 write_atomic(output, json.dumps(notes | _report([*cases, *later]), indent=1) + "\n")
     figures = notes | _report(cases)
     faults = [case for case in cases if case["fault"] is not None]
@@ -142,7 +144,7 @@ def fuzz(
     return figures, [
         head,
         *map(_line, faults),
-        *[f"octavo verify --fuzz 1 --seed {case['seed']}{of_ranks} repeats it" for case in faults[:1]],
+        *[f"octavo verify --fuzz 1 --seed {case['seed']}{of_ranks} reproduces it" for case in faults[:1]],
     ]
 
 
@@ -179,13 +181,13 @@ def _report(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_to_lose(path: Path, seed: int, count: int) -> None:
-    """Raise an InputError if a report has cases beside those that are asked for, which take its place."""
+    """Raise an InputError if a report has cases other than the requested ones, which would be overwritten."""
     numbers = [case["seed"] for case in json.loads(path.read_text(encoding="utf-8"))["cases"]]
     if any(not seed <= number < seed + count for number in numbers):
         first, last = min(numbers), max(numbers)
         of_all = f"--fuzz {max(last, seed + count - 1) - min(first, seed) + 1} --seed {min(first, seed)}"
         raise InputError(
-            f"--resume: {path} has cases {first} to {last}, and {seed} to {seed + count - 1} are asked for: others would be "
+            f"--resume: {path} has cases {first} to {last}, but {seed} to {seed + count - 1} are requested: the others would be "
             f"lost. Give {of_all}, or another --output."
         )
 
@@ -196,14 +198,14 @@ def _notes(path: Path) -> dict[str, Any]:
 
 
 def _equal_cases(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """By number and text those of an earlier report by the same version."""
+    """(number, text) → the equal cases of an earlier report of the same version."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         cases = report["cases"] if report["version"] == __version__ else []
         return {(case["seed"], case["case"]): case for case in cases if case["fault"] is None}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"--resume: {path} is no report of octavo verify --fuzz ({type(error).__name__}: {error}): leave --resume out, or "
+            f"--resume: {path} is not a report of octavo verify --fuzz ({type(error).__name__}: {error}): leave --resume out, or "
             "give another --output."
         ) from None
 
@@ -250,7 +252,7 @@ def _model(draw: random.Random) -> dict[str, Any]:
 
 
 def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """[lora], and sections without what excludes it."""
+    """Sections with [lora], without keys that exclude it."""
     kind = model["model_type"]
     ends = {"phi3": ["qkv_proj"], "gpt_neox": ["query_key_value"]}.get(kind, ["q_proj", "v_proj"])
     lora: dict[str, Any] = {"rank": draw.choice((1, 4, 8)), "targets": ends}
@@ -265,7 +267,7 @@ def _with_adapters(draw: random.Random, sections: dict[str, Any], model: dict[st
 
 
 def _with_further(draw: random.Random, sections: dict[str, Any]) -> dict[str, Any]:
-    """Sections with Muon, or with a frozen base that is stored in FP8; most unchanged."""
+    """Sections with Muon, or with a frozen base stored in FP8; in most draws unchanged."""
     found = dict(sections)
     if draw.random() < 0.15:
         found["optimizer"] = sections["optimizer"] | {"name": "muon"}
@@ -275,7 +277,7 @@ def _with_further(draw: random.Random, sections: dict[str, Any]) -> dict[str, An
 
 
 def _sections(draw: random.Random, world: int, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sections of a run file but for its model, each key drawn or left out."""
+    """Sections of a run file without the model's, each key drawn or absent."""
 
     def some(**values: Sequence[Any]) -> dict[str, Any]:
         return {key: draw.choice(choices) for key, choices in values.items() if draw.random() < 0.35}

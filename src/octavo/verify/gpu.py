@@ -1,13 +1,14 @@
-"""`octavo verify --gpu`: two layers of each kind, of full width, on the GPUs at hand, in the precision that trains.
+"""`octavo verify --gpu`: two layers of each kind, at full width, on the present GPUs, in training precision.
 
-The same steps are computed three times, by deterministic kernels: twice as they train, with collectives and copies beside
-products, and once one kernel after the other (CUDA_LAUNCH_BLOCKING=1). A kernel that reads what another stream has not
-written yet finds other bits in one of the three. The bits of losses, norms, gradients, parameters and moments are compared on
-every rank.
+The same steps are computed three times with deterministic kernels: twice normally, with collectives and copies that overlap
+products, and once with serialised kernels (CUDA_LAUNCH_BLOCKING=1). A kernel that reads data before another stream has written
+it gets different bits in one of the three. The bits of losses, norms, gradients, parameters and moments are compared on every
+rank.
+
 
     python -m octavo.verify.gpu FOLDER NAME TIMES
 
-is a rank; it reads FOLDER/run.json and writes FOLDER/NAME-RANK.json.
+runs one rank; it reads FOLDER/run.json and writes FOLDER/NAME-RANK.json.
 """
 
 from __future__ import annotations
@@ -46,27 +47,27 @@ from octavo.watchdog.watchdog import Watchdog
 STEPS, ACCUMULATION = 3, 2
 SEQUENTIAL = {"CUDA_LAUNCH_BLOCKING": "1"}
 Bits = dict[str, int]
-"""A number of the bits of each result, by its name."""
+"""Name of a result → a hash of its bits."""
 
 
 def verify_on_gpus(
     config: RunConfig, ranks: int | None = None, *, say: Callable[[str], None] = lambda _: None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The report of a run's layers on the GPUs at hand, as a dict and as lines of text.
+    """Compare a run's layers on the present GPUs; returns the report as a dict and as lines of text.
 
     Args:
         config: the run. Its data and weights are not read.
-        ranks: one a GPU; None: as many as there are GPUs.
+        ranks: number of ranks, one per GPU; None: all GPUs.
         say: shows progress.
 
     Raises:
-        InputError: there are fewer GPUs, the run does not fit the ranks, or its model is not Octavo's decoder.
+        InputError: there are too few GPUs, the run does not fit the ranks, or its model is not Octavo's decoder.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = gpus if ranks is None else ranks
     if not 0 < ranks <= gpus:
         asked = f", and --ranks is {ranks}" if ranks else ""
-        raise InputError(f"octavo verify --gpu: {gpus} GPUs are at hand{asked}. Without --gpu the layout is compared on CPUs.")
+        raise InputError(f"octavo verify --gpu: there are {gpus} GPUs{asked}. Without --gpu the layout is compared on CPUs.")
     config = of_few_layers(config, ranks)
     plan = check(config, target=Target(world_size=ranks), notes=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +107,7 @@ def of_few_layers(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def trained(config: RunConfig) -> Bits:
-    """The bits of this rank's tensors in and after the steps."""
+    """Hashes of this rank's tensors during and after the steps."""
     plan = check(config)
     seed_everything(config.train.seed + state.token_rank)
     sharding = sharding_of(state, plan.recipe, dtype=plan.dtype, params_dtype=plan.params_dtype)
@@ -137,7 +138,7 @@ def trained(config: RunConfig) -> Bits:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """A number that another bit in another place changes, computed where the tensor is."""
+    """A hash that depends on bits and their positions, computed on the tensor's device."""
     view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     found, numbers = 0, tensor.detach().contiguous().flatten().view(view)
     for first, part in enumerate(numbers.split(1 << 24)):
@@ -149,7 +150,7 @@ def bits_of(tensor: Tensor) -> int:
 def report(
     plan: RunPlan, beside: Sequence[Sequence[Bits]], after: Sequence[Sequence[Bits]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Of the bits of each rank, twice as they train and once one kernel after the other."""
+    """The report from each rank's hashes: of two normal runs, and one with serialised kernels."""
     of_ranks = [(first, second, third) for (first, second), (third,) in zip(beside, after, strict=True)]
     pairs = {
         "repeated": [(first, second) for first, second, _ in of_ranks],
@@ -178,7 +179,7 @@ def report(
 
 
 class _Samples:
-    """Random tokens for each step, by micro-batches of this rank; half of each sequence is another document."""
+    """Random tokens for each step, in micro-batches of this rank; each sequence has two documents."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
@@ -210,13 +211,13 @@ def _bits_of(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None])
 
 
 def _run(folder: Path, name: str, times: int, ranks: int, environment: dict[str, str]) -> list[list[Bits]]:
-    """The results of the steps, by rank and time."""
+    """The results of the steps, by rank and repetition."""
     start("octavo.verify.gpu", str(folder), name, str(times), ranks=ranks, environment=environment)
     return [json.loads((folder / f"{name}-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 
 def main(folder: Path, name: str, times: int) -> int:
-    """Train so many times and write the bits; returns the exit code."""
+    """Train `times` times and write the hashes; returns the exit code."""
     try:
         config = RunConfig.from_dict(json.loads((folder / "run.json").read_text(encoding="utf-8")), where="octavo verify")
         init(config.parallel.model_dump())

@@ -1,12 +1,12 @@
-"""Ranks of many comparisons from one start: imports take longer than the steps of a small model.
+"""A pool that starts ranks for many comparisons from one process: imports take longer than a small model's steps.
 
     python -m octavo.verify.pool SOCKET
 
-is a process that has imported all that a rank needs, and forks the ranks of each job. A job begins with fresh processes,
-process groups and random numbers, and leaves nothing of it; a rank that dies ends its job alone. The store in which ranks meet
-is in the process that asks, which no rank outlives.
+runs the server: a process with all imports that a rank needs, which forks the ranks of each job. A job begins with fresh
+processes, process groups and random numbers, and leaves nothing behind; a rank that dies ends only its job. The ranks' store is
+in the requesting process, which no rank outlives.
 
-Left out: GPUs, whose state no fork survives.
+Not supported: GPUs, whose state does not survive a fork.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from octavo.watchdog.launcher import rank_environment, serve_store
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 5.0
-"""That the other ranks of a job have once one has failed: they say so too, or wait for it."""
+"""Seconds that other ranks have after one has failed, to report the error too."""
 _EXIT_BY_ERROR = 3
-"""Of a rank that has left its error in a file."""
+"""Exit code of a rank that wrote its error to a file."""
 
 
 class Pool:
-    """A context in which jobs of CPU ranks run, one after the other; `variables` are the environment's of every rank."""
+    """A context that runs jobs of CPU ranks one after the other; variables: environment of every rank."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = variables
@@ -50,7 +50,7 @@ class Pool:
         self._server: _Server | None = None
 
     def __enter__(self) -> Pool:
-        """Start the process that forks ranks; its imports run in the background.
+        """Start the server process; its imports run in the background.
 
         Raises:
             InputError: this process is one of several ranks itself, or this is not its main thread.
@@ -59,7 +59,7 @@ class Pool:
         if "RANK" in os.environ:
             raise InputError("octavo verify starts its ranks, and RANK is set already: unset RANK.")
         if threading.current_thread() is not threading.main_thread():
-            raise InputError("octavo verify starts its ranks from the main thread alone: call it there.")
+            raise InputError("octavo verify starts its ranks only from the main thread: call it there.")
         listening = self._context.enter_context(socket.create_server((_HOST, 0), backlog=128))
         self._port = listening.getsockname()[1]
         self._server = _Server(self._variables)
@@ -71,11 +71,11 @@ class Pool:
         self._context.close()
 
     def run(self, ranks: int, folder: Path, names: Sequence[str]) -> None:
-        """Have so many ranks do tasks of `octavo.verify.worker` by their names.
+        """Run tasks of `octavo.verify.worker`, by name, on `ranks` ranks.
 
         Raises:
-            OctavoError: a rank failed, named with its error. The next job has other ranks.
-            RunStopped: a signal asked this process to stop.
+            OctavoError: a rank failed; the message has its number and error. The next job gets new ranks.
+            RunStopped: this process received a stop signal.
         """
         self._server = self._server or _Server(self._variables)
         variables = [rank_environment(rank, ranks, self._port) for rank in range(ranks)]
@@ -95,12 +95,12 @@ class Pool:
 
 
 class _Server:
-    """The process that forks ranks, seen from the one that has started it."""
+    """Client of the process that forks ranks."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._context = contextlib.ExitStack()
         with contextlib.ExitStack() as context:
-            folder = context.enter_context(tempfile.TemporaryDirectory())  # of this user alone
+            folder = context.enter_context(tempfile.TemporaryDirectory())  # accessible only to this user
             self._listening = context.enter_context(socket.socket(socket.AF_UNIX))
             with _short(f"{folder}/socket") as address:
                 self._listening.bind(address)
@@ -112,7 +112,7 @@ class _Server:
         self._connection: socket.socket | None = None
 
     def ask(self, job: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """The ranks of a job with their exit codes, in the order of their ends."""
+        """Run a job; returns ranks with exit codes, in the order in which they ended."""
         if self._connection is None:
             self._wait_for(self._listening)
             self._connection = self._context.enter_context(self._listening.accept()[0])
@@ -126,11 +126,11 @@ class _Server:
         return [(rank, code) for rank, code in json.loads(answer)]
 
     def end(self) -> None:
-        """Kill it, and with it the ranks that run."""
+        """Kill the process and its running ranks."""
         self._context.close()
 
     def _wait_for(self, readable: socket.socket | None) -> None:
-        """Return when there is something to read; raise where the process has ended, or this one is asked to stop."""
+        """Return when there is data to read; raise if the process has ended, or this one received a stop signal."""
         for _ in self._supervisor.wait():
             if self._supervisor.asked:
                 raise RunStopped(f"stopped by {self._supervisor.asked[0].name}: nothing was verified.")
@@ -143,7 +143,7 @@ class _Server:
 
 @contextlib.contextmanager
 def _short(path: str) -> Iterator[str]:
-    """Another name of a socket: one has 107 bytes at most, and TMPDIR may be longer."""
+    """A short alias of a socket's path: a socket name has at most 107 bytes, and TMPDIR may be longer."""
     folder, _, name = path.rpartition("/")
     number = os.open(folder, os.O_PATH)
     try:
@@ -153,7 +153,7 @@ def _short(path: str) -> Iterator[str]:
 
 
 def _error(folder: Path, rank: int, ranks: int, code: int) -> str:
-    """Of a rank that has failed."""
+    """The error message of a failed rank."""
     if code == _EXIT_BY_ERROR:
         return _error_file(folder, rank).read_text(encoding="utf-8")
     by = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -165,8 +165,8 @@ def _error_file(folder: Path, rank: int) -> Path:
 
 
 def serve(path: str) -> None:
-    """Fork the ranks of each job that comes over this socket, until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process that asks ends this one
+    """Fork the ranks of each job received over this socket, until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the client ends this process
     with socket.socket(socket.AF_UNIX) as connection:
         with _short(path) as address:
             connection.connect(address)
@@ -176,14 +176,14 @@ def serve(path: str) -> None:
 
         torch.set_num_threads(1)
         gc.collect()
-        gc.freeze()  # a collection in a rank would copy all that was imported
+        gc.freeze()  # a garbage collection in a rank would copy all imported objects
         with connection.makefile("r", encoding="utf-8") as jobs:
             for line in jobs:
                 connection.sendall(json.dumps(_done(json.loads(line), do)).encode() + b"\n")
 
 
 def _done(job: Mapping[str, Any], do: Callable[[Path, Sequence[str]], None]) -> list[tuple[int, int]]:
-    """Ranks and exit codes of a job, in the order of their ends."""
+    """Run a job: ranks and exit codes, in the order in which they ended."""
     running: dict[int, int] = {}
     ended: list[tuple[int, int]] = []
     deadline = float("inf")
@@ -209,9 +209,9 @@ def _done(job: Mapping[str, Any], do: Callable[[Path, Sequence[str]], None]) -> 
 
 
 def _be_rank(rank: int, ranks: int, folder: Path, names: Sequence[str], do: Callable[[Path, Sequence[str]], None]) -> None:
-    """Do the tasks and end this process, without an interpreter's finalization: gloo's threads may abort it there."""
+    """Run the tasks and exit without interpreter finalization, during which gloo's threads may abort."""
     code = EXIT_FAILED
-    faulthandler.enable()  # one that dies by a fault of a library says where
+    faulthandler.enable()  # a crash in a library prints its traceback
     try:
         do(folder, names)
         code = 0

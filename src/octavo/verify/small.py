@@ -1,9 +1,9 @@
-"""The run of a run file on a small model: everything that decides how ranks share the work stays, sizes shrink.
+"""Shrinks the model of a run file: everything that decides how ranks share the work stays the same.
 
-The same are the family, ties, biases, the kinds of layers (two of each), query heads that share key-value heads, experts, the
+Unchanged: the family, ties, biases, the kinds of layers (two of each), query heads that share key-value heads, experts, the
 remainders modulo 128 of a tensor rank's rows of MLPs and of the vocabulary, windows shorter than a sequence, and the run's
-recipe, recomputation, offloading, frozen parameters, adapters, losses and optimizer. Dropout and noise of routers are 0.
-Samples are random tokens with targets left out, and documents that begin anew where the run has them.
+recipe, recomputation, offloading, frozen parameters, adapters, losses and optimizer. Dropout and router noise are 0. Samples
+are random tokens, some without targets, with documents if the run has them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from octavo.models.spec import ModelSpec
 
 HEAD_DIM = 16
 LORA_RANK = 8
-"""The largest rank of adapters, of matrices that have 32 rows or more."""
+"""Largest rank of adapters; matrices have at least 32 rows."""
 MICRO_BATCH, ACCUMULATION, STEPS, LAST = 2, 2, 3, 5
 _WORDS, _SLICE = 16, 128
-"""The multiple of a rank's words, whose first and last ones are frequent in samples; and the block of an FP8 slice."""
+"""Multiple of a rank's vocabulary slice, whose first and last words are frequent in samples; and FP8's block size."""
 _RATES, _LARGEST_OF_MUON = (1e-5, 3e-3), 0.02
 _NO_NOISE = ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "router_jitter_noise")
 
 
 def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees, layers: Sequence[int]) -> Any:
-    """A copy of a Hugging Face config with these layers and the smallest sizes that the degrees divide as the whole model's."""
+    """A copy of a Hugging Face config with these layers and the smallest sizes that divide by these degrees like the full model's."""
     small = of_layers(hf_config, spec, layers)
     heads, kv_heads = _heads(spec, degrees)
     ffn = _of_slices(spec.ffn_size, degrees.tensor)
@@ -62,7 +62,7 @@ def small_config(hf_config: Any, spec: ModelSpec, degrees: Degrees, layers: Sequ
 
 
 def of_layers(hf_config: Any, spec: ModelSpec, layers: Sequence[int]) -> Any:
-    """A copy of a Hugging Face config with these of its layers."""
+    """A copy of a Hugging Face config with only these layers."""
     found = copy.deepcopy(hf_config)
     found.num_hidden_layers = len(layers)
     if getattr(found, "layer_types", None) is not None:
@@ -73,14 +73,14 @@ def of_layers(hf_config: Any, spec: ModelSpec, layers: Sequence[int]) -> Any:
 
 
 def with_packing_of_format(config: RunConfig) -> RunConfig:
-    """The run with `data.packing` as `data.format` decides it: conversations and prompts are packed as separate documents."""
+    """The run with `data.packing` resolved from `data.format`: conversations and prompts are packed separately."""
     if config.data.packing is not None or config.data.format not in ("chat", "prompt"):
         return config
     return with_values(config, {"data.packing": "documents"})
 
 
 def without_files(config: RunConfig) -> RunConfig:
-    """The run on random weights and generated samples: its texts, tokenizer, weights and adapters need not be here."""
+    """The run on random weights and generated samples: its texts, tokenizer, weights and adapters need not be present."""
     shape = config.data.model_dump(include={"packing", "sequence_length"})
     data = DataConfig(source="python:docstrings", vocab_size=257, **shape)
     return with_values(
@@ -89,7 +89,7 @@ def without_files(config: RunConfig) -> RunConfig:
 
 
 def small_run(config: RunConfig, degrees: Degrees, samples: int) -> RunConfig:
-    """The run with these samples in a step, of short sequences, whose norm is clipped."""
+    """The run with `samples` samples per step, short sequences, and gradient clipping that takes effect."""
     values = {
         "data.sequence_length": length(degrees),
         "train.global_batch": samples,
@@ -120,7 +120,7 @@ def length(degrees: Degrees) -> int:
 
 
 def vocabulary(spec: ModelSpec, degrees: Degrees) -> int:
-    """A vocabulary with the remainder of the model's modulo the ranks' blocks."""
+    """A vocabulary with the model's remainder modulo the ranks' blocks."""
     rows = _SLICE * degrees.tensor
     left = spec.vocabulary % rows
     return left if left >= 32 * degrees.tensor else rows + left
@@ -158,7 +158,7 @@ def _heads(spec: ModelSpec, degrees: Degrees) -> tuple[int, int]:
 
 
 def _of_slices(size: int, ranks: int) -> int:
-    """A size whose slices have the remainder of those of `size` modulo a block."""
+    """A small size whose slices have the same remainder modulo a block as those of `size`."""
     left = size // ranks % _SLICE
     return ranks * (left if left >= 32 else _SLICE + left)
 
@@ -169,9 +169,9 @@ def experts_of(spec: ModelSpec, degrees: Degrees) -> int:
 
 
 class Samples:
-    """The samples of each step, the same on every layout; `step` gives those of a data-parallel rank, by micro-batches.
+    """The samples of each step, the same for every layout; `step` returns a data-parallel rank's, in micro-batches.
 
-    documents: a second one begins within each sequence.
+    documents: each sequence has a second document.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Samples:
         self._documents, self._padding, self._seed = documents, padding, seed
 
     def step(self, first: int) -> list[Batch]:
-        """This rank's micro-batches of the step that begins with this sample."""
+        """This rank's micro-batches of the step that begins with sample `first`."""
         draw = torch.Generator().manual_seed(1_000_003 * self._seed + first)
         found = []
         for _ in range(ACCUMULATION):

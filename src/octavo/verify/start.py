@@ -12,10 +12,10 @@ from octavo.watchdog.launcher import launch
 
 
 def start(module: str, *arguments: str, ranks: int, environment: Mapping[str, str]) -> None:
-    """Run `python -m module arguments` as so many ranks, with these variables.
+    """Run `python -m module arguments` on `ranks` ranks with these environment variables.
 
     Raises:
-        OctavoError: one of them failed.
+        OctavoError: a rank failed.
     """
     with _with(environment):
         code = launch([sys.executable, "-m", module, *arguments], ranks, timeout=60.0, grace=10.0)

@@ -1,4 +1,4 @@
-"""Steps of the small run on a rank, and the whole tensors after them; `octavo.verify.pool` forks the ranks."""
+"""Runs steps of the small run on a rank, and collects whole tensors; `octavo.verify.pool` forks the ranks."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from octavo.verify.compare import MOMENTS, NAN
 from octavo.watchdog.watchdog import Watchdog
 
 _PATIENCE_SECONDS = 180.0
-"""Of ranks with one another: a small model's steps take less, and ranks that wait in a circle end."""
+"""Timeout of collectives: a small model's steps take less, and deadlocked ranks end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The trainings of a worker.
+    """The trainings that a worker runs.
 
     Attributes:
-        run: the run file's keys, its degrees those of this layout.
-        like: degrees by which the model shrinks, those of the layout that is verified.
-        layers: those of the whole model that the small one has.
-        fp8: the run's recipe; False: without FP8.
-        wide: in float64; False: in the dtypes that the run trains in.
-        rows: samples of a micro-batch, of all ranks.
-        seeds: of weights and samples, one training each.
-        trains: from the first step.
-        saves: a folder for a checkpoint of each seed after the first steps; None: nothing is saved.
-        loads: the folder of such checkpoints, from which another training continues; None: none does.
-        then: degrees of the layout that continues; None: the same.
-        further: go on after the first steps, for a training that continues from the checkpoint.
-        causality: ask what other tokens change, after the first steps.
+        run: keys of the run file, with this layout's degrees.
+        like: degrees of the verified layout, by which the model is shrunk.
+        layers: indices of the full model's layers that the small model has.
+        fp8: use the run's recipe; False: no FP8.
+        wide: compute in float64; False: in the run's dtypes.
+        rows: samples of a micro-batch, over all ranks.
+        seeds: seeds of weights and samples, with one training each.
+        trains: train from the first step.
+        saves: folder for a checkpoint of each seed after the first steps; None: save nothing.
+        loads: folder of such checkpoints, from which another training continues; None: none.
+        then: degrees of the continuing layout; None: the same.
+        further: continue after the first steps, as reference for a training that continues from the checkpoint.
+        causality: check after the first steps which logits other tokens change.
     """
 
     run: dict[str, Any]
@@ -82,22 +82,22 @@ class Task:
 
 
 Results = dict[str, dict[str, Tensor]]
-"""Whole tensors that `_Training.steps` and `held` compute, by name, of each phase:
+"""Phase → whole tensors of `_Training.steps` and `held`, by name:
 
     trained      the first steps
     further      the next ones
-    loaded       the tensors of a model of other weights after it has loaded the checkpoint of `trained`
+    loaded       the tensors of a model with other weights after loading the checkpoint of `trained`
     continued    the next steps from there
     causality    the result of `causality.changed`, after the first steps
 
-A rank's copy that differs from rank 0's in any bit, as of a norm that all hold, is in them as "… of rank N".
-Beside them are the `parts` of ranks that train and `parts continued`: by parameter [rank, first indices, sizes] of each box of
-elements.
+A rank's copy that differs from rank 0's in any bit, as of a replicated norm, is included as "… of rank N". Further entries are
+the `parts` of ranks that train, and `parts continued`: by parameter [rank, first indices, sizes] of each box of elements.
+
 """
 
 
 def results(task: Task) -> Results:
-    """The results of a task; on every rank."""
+    """Run a task; returns its results on every rank."""
     with _of_a_large_model():
         return _results(task)
 
@@ -141,13 +141,14 @@ def _checkpoint(folder: str, seed: int) -> Path:
 class _Training:
     """The small run of a seed on this rank.
 
-    weights: another seed, of the weights alone, and beside a frozen base of what is trained: a checkpoint has the base by name.
+    weights: a different seed for the weights; beside a frozen base only for the trained ones, since a checkpoint names its
+    base.
     """
 
     def __init__(self, task: Task, config: RunConfig, seed: int, *, weights: int | None = None) -> None:
         whole, like = load_config(config.model.source, config.model.config), Degrees(**task.like)
         spec = decoder_spec(whole)[0]
-        assert spec is not None  # `certificate` has refused others
+        assert spec is not None  # `certificate` refuses other models
         hf_config = small.small_config(whole, spec, like, task.layers)
         config = small.small_run(config, like, task.rows * small.ACCUMULATION)
         recipe = recipe_from_config(config.fp8) if task.fp8 else None
@@ -181,16 +182,16 @@ class _Training:
         )  # fmt: skip
 
     def steps(self, first: int, last: int) -> dict[str, Tensor]:
-        """Results of these steps, in the order of time, so that the first difference is where a fault is.
+        """Results of these steps in chronological order, so that the first difference is near the fault.
 
-        States, scales and logits of an evaluation before them; of the first step histories of its forwards, loss, gradients
-        before clipping, from the last parameter to the first, norm and histories of its backwards; losses and norms of the
-        others; states after the last step.
+        Before the steps, from an evaluation: hidden states, scales and logits. In the first step: forward histories, loss,
+        unclipped gradients from the last parameter to the first, norm, and backward histories. In later steps: losses and
+        norms. After the last step: parameters and optimizer states.
         """
         found, gradients, frozen = self._evaluated(first), dict[str, Tensor](), _frozen(self.model)
 
         def keep(*_: Any) -> None:
-            if not gradients:  # in the first step
+            if not gradients:  # only in the first step
                 gradients.update(_whole(self.model, "gradient", lambda p: p.grad))
 
         hook = self.optimizer.register_step_pre_hook(keep)
@@ -202,17 +203,17 @@ class _Training:
             found |= {name: value for name, value in histories.items() if name not in backward}
             found[f"loss of step {step}"] = loss
             if step == first:
-                factor = max(1.0, (done.grad_norm + 1e-6) / self._clip) if self._clip > 0 else 1.0  # as they were before
+                factor = max(1.0, (done.grad_norm + 1e-6) / self._clip) if self._clip > 0 else 1.0  # before clipping
                 found |= {name: gradients[name] * factor for name in reversed(gradients)}
             found |= {f"norm of step {step}": norm} | backward
         hook.remove()
         for name, local in _frozen(self.model).items():
             if not torch.equal(local, frozen[name]):
-                raise OctavoError(f"{name} is frozen, and has changed in steps {first} to {last} on rank {state.rank}.")
+                raise OctavoError(f"{name} is frozen, but changed in steps {first} to {last} on rank {state.rank}.")
         return _with_other_ranks(found | self._held() | _scales(self.model, " after the last step"))
 
     def held(self) -> dict[str, Tensor]:
-        """Parameters, states of the optimizer and histories. Collective."""
+        """Parameters, optimizer states and histories. Collective."""
         return _with_other_ranks(self._held())
 
     def _held(self) -> dict[str, Tensor]:
@@ -232,7 +233,7 @@ class _Training:
         return {name: torch.tensor(boxes) for name, boxes in found.items()}
 
     def changed_by_others(self) -> dict[str, Tensor]:
-        """The result of `causality.changed` of a micro-batch after the last step. Collective."""
+        """The result of `causality.changed` for a micro-batch after the last step. Collective."""
         config = self._context.plan.config
         batch = self._samples.step(small.LAST * config.train.global_batch)[0]
         documents = config.data.packing == "documents"
@@ -240,7 +241,7 @@ class _Training:
         return causality.changed(batch, lambda ids: self._evaluation(ids, positions).logits, documents=documents)
 
     def _evaluation(self, ids: Tensor, positions: Tensor | None, **options: Any) -> Any:
-        """The model's output without gradients, in the recipe, whose records stay the same. Collective."""
+        """The model's output without gradients, in the recipe, without changes of FP8 state. Collective."""
         recipe = self._context.plan.recipe
         self.model.eval()
         with torch.no_grad(), fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe, emulate=True):
@@ -249,12 +250,12 @@ class _Training:
         return output
 
     def _evaluated(self, step: int) -> dict[str, Tensor]:
-        """States after each block, scales, and logits of the first micro-batch of all samples of a step. Collective."""
+        """Hidden states after each block, scales, and logits, of a step's first micro-batch over all samples. Collective."""
         plan = self._context.plan
         batch = self._samples.step((step - 1) * plan.config.train.global_batch)[0]
         positions = batch.position_ids if plan.config.data.packing == "documents" else None
         for _, fp8 in states_of(self.model):
-            fp8.observed.clear()  # of training
+            fp8.observed.clear()  # drop training's records
         output = self._evaluation(batch.input_ids, positions, output_hidden_states=True)
         casts, found = _scales(self.model, f" before step {step}"), dict[str, Tensor]()
         for layer, states in enumerate(output.hidden_states):
@@ -264,7 +265,7 @@ class _Training:
 
 
 def _of_all_samples(here: Tensor) -> Tensor:
-    """Rows of all data-parallel ranks. Collective."""
+    """Gather the rows of all data-parallel ranks. Collective."""
     if state.dp_size == 1:
         return here
     every = [torch.empty_like(here) for _ in range(state.dp_size)]
@@ -287,7 +288,7 @@ def _plan(config: RunConfig, hf_config: Any, recipe: Any, micro_batch: int) -> R
 
 
 def _random_model(hf_config: Any, seed: int) -> nn.Module:
-    """Hugging Face's model with random values in every parameter, norms and biases too."""
+    """Hugging Face's model with random values in every parameter, norms and biases included."""
     torch.manual_seed(seed)
     model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64, trust_remote_code=False)
     draw = torch.Generator().manual_seed(seed)
@@ -299,7 +300,7 @@ def _random_model(hf_config: Any, seed: int) -> nn.Module:
 
 
 def _draw_adapters(model: nn.Module, seed: int) -> None:
-    """Random values in all that is trained beside a frozen base: both matrices of each adapter, and modules that are whole."""
+    """Set random values in all trained parameters beside a frozen base: adapters' matrices and whole modules."""
     blocks = parameters_of(model)
     for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
@@ -315,7 +316,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-    """A tensor of each parameter, whole, with this rank's elements where others hold them too. Collective."""
+    """A whole tensor per parameter, with this rank's copy of replicated elements. Collective."""
     blocks, found = parameters_of(model), {}
     for name, parameter in model.named_parameters():
         part = value(parameter)
@@ -331,11 +332,11 @@ def _whole(model: nn.Module, kind: str, value: Callable[[Any], Tensor | None]) -
 
 
 def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
-    """The one scale of each operand in its last cast, of all experts. Collective."""
+    """The scale of each operand's last cast, if it has a single one, over all experts. Collective."""
     found = {}
     for layer, fp8 in states_of(model):
         for operand, scale in fp8.observed.items():
-            if scale.dim() > 1:  # of rows or blocks
+            if scale.dim() > 1:  # scales of rows or blocks
                 continue
             every = torch.zeros(fp8.experts or 1)
             every[fp8.local_experts or slice(None)] = scale
@@ -346,7 +347,7 @@ def _scales(model: nn.Module, when: str) -> dict[str, Tensor]:
 
 
 def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
-    """The record of each operand under delayed scaling: its scale and its history."""
+    """Scale and history of each operand under delayed scaling."""
     return {
         f"history {layer}.{operand.value}{when}": torch.cat((slot.scale.flatten(), slot.history.flatten())).clone()
         for layer, fp8 in states_of(model)
@@ -355,7 +356,7 @@ def _histories(model: nn.Module, when: str = "") -> dict[str, Tensor]:
 
 
 def _with_other_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Results, and after each those of the ranks that have other bits; scales alone may differ by rank. Collective."""
+    """Results, each followed by those of ranks with different bits; only scales may differ by rank. Collective."""
     if state.world_size == 1:
         return found
     here = {name: _digest(each) for name, each in found.items() if not name.startswith("scale ")}
@@ -374,7 +375,7 @@ def _with_other_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A number of the bits, of which each NaN counts as one."""
+    """A hash of the bits, with all NaN counted as equal."""
     return zlib.crc32(tensor.detach().double().nan_to_num(NAN).contiguous().numpy().tobytes())
 
 
@@ -388,9 +389,9 @@ def _objects_of_all_ranks(here: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _of_a_large_model() -> Iterator[None]:
-    """Treat the small model's tensors as a large one's, of which some are offloaded or reduced alone.
+    """Treat the small model's tensors like a large model's, so that some are offloaded or reduced separately.
 
-    And have routers choose the largest probabilities: other assignments are by the tokens of a rank.
+    Also make routers choose the largest probabilities: other assignments depend on a rank's tokens.
     """
     changed: list[tuple[Any, str, Any]] = [
         (offload, "SMALLEST_BYTES", 1), (direct_reduce, "LARGE_BYTES", 1 << 15), (averaging, "LARGE_BYTES", 1 << 15),
@@ -411,7 +412,7 @@ def _largest(logits: Tensor, top_k: int, counted: Tensor | None = None) -> Tenso
 
 
 def do(folder: Path, names: Sequence[str]) -> None:
-    """Do tasks, one after the other, and write the results of each. Collective.
+    """Run tasks one after the other, and write their results. Collective.
 
     Reads FOLDER/NAME.json of each, and rank 0 writes FOLDER/NAME.safetensors.
     """
@@ -424,4 +425,4 @@ def do(folder: Path, names: Sequence[str]) -> None:
             file = folder / f"{name}.safetensors"
             save_file({key: value.contiguous().clone() for key, value in tensors.items()}, file, {"order": "\n".join(tensors)})
         if state.world_size > 1:
-            dist.barrier()  # one that leaves early would break the connections of the others
+            dist.barrier()  # a rank that exits early would break the others' connections

@@ -1,6 +1,6 @@
 """`python -m octavo.watchdog RANKS COMMAND …`: any command as several ranks of this host, in the environment of torchrun.
 
-A job of `octavo.launch` runs so, below the job's supervisor. Unlike torchrun's the store of the ranks is bound to the
+The supervisor of an `octavo.launch` job uses it. Unlike torchrun's, the store of the ranks is bound to the
 loopback interface, and the exit code is that of the rank that failed first.
 """
 
@@ -14,7 +14,7 @@ from octavo.errors import InputError, warn
 from octavo.watchdog.launcher import launch
 
 _TIMEOUT = 120.0
-"""Seconds to save after a signal, as SageMaker gives them."""
+"""Seconds to save after a signal, as in SageMaker."""
 _GRACE = 10.0
 _ENDED = ("before a rank could save.", 128 + signal.SIGTERM)
 

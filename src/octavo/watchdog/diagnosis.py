@@ -1,7 +1,7 @@
 """Diagnosis: which rank has failed, as a function of the ranks' heartbeats.
 
-No clock, process or network here: the heartbeat thread gathers the evidence and acts on the result. A rank that waits for
-another looks like one that hangs. Collectives keep ranks in the same order of steps and phases, so the others wait for the rank
+It uses no clock, process or network: the heartbeat thread gathers the evidence and acts on the result. A rank that waits for
+another looks like one that hangs. Collectives keep the ranks' steps and phases in the same order, so all ranks wait for the one
 with the least progress.
 """
 
@@ -19,7 +19,7 @@ from octavo.errors import InputError, OctavoError
 
 START = "start"
 _WARM_UP = frozenset({"forward", "backward", "optimizer"})  # compile and connect in the first step
-_LONG = frozenset({START, "checkpoint", "validation"})  # unlimited while no rank waits for another
+_LONG = frozenset({START, "checkpoint", "validation"})  # no time limit unless a rank waits for another
 _PACKED = struct.Struct("<qqq24s")
 _DETAIL_CHARACTERS = 1500
 
@@ -32,7 +32,7 @@ class Progress:
 
     training: int = 0  # number of the training in this process; a second one restarts its steps at 1
     step: int = 0
-    phases: int = 0  # entered in this step
+    phases: int = 0  # number of phases entered in this step
     phase: str = START  # or "data", "forward", "backward", "optimizer", "checkpoint", "validation", another word
     first: bool = True  # the first step of this training in this process
     since: float = 0.0  # beginning of the phase, on this process's monotonic clock
@@ -60,10 +60,10 @@ class Progress:
 class Heartbeat:
     """A rank's record in the store, renewed about once a second."""
 
-    count: int  # of the rank's heartbeats: a new one is recognised without comparing clocks
+    count: int  # number of this heartbeat: a new one is recognised without comparing clocks
     progress: Progress
-    seconds: float  # of the main thread in this phase
-    ended: str  # reason for the end of the training in good order; empty while it runs
+    seconds: float  # that the main thread has spent in this phase
+    ended: str  # reason for a regular end of the training; empty while it runs
     host: str
     pid: int
     started: int
@@ -71,7 +71,7 @@ class Heartbeat:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Heartbeat:
-        """From the store."""
+        """Parse a record from the store."""
         values = json.loads(text)
         return cls(**values | {"progress": Progress(**values["progress"])})
 
@@ -82,8 +82,8 @@ class Failure:
 
     kind: Kind
     ranks: tuple[int, ...] = ()
-    positions: tuple[str, ...] = ()  # progress of each of the ranks
-    detail: str = ""  # text of the error; seconds where a limit was exceeded
+    positions: tuple[str, ...] = ()  # progress of each of these ranks
+    detail: str = ""  # text of the error; seconds if a limit was exceeded
     found_by: int = -1  # the rank that made the diagnosis
     host: str = ""  # of that rank
 
@@ -97,12 +97,12 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Failure:
-        """From the store."""
+        """Parse a record from the store."""
         values = json.loads(text)
         return cls(**values | {"ranks": tuple(values["ranks"]), "positions": tuple(values["positions"])})
 
     def message(self, world: int) -> str:
-        """A sentence that names ranks and phases, and one with the consequence."""
+        """A sentence with ranks and phases, and one with the consequence."""
         if self.kind == "input":
             return f"{self.detail} (rank {self.ranks[0]} of {world}, {self.positions[0]})"
         ranks, where = _names(self.ranks, world), _where(self.ranks, self.positions)
@@ -128,7 +128,7 @@ def to_json(record: Heartbeat | Failure) -> str:
 
 
 def killed(heartbeats: Mapping[int, Heartbeat], dead: Iterable[int], progress: Mapping[int, Progress]) -> Failure | None:
-    """Ranks with a dead process and a training that had not ended."""
+    """Ranks whose process died before the training ended."""
     ranks = sorted(rank for rank in dead if rank in heartbeats and not heartbeats[rank].ended)
     return _failure("killed", ranks, progress) if ranks else None
 
@@ -136,7 +136,7 @@ def killed(heartbeats: Mapping[int, Heartbeat], dead: Iterable[int], progress: M
 def silent(
     heartbeats: Mapping[int, Heartbeat], quiet: Mapping[int, float], limit: float, progress: Mapping[int, Progress]
 ) -> Failure | None:
-    """Ranks without a heartbeat for more than `limit` seconds; `quiet`: seconds since the last one of each other rank."""
+    """Ranks without a heartbeat for more than `limit` seconds; quiet: seconds since each other rank's last one."""
     ended = {rank for rank, heartbeat in heartbeats.items() if heartbeat.ended}
     ranks = sorted(rank for rank, seconds in quiet.items() if seconds > limit and rank not in ended)
     return _failure("silent", ranks, progress, f"{max(quiet[rank] for rank in ranks):.0f}") if ranks else None
@@ -158,14 +158,14 @@ def stuck(heartbeats: Mapping[int, Heartbeat], limit: float) -> Failure | None:
 
 
 def left(heartbeats: Mapping[int, Heartbeat]) -> Failure | None:
-    """Ranks that have ended in good order although this one has not."""
+    """Ranks that have ended regularly although this one has not."""
     ranks = sorted(rank for rank, heartbeat in heartbeats.items() if heartbeat.ended)
     progress = {rank: heartbeats[rank].progress for rank in ranks}
     return _failure("left", ranks, progress, heartbeats[ranks[0]].ended) if ranks else None
 
 
 def _limited(progress: Progress) -> bool:
-    """True if the timeout holds in this phase: loading, and compiling in the first step, take any time."""
+    """True if the timeout applies in this phase: loading, and compilation in the first step, have no limit."""
     return progress.phase != START and not (progress.first and progress.phase in _WARM_UP)
 
 
@@ -174,7 +174,7 @@ def _behind(progress: Mapping[int, Progress]) -> list[int]:
     behind = [rank for rank, each in progress.items() if each.order == least]
     if len(behind) < len(progress):
         return behind
-    # All equally far: a minority in another phase, such as rank 0 writing a file, makes the others wait.
+    # With equal progress, a minority in another phase, such as rank 0 writing a file, makes the others wait.
     phases = Counter(each.phase for each in progress.values()).most_common()
     rarest, count = phases[-1]
     if len(phases) > 1 and count < phases[-2][1]:

@@ -24,9 +24,9 @@ from octavo.watchdog.diagnosis import Failure, Heartbeat, Progress
 from octavo.watchdog.processes import SharedPage, host_identity, orphaned
 
 _MANY_RANKS = 64  # with more the interval grows: each rank reads the heartbeats of all others
-_LOST_INTERVALS = 4  # without a heartbeat, after which a rank counts as lost if connections break
+_LOST_INTERVALS = 4  # after which a rank without heartbeats counts as lost if connections break
 _MEETING_SECONDS = 0.05  # polling interval until every peer was seen
-_PATIENCE_INTERVALS = 6  # for a broken connection to turn out to be the effect of another failure
+_PATIENCE_INTERVALS = 6  # to wait whether a broken connection is the effect of another failure
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Peer:
 
 @dataclass(frozen=True)
 class _Request:
-    """The main thread has raised and asks for the diagnosis."""
+    """A request of the main thread, which has raised, for the diagnosis."""
 
     failure: Failure | None
     """The failure if its exception is the first; None if the run only received a stop signal."""
@@ -64,14 +64,14 @@ class HeartbeatThread:
     world: int
     timeout: float
     grace: float
-    progress: Callable[[], Progress]  # returns the main thread's
+    progress: Callable[[], Progress]  # returns the main thread's progress
     page: SharedPage  # with the main thread's progress
-    store: Store  # its connection is used only by this thread
+    store: Store  # a connection that only this thread uses
     failure: Failure | None = None  # the reason for the job's end, once all ranks agree on it
 
     def __post_init__(self) -> None:
         self._interval = min(1.0, self.timeout / 5) * max(1.0, self.world / _MANY_RANKS)
-        # Noticing a failure, and the launcher noticing the end, take up to an interval each of the grace period.
+        # Detecting a failure, and the launcher detecting the end, each take up to an interval of the grace period.
         self._granted = max(0.0, self.grace - 2 * self._interval)
         self._peers = {other: _Peer() for other in range(self.world) if other != self.rank}
         self._host, self._pid, self._started = host_identity(), os.getpid(), start_time(os.getpid()) or 0
@@ -98,7 +98,7 @@ class HeartbeatThread:
         self._request = _Request(failure, uncertain, time.monotonic())
         os.write(self._wake_in, b".")
         if not self._answered.wait((_PATIENCE_INTERVALS + 3) * self._interval + 5) and failure is not None:
-            self.failure = replace(failure, found_by=self.rank, host=self._host)  # the store does not answer
+            self.failure = replace(failure, found_by=self.rank, host=self._host)  # the store is unresponsive
             self.report()
         return self.failure
 
@@ -116,12 +116,12 @@ class HeartbeatThread:
             time.sleep(min(0.3, self._granted / 4))
 
     def stop(self, reason: str) -> None:
-        """Publish that this rank's training has ended in good order, and end the thread."""
+        """Publish that this rank's training has ended regularly, and end the thread."""
         self._ended = reason
         self._stopped.set()
         os.write(self._wake_in, b".")
         self._thread.join(2 * self._interval + 1)
-        if not self._thread.is_alive():  # otherwise it waits for a store that does not answer
+        if not self._thread.is_alive():  # otherwise the thread waits for an unresponsive store
             self._close()
 
     # The thread itself.
@@ -130,7 +130,7 @@ class HeartbeatThread:
         try:
             while self.failure is None and not self._poll():
                 self._sleep()
-        except RuntimeError:  # of the store: its process has ended
+        except RuntimeError:  # the store's process has ended
             self._diagnose_without_store()
         if self.failure is not None and not self._stopped.is_set():
             self._end_process(self.failure)
@@ -144,7 +144,7 @@ class HeartbeatThread:
         self.store.set(f"heartbeat-{self.rank}", diagnosis.to_json(heartbeat))
         if ended:
             return True
-        dead = self._dead_ranks()  # before reading: the last heartbeat of a dead rank is then in the store
+        dead = self._dead_ranks()  # before reading heartbeats: a dead rank's last one is then in the store
         self._read_heartbeats()
         posted = self.store.check(["failure"])
         failure = Failure.from_json(self.store.get("failure")) if posted else self._find_failure(heartbeat, dead, request)
@@ -156,7 +156,7 @@ class HeartbeatThread:
 
     def _next_heartbeat(self, ended: str) -> Heartbeat:
         now, progress = time.monotonic(), self.progress()
-        # At most the time that this thread ran: a job that was suspended as a whole, and resumed, is not late.
+        # Capped by this thread's running time: a job that was suspended and resumed as a whole is not late.
         elapsed = min(now - self._polled, 2 * self._interval)
         self._seconds = self._seconds + elapsed if progress is self._progress else min(now - progress.since, elapsed)
         for peer in self._peers.values():
@@ -238,7 +238,7 @@ class HeartbeatThread:
         if found is not None:
             self._agree(found)
         elif not self._ended:
-            self.failure = Failure("store", found_by=self.rank, host=self._host)  # reported if this rank does not end well
+            self.failure = Failure("store", found_by=self.rank, host=self._host)  # reported if this rank fails
         self._answered.set()
 
     def _lowest(self, failure: Failure, *, here: bool = False) -> bool:
@@ -248,7 +248,7 @@ class HeartbeatThread:
         return not any(not here or (peer.process is not None and not peer.process.ended()) for peer in running)
 
     def _end_process(self, failure: Failure) -> None:
-        """End this process after the grace period, and kill failed processes of this host that cannot end by themselves."""
+        """End this process after the grace period, and kill failed processes of this host that cannot exit themselves."""
         if failure.kind in ("silent", "lost"):
             for rank in failure.ranks:
                 process = self._peers[rank].process if rank in self._peers else None
@@ -264,7 +264,7 @@ class HeartbeatThread:
         os._exit(EXIT_FAILED)
 
     def _sleep(self) -> None:
-        """Until the next heartbeat is due, a process of this host ends, or the main thread wakes this one."""
+        """Sleep until the next heartbeat is due, a process of this host ends, or the main thread wakes this thread."""
         poll = select.poll()
         poll.register(self._wake_out, select.POLLIN)
         for peer in self._peers.values():

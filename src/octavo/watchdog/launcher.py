@@ -1,8 +1,8 @@
 """The ranks of a run on one host: their environment and store, and the exit code of the whole.
 
-Ranks are processes of a `Supervisor`. They get torchrun's environment, and like its agent the launcher serves their store: the
-watchdog's first report survives any rank. Three points differ from torchrun: ranks have the time they need to save after a
-signal, the exit code is theirs, and only one report follows a failed rank.
+Ranks are processes of a `Supervisor`. They get torchrun's environment, and like torchrun's agent the launcher serves their
+store, so that the watchdog's first report survives any rank. Differences from torchrun: ranks get the time they need to save
+after a signal, the exit code is theirs, and only one report follows a failed rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.supervision import Supervisor, signal_name
 
 _HOST = "127.0.0.1"
 _SLACK_SECONDS = 2.0
-"""After `grace`, at the end of which the watchdogs end their ranks."""
+"""Seconds after `grace`, at whose end the watchdogs end their ranks."""
 _NOTHING_SAVED = ("before the first step: nothing to save. Run the same command again.", EXIT_STOPPED)
 
 
@@ -33,9 +33,9 @@ def launch(
 
     Args:
         command: a command whose processes call `octavo.init`.
-        ranks: processes, one a GPU.
-        timeout: seconds that the others may take to end after one that received a stop signal.
-        grace: the same after one that failed; their watchdogs report it in this time.
+        ranks: number of processes, one per GPU.
+        timeout: seconds for the other ranks to end after one that received a stop signal.
+        grace: the same after one that failed; the watchdogs report it in this time.
         stopped: message and exit code if a signal ended all ranks before any of them handled it.
 
     Raises:
@@ -70,18 +70,18 @@ def _wait(processes: Supervisor, store: Future[object], *, timeout: float, grace
 
 
 def _patience(processes: Supervisor, code: int, timeout: float, grace: float) -> float:
-    """Seconds that the other ranks have once one has ended with this code."""
+    """Seconds that the other ranks get once one has ended with this code."""
     if code == EXIT_STOPPED:
-        if not processes.asked:  # only one rank was, and a rank that waits for it to join has no watchdog yet
+        if not processes.asked:  # only one rank was stopped, and one that waits for it to join has no watchdog yet
             processes.terminate()
         return timeout
-    if code == EXIT_INPUT:  # found by all, or before there was anything to lose
+    if code == EXIT_INPUT:  # all ranks find it, or nothing can be lost yet
         return 0.0
     return grace + _SLACK_SECONDS if code else math.inf
 
 
 def _exit_code(processes: Supervisor, ranks: int, stopped: tuple[str, int]) -> int:
-    """The exit code of all, with a message where no rank lived to say why it ended."""
+    """The exit code of all, with a message if no rank survived to explain its end."""
     failed = {rank: code for rank, code in processes.codes.items() if code != 0}
     if reported := [code for code in failed.values() if code > 0]:
         return reported[0]
@@ -99,7 +99,7 @@ def _exit_code(processes: Supervisor, ranks: int, stopped: tuple[str, int]) -> i
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The user's environment with torchrun's variables."""
-    # With threads for all cores in each, ranks on a CPU would wait for one another.
+    # If each rank had threads for all cores, ranks on a CPU would slow each other down.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     of_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     store = {"MASTER_ADDR": _HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}

@@ -1,4 +1,4 @@
-"""A rank among the processes of its host: its end, also with its launcher, its imports, and its last progress.
+"""A rank's process on its host: how it ends, also with its launcher; signals during imports; its last progress.
 
 A shared page of memory holds a rank's last progress after its death; the others see it at once (`supervision.Process`), without
 waiting for a heartbeat. Without Linux, or in a container that forbids these calls, processes are looked up at every heartbeat,
@@ -44,7 +44,7 @@ def die_with_launcher() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit after Python's exit functions and before C++ destructors: those of process groups abort now and then."""
+    """Exit after Python's exit functions and before C++ destructors: those of process groups sometimes abort."""
     atexit._run_exitfuncs()
     exit_without_destructors(code)
 
@@ -52,14 +52,14 @@ def leave(code: int) -> NoReturn:
 def exit_without_destructors(code: int) -> NoReturn:
     """Exit at once, with the streams flushed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # None: it was closed before Python began
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # None: the stream was closed before Python started
             stream.flush()
     os._exit(code)
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold signals that stop a run until the end of the block: one within an import leaves half a module, or aborts."""
+    """Defer stop signals to the end of the block: one during an import leaves half a module, or aborts."""
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
@@ -94,9 +94,9 @@ def tell_launcher(message: str, code: int) -> None:
 
 
 def wait_for_rank_0(seconds: float) -> None:
-    """Wait until rank 0 has done nothing for some seconds, so that it reports a fault that all ranks find.
+    """Wait until rank 0 has been idle for some seconds, so that it reports an error that all ranks find.
 
-    On a busy host it may come to the fault much later. The launcher ends this rank once rank 0 has reported and exited. A rank
+    On a busy host it may find the error much later. The launcher ends this rank once rank 0 has reported and exited. A rank
     that torchrun ends exits with 0: torchrun's report has eight lines for each rank with another code.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is threading.main_thread():
@@ -111,7 +111,7 @@ def wait_for_rank_0(seconds: float) -> None:
 
 
 def _sibling_of_rank_0() -> int | None:
-    """The process of rank 0, if the launcher of this one has started it on this host."""
+    """The process of rank 0, if this rank's launcher started it on this host."""
     for pid in children(os.getppid()):
         with contextlib.suppress(OSError):
             if b"RANK=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -120,7 +120,7 @@ def _sibling_of_rank_0() -> int | None:
 
 
 def _main_thread(pid: int | None) -> tuple[int, bool]:
-    """Time on a processor in the kernel's ticks, and True while it runs or waits for a processor or a disk."""
+    """CPU time in kernel ticks; and True while the thread runs, or waits for a processor or a disk."""
     with contextlib.suppress(OSError):
         fields = fields_of(f"/proc/{pid}/task/{pid}/stat")
         return int(fields[11]) + int(fields[12]), fields[0] in (b"R", b"D")
@@ -151,7 +151,7 @@ def host_identity() -> str:
 
 
 class SharedPage:
-    """A page of memory that one process writes and the others of its host read, also after its death.
+    """A page of memory that one process writes, and others on its host read, also after its death.
 
     It is an anonymous file that the others open through /proc: nothing is left on disk.
     """

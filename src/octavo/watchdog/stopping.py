@@ -2,7 +2,7 @@
 
 Before the first step there is nothing to save, so a signal ends the run at once, with the same exit code. From then on it
 only sets a flag that the loop reads between steps: an exception inside an optimizer step or a rename would leave it half done.
-A second SIGTERM means nothing new, since schedulers may send it twice. A second Ctrl-C interrupts at once. SIGHUP (the terminal
+A second SIGTERM has no effect, since schedulers may send it twice. A second Ctrl-C interrupts at once. SIGHUP (the terminal
 is gone), SIGUSR1 and SIGUSR2 (schedulers' notices that the time is nearly over) and a pipe without a reader count as SIGTERM.
 SIGHUP stays ignored under nohup, and SIGUSR1 and SIGUSR2 stay with a handler that the program has installed.
 """
@@ -21,15 +21,15 @@ from octavo.supervision import StopHandler, stop_signals
 
 
 class _StopSignal(BaseException):
-    """A signal before the first step; no `Exception`, which libraries that read data and models catch."""
+    """A signal before the first step; not an `Exception`, which libraries that read data and models catch."""
 
 
 class StopRequest(StopHandler):
-    """A context that handles the signals; after one before the first step its exit raises RunStopped."""
+    """A context that handles the signals; its exit raises RunStopped after a signal before the first step."""
 
     def __init__(self) -> None:
         self.received: str | None = None  # name of the first signal
-        self.ending = False  # the run is to end as if its last step were done
+        self.ending = False  # the run should end as after its last step
         self._training = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -57,7 +57,7 @@ class StopRequest(StopHandler):
         self.ending = True
 
     def output_closed(self) -> None:
-        """Stop as for a signal: whoever read the output is gone."""
+        """Stop as for a signal: the reader of the output has exited."""
         _silence_closed_outputs()
         if threading.current_thread() is threading.main_thread():
             self._stop("a closed output")
@@ -78,7 +78,7 @@ class StopRequest(StopHandler):
 
 
 def _silence_closed_outputs() -> None:
-    """Send stdout and stderr to nowhere if their pipe or terminal is closed: the next line printed would end the run."""
+    """Redirect stdout and stderr to /dev/null if their pipe or terminal is closed: the next line would end the run."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)  # errors and hang-ups are always reported

@@ -1,8 +1,8 @@
 """Watchdog: a job ends when one of its ranks fails, and the first failure is reported first.
 
 Each rank has a heartbeat thread that publishes its progress about once a second and reads that of the others. The first rank to
-find a failure writes it to the job's key-value store and reports it. Then every rank has `grace` seconds to end, after which
-its thread ends the process: a main thread in a hanging collective never would. The store has to outlive the ranks: torchrun's
+find a failure writes it to the job's key-value store and reports it. Then every rank has `grace` seconds to end; after that
+its thread ends the process: a main thread in a hanging collective never would. The store must outlive the ranks: torchrun's
 agent serves it; if rank 0 does, a frozen rank 0 goes unnoticed.
 """
 
@@ -31,28 +31,28 @@ from octavo.watchdog.processes import SharedPage, exit_without_destructors
 
 _BROKEN_CONNECTION = re.compile(r"gloo|nccl|process ?group|connection|broken pipe|socket|timed? ?out|\bpeer\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"rank (\d+)\b")
-_DONE, _INTERRUPTED = "done", "interrupted"  # reasons for an end in good order; a RunStopped gives its own text
+_DONE, _INTERRUPTED = "done", "interrupted"  # reasons for a regular end; a RunStopped has its own text
 
 
 class PeerFailed(OctavoError):
     """Another rank has failed; the message names rank and phase, and has already been reported."""
 
-    reported = True  # nothing is left to print; the exception of the failed rank gets the same attribute
+    reported = True  # nothing is left to print; the failed rank's exception gets the same attribute
 
     def __init__(self, failure: Failure, world: int) -> None:
         super().__init__(failure.message(world))
-        # If only one rank received a stop signal, it stops by itself only before the first step: nothing is lost.
+        # A single rank that received a stop signal stops alone only before the first step: nothing is lost.
         stopped = failure.kind == "left" and failure.detail not in (_DONE, _INTERRUPTED)
         self.exit_code = EXIT_INPUT if failure.kind == "input" else EXIT_STOPPED if stopped else EXIT_FAILED
 
 
 class Watchdog:
-    """A context around the training of one of `octavo.init`'s ranks; if there are several, all enter theirs in the same order.
+    """A context around the training of one of `octavo.init`'s ranks; all ranks enter theirs in the same order.
 
     An exception that leaves the context is the job's failure, or the consequence of another rank's. The failure is reported on
     stderr with rank and phase. Then the failed rank raises its original exception, with the attribute `reported`, and the
-    others raise `PeerFailed`. Every process ends within `grace` seconds. `RunStopped`, and exceptions that are no `Exception`,
-    are no failure. A single rank has no thread and no store.
+    others raise `PeerFailed`. Every process ends within `grace` seconds. `RunStopped`, and exceptions that are not an
+    `Exception`, are not failures. A single rank has no thread and no store.
 
     Args:
         timeout: seconds without a heartbeat, or in one phase while others wait, before a rank counts as failed.
@@ -81,7 +81,7 @@ class Watchdog:
         self._advance(Progress(self.progress.training, step, 0, "data", first, time.monotonic()))
 
     def phase(self, name: str) -> None:
-        """Enter a phase; entering the same phase repeatedly is a sign of life within a long one."""
+        """Enter a phase; re-entering it shows progress within a long phase."""
         self._advance(replace(self.progress, phases=self.progress.phases + 1, phase=name, since=time.monotonic()))
 
     def _advance(self, progress: Progress) -> None:
@@ -93,7 +93,7 @@ class Watchdog:
         if self.world > 1:
             self._page = SharedPage.create()
             self._advance(self.progress)
-            default: Any = _get_default_store()  # its class lacks `clone` in the annotations of earlier versions
+            default: Any = _get_default_store()  # earlier versions do not annotate `clone`
             # The prefix separates consecutive watchdogs of one job.
             store = PrefixStore(f"octavo-watchdog-{next(self._count)}", default.clone())
             self._heartbeat = HeartbeatThread(
@@ -139,7 +139,7 @@ class Watchdog:
             try:
                 raise peer_failed
             finally:
-                peer_failed.__context__ = None  # not to be shown, nor, if it is a signal, taken for the reason
+                peer_failed.__context__ = None  # neither shown nor, if it is a signal, taken as the reason
 
     def _diagnose(self, heartbeat: HeartbeatThread, error: BaseException | None) -> Failure | None:
         if error is None or heartbeat.failure is not None:
@@ -177,7 +177,7 @@ def is_consequence(error: BaseException, rank: int) -> bool:
 
 
 def _part_of_rank(error: BaseException, rank: int) -> BaseException | None:
-    """This rank's exception out of one that joins several in `failures`: {rank: (exception, traceback)}."""
+    """This rank's exception from one that joins several in `failures`: {rank: (exception, traceback)}."""
     failures = getattr(error, "failures", None)
     part = failures.get(rank) if isinstance(failures, dict) else None
     inner = part[0] if isinstance(part, tuple) and part else part
