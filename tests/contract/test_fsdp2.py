@@ -16,10 +16,10 @@ import torch
 from private_names import SOURCE, used_in
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 import ranks
 from octavo.errors import InputError
@@ -27,10 +27,9 @@ from octavo.parallel.fsdp2 import adapter
 
 pytestmark = ranks.alone
 
-IMPORTED = {"_fully_shard", "_fsdp_collectives", "_fsdp_common", "_fsdp_param"}
+IMPORTED = {"_fully_shard", "_fsdp_collectives", "_fsdp_common"}
 ADAPTER = SOURCE / "parallel" / "fsdp2" / "adapter.py"
-RECORDS = {"shard_process_group", "iter_forward_root", "post_backward_final_callback_queued", "all_gather_event", "event",
-           "param_name"}  # fmt: skip
+RECORDS = {"iter_forward_root", "post_backward_final_callback_queued", "all_gather_event", "event"}
 STATE = {"_fsdp_param_group", "_training_state", "_state_ctx", "_modules_to_run_forward"}
 SIGNATURES = {
     (_fsdp_param_group.FSDPParamGroup, "unshard"): ("self", "async_op"),
@@ -40,11 +39,7 @@ SIGNATURES = {
     (_fsdp_param_group.FSDPParamGroup, "post_backward"): ("self", "unused"),
     (_fsdp_param_group.FSDPParamGroup, "finalize_backward"): ("self",),
     (_fsdp_param_group.FSDPCommContext, "get_all_gather_streams"): ("self", "async_op", "training_state"),
-    (_fsdp_param.FSDPParam, "init_all_gather_outputs"): (
-        "self", "all_gather_input_numels", "all_gather_input_dtypes", "world_size", "device",
-    ),
     (_fsdp_param.FSDPParam, "init_unsharded_param"): ("self",),
-    (_fsdp_param.FSDPParam, "to_sharded_dtensor"): ("self", "tensor"),
 }  # fmt: skip
 
 
@@ -54,9 +49,10 @@ def names():
 
 
 def test_every_name_of_the_adapter_is_one_of_these():
-    known = names() | {"_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter"}
+    known = names() | {"_post_accumulate_grad_hooks", "_unsafe_preserve_version_counter", "_local_tensor"}
     own = {name for name in used_in(ADAPTER) if name not in known}
-    assert own <= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering"}
+    own -= {"_raw", "_before_reduction", "_check", "_state", "_is_fit", "_gather", "_InPlaceGathering", "_padded"}
+    assert own <= {"_held", "_places"}
 
 
 def test_every_other_attribute_in_the_adapter_is_public():
@@ -66,9 +62,10 @@ def test_every_other_attribute_in_the_adapter_is_public():
     own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"}
     own |= {field.name for field in dataclasses.fields(adapter.Form)} | {"octavo_group"}
     owners = (torch, torch.Tensor, torch.UntypedStorage, torch.Stream, torch.cuda, torch.distributed, nn, DTensor, FSDPModule)
-    public = {name for owner in (*owners, ProcessGroup, fully_shard, dict, str) for name in dir(owner)}
+    more = ProcessGroup, DeviceMesh, Placement, nn.Module, fully_shard, dict, list, str
+    public = {name for owner in (*owners, *more) for name in dir(owner)}
     public |= {"fsdp_pre_all_gather", "fsdp_post_all_gather"}
-    assert {node.attr for node in attributes} - names() - own - public == {"IDLE", "FORWARD", "PRE_BACKWARD", "SHARDED"}
+    assert {node.attr for node in attributes} - names() - own - public == {"IDLE", "FORWARD", "PRE_BACKWARD"}
 
 
 def test_every_private_name_has_its_reason_beside_the_public_means():
@@ -118,10 +115,6 @@ def test_the_record_of_a_gathering():
 
 def test_states():
     assert {"IDLE", "FORWARD", "PRE_BACKWARD"} <= _fsdp_common.TrainingState.__members__.keys()
-    assert "SHARDED" in _fsdp_param.ShardedState.__members__
-    assert issubclass(_fsdp_common.HSDPMeshInfo, _fsdp_common.FSDPMeshInfo)
-    assert issubclass(_fsdp_common.HSDPMeshInfo, _fsdp_common.DDPMeshInfo)
-    assert not issubclass(_fsdp_common.FSDPMeshInfo, _fsdp_common.DDPMeshInfo)
 
 
 def sharded():

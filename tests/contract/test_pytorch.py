@@ -105,8 +105,8 @@ NAMES = (
     Name("torch.ops.aten._to_copy", ("collectives/blocks.py",), "`Tensor.to` calls it under `__torch_dispatch__`"),
     Name(
         "torch.distributed.tensor.DTensor._local_tensor",
-        ("parallel/deferred_init.py",),
-        "a shard, without autograd",
+        ("parallel/deferred_init.py", "parallel/fsdp2/adapter.py"),
+        "a shard, without autograd; the tensor itself, which FSDP2 looks at for extensions",
     ),
     Name(
         "torch.distributed.checkpoint.utils._DistWrapper",

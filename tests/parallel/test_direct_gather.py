@@ -50,7 +50,7 @@ def gathered(direct):
         copied.append([parameter._param_fqn for parameter in parameters])
         return by_copies(parameters, *rest)
 
-    use = direct_gather.use if direct else lambda modules: None
+    use = direct_gather.use if direct else lambda modules, dtype: None
     with (
         mock.patch.object(direct_gather, "use", use),
         mock.patch.object(direct_gather, "_gather", noted),
@@ -449,8 +449,8 @@ def order_of_streams():
         gather(whole, own, group=group)
 
     for parameter in group.octavo_group.parameters:
-        parameter.allocate = lambda ranks, allocate=parameter.allocate: (
-            log.append(f"allocated in {streams.now.name}") or allocate(ranks)
+        parameter.allocate = lambda *given, allocate=parameter.allocate: (
+            log.append(f"allocated in {streams.now.name}") or allocate(*given)
         )
     with mock.patch.object(direct_gather, "all_gather", noted), group.use_training_state(TrainingState.FORWARD):
         group.unshard()

@@ -140,14 +140,14 @@ def shard(
         fully_shard(group, mesh=mesh, reshard_after_forward=False, mp_policy=outer)
     policy = parameter_dtypes if not blocks and has_fp8_weights(model, how.recipe) else outer
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for each in groups_of(sharded_modules(model)):
+        each.make_trainable()
     _derive_class(model, each_micro_batch_too=how.sync_each_micro_batch)
     if summed:
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _spare_copies(model, units, how, whole=inner.size() == 1)
-    for each in groups_of(sharded_modules(model)):
-        each.make_trainable()
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and (of_module := group_of(module)) is not None:
             of_module.name = ", ".join(filter(None, (of_module.name, name)))
@@ -155,7 +155,8 @@ def shard(
         each_micro_batch.use(model, sharded_modules(model))
         vars(model)[_EACH] = True
     last = [group[-1] for group in together]  # the hooks of a group are those of its modules together
-    direct_gather.use([_fsdp(part) for part in (*front, *last, model)])
+    direct_gather.use([_fsdp(part) for part in (*front, *last)], outer.param_dtype)
+    direct_gather.use([_fsdp(model)], policy.param_dtype)
     _prefetch([[part] for part in front], units, [[part] for part in last])
     for part in [*front, *itertools.chain(*units), *last, model]:
         part.register_forward_hook(_reshard_after_evaluation)

@@ -2,11 +2,12 @@
 
 `fully_shard` gives a module a group of parameters that are gathered and reduced together. Octavo gathers weights as FP8, large
 matrices in place, and reduces gradients without copies, for which FSDP2 has no public API. `Group` and `Parameter` give public
-names to what is read and changed; no other file names an attribute of FSDP2.
+names to what is read and changed; no other file names an attribute of FSDP2. A sharded parameter is a DTensor: its ranks, size
+and rows are read from that, and whether it is gathered from its module, which has the shard or the whole.
 
 Replaced methods, on the instance of each group, in this order:
 
-1. `init_all_gather_outputs`, `init_unsharded_param` of its parameters run outside inference mode (`Group.make_trainable`).
+1. `wait_for_unshard` runs outside inference mode (`Group.make_trainable`).
 2. `post_backward` first runs the actions of `BEFORE_REDUCTION` (`Group.before_reduction`), in that order, whatever the order of
 registration.
 3. `unshard` and `wait_for_unshard` gather in place if the group is fit (`Group.gather_in_place`).
@@ -28,8 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.profiler import record_function
 
@@ -37,20 +38,17 @@ from octavo.errors import InputError
 from octavo.versions import requirement
 
 GROUP = (
-    "fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "comm_ctx", "reduce_grads",
-    "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "is_unsharded", "unshard",
+    "fsdp_params", "post_forward_mesh_info", "comm_ctx", "reduce_grads",
+    "gradient_divide_factor", "force_sum_reduction_for_comms", "unshard_in_backward", "unshard",
     "wait_for_unshard", "pre_backward", "post_backward", "finalize_backward", "_training_state", "_all_gather_result",
     "_all_gather_comm", "_partial_reduce_output", "_all_reduce_hook", "_to_unsharded",
 )  # fmt: skip
 """Names of an `FSDPParamGroup` that this file uses."""
 PARAMETER = (
-    "_module_info", "_orig_size", "_sharded_param_data", "_sharded_local_tensor", "mesh_info", "device", "sharded_state",
-    "sharded_param",
-    "all_gather_outputs", "unsharded_accumulated_grad", "unsharded_accumulated_grad_data", "unsharded_grad_data",
-    "init_all_gather_outputs", "init_unsharded_param", "reset_sharded_param", "to_sharded_dtensor",
+    "sharded_param", "all_gather_outputs", "unsharded_accumulated_grad", "init_unsharded_param", "reset_sharded_param",
 )  # fmt: skip
 """Names of an `FSDPParam` that this file uses, before its first gathering."""
-LATER = ("param_dtype", "_unsharded_param", "_unsharded_inner_tensors")
+LATER = ("_unsharded_param", "_unsharded_inner_tensors")
 """Names that a first forward gives an `FSDPParam`."""
 STREAMS = ("all_gather_state", "reduce_scatter_stream", "get_all_gather_streams")
 """Names of a group's `comm_ctx` that this file uses, from the first forward on."""
@@ -100,36 +98,49 @@ class Parameter:
 
     Attributes:
         module, name: its module, and its name there.
-        size: shape of the whole.
+        size: shape of the whole; of experts, those of this rank.
         rank, ranks: this rank's index in the shard group, and the group's size.
         shard_group: the ranks that hold parts of it.
+        replicated: these ranks have replicas.
         device: where it is gathered.
         padded_rows: rows of a shard, padding included.
         by_rows: ranks have consecutive rows.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, module: nn.Module, name: str) -> None:
         _check(raw, PARAMETER, "parameters")
-        self._raw = raw
-        self.module: nn.Module = raw._module_info.module
-        self.name: str = raw._module_info.param_name
-        # For experts: those of this rank. `sharded_param` has the size of all experts.
-        self.size: torch.Size = raw._orig_size
-        self.device: torch.device = raw.device
-        mesh = raw.mesh_info
-        ranks: Any = mesh.shard_process_group if isinstance(mesh, FSDPMeshInfo) else None
+        self._raw, self.module, self.name = raw, module, name
+        placements, mesh = raw.sharded_param.placements, raw.sharded_param.device_mesh
+        # FSDP2's dimensions are first: of replicas, if any, then of shards. Those of other parallelism are behind.
+        place = next((place for place, placement in enumerate(placements) if not placement.is_replicate()), None)
+        self.replicated: bool = place is None or place > 0
+        ranks: Any = None if place is None else mesh.get_group(place)
         self.shard_group = ranks
         self.rank: int = 0 if ranks is None else ranks.rank()
         self.ranks: int = 1 if ranks is None else ranks.size()
+        sizes = list(raw.sharded_param.shape)
+        for behind, placement in enumerate(placements):
+            if place is not None and behind > place and not placement.is_replicate():
+                sizes[placement.dim] //= mesh.size(behind)
+        self.size = torch.Size(sizes)
+        self.device = torch.device("cpu")
+        if mesh.device_type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
         # PyTorch's chunks: the first rank has the most rows.
         self.padded_rows: int = -(-self.size[0] // self.ranks)
-        self.by_rows = all(getattr(placement, "dim", 0) == 0 for placement in raw.sharded_param.placements)
+        self._padded = torch.empty(self.padded_rows, *self.size[1:], device="meta")
+        self.by_rows = all(getattr(placement, "dim", 0) == 0 for placement in placements)
 
     @property
     def shard(self) -> Tensor:
         """This rank's rows, padded, [padded rows, …]; only of a parameter sharded by rows."""
-        own: Tensor = self._raw._sharded_param_data.view(self.padded_rows, *self.size[1:])
-        return own
+        own: Tensor = self._raw.sharded_param._local_tensor
+        return own.as_strided(self._padded.shape, self._padded.stride())
+
+    @property
+    def flat_shard(self) -> Tensor:
+        """This rank's elements, with zeros where it has fewer rows than the first: FSDP2 allocates its shard with them."""
+        return self.shard.view(-1)
 
     @property
     def is_by_rows(self) -> bool:
@@ -140,8 +151,8 @@ class Parameter:
     def is_cast_alone(self) -> bool:
         """True if the whole is the concatenation of the ranks' shards, cast."""
         raw = self._raw
-        extended = hasattr(raw._sharded_local_tensor, "fsdp_pre_all_gather")
-        return self.is_by_rows and raw.sharded_state == ShardedState.SHARDED and not extended
+        extended = hasattr(raw.sharded_param._local_tensor, "fsdp_pre_all_gather")
+        return self.is_by_rows and getattr(self.module, self.name) is raw.sharded_param and not extended
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
@@ -155,11 +166,11 @@ class Parameter:
         if whole is None:  # no forward yet
             return None
         if (total := raw.unsharded_accumulated_grad) is None:
-            return None if whole.grad is None else cast(Tensor, raw.unsharded_grad_data)
-        if whole.grad is not None:
+            total = whole.grad
+        elif whole.grad is not None:
             total += whole.grad
             whole.grad = None
-        return cast(Tensor, raw.unsharded_accumulated_grad_data)
+        return _held(total, whole) if isinstance(total, DTensor) else cast("Tensor | None", total)
 
     def drop_gradient(self) -> None:
         """Leave FSDP2 no gradient to reduce."""
@@ -171,7 +182,9 @@ class Parameter:
         shard = self._raw.sharded_param
         gradient = gradient.to(shard.dtype).contiguous()
         if shard.grad is None:
-            shard.grad = self._raw.to_sharded_dtensor(gradient)
+            shard.grad = DTensor.from_local(
+                gradient, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
         else:
             shard.grad.to_local().add_(gradient)
         for hook in (shard._post_accumulate_grad_hooks or {}).values():
@@ -186,7 +199,7 @@ class Parameter:
 
         FSDP2 looks for them before its first all-gather.
         """
-        tensor = self._raw._sharded_local_tensor
+        tensor = self._raw.sharded_param._local_tensor
         tensor.fsdp_pre_all_gather, tensor.fsdp_post_all_gather = before, after
 
     def take_form(self) -> Form:
@@ -206,10 +219,11 @@ class Parameter:
             self._raw._unsharded_param = form.whole
 
     @torch.inference_mode(False)  # a later forward may save it for backward
-    def allocate(self, ranks: int) -> Tensor:
-        """Allocate the whole on the current stream: the rows of all ranks, then padding, flat."""
-        raw, shard = self._raw, self._raw._sharded_param_data
-        raw.init_all_gather_outputs([shard.numel()], [raw.param_dtype or shard.dtype], ranks, raw.device)
+    def allocate(self, ranks: int, dtype: torch.dtype | None) -> Tensor:
+        """Allocate the whole, of a dtype or its own, on the current stream: the rows of all ranks, then padding, flat."""
+        raw, shard = self._raw, self.flat_shard
+        if not raw.all_gather_outputs:
+            raw.all_gather_outputs = [torch.empty(ranks * shard.numel(), dtype=dtype or shard.dtype, device=self.device)]
         (whole,) = raw.all_gather_outputs
         assert isinstance(whole, Tensor)
         _resize(whole, whole.nbytes)
@@ -220,30 +234,27 @@ class Parameter:
         for whole in self._raw.all_gather_outputs:
             _resize(whole, 0)
 
-    @property
-    def flat_shard(self) -> Tensor:
-        """This rank's elements, padded with zeros to the rows of the first rank."""
-        return cast(Tensor, self._raw._sharded_param_data)
-
 
 class Group:
     """The parameters that FSDP2 gathers and reduces together.
 
     Attributes:
-        module: has the group, alone or with others.
+        module: the first that has the group.
         name: of its modules, below the root.
         parameters: in FSDP2's order.
         device: PyTorch's module of streams and events for the group's device.
         replicated: gradients are also summed over replicas.
     """
 
-    def __init__(self, raw: Any, module: FSDPModule) -> None:
+    def __init__(self, raw: Any, modules: Sequence[FSDPModule]) -> None:
         _check(raw, GROUP, "groups of parameters")
-        self._raw, self.module, self.name = raw, module, ""
-        self.parameters = [Parameter(parameter) for parameter in raw.fsdp_params]
-        self.device: Any = torch.get_device_module(raw.device)
-        self.is_sharded = isinstance(raw.mesh_info, FSDPMeshInfo)
-        self.replicated = self.is_sharded and isinstance(raw.mesh_info, DDPMeshInfo)
+        self._raw, self.module, self.name = raw, modules[0], ""
+        places = _places(cast("Sequence[nn.Module]", modules))
+        self.parameters = [Parameter(parameter, *places[parameter.sharded_param]) for parameter in raw.fsdp_params]
+        first = self.parameters[0]
+        self.device: Any = torch.get_device_module(first.device)
+        self.is_sharded = first.shard_group is not None
+        self.replicated = self.is_sharded and first.replicated
         self._before_reduction: dict[str, Callable[[], None]] = {}
         self.micro_batch_follows = False
         """This backward is reduced, and another of the same step follows (`octavo.parallel.fsdp2.each_micro_batch`)."""
@@ -253,24 +264,25 @@ class Group:
 
         If an evaluation before training created them in inference mode, every later forward with gradients would fail.
         """
-        for raw in self._raw.fsdp_params:
-            for name in ("init_all_gather_outputs", "init_unsharded_param"):
-                setattr(raw, name, torch.inference_mode(False)(getattr(raw, name)))
+        self._raw.wait_for_unshard = torch.inference_mode(False)(self._raw.wait_for_unshard)
 
     @property
     def ranks(self) -> dist.ProcessGroup:
         """The ranks that have parts of its parameters."""
-        return cast(dist.ProcessGroup, self._raw.mesh_info.shard_process_group)
+        return cast(dist.ProcessGroup, self.parameters[0].shard_group)
 
     @property
     def is_gathered(self) -> bool:
         """True while the modules have their whole parameters."""
-        return bool(self._raw.is_unsharded)
+        first = self.parameters[0]
+        return getattr(first.module, first.name) is vars(first._raw).get("_unsharded_param")
 
     @property
     def is_there(self) -> bool:
         """True if it is gathered or being gathered."""
-        return self._raw.is_unsharded or self._raw._all_gather_result is not None
+        first = self.parameters[0]  # without a call, as it is asked in each block of each step
+        gathered = getattr(first.module, first.name) is vars(first._raw).get("_unsharded_param")
+        return gathered or self._raw._all_gather_result is not None
 
     @property
     def in_forward(self) -> bool:
@@ -373,20 +385,29 @@ class Group:
 
         raw.pre_backward = pre_backward
 
-    def gather_in_place(self, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
+    def gather_in_place(
+        self, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None], dtype: torch.dtype | None
+    ) -> None:
         """Gather by `gather`, which fills the memory of the group's parameters, if the group is `fit` for it.
 
-        `gather` gets flat tensors of all ranks' rows, in the order of `parameters`. It runs in the all-gather stream, after all
-        work enqueued on the compute stream. An asynchronous `unshard` by the user uses FSDP2's all-gather.
+        `gather` gets flat tensors of all ranks' rows, in the order of `parameters`, of `dtype` (None: the shards'). It runs in
+        the all-gather stream, after all work enqueued on the compute stream. An asynchronous `unshard` by the user uses FSDP2's
+        all-gather.
         """
-        _InPlaceGathering(self, fit, gather).install()
+        _InPlaceGathering(self, fit, gather, dtype).install()
 
 
 class _InPlaceGathering:
     """The in-place all-gathers of one group; FSDP2's if the group is not fit for them."""
 
-    def __init__(self, group: Group, fit: Callable[[Group], bool], gather: Callable[[Group, Sequence[Tensor]], None]) -> None:
-        self.group, self.raw, self.fit, self.gather = group, group._raw, fit, gather
+    def __init__(
+        self,
+        group: Group,
+        fit: Callable[[Group], bool],
+        gather: Callable[[Group, Sequence[Tensor]], None],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.group, self.raw, self.fit, self.gather, self.dtype = group, group._raw, fit, gather, dtype
         self.plain_unshard, self.plain_wait = self.raw.unshard, self.raw.wait_for_unshard
         self.plain_finalize = self.raw.finalize_backward
 
@@ -398,14 +419,14 @@ class _InPlaceGathering:
     def unshard(self, async_op: bool = False) -> None:
         """Start to gather, unless that is done or pending."""
         raw = self.raw
-        there = raw._all_gather_result is not None or raw.is_unsharded
         unwanted = not raw.unshard_in_backward and raw._training_state == TrainingState.PRE_BACKWARD
-        if async_op or there or unwanted or not self._is_fit():
+        if async_op or self.group.is_there or unwanted or not self._is_fit():
             self.plain_unshard(async_op)
             return
         with record_function(f"FSDP::all_gather ({self.group.name})"):
             raw._all_gather_result = self._gather()
 
+    @torch.inference_mode(False)
     def wait_for_unshard(self) -> None:
         """Have the current stream wait for the all-gather, and register the unsharded parameters."""
         raw = self.raw
@@ -440,7 +461,7 @@ class _InPlaceGathering:
     def _gather(self) -> InPlace:
         raw = self.raw
         ranks, device = self.group.ranks.size(), self.group.device
-        wholes = [parameter.allocate(ranks) for parameter in self.group.parameters]
+        wholes = [parameter.allocate(ranks, self.dtype) for parameter in self.group.parameters]
         _, stream = raw.comm_ctx.get_all_gather_streams(False, raw._training_state)
         stream.wait_stream(device.current_stream())  # the compute stream may still use memory that it has freed
         # Autograd has saved views of a matrix that is freed and regathered, with the same values.
@@ -455,15 +476,19 @@ def group_of(module: FSDPModule) -> Group | None:
     if raw is None:
         return None
     known = vars(raw).get("octavo_group")
-    if known is None:
-        known = raw.octavo_group = Group(raw, module)
-    return cast(Group, known)
+    return groups_of([module])[0] if known is None else cast(Group, known)
 
 
 def groups_of(modules: Iterable[FSDPModule]) -> list[Group]:
-    """The groups of modules, each once, in their order."""
-    found = dict.fromkeys(group_of(module) for module in modules)
-    return [group for group in found if group is not None]
+    """The groups of modules, each once, in their order; of several modules' group all of them, the first time."""
+    together: dict[Any, list[FSDPModule]] = {}
+    for module in modules:
+        if (raw := _state(module)._fsdp_param_group) is not None:
+            together.setdefault(raw, []).append(module)
+    for raw, own in together.items():
+        if "octavo_group" not in vars(raw):
+            raw.octavo_group = Group(raw, own)
+    return [raw.octavo_group for raw in together]
 
 
 def backward_is_open(modules: Iterable[FSDPModule]) -> bool:
@@ -495,6 +520,23 @@ def _resize(tensor: Tensor, size: int) -> None:
     """Resize a tensor's storage to `size` bytes, without a new allocation if it has them."""
     if (storage := tensor.untyped_storage()).size() != size:
         storage.resize_(size)
+
+
+def _held(gradient: DTensor, whole: DTensor) -> Tensor:
+    """This rank's part of the gradient of experts that are spread over ranks."""
+    if gradient.placements != whole.placements:
+        gradient = gradient.redistribute(placements=whole.placements)
+    return gradient._local_tensor
+
+
+def _places(modules: Iterable[nn.Module]) -> dict[Tensor, tuple[nn.Module, str]]:
+    """The first module that has a parameter, and its name there, of the parameters below `modules`."""
+    found: dict[Tensor, tuple[nn.Module, str]] = {}
+    for root in modules:
+        for module in root.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                found.setdefault(parameter, (module, name))
+    return found
 
 
 def _state(module: FSDPModule) -> Any:

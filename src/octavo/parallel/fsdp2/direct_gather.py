@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,11 +24,14 @@ from octavo.parallel.fsdp2.adapter import Group, groups_of
 from octavo.parallel.fsdp2.sizes import one_is_large
 
 
-def use(modules: Sequence[FSDPModule]) -> None:
-    """Gather the parameters of these modules directly, whenever a group is fit for it."""
+def use(modules: Sequence[FSDPModule], dtype: torch.dtype | None) -> None:
+    """Gather the parameters of these modules directly, whenever a group is fit for it.
+
+    dtype: of the all-gather; None: the parameters'.
+    """
     for group in groups_of(modules):
         if group.is_sharded and group.ranks.size() > 1:
-            group.gather_in_place(_is_fit, _gather)
+            group.gather_in_place(_is_fit, _gather, dtype)
 
 
 def _is_fit(group: Group) -> bool:
