@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from octavo.config.section import Section
+from octavo.config.section import Section, several
 
 KEYS_OF_RECIPES: dict[str, tuple[str, ...]] = {
     "delayed": ("format", "amax_history_len", "amax_compute_algo", "margin", "fast_accumulation"),
@@ -60,7 +60,7 @@ class Fp8Config(Section):
     use_power_2_scales: bool = Field(
         False, description="Round scales down to powers of two (current scaling only; block scaling always does)."
     )
-    skip: list[str] = Field(default_factory=list, description="Patterns (`fnmatch`) of the names of modules without FP8.")
+    skip: list[str] = several("Patterns (`fnmatch`) of the names of modules without FP8.")
     layers: dict[str, Literal["bf16", "delayed", "current", "rowwise", "block"]] = Field(
         default_factory=dict,
         description='Patterns of module names → their recipe in place of `recipe`, or "bf16" for no FP8. Later patterns win; '

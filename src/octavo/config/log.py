@@ -6,15 +6,15 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from octavo.config.section import Section
+from octavo.config.section import Section, several
 
 
 class LogConfig(Section):
     """Progress lines and experiment trackers."""
 
     every: int = Field(1, ge=1, description="Steps between progress lines; metrics.jsonl has every step.")
-    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        default_factory=list, description="Experiment trackers that also receive the metrics (each is an extra to install)."
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = several(
+        "Experiment trackers that also receive the metrics (each is an extra to install)."
     )
 
     @field_validator("trackers")

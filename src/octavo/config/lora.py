@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from octavo.config.peft_settings import ALL_LINEAR, CONFIG, peft_settings
-from octavo.config.section import Section, refuse_addresses
+from octavo.config.section import Section, refuse_addresses, several
 from octavo.errors import InputError, unknown
 from octavo.storage import local_path, path_fault
 
@@ -115,10 +115,7 @@ class LoraConfig(Section):
         'or of their ends, such as ["q_proj", "v_proj"].',
     )
     rslora: bool = Field(False, description="The adapters' output is scaled by alpha / √rank.")
-    save_whole: list[str] = Field(
-        default_factory=list,
-        description='Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].',
-    )
+    save_whole: list[str] = several('Patterns of modules outside of the blocks that are trained whole, such as ["lm_head"].')
     load: str | None = Field(
         None,
         description="PEFT folder with the adapters to start from, and rank, alpha, targets, rslora and save_whole where "

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from octavo.config.synonyms import hint
 from octavo.errors import InputError, nearest
@@ -30,6 +30,11 @@ def refuse_addresses(value: Any, *, hub: bool = False) -> Any:
         if isinstance(each, str) and (fault := path_fault(each, hub=hub)):
             raise ValueError(f"{each!r}: {fault}" if isinstance(value, list) else fault)
     return value
+
+
+def several(description: str) -> Any:
+    """A field of a list, by default without elements."""
+    return Field(default_factory=list, description=description)
 
 
 OnDisk = AfterValidator(refuse_addresses)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from octavo.config.recompute import Recompute
-from octavo.config.section import OnDisk, Section
+from octavo.config.section import OnDisk, Section, several
 
 LM_EVAL = "lm-eval:"
 """Prefix of a task of lm-eval in `train.eval`."""
@@ -24,9 +24,8 @@ class TrainConfig(Section):
     epochs: float | None = Field(
         None, gt=0, description="Passes over the training data, in place of `steps`; rounded up to whole steps."
     )
-    extended: list[int] = Field(
-        default_factory=list,
-        description="Former last steps of a run that was extended: the schedule of each part ends at its last step.",
+    extended: list[int] = several(
+        "Former last steps of a run that was extended: the schedule of each part ends at its last step."
     )
     global_batch: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks.")
     micro_batch: int | None = Field(
@@ -75,9 +74,8 @@ class TrainConfig(Section):
         description="Weight of the squared log-sum-exp of the logits in the loss, which keeps logits near 0 (Octavo's decoder "
         "only; not in validation).",
     )
-    freeze: list[str] = Field(
-        default_factory=list,
-        description="Patterns (`fnmatch`) of the names of parameters, or of modules with them, that are not trained.",
+    freeze: list[str] = several(
+        "Patterns (`fnmatch`) of the names of parameters, or of modules with them, that are not trained."
     )
     verify: bool | str = Field(
         False,
@@ -95,10 +93,9 @@ class TrainConfig(Section):
         description="Batches in a validation over all ranks, of `micro_batch` sequences each, or of `global_batch` when that "
         "is absent: the same sequences on any number of ranks; fewer where the split is smaller.",
     )
-    eval: str | list[str] = Field(
-        default_factory=list,
-        description='Evaluations of the model in training: "FILE.py:FUNCTION", called with model and step, returns a dict of '
-        'numbers; "lm-eval:TASK" runs a task of lm-eval (extra octavo[eval]).',
+    eval: str | list[str] = several(
+        'Evaluations of the model in training: "FILE.py:FUNCTION", called with model and step, returns a dict of '
+        'numbers; "lm-eval:TASK" runs a task of lm-eval (extra octavo[eval]).'
     )
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: with each validation and at the end.")
     eval_reduce: Literal["same", "mean", "sum"] = Field(

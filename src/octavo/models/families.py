@@ -189,9 +189,26 @@ def _windows(config: Any, which: Literal["none", "all", "lists"]) -> tuple[int |
     return tuple(window if kind in ("sliding_attention", "local") else None for kind in kinds)
 
 
-def weight_and_bias(parts: Mapping[str, str]) -> dict[str, str | Joined]:
-    """Table rows for parts with a weight and a bias: name prefixes, Octavo's → the source's."""
-    return {ours + kind: theirs + kind for ours, theirs in parts.items() for kind in ("weight", "bias")}
+def block_with_biases(
+    *, norms: tuple[str, str], qkv: str, proj: str, mlp: tuple[str, str], join: Join | None = None
+) -> dict[str, str | Joined]:
+    """The rows of a block whose parts all have a weight and a bias, and whose MLP has no gate, by the names of its modules.
+
+    join: order of the rows of `qkv` if it differs from Octavo's.
+    """
+    parts = {
+        "self_attention.layernorm_qkv.layer_norm_": norms[0],
+        "self_attention.layernorm_qkv.": qkv,
+        "self_attention.proj.": proj,
+        "layernorm_mlp.layer_norm_": norms[1],
+        "layernorm_mlp.fc1_": mlp[0],
+        "layernorm_mlp.fc2_": mlp[1],
+    }
+    rows: dict[str, str | Joined] = {}
+    for ours, theirs in parts.items():
+        for name in (f"{theirs}.weight", f"{theirs}.bias"):
+            rows[ours + name.rpartition(".")[2]] = name if join is None or theirs != qkv else Joined(join, (name,))
+    return rows
 
 
 _LLAMA_NAMES = NameTable(
@@ -252,16 +269,12 @@ _NEOX_NAMES = NameTable(
         "norm.bias": "gpt_neox.final_layer_norm.bias",
         "head.weight": "lm_head.weight",  # "embed_out" in folders, which transformers renames
     },
-    block=weight_and_bias(
-        {
-            "self_attention.layernorm_qkv.layer_norm_": "input_layernorm.",
-            # Its rows already have the order of `Join.QKV`: query, key and value of one head, then of the next.
-            "self_attention.layernorm_qkv.": "attention.query_key_value.",
-            "self_attention.proj.": "attention.dense.",
-            "layernorm_mlp.layer_norm_": "post_attention_layernorm.",
-            "layernorm_mlp.fc1_": "mlp.dense_h_to_4h.",
-            "layernorm_mlp.fc2_": "mlp.dense_4h_to_h.",
-        }
+    block=block_with_biases(
+        norms=("input_layernorm", "post_attention_layernorm"),
+        # Its rows already have the order of `Join.QKV`: query, key and value of one head, then of the next.
+        qkv="attention.query_key_value",
+        proj="attention.dense",
+        mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     ),
     ours="layers",
     theirs="gpt_neox.layers",

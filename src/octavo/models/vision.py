@@ -18,26 +18,16 @@ from torch import Tensor, nn
 from octavo.errors import InputError
 from octavo.models.convert import Conversion, attach
 from octavo.models.exact import differences, switched_on
-from octavo.models.families import Join, Joined, NameTable, weight_and_bias
+from octavo.models.families import Join, NameTable, block_with_biases
 from octavo.models.structure import Tensors, class_name, difference_from, tensors_of
 from octavo.nn.block import RunBlock, TransformerLayer
 from octavo.nn.plain_names import use_plain_names
 
 VIT_NAMES = NameTable(
     model={},
-    block={
-        **weight_and_bias({"self_attention.layernorm_qkv.layer_norm_": "norm1."}),
-        "self_attention.layernorm_qkv.weight": Joined(Join.QKV, ("attn.qkv.weight",)),
-        "self_attention.layernorm_qkv.bias": Joined(Join.QKV, ("attn.qkv.bias",)),
-        **weight_and_bias(
-            {
-                "self_attention.proj.": "attn.proj.",
-                "layernorm_mlp.layer_norm_": "norm2.",
-                "layernorm_mlp.fc1_": "mlp.fc1.",
-                "layernorm_mlp.fc2_": "mlp.fc2.",
-            }
-        ),
-    },
+    block=block_with_biases(
+        norms=("norm1", "norm2"), qkv="attn.qkv", proj="attn.proj", mlp=("mlp.fc1", "mlp.fc2"), join=Join.QKV
+    ),
     ours="blocks",
     theirs="blocks",
 )

@@ -122,14 +122,9 @@ def _way(script: Script, runs: str, jobs: bool) -> list[str]:
 
 def _row(use: Use) -> dict[str, Any]:
     row = use.row
-    return {
-        "line": use.line,
-        "name": use.name,
-        "library": use.library,
-        "status": "absent" if row is None else row.status,
-        "here": _NOT_THERE if row is None else row.here,
-        "change": "" if row is None else row.change,
-    }
+    status, here, change = ("absent", _NOT_THERE, "") if row is None else (row.status, row.here, row.change)
+    where = {"line": use.line, "name": use.name, "library": use.library}
+    return {**where, "status": status, "here": here, "change": change}
 
 
 def summary(scripts: Sequence[Script]) -> dict[str, Any]:
