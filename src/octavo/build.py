@@ -31,6 +31,7 @@ from octavo.collectives.context import STRATEGIES
 from octavo.collectives.tensor import TensorGroup
 from octavo.config.lora import LoRA
 from octavo.config.moe import MoeConfig
+from octavo.config.parallel import HORIZON
 from octavo.config.peft_settings import peft_settings
 from octavo.config.recompute import Recompute, check_blocks, check_values
 from octavo.dtypes import torch_dtype
@@ -88,7 +89,7 @@ from octavo.parallel.fsdp import blocks_of, check_same_weights, gather_weights_i
 from octavo.parallel.gathered import memory_of_gpu, settle_gathering
 from octavo.parallel.joined_amaxes import join_weights
 from octavo.parallel.module_init import OwnInit
-from octavo.parallel.offload import HORIZON, offloaded
+from octavo.parallel.offload import offloaded
 from octavo.parallel.recompute import recomputed, selectively_recomputed
 from octavo.parallel.replicated import sum_together
 from octavo.parallel.saving import save_whole

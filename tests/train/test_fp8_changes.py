@@ -97,6 +97,16 @@ def test_each_key_says_what_it_drops_and_the_rest_is_kept_to_the_bit(key, begun)
     )
 
 
+@pytest.mark.parametrize("key", ["fp8.recipe", "fp8.margin", "fp8.schedule", "fp8.skip", "fp8.layers", "fp8.head"])
+def test_another_model_is_built_only_where_other_layers_are_chosen(key, begun, monkeypatch):
+    built = []
+    monkeypatch.setattr(fp8_changes, "build_model", lambda *given, **options: built.append(1) or build_model(*given, **options))
+    overrides, begin, kept = CHANGES[key]
+    changes = found(begun, *overrides)
+    assert (changes.begin, changes.unchanged) == (begin, kept)
+    assert len(built) == (key in ("fp8.skip", "fp8.layers", "fp8.head"))
+
+
 def test_every_key_of_the_section_has_a_case_or_needs_current_scaling(begun):
     assert CHANGES.keys() | {"fp8.use_power_2_scales"} == FP8_CHANGES.keys()
     assert {f"fp8.{name}" for name in Fp8Config.model_fields} == FP8_CHANGES.keys()

@@ -9,6 +9,9 @@ from pydantic import Field
 from octavo.config.section import Section
 from octavo.dtypes import DtypeName
 
+HORIZON = 2
+"""Blocks whose offloaded activations are loaded ahead, as SMP's `activation_loading_horizon`."""
+
 
 class ParallelConfig(Section):
     """Degrees of parallelism and dtypes of communication: SMP's names and defaults."""
@@ -50,10 +53,10 @@ class ParallelConfig(Section):
     )
     buffer_dtype: DtypeName = Field("float32", description="Dtype of floating-point buffers, rotary tables among them.")
     sm_activation_offloading: bool = Field(
-        False, description="Offload activations saved for backward to host memory, as train.offload."
+        False, description="The name of train.offload for octavo.init, from SMP: in a run file either turns offloading on."
     )
     activation_loading_horizon: int = Field(
-        2, ge=1, description="Blocks whose offloaded activations are loaded ahead in backward."
+        HORIZON, ge=1, description="Blocks whose offloaded activations are loaded ahead in backward."
     )
 
 

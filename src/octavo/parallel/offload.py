@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from octavo.config.parallel import HORIZON
 from octavo.errors import InputError
 from octavo.fp8.scaling import states_of
 from octavo.kernels.attention.cached import moved
 
 SMALLEST_BYTES = 1 << 20
 """Smaller tensors stay on the device: statistics and scales are many and small."""
-HORIZON = 2
-"""Blocks whose activations are loaded ahead, as SMP's `activation_loading_horizon`."""
 
 
 class _Saved:

@@ -36,12 +36,11 @@ from octavo.parallel.world import rank_variable
 from octavo.plan.memory import PARTS, RANKS_OF_A_HOST, USABLE, Estimate, estimate
 from octavo.plan.run import RunPlan
 from octavo.plan.saved import BlockRecipes, Setup
+from octavo.plan.sizes import MOST_RANKS
 from octavo.plan.tensor import KEY as TENSOR
 from octavo.plan.tensor import check_tensor
 from octavo.run.resume import CHANGEABLE
 
-MOST_RANKS = 1 << 12
-"""Most ranks that are tried, by doubling."""
 CHUNKS = 8
 """Value tried for `train.mlp_chunks`: an eighth of an MLP's temporaries, and products of 16,384 tokens at full speed."""
 _MATRICES = ("self_attention.qkv", "self_attention.proj")

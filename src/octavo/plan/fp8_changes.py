@@ -94,8 +94,10 @@ def find(plan: RunPlan, before: RunConfig, saved: Mapping[str, Any]) -> Fp8Chang
 
 
 def _model_of(plan: RunPlan, config: RunConfig) -> nn.Module:
-    """The model under another `[fp8]` section, on the meta device."""
-    return build_model(plan.hf_config, build_options(config, blocks=plan.blocks), device="meta")
+    """The model under another `[fp8]` section, on the meta device: the plan's unless other layers run in FP8."""
+    now, options = plan.build_options, build_options(config, blocks=plan.blocks)
+    chosen = [(each.layers, each.skip, each.fp8_head, each.excluded) for each in (now, options)]
+    return plan.model_on_meta if chosen[0] == chosen[1] else build_model(plan.hf_config, options, device="meta")
 
 
 def _recipes(model: nn.Module, recipe: Recipe | None) -> dict[str, Any]:

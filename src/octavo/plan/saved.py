@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from octavo.config.parallel import HORIZON
 from octavo.config.recompute import Recompute, recomputes_block
 from octavo.fp8 import quantizer
 from octavo.fp8.linear import saved_input_bytes
@@ -19,7 +20,7 @@ from octavo.fp8.quantizer import WeightUse, cached_weight_bytes, has_one_scale, 
 from octavo.fp8.recipe import RECIPES, Recipe
 from octavo.hardware import is_affordable
 from octavo.kernels.autograd import SavedBytes
-from octavo.kernels.experts.routes import most_rows
+from octavo.kernels.experts.routes import TILE, most_rows
 from octavo.kernels.gemm import ALIGNMENT
 from octavo.models.spec import ModelSpec
 from octavo.models.tensor_parallel import part_of_rank, rows_of_words
@@ -97,7 +98,7 @@ class Setup:
     recompute: Recompute = False
     mlp_chunks: int = 1
     offload: bool = False
-    horizon: int = 2
+    horizon: int = HORIZON
     accumulates: bool = False
     documents: bool = False
     world: int = 1
@@ -111,7 +112,7 @@ class Setup:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    row_tile: int = 128
+    row_tile: int = TILE
     frozen: int = 0
     frozen_of_block: int = 0
     syncs: bool = False

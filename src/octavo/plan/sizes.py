@@ -31,7 +31,7 @@ MOST_LAYERS = 16_384
 MOST_PARAMETERS = 10**15
 """Most parameters of a planned model: PyTorch counts a tensor's bytes in 63 bits."""
 MOST_RANKS = 4096
-"""Most ranks that a message suggests."""
+"""Most ranks that are tried, by doubling, and that a message suggests."""
 TOKEN_BYTES = 24
 """Host memory of a token of a step: id, label and position, int64 each."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

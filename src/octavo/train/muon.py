@@ -30,13 +30,12 @@ from octavo.groups import factors_of, parameter_groups
 from octavo.models.hidden import HiddenParameter, hidden_parameters
 from octavo.parallel.fsdp import settle
 from octavo.parallel.shards import LocalShard, like
-from octavo.plan.muon import iteration_flops
+from octavo.plan.muon import STEPS, iteration_flops
 from octavo.train.adamw import AdamW
 
 RATE_KEYS = ("octavo.muon: rates", "octavo.muon: layer_decay")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, as in `torch.optim.Muon`."""
-STEPS = 5
 EPS = 1e-7
 """Lower bound of the norm by which a matrix is divided."""
 
