@@ -8,6 +8,8 @@ import ranks
 from octavo.cli import main
 from octavo.config.run import RunConfig
 from octavo.errors import InputError
+from octavo.fp8.scaling import states_of
+from octavo.models.lora import adapted
 from octavo.models.sources import load_config
 from octavo.plan.run import Target, check
 from octavo.verify import gpu
@@ -86,6 +88,18 @@ def test_two_layers_of_each_kind_of_full_width():
     assert hf_config.num_hidden_layers == 2
     assert hf_config.hidden_size == 4096
     assert found.train.deterministic
+
+
+def test_patterns_of_single_layers_and_adapters_from_elsewhere():
+    lora = {"load": "nowhere", "rank": 4, "alpha": 8.0, "targets": ["layers.31.self_attn.*_proj"], "rslora": False}
+    sections = {"model": {"source": "mistral-7b"}, "fp8": {"skip": ["*.31.*"]}, "lora": lora | {"save_whole": []}}
+    found = gpu.of_few_layers(RunConfig.from_dict({**RUN, **sections}), 2)
+    plan = check(found, target=Target(world_size=2), notes=False)
+    assert plan.hf_config.num_hidden_layers == 3
+    skipped = {name for name, state in states_of(plan.model_on_meta) if state.skipped}
+    assert {name.rpartition(".")[0] for name in skipped} == {"layers.2.self_attention", "layers.2.ffn"}
+    targets = adapted(plan.model_on_meta).targets
+    assert targets == tuple(f"model.layers.2.self_attn.{name}_proj" for name in "qkvo")
 
 
 def test_without_gpus_it_is_refused(monkeypatch, tmp_path, capsys):

@@ -144,6 +144,21 @@ def test_kinds_of_windows_and_patterns(tmp_path):
     assert {name.split(".")[1] for name in skipped(model)} == {"4"}
 
 
+def test_kinds_of_experts_and_patterns(tmp_path):
+    AutoConfig.for_model(
+        "qwen3_moe", num_hidden_layers=8, mlp_only_layers=[0, 5], hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, intermediate_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=2, vocab_size=512,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    names = ["*.5.*", "model.layers.7.mlp.experts.*"]
+    config = run_of(str(tmp_path), fp8={"skip": names})
+    model, few, chosen = shrunk(config)
+    assert list(chosen) == [0, 1, 2, 5, 7]
+    assert list(model.spec.dense) == [0, 3]
+    assert skipped(model) == in_small(skipped(whole_model(config)), chosen)
+    assert {name.split(".")[1] for name in skipped(model)} == {"3", "4"}
+    assert not any("experts.12" in name for name in few.fp8.skip)
+
+
 def test_more_layers_than_a_small_model_has_are_refused():
     table = {f"*.{n}.*": "current" if n % 2 else "bf16" for n in range(16)}
     with pytest.raises(InputError, match=r"fp8.layers: its patterns make so many kinds .* are 16, and .* has 12 at most"):

@@ -162,7 +162,7 @@ class _Training:
         if sharding is not None and task.wide:
             sharding = dataclasses.replace(sharding, param_dtype=None)  # gathered as they are computed with
         if sharding is not None and sharding.reshard_after_forward == "auto":  # of which GPUs decide: either way is trained
-            sharding = dataclasses.replace(sharding, reshard_after_forward=seed % 2 == 0)
+            sharding = dataclasses.replace(sharding, reshard_after_forward=seed % 2 == 1)
         drawn = seed if weights is None else weights
         source = _random_model(hf_config, seed if options.lora is not None else drawn)
         self.model = build_model(source, options, device="cpu", sharding=sharding).train()
