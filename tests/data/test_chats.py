@@ -165,7 +165,7 @@ def test_turns_of_weight_0_are_not_trained(chats, folders):
     assert labels == [IGNORED] * stop + everything[stop:]
     assert marked == labels
     weighed[3]["weight"] = weighed[5]["weight"] = 0
-    with pytest.raises(InputError, match=r"line 1: no assistant's turn is to be trained, by the weights"):
+    with pytest.raises(InputError, match=r"line 1: the weights of the messages exclude every assistant's turn"):
         chats([{"messages": weighed}], name="none.jsonl")
 
 
@@ -281,11 +281,11 @@ FAULTS = {
     "sharegpt role": ([{"from": "me", "value": "x"}], {}, r"message 1 of 'messages' is from 'me': known are human"),
     "empty": ([ASKED[0], {"role": "assistant", "content": " "}], {}, r"message 2 of 'messages' \(assistant\) has no text"),
     "null": ([ASKED[0], {"role": "assistant", "content": None}], {}, r"message 2 of 'messages' \(assistant\) has no text"),
-    "no list": ("hello", {}, r"'messages' is a string that is no JSON"),
+    "no list": ("hello", {}, r"'messages' is a string that is not JSON"),
     "no message": ([], {}, r"'messages' is an empty list"),
     "image": (
         [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ASKED[1]], {},
-        r"message 1 of 'messages' has parts of type image_url: Octavo trains on text alone",
+        r"message 1 of 'messages' has parts of type image_url: Octavo trains only on text",
     ),
     "weight": ([ASKED[0], {**ASKED[1], "weight": 0.5}], {}, r"message 2 of 'messages' has 'weight' = 0\.5"),
     "function_call": ([ASKED[0], {**ASKED[1], "function_call": {}}], {}, r"'function_call': write it as 'tool_calls'"),
@@ -295,14 +295,14 @@ FAULTS = {
     ),
     "argument twice": (
         [ASKED[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}], {},
-        r"message 2 of 'messages': in the arguments of 'f', the key 'a' stands there twice",
+        r"message 2 of 'messages': in the arguments of 'f', the key 'a' occurs twice",
     ),
-    "role twice": ('[{"role": "user", "role": "system"}]', {}, r"'messages': the key 'role' stands there twice"),
+    "role twice": ('[{"role": "user", "role": "system"}]', {}, r"'messages': the key 'role' occurs twice"),
     "special": ([{"role": "user", "content": "a<|im_end|>b"}, ASKED[1]], {}, r"a text has '<\|im_end\|>', the name of a"),
     "merge": ([ASKED[0], {"role": "assistant", "content": "\n\nx"}], {}, r"where '.*assistant\\n' ends and '\\n\\nx.*' begins"),
     "functions": (ASKED, {"functions": [{"name": "f"}]}, r"'functions' is OpenAI's older form"),
     "tools left out": (ASKED, {"tools": [{"name": "f"}]}, r"the chat template leaves out the tools"),
-    "systems": ([{"role": "system", "content": "s"}, *ASKED], {"system": "t"}, r"'system' is another"),
+    "systems": ([{"role": "system", "content": "s"}, *ASKED], {"system": "t"}, r"'system' is set too"),
 }  # fmt: skip
 
 
@@ -360,7 +360,7 @@ TEMPLATES = {
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
         "{{ '<|im_start|>assistant<|im_start|>' }}",
         1,
-        r"writes .* behind the text of message 2, before the last",
+        r"writes .* after the text of message 2, before the last",
     ),
     "the end is text": (_changed("<|im_end|>", "[end]"), 1, r"ends message 2 with .*\[end\]\", which is no token"),
     "earlier turns": (
@@ -371,7 +371,7 @@ TEMPLATES = {
         _content("'' if m['role'] == 'user' else m['content']"), 1, r"leaves out message 1 \(user\), or changes it"
     ),
     "an answer is changed": (
-        _content("m['content'] | upper if m['role'] == 'assistant' else m['content']"), 1, r"not write the text of message 2"
+        _content("m['content'] | upper if m['role'] == 'assistant' else m['content']"), 1, r"not render the text of message 2"
     ),
     "two beginnings": ("{{ bos_token + bos_token }}" + CHATML, 1, r"writes '<\|im_start\|>' twice at the beginning"),
     "marks without the end": (
@@ -382,7 +382,7 @@ TEMPLATES = {
         _changed(
             HEADER + MARK, MARK + "<|im_start|>assistant\n", CHATML_MARKED.replace("{% else %}", "{% else %}" + HEADER)
         ),
-        1, r"which the prompt for a turn ends with",
+        1, r"the end of the prompt for a turn",
     ),
     "marks of the last alone": (
         _changed("== 'assistant' %}", "== 'assistant' and loop.last %}", CHATML_MARKED), 2,
@@ -415,7 +415,7 @@ def test_no_template_is_refused_and_a_file_or_a_built_in_one_is_taken_into_the_r
         chats(rows, bare)
     with pytest.raises(InputError, match=r'"train" has no chat template'):
         chats(rows, "train")
-    with pytest.raises(InputError, match=r"'chatlm' is no file and no built-in template\. Did you mean 'chatml'\?"):
+    with pytest.raises(InputError, match=r"'chatlm' is neither a file nor built in\. Did you mean 'chatml'\?"):
         chats(rows, bare, chat_template="chatlm")
     file = tmp_path / "own.jinja"
     file.write_text(CHATML)
@@ -486,7 +486,7 @@ def test_variables_reach_the_template(chats, folders):
 MIXED = {
     "both kinds": ({"text": "a", "messages": ASKED}, r"columns of several kinds: conversations \('messages'\); text"),
     "three": ({"input_ids": [1], "messages": ASKED, "prompt": "a", "completion": "b"}, r"Set data\.format = \"chat\" or"),
-    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"preference pairs .*for a loss that compares two answers"),
+    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"preference pairs .*a loss that compares two answers"),
     "pairs beside": ({"messages": ASKED, "chosen": "b", "rejected": "c"}, r"preference pairs.*data\.format = \"chat\""),
     "two lists": ({"messages": ASKED, "conversations": ASKED}, r"has both 'messages' and 'conversations'"),
     "instructions": ({"instruction": "a", "output": "b"}, r"name the columns 'prompt' and 'completion'"),
@@ -579,7 +579,7 @@ def test_conversations_longer_than_a_sequence_are_truncated_cut_or_dropped(chats
     assert f"{over} longer than data.sequence_length = 40" in lines[0]
     lost = sum(len(ids) > length and set(labels[1:length]) == {IGNORED} for ids, labels in documents(data))
     assert show.counts(data, _section(data, sequence_length=length))["train"].untrained == lost
-    assert (f", {lost} of them before their first trained token and so left out" in lines[0]) == (
+    assert (f", {lost} of them dropped, with no trained token in the first sequence" in lines[0]) == (
         how == "truncate" and lost > 0
     )
 
@@ -765,11 +765,21 @@ def test_further_faults_have_a_message_of_their_own(chats, folders):
         ),
         ([{"messages": ASKED}], "chatml", {"chat_template_variables": {"messages": []}}, "sets messages, which Octavo gives"),
         ([{"messages": ASKED, "chat_template_kwargs": {"tools": 1}}], "chatml", {}, "has tools, which Octavo gives"),
-        ([{"messages": thinking}], "chatml", {}, "does not write 'reasoning_content' of message 2"),
-        ([{"messages": thinking}], "marked", {}, "does not write 'reasoning_content' of message 2"),
-        ([{"messages": [*ASKED, ASKED[0]] * 2}], "qwen3", {"train_on": "last"}, "Remove the messages behind the last turn"),
+        ([{"messages": thinking}], "chatml", {}, "does not render 'reasoning_content' of message 2"),
+        ([{"messages": thinking}], "marked", {}, "does not render 'reasoning_content' of message 2"),
+        (
+            [{"messages": [*ASKED, ASKED[0]] * 2}],
+            "qwen3",
+            {"train_on": "last"},
+            "Remove the messages after the assistant's last turn",
+        ),
         ([{"messages": [{"role": "user", "content": "\ud83d"}, ASKED[1]]}], "chatml", {}, "half of a surrogate pair, 0xd83d"),
-        ([{"messages": ASKED}], "chatml", {"validation_fraction": 0.5}, "one conversation or completion, which is not divided"),
+        (
+            [{"messages": ASKED}],
+            "chatml",
+            {"validation_fraction": 0.5},
+            "one conversation or completion, which cannot be split",
+        ),
         ([{"messages": ASKED[1:]}], "gemma", {}, "the chat template refuses"),
         ([{"prompt": "a ", "completion": "fox"}], "chatml", {}, "where 'a ' ends and 'fox' begins"),
         ([{"prompt": "the la", "completion": "zy dog"}], "chatml", {}, "where 'the la' ends and 'zy dog' begins"),
@@ -788,7 +798,9 @@ def test_a_turn_of_tool_calls_that_no_special_token_ends_is_refused(tmp_path, ch
     folder = save_tokenizer(tmp_path / "own", "qwen3", template)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]}
     assert documents(chats([{"messages": ASKED}], str(folder)))
-    with pytest.raises(InputError, match=r"ends message 2 with .*</tool_call>\", which is no token of the tokenizer that ends"):
+    with pytest.raises(
+        InputError, match=r"ends message 2 with .*</tool_call>\", which is not a token of the tokenizer that ends"
+    ):
         chats([{"messages": [ASKED[0], call]}], str(folder), name="calls.jsonl")
 
 
@@ -796,7 +808,7 @@ def test_a_share_of_all_or_no_trained_tokens_is_refused(tmp_path, chats):
     everything = "{% for m in messages %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% endfor %}"
     folder = str(save_tokenizer(tmp_path / "own", "chatml", everything))
     rows = [{"messages": ASKED[1:]}] * 3
-    with pytest.raises(InputError, match=r'a trained share of 1.*Set data\.train_on = "all" if that is meant'):
+    with pytest.raises(InputError, match=r'a trained share of 1.*Set data\.train_on = "all" if that is intended'):
         chats(rows, folder)
     assert len(documents(chats(rows, folder, train_on="all"))) == 3
     data = chats([{"messages": [{"role": "user", "content": "the quick brown fox " * 9}, ASKED[1]]}])
@@ -869,7 +881,7 @@ def test_a_header_behind_every_turn_is_refused_for_calls_and_thoughts_too(tmp_pa
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]}
     thought = {"role": "assistant", "content": "<think>\nlook\n</think>"}
     for turn in (call, thought, ASKED[1]):
-        with pytest.raises(InputError, match=r"behind the text of message 2, before the last token"):
+        with pytest.raises(InputError, match=r"after the text of message 2, before the last token"):
             chats([{"messages": [ASKED[0], turn]}], str(folder))
 
 

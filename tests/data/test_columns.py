@@ -141,7 +141,7 @@ REFUSED = {
     "segments": ({"segment_ids": [[0], [1, 1]]}, r"'segment_ids' cannot be used with"),
     "weight": (
         {"weight": 0.5},
-        r"'weight' cannot be used with .* loss_mask leaves tokens out, and data\.weights weighs "
+        r"'weight' cannot be used with .* loss_mask excludes tokens, and data\.weights weighs "
         "sources",
     ),
     "weights": ({"loss_weights": [1, 1, 2, 1]}, r"'loss_weights' cannot be used with"),
@@ -150,10 +150,10 @@ REFUSED = {
     "shifted": ({"shift_labels": [2, 3, 4, -100]}, r"'shift_labels' cannot be used with .* labels\[i\] is the token at i"),
     "lengths": ({"cu_seqlens": [0, 2, 4]}, r"'cu_seqlens' cannot be used with"),
     "prompt": ({"prompt_length": 2}, r"'prompt_length' cannot be used with .* give a loss_mask that is 0 in the prompt"),
-    "pixels": ({"pixel_values": [[0.5]]}, r"'pixel_values' cannot be used with .* token ids alone"),
+    "pixels": ({"pixel_values": [[0.5]]}, r"'pixel_values' cannot be used with .* only on token ids"),
     "case of a weight": ({"Sample-Weight": 0.5}, r"'Sample-Weight' cannot be used with .* weighs all targets alike"),
     "case of labels": ({"Labels": [1, 2, 3, 4]}, r"'Labels' cannot be used with 'input_ids': name it labels"),
-    "unknown": ({"advantage": [0.5, 1, 2, 1]}, r"'advantage' has a number for each token"),
+    "unknown": ({"advantage": [0.5, 1, 2, 1]}, r"'advantage' has a number per token"),
 }
 
 
@@ -192,7 +192,7 @@ def test_labels_that_are_shifted_already_are_recognised_over_short_rows(tmp_path
             after = [*ids[shift:], *[IGNORED] * shift]
             yield {"input_ids": ids, "labels": [IGNORED] * (5 - targets) + after[5 - targets : 5] + [IGNORED]}
 
-    with pytest.raises(InputError, match=r"row, and of rows before it, are the next tokens.*labels\[i\] is the token at i"):
+    with pytest.raises(InputError, match=r"row, and of earlier rows, are the next tokens.*labels\[i\] is the token at i"):
         prepare(config(_write(tmp_path / f"a{kind}", list(rows(1)))))
     assert prepare(config(_write(tmp_path / f"b{kind}", list(rows(0))))).labels("train") is not None
     other = [{"input_ids": row["input_ids"], "labels": [i % 300] * 6} for i, row in enumerate(rows(0))]

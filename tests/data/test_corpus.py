@@ -151,7 +151,7 @@ def test_prepared_data_within_a_folder_is_no_text_of_it(tmp_path, config):
     first = prepare(config(tmp_path))
     assert (tmp_path / "prepared") in first.folder.parents
     assert prepare(config(tmp_path), on_change="error") == first
-    with pytest.raises(InputError, match=r"is data\.folder too, which prepared data is written to\. Set data\.folder"):
+    with pytest.raises(InputError, match=r"is also data\.folder, which prepared data is written to\. Set data\.folder"):
         prepare(config(tmp_path, folder=str(tmp_path)))
 
 
@@ -162,14 +162,14 @@ def test_a_split_of_a_folder_is_read_where_it_is_asked_for_and_what_is_left_out_
         write_lines(folder / name, [{"text": name}])
     assert len(_texts(config(folder))) == 5
     (notice,) = _notices(config(folder))
-    assert "all 5 files are read, though some are named as splits (train, validation, test). Set data.split" in notice
+    assert "all 5 files are read, but some are named like splits (train, validation, test). Set data.split" in notice
     assert _texts(config(folder, split="train")) == ["train.jsonl"]
     (notice,) = _notices(config(folder, split="train"))
     assert "1 file of the split 'train' is read; 4 files left out: en-2020.jsonl, more.jsonl, test/part.jsonl, val" in notice
     for split, name in (("validation", "validation-00000-of-00001.jsonl"), ("test", "test/part.jsonl"), ("en-2020",) * 2):
         assert [text.removesuffix(".jsonl") for text in _texts(config(folder, split=split))] == [name.removesuffix(".jsonl")]
     with pytest.raises(
-        InputError, match=r"named for the split 'nosplit'; there is 'train', 'validation', 'test'\. Change data"
+        InputError, match=r"has the name of the split 'nosplit'; there is 'train', 'validation', 'test'\. Change data"
     ):
         Corpus(config(folder, split="nosplit"))
     (folder / "train").mkdir()
@@ -206,16 +206,16 @@ def test_links_of_a_folder_are_followed_and_dead_ones_refused(tmp_path, config):
     assert _texts(config(folder)) == ["behind a link"]
     (folder / "b.jsonl").symlink_to(tmp_path / "nothing.jsonl")
     for source in (folder, folder / "*.jsonl"):
-        with pytest.raises(InputError, match=r"b\.jsonl' is a link to nothing\. Remove it"):
+        with pytest.raises(InputError, match=r"b\.jsonl' is a broken link\. Remove it"):
             Corpus(config(source))
     (folder / "b.jsonl").unlink()
     os.mkfifo(folder / "pipe.jsonl")
     for source in (folder, folder / "*.jsonl"):
-        with pytest.raises(InputError, match=r"pipe\.jsonl' is no regular file"):
+        with pytest.raises(InputError, match=r"pipe\.jsonl' is not a regular file"):
             Corpus(config(source))
     (folder / "pipe.jsonl").unlink()
     (elsewhere / "again.jsonl").symlink_to(elsewhere / "a.jsonl")
-    with pytest.raises(InputError, match=r"data\.source names .*a\.jsonl' twice"):
+    with pytest.raises(InputError, match=r"data\.source has .*a\.jsonl' twice"):
         Corpus(config(folder))
     (elsewhere / "again.jsonl").unlink()
     (elsewhere / os.fsdecode(b"\xff.txt")).write_text("a")
@@ -274,7 +274,7 @@ def test_arrays_and_delimiters_of_a_card_are_read_to_the_letter(tmp_path, config
 
 BAD_CARDS = {
     "half of a pair": ("a.json", r'[{"text": "a \ud83d b"}]', "", r"a\.json, row 1: character 2 is half of a surrogate pair"),
-    "key twice": ("a.json", '[{"text": "a"},\n{"text": "b", "text": "c"}]', "", r"row 2: the key 'text' stands there twice"),
+    "key twice": ("a.json", '[{"text": "a"},\n{"text": "b", "text": "c"}]', "", r"row 2: the key 'text' occurs twice"),
     "two arrays": ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "", r"a\.json is not JSON: Extra data at column 1 of line 2"),
     "no objects": ("a.json", '["a", "b"]', "", r"a\.json, row 1 is a string, not an object"),
     "cut": ("a.json", '[{"text": "a"},\n{"text":', "", r"a\.json is not JSON: Expecting value .* of line 2"),
@@ -312,7 +312,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz", "a.txt.zst"])
 def test_a_pointer_of_git_lfs_is_no_text(tmp_path, config, name):
     (tmp_path / name).write_text(POINTER)
-    with pytest.raises(InputError, match=rf"{re.escape(name)} is a pointer of Git LFS.*Run git lfs pull"):
+    with pytest.raises(InputError, match=rf"{re.escape(name)} is a Git LFS pointer.*Run git lfs pull"):
         prepare(config(tmp_path / name))
     page = POINTER + "is the text of a pointer. " * 99
     (tmp_path / "b.txt").write_text(page)
@@ -330,10 +330,10 @@ def test_another_number_of_rows_than_a_card_says_is_said(tmp_path, config):
         (folder / "README.md").write_text(card.format(rows, "a.jsonl", ""))
         notices = _notices(config(folder))
         assert len(notices) == said
-    assert "its card (dataset_info) gives the split 'train' 99 rows, and its files have 3." in notices[0]
+    assert "its card (dataset_info) gives the split 'train' 99 rows, but its files have 3." in notices[0]
     (folder / "a.csv").write_text("text\nx\n")
     (folder / "README.md").write_text(card.format(99, "a.csv", "  na_values: [q]\n"))
-    with pytest.raises(InputError, match="its files have another number of rows or bytes than the card says"):
+    with pytest.raises(InputError, match="the number of rows or bytes in its files differs from the card's"):
         _texts(config(folder))
     other = "  na_values: [q]\n"
     (folder / "a.csv").write_text("text,kind\nx,1\n")
@@ -355,7 +355,7 @@ def test_files_of_one_name_in_two_forms_are_said(tmp_path, config):
     (folder / "a.JSONL.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
     (folder / "c.csv").write_text("text\ny\n")
     (notice,) = _notices(config(folder))
-    assert "trained twice: a.JSONL.gz and a.jsonl, c.csv and c.txt. Name the files to read" in notice
+    assert "trained twice: a.JSONL.gz and a.jsonl, c.csv and c.txt. Give the files to read" in notice
 
 
 def test_a_data_set_saved_to_disk(tmp_path, config):
@@ -538,7 +538,7 @@ def test_a_name_through_a_file_or_a_loop_of_links_is_refused_before_the_hub_is_a
     (tmp_path / "file").write_text("text")
     (tmp_path / "loop").symlink_to("loop")
     monkeypatch.setattr(datasets, "load_dataset", None)
-    fault = "is a file" if name == "file/x" else "is a symbolic link to nothing, or to itself"
+    fault = "is a file" if name == "file/x" else "is a broken symbolic link"
     with pytest.raises(
         InputError, match=rf"data\.source = '{name}': there is no such file \('\w+' {fault}\)\. Change data\.source"
     ):
@@ -590,7 +590,7 @@ def test_a_source_that_is_named_twice_is_refused(tmp_path, lines, config):
         ["python:docstrings", "python:docstrings"],
     )
     for names in cases:
-        with pytest.raises(InputError, match=r"data\.source names .* twice, by .*Name it once in data\.source"):
+        with pytest.raises(InputError, match=r"data\.source has .* twice, by .*Give it once in data\.source"):
             Corpus(config(names))
     (tmp_path / "other").mkdir()
     same_name = tmp_path / "other" / lines.name

@@ -329,7 +329,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing(tmp_path, lines, config, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(build.DocumentStore, "seal", full)
-    with pytest.raises(OctavoError, match=r"no room to prepare data in .*MiB are free.*data\.folder") as caught:
+    with pytest.raises(OctavoError, match=r"no space to prepare data in .*MiB are free.*data\.folder") as caught:
         prepare(config(lines))
     assert not isinstance(caught.value, InputError)
     assert not (tmp_path / "prepared").exists()

@@ -266,7 +266,7 @@ def test_the_text_of_another_file_is_compared_by_its_documents(tmp_path, lines, 
     write_lines(held, [*rows[:5], {"text": "text of its own"}])
     console = Console(file=io.StringIO(), width=500)
     prepare(config(lines, validation_source=str(held)), console=console)
-    assert "held.jsonl': 5 of its 6 documents are also in data.source, and so in training." in console.file.getvalue()
+    assert "held.jsonl': 5 of its 6 documents are also in the training data (data.source)." in console.file.getvalue()
     write_lines(held, [{"text": "text of its own"}])
     console = Console(file=io.StringIO(), width=500)
     prepare(config(lines, validation_source=str(held)), console=console)

@@ -174,7 +174,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_explained(tmp_path, name, parts):
 def test_a_pointer_of_git_lfs_is_no_tokenizer(tmp_path):
     folder = Path(_saved(_byte_level(TEXTS), tmp_path / "t"))
     (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
-    with pytest.raises(InputError, match=r"tokenizer\.json of it is a pointer of Git LFS.*Run git lfs pull"):
+    with pytest.raises(InputError, match=r"tokenizer\.json is a Git LFS pointer.*Run git lfs pull"):
         tokenizer.load(str(folder))
 
 
@@ -391,7 +391,9 @@ def test_a_tokenizer_that_draws_its_ids_is_refused(tmp_path):
         values["model"]["dropout"] = dropout
         (folder / "tokenizer.json").write_text(json.dumps(values))
         if dropout:
-            with pytest.raises(InputError, match=r'other ids with each call \(its model has dropout = 0.1\).*"dropout": null'):
+            with pytest.raises(
+                InputError, match=r'different ids in each call \(its model has dropout = 0.1\).*"dropout": null'
+            ):
                 tokenizer.load(str(folder))
     assert tokenizer.load(str(folder)).vocab_size
 
@@ -473,7 +475,7 @@ def test_ids_beyond_the_vocabulary_are_refused_before_they_are_stored(tmp_path, 
     monkeypatch.setitem(tokenization_auto.REGISTERED_TOKENIZER_CLASSES, "BeyondVocabulary", BeyondVocabulary)
     folder = _dna(tmp_path / "dna", None, {"tokenizer_class": "BeyondVocabulary", "unk_token": "<unk>"}, unknown=True)
     (tmp_path / "a.jsonl").write_text('{"text": "ACGT"}\n' * 20)
-    with pytest.raises(InputError, match=r"gives token id 70005, and its vocabulary has ids 0 … 6\."):
+    with pytest.raises(InputError, match=r"produces token id 70005, but its vocabulary has ids 0 … 6\."):
         prepare(config(tmp_path / "a.jsonl", tokenizer=str(folder)))
     assert not list((tmp_path / "prepared").glob("*/manifest.json"))
 
@@ -519,7 +521,7 @@ def test_a_tokenizer_of_other_things_than_texts_is_refused(tmp_path, kind):
     folder = Path(_saved(_word_level([*TEXTS, string.printable]), tmp_path / "t"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
-    with pytest.raises(InputError, match=r"data.tokenizer = .*[Nn]ame another"):
+    with pytest.raises(InputError, match=r"data.tokenizer = .*[Uu]se another"):
         _proven(folder, TEXTS[:3])
 
 

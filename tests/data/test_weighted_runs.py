@@ -67,7 +67,7 @@ def test_a_source_whose_weight_gives_it_no_sequence_is_said_at_the_start_and_by_
     small = tmp_path / "small.jsonl"
     small.write_text(run.corpus.read_text())
     command = ["train", str(run.file), f"data.source=['{run.corpus}', '{small}']", f"data.folder={tmp_path / 'data'}"]
-    said = f"data.weights: no sequence of the run's 8 is of {small} (weight 1e-09). Raise its weight, or remove it"
+    said = f"data.weights: none of the run's 8 sequences is from {small} (weight 1e-09). Raise its weight, or remove it"
     assert main([*command, "data.weights=[1, 1e-9]", "--dry-run"]) == 0  # before any data is prepared
     assert said in capsys.readouterr().out
     assert main([*command, "data.weights=[1, 1e-9]"]) == 0

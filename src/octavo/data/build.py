@@ -1,7 +1,7 @@
 """Tokenise a corpus into a folder: document store, split, tokenizer, token files, manifest.
 
-Weighted sources are split separately and follow each other in the token files. Memory is bounded by the longest document, one
-batch of text and a few numbers per document.
+Weighted sources are split separately and concatenated in the token files. Memory is bounded by the longest document, one batch
+of text, and a few numbers per document.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from octavo.errors import InputError
 from octavo.storage import write_atomic
 
 _LONGEST_TOKEN = 32
-"""With `max_tokens`, reading stops at this many bytes a token: more than the average of any real text."""
+"""With `max_tokens`, reading stops at this many bytes per token: more than the average of any real text."""
 
 _EXCERPTS, _EXCERPT = 64, 4096
-"""Pieces of each part, and characters of each, that are encoded by transformers too."""
+"""Number of pieces of each part, and characters of each, that are also encoded by transformers for comparison."""
 
 
 def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) -> Manifest:
-    """Tokenise the corpus into `folder`, which exists and is empty; bars on a terminal.
+    """Tokenise the corpus into `folder`, an existing empty folder; progress bars on a terminal.
 
     Raises:
         InputError: the corpus has a fault, or too little text.
     """
     sources = [manifest.record(path) for path in manifest.source_files(config, corpus.files)]
-    named = tokenizer.load(config.tokenizer) if config.tokenizer != "train" else None  # first: the name may be wrong
+    named = tokenizer.load(config.tokenizer) if config.tokenizer != "train" else None  # first, since the name may be wrong
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     store_files = [folder / "documents", folder / "validation-documents"]
     bars = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
@@ -62,7 +62,7 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
         if config.packing is None:
             config = config.model_copy(update={"packing": "join" if found == "text" else "documents"})
         for notice in (*corpus.notices, *examples.notices):
-            if notice not in said:  # of a data set, whose splits are known only now
+            if notice not in said:  # about a data set, whose splits are known only now
                 console.print(notice, **NOTICE)
         encoder = _encoder(config, named, parts, progress)
         if encoder is not None:
@@ -107,8 +107,8 @@ def build(config: DataConfig, corpus: Corpus, folder: Path, console: Console) ->
 def split(documents: DocumentNumbers, config: DataConfig) -> tuple[DocumentNumbers, DocumentNumbers | None]:
     """The documents of training and of validation: round(validation_fraction · documents), chosen by the seed.
 
-    Each side has one at least. A corpus of one document has None for validation: its tokens are split, the last part is held
-    out.
+    Each side has at least one. A corpus of one document has None for validation: its tokens are split, and the last part is
+    held out.
     """
     count = len(documents)
     if config.held_out == 0:
@@ -122,7 +122,7 @@ def split(documents: DocumentNumbers, config: DataConfig) -> tuple[DocumentNumbe
 
 
 def _check_effect(config: DataConfig, found: Format) -> None:
-    """Refuse keys that the format of the data, which its columns have shown, leaves without effect."""
+    """Refuse keys without effect for the format that the columns have shown."""
     of_templates = ("chat_template", "chat_template_variables")
     keys = {"text": (*of_templates, "train_on", "faulty_rows"), "prompt": of_templates, "chat": ()}[found]
     for key in keys:
@@ -133,15 +133,15 @@ def _check_effect(config: DataConfig, found: Format) -> None:
 
 
 def _record(config: DataConfig, corpus: Corpus, examples: ExampleEncoder, written: Written) -> ExampleRecord | None:
-    """Counts of examples. Refuses a mask of every token, unless it was requested."""
+    """Counts of examples. Refuses data in which every token is trained, unless that was requested."""
     if not examples.counts.read or corpus.form.format in (None, "text"):
         return None
     counts = written.splits.values()
-    possible = sum(each.tokens - each.documents for each in counts)  # nothing predicts a document's first token
+    possible = sum(each.tokens - each.documents for each in counts)  # a document's first token is not predicted
     if config.train_on != "all" and sum(written.targets.values()) >= possible:
         raise InputError(
-            "every token of the data would be trained (a trained share of 1), those of the users too: none is left out. Set "
-            'data.train_on = "all" if that is meant; else correct the chat template.'
+            "every token of the data would be trained (a trained share of 1), including the users'. Set "
+            'data.train_on = "all" if that is intended; otherwise correct the chat template.'
         )
     template = examples.template_used
     return ExampleRecord(
@@ -184,7 +184,7 @@ def _parts(
         train, validation = split(selected, config)
         if validation is None and examples.counts.read:
             raise InputError(
-                f"{name} has one conversation or completion, which is not divided: set data.validation_fraction = 0, or name a "
+                f"{name} has one conversation or completion, which cannot be split: set data.validation_fraction = 0, or set a "
                 "data.validation_source."
             )
         found.append(Part(name, documents, train, validation, needed, limit))
@@ -229,10 +229,10 @@ def _check_apart(parts: Sequence[Part], say: Callable[[str], None]) -> None:
     if both == count:
         raise InputError(
             f"{validation.name}: all of its documents ({count:,}) are also in data.source, so the model would be trained on "
-            "its validation text. Name other text in one of the two, or use data.validation_fraction."
+            "its validation text. Use other text in one of the two, or data.validation_fraction."
         )
     if both:
-        say(f"{validation.name}: {both:,} of its {count:,} documents are also in data.source, and so in training.")
+        say(f"{validation.name}: {both:,} of its {count:,} documents are also in the training data (data.source).")
 
 
 def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], progress: Progress) -> Encoder | None:
@@ -250,7 +250,7 @@ def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], p
     say = partial(progress.console.print, **NOTICE)
     if named is not None:
         if config.vocab_size != DataConfig.model_fields["vocab_size"].default:
-            say(f'data.vocab_size = {config.vocab_size} has no effect: it is for data.tokenizer = "train".')
+            say(f'data.vocab_size = {config.vocab_size} has no effect: it applies only to data.tokenizer = "train".')
         if named.end is None and not named.suffix:
             say(f"data.tokenizer = {config.tokenizer!r} has no end token (eos_token): documents are not separated.")
         return named
@@ -260,7 +260,7 @@ def _encoder(config: DataConfig, named: Encoder | None, parts: Sequence[Part], p
 
 
 def _excerpts(parts: Sequence[Part], seed: int) -> list[str]:
-    """The beginnings of random pieces of all parts; none of token ids."""
+    """The beginnings of random pieces of all parts; empty for token ids."""
     found: list[str] = []
     for part in parts:
         if part.documents.tokenised:
@@ -277,7 +277,7 @@ def _some(rows: npt.NDArray[np.int64], generator: np.random.Generator) -> npt.ND
 
 
 def _sample(pieces: Ranges, seed: int, say: Callable[[str], None]) -> Ranges:
-    """All pieces of the training documents, or a random sample of TRAINING_BYTES at most; says so."""
+    """All pieces of the training documents, or a random sample of at most TRAINING_BYTES, with a notice."""
     sizes = pieces[:, 1] - pieces[:, 0]
     if sizes.sum() <= tokenizer.TRAINING_BYTES:
         return pieces

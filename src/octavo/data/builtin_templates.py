@@ -1,7 +1,7 @@
-"""Chat templates by name, for `data.chat_template`: with generation marks, and with earlier turns written as the last one is.
+"""Built-in chat templates for `data.chat_template`: with generation marks, and earlier turns formatted like the last.
 
-The tokenizer must have the end-of-turn token of the template. A model that was tuned with a template should keep it: these are
-for base models, and for models whose template strips earlier turns (their reasoning, as Qwen3's does).
+The tokenizer must have the template's end-of-turn token. A model that was tuned with a template should stay with it: these are
+for base models, and for models whose template strips earlier turns (such as their reasoning, in Qwen3's).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LLAMA_3 = """
 {%- endif %}
 """
 
-# Tool calls and their results as Qwen3 has them; reasoning of earlier turns stays, and a turn without any begins at once.
+# Tool calls and results as in Qwen3's template; earlier turns retain their reasoning, and none is added to turns without.
 _QWEN3 = """
 {%- set start = namespace(at=0) %}
 {%- if tools or messages[0].role == 'system' %}
@@ -98,4 +98,4 @@ TOKENS = {
     "llama-3": (*_HEADERS, "<|eot_id|>"),
     "qwen3": ("<|im_start|>", "<|im_end|>"),
 }
-"""Names → the tokens that a tokenizer has to have: without them they would be encoded as other text."""
+"""Names → the special tokens that the tokenizer needs: without them, their names would be encoded as plain text."""

@@ -1,4 +1,4 @@
-"""Chat templates: lookup, rendering, and a check that the rendered text holds the whole conversation."""
+"""Chat templates: lookup, rendering, and a check that the rendered text contains the whole conversation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ RESERVED = {
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "conversations", "chat_template"),
     "return_assistant_tokens_mask",
 }
-"""Variables of a template that are not the user's."""
+"""Template variables that a user may not set."""
 
 
 class ChatTemplate:
     """Renders conversations by `data.chat_template`, or by the tokenizer's template.
 
     Args:
-        config: the section.
-        tokenizer: that of `data.tokenizer`.
+        config: the data section.
+        tokenizer: the one of `data.tokenizer`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: ChatTokenizer) -> None:
@@ -40,7 +40,7 @@ class ChatTemplate:
         """The template of conversations with or without tools.
 
         Raises:
-            InputError: there is none, or `data.chat_template` names none.
+            InputError: there is none, or `data.chat_template` does not exist.
         """
         if tools not in self._templates:
             name = self._config.chat_template
@@ -52,7 +52,7 @@ class ChatTemplate:
         return self._templates[tools]
 
     def _check_tokens(self, name: str) -> None:
-        """Refuse a built-in template of which the tokenizer lacks tokens."""
+        """Refuse a built-in template whose tokens the tokenizer lacks."""
         absent = [token for token in TOKENS[name] if token not in self._tokenizer.added]
         if not absent:
             return
@@ -63,25 +63,25 @@ class ChatTemplate:
             else "a template with tokens that it has"
         )
         raise InputError(
-            f"data.chat_template = {name!r} writes {', '.join(absent)}, and data.tokenizer = {self._config.tokenizer!r} has "
-            f"no such token. Set {way}; or name a tokenizer with these tokens, such as one to which "
+            f"data.chat_template = {name!r} uses {', '.join(absent)}, but data.tokenizer = {self._config.tokenizer!r} has "
+            f"no such token. Set {way}; or use a tokenizer with these tokens, such as one to which "
             f"tokenizer.add_special_tokens({{'additional_special_tokens': {[*absent]!r}}}) has added them, with "
             "model.resize = true."
         )
 
     def _check_syntax(self, template: str) -> None:
-        """Refuse a template that is no Jinja, before any row."""
+        """Refuse a template with invalid Jinja syntax, before any row is read."""
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            render_jinja_template(conversations=[], chat_template=template)  # compiled alone
+            render_jinja_template(conversations=[], chat_template=template)  # only compiled
         except TemplateSyntaxError as error:
             name = self._config.chat_template
             owner = f"data.tokenizer = {self._config.tokenizer!r}" if name is None else f"data.chat_template = {name!r}"
             way = "" if name is not None else ", or set data.chat_template"
             raise InputError(
-                f"{owner}: line {error.lineno} of the chat template is no Jinja: {(error.message or '').rstrip('.')}. Correct "
+                f"{owner}: line {error.lineno} of the chat template is not Jinja: {(error.message or '').rstrip('.')}. Correct "
                 f"it there{way}."
             ) from None
 
@@ -94,7 +94,7 @@ class ChatTemplate:
             if self._tokenizer.tokenizer.chat_template is not None:
                 fault = f"has several chat templates and no default: {first_line(error)}"
             raise InputError(
-                f"{key} {fault}. Name the tokenizer of a chat model, or set data.chat_template to a Jinja file or one of "
+                f"{key} {fault}. Use the tokenizer of a chat model, or set data.chat_template to a Jinja file or one of "
                 f"{', '.join(map(repr, BUILTIN))}."
             ) from None
         return template
@@ -102,7 +102,7 @@ class ChatTemplate:
     def render(
         self, example: Conversation, count: int, *, prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[Span]]:
-        """The first `count` messages as the template writes them, and its generation marks."""
+        """The first `count` messages as rendered by the template, and its generation marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self._tokenizer.tokenizer
@@ -119,7 +119,7 @@ class ChatTemplate:
             )
         except InputError:
             raise
-        except Exception as error:  # of Jinja, and of Python within expressions
+        except Exception as error:  # from Jinja, and from Python in expressions
             part = "" if count == len(example.messages) else f" the first {count} messages of"
             raise ExampleFault(
                 "refused by the template", f"the chat template refuses{part} this conversation: {first_line(error).rstrip('.')}"
@@ -127,10 +127,10 @@ class ChatTemplate:
         return rendered[0], [tuple(mark) for mark in marks[0]] if marked else []
 
     def writes_no_tools(self, example: Conversation, whole: str) -> bool:
-        """True if the text `whole` is rendered without the tools too."""
+        """True if the text `whole` is also rendered without the tools."""
         try:
             return self.render(replace(example, tools=None), len(example.messages))[0] == whole
-        except ExampleFault:  # of a template that takes calls of tools with their schemas alone
+        except ExampleFault:  # the template requires schemas for tool calls
             return False
 
 
@@ -154,7 +154,7 @@ def chat_template(name: str) -> str:
     near = None if names_a_path(name) else nearest(name, BUILTIN)
     hint = f" Did you mean {near!r}?" if near else ""
     raise InputError(
-        f"data.chat_template = {name!r} is no file and no built-in template.{hint} Built in: {', '.join(BUILTIN)}. Change "
+        f"data.chat_template = {name!r} is neither a file nor built in.{hint} Built in: {', '.join(BUILTIN)}. Change "
         "data.chat_template."
     )
 
@@ -162,11 +162,11 @@ def chat_template(name: str) -> str:
 def check_variables(variables: Mapping[str, Any]) -> None:
     """Refuse `data.chat_template_variables` with names that Octavo sets."""
     if named := RESERVED.intersection(variables):
-        raise InputError(f"data.chat_template_variables sets {', '.join(sorted(named))}, which Octavo gives. Remove it.")
+        raise InputError(f"data.chat_template_variables sets {', '.join(sorted(named))}, which Octavo sets. Remove it.")
 
 
 def check_written(example: Conversation, whole: str) -> None:
-    """Refuse a template that leaves out a message or a tool."""
+    """Refuse a template that omits a message or a tool."""
     for number, message in enumerate(example.messages, start=1):
         text = str(message.get("content", "")).strip()
         if message["role"] in ("system", "developer", "user") and text not in whole:
@@ -177,13 +177,13 @@ def check_written(example: Conversation, whole: str) -> None:
 
 
 def check_parts(message: Message, turn: int, text: str) -> None:
-    """Refuse a text without the reasoning of a message, or the functions that it calls."""
+    """Refuse a text without a message's reasoning, or without the functions that it calls."""
     for name, part in (("reasoning_content", _reasoning(message)), *(("tool_calls", name) for name in _called(message))):
         if part.strip() not in text:
             raise ExampleFault(
                 "left out by the template",
-                f"the chat template does not write {name!r} of message {turn + 1}",
-                "Set data.chat_template to one that writes it",
+                f"the chat template does not render {name!r} of message {turn + 1}",
+                "Set data.chat_template to one that renders it",
             )
 
 

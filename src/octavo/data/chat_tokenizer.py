@@ -1,4 +1,4 @@
-"""The tokenizer of conversations: transformers' tokenizer, its special tokens, and texts that it cannot encode exactly."""
+"""The tokenizer of conversations: transformers' tokenizer, its special tokens, and checks of texts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ChatTokenizer:
     """The tokenizer that `data.tokenizer` names, loaded on first use.
 
     Args:
-        config: the section.
-        encoder: that of `data.tokenizer`; None for one that would be trained.
+        config: the data section.
+        encoder: the one of `data.tokenizer`; None for one that would be trained.
     """
 
     def __init__(self, config: DataConfig, encoder: Encoder | None) -> None:
@@ -31,27 +31,27 @@ class ChatTokenizer:
         if self._loaded is None:
             if self._encoder is None:
                 raise InputError(
-                    'data.tokenizer = "train" has no chat template and no token that ends a turn: for conversations, or '
+                    'data.tokenizer = "train" has no chat template and no end-of-turn token: for conversations, or '
                     "prompts with completions, name the model's tokenizer in data.tokenizer."
                 )
             self._loaded = transformers_tokenizer(self._config.tokenizer)
             if not self._loaded.is_fast:
                 raise InputError(
-                    f"data.tokenizer = {self._config.tokenizer!r} does not tell the place of a token in a text "
-                    f"({type(self._loaded).__name__} is no tokenizer of `tokenizers`). Name another, or give token ids with a "
-                    "loss_mask."
+                    f"data.tokenizer = {self._config.tokenizer!r} does not return the offsets of tokens in a text "
+                    f"({type(self._loaded).__name__} is not a tokenizer of `tokenizers`). Use another, or give token ids with "
+                    "a loss_mask."
                 )
         return self._loaded
 
     def end_token(self, text: str, *, special: bool = False) -> str | None:
-        """The token at the end of a text, white space aside, if the tokenizer has it as one; the longest."""
+        """The longest added token at the end of a text, ignoring white space; None if there is none."""
         ended = text.rstrip()
         known = (token for token, is_special in self.added.items() if token.strip() and (is_special or not special))
         return max((token for token in known if ended.endswith(token)), key=len, default=None)
 
     @cached_property
     def added(self) -> dict[str, bool]:
-        """The tokens that the tokenizer finds in a text before all others; True for special ones."""
+        """The added tokens, which the tokenizer matches first; True for special ones."""
         found = {token.content: token.special for token in self.tokenizer.added_tokens_decoder.values()}
         return found | dict.fromkeys(self.tokenizer.all_special_tokens, True)
 
@@ -65,7 +65,7 @@ class ChatTokenizer:
         return found
 
     def check_texts(self, texts: Iterable[str]) -> None:
-        """Refuse names of special tokens, and text that has no UTF-8 form."""
+        """Refuse texts with names of special tokens, or without a UTF-8 form."""
         for text in texts:
             try:
                 text.encode()
@@ -78,12 +78,12 @@ class ChatTokenizer:
                 raise ExampleFault(
                     "special token in a text",
                     f"a text has {name!r}, the name of a special token: encoded as that token it could end a turn",
-                    "Write it otherwise, or remove the row",
+                    "Rewrite it, or remove the row",
                 )
 
     @cached_property
     def anchors(self) -> frozenset[int]:
-        """Special tokens that a tokenizer finds first, so that the tokens behind one do not depend on the text before it."""
+        """Special tokens that the tokenizer matches first: the tokens after one do not depend on the text before it."""
         return frozenset(
             number
             for number, token in self.tokenizer.added_tokens_decoder.items()

@@ -1,7 +1,7 @@
 """Conversations and completions to token ids and labels.
 
-A conversation is rendered whole by the chat template (in transformers' Jinja sandbox) and encoded whole, as
-`apply_chat_template` does. `turn_spans` finds the trained characters, `label_encoder` the trained tokens. An example for which
+A conversation is rendered as a whole by the chat template (in transformers' Jinja sandbox) and encoded as a whole, like
+`apply_chat_template`. `turn_spans` finds the trained characters, `label_encoder` the trained tokens. An example for which
 either is not exact is faulty: it is refused, or dropped and counted.
 """
 
@@ -24,7 +24,7 @@ from octavo.data.turn_spans import TurnSpans
 from octavo.errors import InputError
 
 _AT_ONCE = 256
-"""Examples that are encoded together."""
+"""Number of examples that are encoded together."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class ExampleEncoder:
     """Encodes the examples among documents; other documents pass.
 
     Args:
-        config: the section.
-        encoder: that of `data.tokenizer`; None for one that would be trained.
+        config: the data section.
+        encoder: the one of `data.tokenizer`; None for one that would be trained.
 
     Attributes:
-        counts: of the examples so far.
+        counts: counts of the examples so far.
     """
 
     def __init__(self, config: DataConfig, encoder: Encoder | None) -> None:
@@ -57,7 +57,7 @@ class ExampleEncoder:
 
     @property
     def by(self) -> str:
-        """ "marks" or "prefixes", the source of the borders of turns; empty before the first conversation."""
+        """ "marks" or "prefixes": how turns are found; empty before the first conversation."""
         return self._turns.by
 
     @property
@@ -69,12 +69,12 @@ class ExampleEncoder:
         """The template of conversations with or without tools.
 
         Raises:
-            InputError: there is none, or `data.chat_template` names none.
+            InputError: there is none, or `data.chat_template` does not exist.
         """
         return self._template.template(tools)
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The documents in their order, with examples as token ids and labels; dropped ones are left out.
+        """The documents in order, with examples as token ids and labels, without dropped ones.
 
         Raises:
             InputError: a faulty example, unless `data.faulty_rows` = "drop"; no template, or no tokenizer for one.
@@ -88,18 +88,18 @@ class ExampleEncoder:
 
     @property
     def notices(self) -> list[str]:
-        """Messages about the template."""
+        """Notices about the template."""
         found = []
         if "strftime_now" in (self.template_used or "") and "date_string" not in self._config.chat_template_variables:
             found.append(
-                "the chat template can write today's date into each conversation: data prepared on another day differs. "
+                "the chat template can write today's date into each conversation: data prepared on another day will differ. "
                 'Set it, for templates that read it so: data.chat_template_variables = { date_string = "01 Jan 2026" }.'
             )
         end = self._tokenizer.tokenizer.eos_token if self._turns.ends else None
         if self._turns.ends and end not in self._turns.ends:
-            way = "a server has to stop there too, so name it as eos_token_id in generation_config.json"
+            way = "a server must stop there too, so set it as eos_token_id in generation_config.json"
             if all(self._tokenizer.added[each] for each in self._turns.ends):
-                way = "the run's generation_config.json names both, at which a server has to stop"
+                way = "the run's generation_config.json has both, and a server must stop at both"
             found.append(
                 f"turns end in {' or '.join(map(repr, sorted(self._turns.ends)))}, and the end token of data.tokenizer is "
                 f"{end!r}: {way}."
@@ -136,9 +136,7 @@ class ExampleEncoder:
             self.counts.dropped[fault.reason] += 1
             return
         remedy = fault.remedy or "Correct or remove the row"
-        raise InputError(
-            f'{document.origin}: {fault}. {remedy}, or set data.faulty_rows = "drop" to leave out such rows and count them.'
-        )
+        raise InputError(f'{document.origin}: {fault}. {remedy}, or set data.faulty_rows = "drop" to drop and count such rows.')
 
     def _written(self, document: Document) -> WrittenText:
         example = document.example
@@ -151,7 +149,7 @@ class ExampleEncoder:
         self._tokenizer.check_texts((*strings(example.messages), *strings(example.tools or [])))
         if named := RESERVED.intersection(example.variables):
             raise ExampleFault(
-                "chat_template_kwargs", f"'chat_template_kwargs' has {', '.join(sorted(named))}, which Octavo gives"
+                "chat_template_kwargs", f"'chat_template_kwargs' has {', '.join(sorted(named))}, which Octavo sets"
             )
         return self._turns.write(example)
 
@@ -159,8 +157,8 @@ class ExampleEncoder:
         assert self._encoder is not None
         if self._encoder.end is None and not self._encoder.suffix:
             raise InputError(
-                f"data.tokenizer = {self._config.tokenizer!r} has no end token (eos_token), so that a model would never learn "
-                "to end a completion. Set its eos_token, or name another tokenizer."
+                f"data.tokenizer = {self._config.tokenizer!r} has no end token (eos_token), so a model would never learn "
+                "to end a completion. Set its eos_token, or use another tokenizer."
             )
         whole = example.prompt + example.completion
         first = 0 if self._config.train_on == "all" else len(example.prompt)
@@ -175,5 +173,5 @@ def check_packing(config: DataConfig) -> None:
     """
     if config.packing == "join":
         raise InputError(
-            'data.packing = "join" is for text: a conversation would read the one before it. Set data.packing = "documents".'
+            'data.packing = "join" is for text: a conversation would see the previous one. Set data.packing = "documents".'
         )

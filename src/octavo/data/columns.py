@@ -1,7 +1,8 @@
-"""Columns of a row besides its token ids or text: labels, padding, and columns that would change the training.
+"""Columns of a row besides token ids or text: labels, padding, and columns that would change the training.
 
-A column that says which tokens are predicted is used exactly. One that Octavo cannot use, such as weights of tokens, is refused
-by name unless it says nothing (weights of 1): training would ignore it without a word. Names, sources and scores are ignored.
+A column that says which tokens are predicted is used exactly. One that Octavo does not support, such as token weights, is
+refused by name unless it has no effect (weights of 1), instead of being ignored silently. Names, sources and scores are
+ignored.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _Array = npt.NDArray[Any]
 
 _MOST_ID = 2**32 - 1
 _EVIDENCE = 8
-"""Targets of a row that show that its labels are shifted: fewer may agree by chance."""
+"""Targets of a row that prove that its labels are shifted: fewer may agree by chance."""
 
 _AS_LOSS_MASK = "name it loss_mask if its ones are the tokens to predict, else remove it"
-_AS_PROMPT = "give a loss_mask that is 0 in the prompt and 1 behind it, or remove it to predict every token"
+_AS_PROMPT = "give a loss_mask that is 0 in the prompt and 1 after it, or remove it to predict every token"
 _AS_LABELS = 'give the targets as "labels", where labels[i] is the token at i: Octavo shifts them'
 _AS_ROWS = 'give each document as a separate row and set data.packing = "documents", or remove it'
-_AS_TOKENS = "Octavo trains on token ids alone: remove it"
-_AS_WEIGHTS = "Octavo weighs all targets alike: remove it; loss_mask leaves tokens out, and data.weights weighs sources"
+_AS_TOKENS = "Octavo trains only on token ids: remove it"
+_AS_WEIGHTS = "Octavo weighs all targets alike: remove it; loss_mask excludes tokens, and data.weights weighs sources"
 
 _MASKS = (
     *("completion_mask", "assistant_mask", "assistant_masks", "assistant_tokens_mask", "answer_mask", "response_mask"),
@@ -52,7 +53,7 @@ _PROMPTS = (
     *("prompt_length", "prompt_lengths", "prompt_len", "prompt_lens", "prompt_ids_len", "prompt_ids_lens"),
     *("num_prompt_tokens", "answer_start_idx", "response_start", "response_start_idx"),
 )
-"""Columns that say where the tokens to predict begin; `labels` and `loss_mask` override them."""
+"""Columns with the position where predicted tokens begin; `labels` and `loss_mask` override them."""
 
 
 def _is_one(value: _Array) -> bool:
@@ -95,13 +96,13 @@ _REFUSED: dict[str, tuple[Callable[[_Array], bool], str]] = {
 }
 """Columns allowed with token ids → a test that the value has no effect, and the remedy otherwise."""
 _SAY_NOTHING = frozenset({"special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping"})
-"""Columns of Hugging Face's tokenizers that no causal language model reads."""
+"""Columns of Hugging Face's tokenizers that causal language models ignore."""
 _BESIDE_TEXT: dict[str, tuple[Callable[[_Array], bool], str]] = {
     **dict.fromkeys(_WEIGHTS, (_is_one, _AS_WEIGHTS)),
     LABELS: (_marks_nothing, f"{IGNORED} in it marks tokens: tokenise the text and give input_ids, or remove it"),
     **dict.fromkeys(
         (LOSS_MASK, "loss_masks", "completion_mask", "assistant_mask", "assistant_masks", "assistant_tokens_mask"),
-        (_never, "a mask of tokens goes with token ids: tokenise the text and give input_ids, or remove it"),
+        (_never, "a token mask needs token ids: tokenise the text and give input_ids, or remove it"),
     ),
 }
 """Columns allowed with text → a test that the value has no effect, and the remedy otherwise."""
@@ -111,14 +112,14 @@ _BESIDE_EXAMPLES: dict[str, tuple[Callable[[_Array], bool], str]] = {
     **{name: check for name, check in _BESIDE_TEXT.items() if name != LABELS},
     **dict.fromkeys(
         ("image", "images", "video", "videos", "audio", "audios", "pixel_values"),
-        (lambda value: value.size == 0, "Octavo trains on text alone: remove it"),
+        (lambda value: value.size == 0, "Octavo trains only on text: remove it"),
     ),
 }
-"""Columns allowed with conversations, or prompts and completions → a test that the value has no effect, and the remedy."""
+"""Columns allowed with conversations or prompts → a test that the value has no effect, and the remedy."""
 
 
 def _key(name: str) -> str:
-    """A name as the tables have it: Loss-Mask is loss_mask."""
+    """A name as in the tables: Loss-Mask becomes loss_mask."""
     return name.lower().replace("-", "_")
 
 
@@ -128,7 +129,7 @@ def column_of(names: Collection[str], text_field: str) -> str | None:
 
 
 def wanted(names: Collection[str], text_field: str, lists: Collection[str]) -> list[str]:
-    """The columns of a table that `check_text` or `tokens_of` reads; `lists`: those that hold a list in each row."""
+    """The columns of a table that `check_text` or `tokens_of` reads; lists: those that hold a list in each row."""
     column = column_of(names, text_field)
     if column is None:
         return []
@@ -147,7 +148,7 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
     """Refuse token ids, weights and token masks in a row of text.
 
     Raises:
-        InputError: the column, and the remedy.
+        InputError: names the column and the remedy.
     """
     if INPUT_IDS in row and text_field == "text":
         raise InputError(
@@ -155,7 +156,7 @@ def check_text(row: Mapping[str, Any], text_field: str, origin: str) -> None:
             f"ids, or remove {INPUT_IDS!r} to train on the text."
         )
     for name in _beside_text(tuple(row)):
-        if name == LABELS and INPUT_IDS in row:  # those of the token ids, which the user has chosen not to read
+        if name == LABELS and INPUT_IDS in row:  # labels of the token ids, which are not read
             continue
         nothing, remedy = _BESIDE_TEXT[_key(name)]
         if name != text_field and not nothing(_array(_number(row[name]))):
@@ -171,7 +172,7 @@ def check_examples(row: Mapping[str, Any], origin: str) -> None:
     """Refuse weights, token masks and images in a row with a conversation, or a prompt and its completion.
 
     Raises:
-        InputError: the column, and the remedy.
+        InputError: names the column and the remedy.
     """
     for name in row:
         nothing, remedy = _BESIDE_EXAMPLES.get(_key(name), (None, ""))
@@ -180,13 +181,13 @@ def check_examples(row: Mapping[str, Any], origin: str) -> None:
 
 
 def tokens_of(row: Mapping[str, Any], origin: str) -> tuple[npt.NDArray[np.uint32], Int64 | None]:
-    """Token ids of a row, and its labels: the token at each position, or IGNORED; None where every token is a target.
+    """Token ids of a row, and its labels: the token at each position, or IGNORED; None if every token is a target.
 
-    Labels are `labels`, else the ids; IGNORED where `loss_mask` is 0. Tokens with `attention_mask` 0 at the ends of the row are
-    padding and left out.
+    Labels are `labels`, else the ids; IGNORED if `loss_mask` is 0. Tokens at the ends of the row with `attention_mask` 0 are
+    padding and dropped.
 
     Raises:
-        InputError: a column that is no list of numbers for these tokens, or that cannot be used exactly.
+        InputError: a column is not a list of numbers for these tokens, or cannot be used exactly.
     """
     ids = _whole_numbers(row[INPUT_IDS], INPUT_IDS, origin)
     if len(ids) and not 0 <= ids.min() <= ids.max() <= _MOST_ID:
@@ -233,7 +234,7 @@ def _labels(row: Mapping[str, Any], ids: Int64, origin: str) -> Int64:
 
 
 def shifted_targets(labels: Int64, ids: Int64) -> int | None:
-    """Number of targets, if each is the token that follows its position; 0 if one is not, None if they are the tokens there."""
+    """Number of targets if each is the next token; 0 if any is not; None if they are the tokens at their positions."""
     following = (labels != IGNORED)[:-1]
     targets = labels[:-1][following]
     if np.array_equal(targets, ids[:-1][following]):
@@ -242,13 +243,13 @@ def shifted_targets(labels: Int64, ids: Int64) -> int | None:
 
 
 class ShiftedLabels:
-    """Finds labels that are shifted already in rows with few targets: of one they may agree by chance, of many they do not."""
+    """Detects already shifted labels in rows with few targets: one row may agree by chance, many do not."""
 
     def __init__(self) -> None:
         self._targets = self._rows = self._others = 0
 
     def check(self, labels: Int64 | None, ids: npt.NDArray[np.uint32], origin: str) -> None:
-        """Take the next row of a source.
+        """Check the next row of a source.
 
         Raises:
             InputError: in this row and most rows before it, the labels differ from the tokens and equal the next tokens.
@@ -262,7 +263,7 @@ class ShiftedLabels:
         self._targets += found
         self._rows += 1
         if self._targets >= _EVIDENCE and self._rows > self._others:
-            raise _shifted(f"{origin}: 'labels' of this row, and of rows before it,")
+            raise _shifted(f"{origin}: 'labels' of this row, and of earlier rows,")
 
 
 def _shifted(what: str) -> InputError:
@@ -284,8 +285,8 @@ def _refuse_others(row: Mapping[str, Any], tokens: int, origin: str) -> None:
                 raise InputError(f"{origin}: {name!r} cannot be used with 'input_ids': {remedy}.")
         elif isinstance(value, list | tuple | np.ndarray) and len(value) == tokens > 1 and _array(value).dtype.kind in "biuf":
             raise InputError(
-                f"{origin}: {name!r} has a number for each token, and Octavo does not know its meaning. Remove the column, or "
-                "name it 'labels' or 'loss_mask' if it is that."
+                f"{origin}: {name!r} has a number per token, whose meaning Octavo does not know. Remove the column, or "
+                "name it 'labels' or 'loss_mask' if it is one."
             )
 
 
@@ -294,7 +295,7 @@ def _mask(row: Mapping[str, Any], name: str, tokens: int, origin: str) -> npt.ND
     if value.size == 0 and value.ndim == 1:
         value = np.empty(0, np.int64)
     if value.ndim != 1 or value.dtype.kind not in "biuf" or not np.isin(value, (0, 1)).all():
-        raise InputError(f"{origin}: {name!r} must be a list of 0 and 1, one for each token. Correct the row.")
+        raise InputError(f"{origin}: {name!r} must be a list of 0 and 1, one per token. Correct the row.")
     _check_length(name, len(value), tokens, origin)
     return value.astype(bool)
 
@@ -313,18 +314,18 @@ def _whole_numbers(value: object, name: str, origin: str) -> Int64:
 
 def _check_length(name: str, found: int, tokens: int, origin: str) -> None:
     if found != tokens:
-        raise InputError(f"{origin}: {name!r} has {found:,} entries, and 'input_ids' {tokens:,}: give one a token.")
+        raise InputError(f"{origin}: {name!r} has {found:,} entries, but 'input_ids' {tokens:,}: give one per token.")
 
 
 def _array(value: object) -> _Array:
     try:
         return np.asarray(value)
-    except (ValueError, OverflowError):  # lists within lists, of several lengths
+    except (ValueError, OverflowError):  # nested lists of different lengths
         return np.asarray(None)
 
 
 def _number(value: object) -> object:
-    """A number that a CSV file holds as text."""
+    """A number, also from the text of a CSV file."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,8 +1,8 @@
-"""Rows of chat files to messages in Hugging Face's form.
+"""Converts rows of chat files to messages in Hugging Face's form.
 
-Three forms are read: Hugging Face's and OpenAI's (`role`, `content`), and ShareGPT's (`from`, `value`). A row that cannot be
-used exactly gives a `Faulty` with its reason, so that the caller may refuse it or count it; nothing is repaired by a guess.
-Left out: images and sounds, OpenAI's older `function_call`, and pairs of a chosen and a rejected answer.
+Supported forms: Hugging Face's and OpenAI's (`role`, `content`), and ShareGPT's (`from`, `value`). A row that cannot be used
+exactly becomes a `Faulty` with its reason, so that the caller may refuse or count it; nothing is repaired by a guess. Not
+supported: images and sounds, OpenAI's older `function_call`, and preference pairs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 _ASKED = ("weight", "train", "loss")
-"""Keys of a message that say by 0 or 1 whether it is trained (OpenAI's, Axolotl's, ms-swift's)."""
+"""Keys of a message with 0 or 1 for whether it is trained (OpenAI's, Axolotl's, ms-swift's)."""
 _SHOWN = 60
 
 
 class _Fault(Exception):
-    """Why a row is no example: a reason for counts, and a sentence."""
+    """Why a row is not an example: a reason for counts, and a sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -41,7 +41,7 @@ def conversation(row: Mapping[str, Any], column: str) -> Conversation | Faulty:
         system = row.get("system")
         if isinstance(system, str) and system.strip():
             if messages[0]["role"] == "system":
-                raise _Fault("two system messages", f"{column!r} begins with a system message, and 'system' is another")
+                raise _Fault("two system messages", f"{column!r} begins with a system message, but 'system' is set too")
             messages.insert(0, {"role": "system", "content": system})
             asked.insert(0, True)
         if not any(message["role"] == "assistant" for message in messages):
@@ -52,7 +52,7 @@ def conversation(row: Mapping[str, Any], column: str) -> Conversation | Faulty:
 
 
 def completion(row: Mapping[str, Any]) -> Completion | Conversation | Faulty:
-    """The example of a row with `prompt` and `completion`: both text, or both messages."""
+    """The example of a row with `prompt` and `completion`: both strings, or both messages."""
     prompt, answer = row["prompt"], row["completion"]
     try:
         if isinstance(prompt, str) and isinstance(answer, str):
@@ -72,7 +72,7 @@ def completion(row: Mapping[str, Any]) -> Completion | Conversation | Faulty:
 
 
 def strings(value: object) -> list[str]:
-    """Every text within messages or tools, keys too."""
+    """All strings in messages or tools, including keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ def strings(value: object) -> list[str]:
 
 def _messages(value: object, column: str) -> tuple[list[Message], list[bool]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(each, Mapping) for each in value):
-        raise _Fault("no messages", f"{column!r} is no list of messages: {_shortened(value)}")
+        raise _Fault("no messages", f"{column!r} is not a list of messages: {_shortened(value)}")
     if not value:
         raise _Fault("no messages", f"{column!r} is an empty list")
     found = [_message(each, number, column) for number, each in enumerate(value, start=1)]
@@ -94,7 +94,7 @@ def _messages(value: object, column: str) -> tuple[list[Message], list[bool]]:
 def _message(given: Mapping[str, Any], number: int, column: str) -> tuple[Message, bool]:
     """A message, and True if it is trained."""
     where = f"message {number} of {column!r}"
-    values = _without_none(given)  # in a table every row has all keys
+    values = _without_none(given)  # in a table each row has all keys
     asked = True
     for key in _ASKED:
         if key in values:
@@ -160,17 +160,17 @@ def _text(content: object, where: str) -> str:
         if len(parts) == len(content) and all(set(part) == {"type", "text"} and part["type"] == "text" for part in parts):
             return "".join(part["text"] for part in parts)
         kinds = sorted({str(part.get("type")) for part in parts} - {"text"})
-        raise _Fault("not only text", f"{where} has parts of type {', '.join(kinds) or 'unknown'}: Octavo trains on text alone")
-    raise _Fault("not only text", f"{where} has a 'content' that is no text: {_shortened(content)}")
+        raise _Fault("not only text", f"{where} has parts of type {', '.join(kinds) or 'unknown'}: Octavo trains only on text")
+    raise _Fault("not only text", f"{where} has a 'content' that is not text: {_shortened(content)}")
 
 
 def _tool_call(call: object, where: str) -> Message:
     """A tool call with its arguments as an object. OpenAI's files have a JSON string, which templates would quote twice."""
     if not isinstance(call, Mapping):
-        raise _Fault("tool calls", f"{where} has a tool call that is no object: {_shortened(call)}")
+        raise _Fault("tool calls", f"{where} has a tool call that is not an object: {_shortened(call)}")
     function = call.get("function", call if "name" in call else None)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _Fault("tool calls", f"{where} has a tool call without the name of a function: {_shortened(call)}")
+        raise _Fault("tool calls", f"{where} has a tool call without a function name: {_shortened(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
@@ -178,9 +178,9 @@ def _tool_call(call: object, where: str) -> Message:
         except RepeatedKey as error:
             raise _Fault("repeated key", f"{where}: in the arguments of {function['name']!r}, {error}") from None
         except ValueError:
-            raise _Fault("tool calls", f"{where}: the arguments of {function['name']!r} are no JSON") from None
+            raise _Fault("tool calls", f"{where}: the arguments of {function['name']!r} are not JSON") from None
     if not isinstance(arguments, Mapping):
-        raise _Fault("tool calls", f"{where}: the arguments of {function['name']!r} are no object: {_shortened(arguments)}")
+        raise _Fault("tool calls", f"{where}: the arguments of {function['name']!r} are not an object: {_shortened(arguments)}")
     others = {} if function is call else {key: value for key, value in call.items() if key != "function"}
     return {**others, "type": "function", "function": {**function, "arguments": dict(arguments)}}
 
@@ -194,12 +194,12 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise _Fault("tools", f"'tools' is no list of JSON schemas: {_shortened(tools)}")
+        raise _Fault("tools", f"'tools' is not a list of JSON schemas: {_shortened(tools)}")
     found = []
     for tool in map(_without_none, tools):
         function = tool.get("function", tool if "name" in tool else None)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _Fault("tools", f"'tools' has one without the name of a function: {_shortened(tool)}")
+            raise _Fault("tools", f"'tools' has an entry without a function name: {_shortened(tool)}")
         found.append(tool if "function" in tool else {"type": "function", "function": tool})
     return found
 
@@ -209,12 +209,12 @@ def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
     if variables is None:
         return {}
     if not isinstance(variables, Mapping):
-        raise _Fault("chat_template_kwargs", f"'chat_template_kwargs' is no object: {_shortened(variables)}")
+        raise _Fault("chat_template_kwargs", f"'chat_template_kwargs' is not an object: {_shortened(variables)}")
     return dict(_without_none(variables))
 
 
 def _decoded(value: object, name: str) -> Any:
-    """A value that a table holds as a string of JSON."""
+    """A value, also from a table's string of JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -222,11 +222,11 @@ def _decoded(value: object, name: str) -> Any:
     except RepeatedKey as error:
         raise _Fault("repeated key", f"{name!r}: {error}") from None
     except (ValueError, RecursionError):
-        raise _Fault("no messages", f"{name!r} is a string that is no JSON: {_shortened(value)}") from None
+        raise _Fault("no messages", f"{name!r} is a string that is not JSON: {_shortened(value)}") from None
 
 
 def _without_none(value: Any) -> Any:
-    """Objects without their empty keys, at any depth: Arrow gives each object all keys of the column."""
+    """Objects without None values, at any depth: Arrow gives each object all keys of its column."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

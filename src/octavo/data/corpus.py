@@ -1,4 +1,4 @@
-"""Corpus: the sources that `data.source` and `data.validation_source` name, resolved before anything is read.
+"""Corpus: the sources in `data.source` and `data.validation_source`, resolved before anything is read.
 
 Most mistakes are in the name: they are reported here in milliseconds, with the nearest existing name, before a folder is
 created. `readers` reports faults inside a file, with the line. Local files and folders take precedence over the Hugging Face
@@ -36,12 +36,12 @@ class Source:
     """One entry of `data.source`.
 
     Attributes:
-        files: lists its files in order; none for a data set of the Hub, since `datasets` manages those files.
+        files: lists its files in order; empty for a Hub data set, whose files `datasets` manages.
         documents: starts a new iteration over its documents.
-        split: the split of a data set; empty for Python's text and for files.
+        split: the split of a data set; empty for python: sources and files.
         text: True for text; None until the first document is read; False if a data set would have to be loaded.
-        in_parts: True if `data.split` and `data.subset` select a part of it.
-        notices: messages about files left out; for a data set only after its documents are read.
+        in_parts: True if `data.split` and `data.subset` apply to it.
+        notices: messages about skipped files; for a data set only after its documents are read.
     """
 
     files: Callable[[], Sequence[Path]]
@@ -53,7 +53,7 @@ class Source:
 
 
 class Corpus:
-    """All sources of a `[data]` section, in the order given.
+    """All sources of a `[data]` section, in order.
 
     Attributes:
         sources: those of `data.source`.
@@ -66,7 +66,7 @@ class Corpus:
 
     def __init__(self, config: DataConfig) -> None:
         names, held_out = source_names(config), config.of_validation
-        # Where the splits of a name validate each other, its training text is a split too.
+        # If one name is used for training and validation splits, its training text is a split too.
         in_splits = set() if config.split or not config.validation_split else {*config.validation_sources}
         self.form = Form(config)
         self.sources = _found(names, config, self.form, _KEY, in_splits)
@@ -91,7 +91,7 @@ class Corpus:
 
     @property
     def notices(self) -> list[str]:
-        """Messages about the form of the sources and the files left out, as far as known."""
+        """Messages about the form of the sources and skipped files, as far as known."""
         form = [self.form.notice] if self.form.notice else []
         return [*form, *(notice for source in (*self.sources, *self.validation) for notice in source.notices)]
 
@@ -113,10 +113,10 @@ class Corpus:
 
 
 def check_sets(config: DataConfig) -> None:
-    """Look for the sets of `data.validation`, reading nothing.
+    """Check that the sets of `data.validation` exist, without reading them.
 
     Raises:
-        InputError: as `Corpus`, by the name of the set.
+        InputError: as for `Corpus`, with the set's name.
     """
     for name in config.validation:
         with naming_set(name):
@@ -125,7 +125,7 @@ def check_sets(config: DataConfig) -> None:
 
 @contextlib.contextmanager
 def naming_set(name: str) -> Iterator[None]:
-    """Messages are about this set of `data.validation` in place of data.source."""
+    """Inside, messages name this set of `data.validation` instead of data.source."""
     try:
         yield
     except InputError as error:
@@ -148,7 +148,7 @@ def _check_distinct(sources: Sequence[Source], names: Sequence[str], training: i
 
 
 def _check_in_parts(config: DataConfig, sources: Sequence[Source], validation: Sequence[Source]) -> None:
-    """Refuse `data.split`, `data.subset` and `data.validation_split` where no source has parts: they would be ignored."""
+    """Refuse `data.split`, `data.subset` and `data.validation_split` if no source has parts, since they would be ignored."""
     asked = (
         ("data.split", config.split, (*sources, *(() if config.validation_split else validation))),
         ("data.subset", config.subset, (*sources, *validation)),
@@ -170,19 +170,19 @@ def _named_twice(read: str, first: str, second: str, across: bool) -> InputError
         other_split = "" if file else " or set data.validation_split to another split than data.split,"
         return InputError(
             f"{_KEY} = {first!r} and {_VALIDATION_KEY} = {second!r} both read {read!r}: the model would be trained on its "
-            f"validation text. Name it in one of the two,{other_split} or use data.validation_fraction."
+            f"validation text. Use it in one of the two,{other_split} or use data.validation_fraction."
         )
     by = f"by {first!r} and by {second!r}" if first != second else f"by {second!r}"
     return InputError(
-        f"data.source names {read!r} twice, {by}: its documents would be trained twice, and be in training and validation at "
-        "once. Name it once in data.source."
+        f"data.source has {read!r} twice, {by}: its documents would be trained twice, and be in training and validation at "
+        "once. Give it once in data.source."
     )
 
 
 def identity(name: str) -> str:
     """A name of a source that does not depend on the current folder; part of the key of prepared data."""
     if name in _PYTHON:
-        return f"{name}@{python_source.interpreter()}"  # interpreters that share a data folder differ
+        return f"{name}@{python_source.interpreter()}"  # interpreters that share a data folder may differ
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() or glob.has_magic(name) or names_a_path(name) else name
 
@@ -190,12 +190,12 @@ def identity(name: str) -> str:
 def source_names(config: DataConfig, key: str = "data.source") -> list[str]:
     """The names in `source`, at least one; `key` is its name in the run file."""
     if not config.sources:
-        raise InputError(f'{key} = []: name at least one source, such as "python:docstrings".')
+        raise InputError(f'{key} = []: give at least one source, such as "python:docstrings".')
     return config.sources
 
 
 def _found(names: Sequence[str], config: DataConfig, form: Form, key: str, in_splits: Collection[str] = ()) -> list[Source]:
-    """The sources of these names; of those `in_splits` the split for training."""
+    """The sources with these names; for those `in_splits` the training split."""
     sources = []
     for name in names:
         config_of_set = config.model_copy(update={"split": readers.DEFAULT_SPLIT}) if name in in_splits else config
@@ -254,12 +254,12 @@ def _files(name: str, files: Sequence[Path], form: Form, key: str) -> Source:
 
 
 def _folder(path: Path, config: DataConfig, form: Form, key: str) -> Source:
-    """A data set by its card or as saved; of any other folder all files of known kinds, or those of `data.split`."""
+    """A data set by its card or as saved; for other folders all files of known kinds, or those of `data.split`."""
     name, prepared = f"{key} = {str(path)!r}", Path(config.folder).expanduser()
     with path_of("data.folder", config.folder):
         within = prepared.resolve() == path.resolve()
     if within:
-        raise InputError(f"{name} is data.folder too, which prepared data is written to. Set data.folder to another folder.")
+        raise InputError(f"{name} is also data.folder, which prepared data is written to. Set data.folder to another folder.")
     files = folders.files_of(path, prepared)
     if not files:
         raise InputError(f"{name} is an empty folder. Put files in it: {readers.KNOWN}.")
@@ -281,8 +281,8 @@ def _folder(path: Path, config: DataConfig, form: Form, key: str) -> Source:
         if not chosen:
             splits = ", ".join(map(repr, folders.splits_in(known, path)))
             raise InputError(
-                f"{name}: no file or folder in it is named for the split {config.split!r}; "
-                f"{f'there is {splits}' if splits else 'none is for any split'}. Change data.split, or leave it out to read "
+                f"{name}: no file or folder in it has the name of the split {config.split!r}; "
+                f"{f'there is {splits}' if splits else 'no name is of any split'}. Change data.split, or leave it out to read "
                 "every file."
             )
     source = _files(str(path), chosen, form, key)
@@ -293,7 +293,7 @@ def _similar(path: Path) -> str:
     """A hint: the nearest existing name, and the first missing folder; may be empty."""
     existing = next(folder for folder in path.parents if folder.is_dir())
     missing = path.relative_to(existing).parts[0]
-    if (existing / missing).exists() or (existing / missing).is_symlink():  # but is no folder
+    if (existing / missing).exists() or (existing / missing).is_symlink():  # exists but is not a folder
         return ""
     guess = nearest(missing, [entry.name for entry in existing.iterdir()])
     hint = f" Did you mean {str(existing / guess)!r}?" if guess else ""

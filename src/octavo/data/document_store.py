@@ -25,7 +25,7 @@ DocumentNumbers = npt.NDArray[np.int64]
 """Documents of a store, by number."""
 
 Ranges = npt.NDArray[np.int64]
-"""[P, 2] first byte and end of texts in a store."""
+"""[P, 2] first byte and end of each text in a store."""
 
 
 class DocumentStore:
@@ -39,10 +39,10 @@ class DocumentStore:
         self._offsets = array("Q", [0])
         self._map: mmap.mmap | None = None
         self._first_origin = ""
-        self._has_labels = bytearray()  # of each document 1 or 0
+        self._has_labels = bytearray()  # 1 or 0 per document
         self.tokenised = False  # True if the documents are token ids
         self.stored = 0  # bytes
-        self.max_id = -1  # of tokens and labels
+        self.max_id = -1  # over tokens and labels
 
     @property
     def labelled(self) -> bool:
@@ -78,7 +78,7 @@ class DocumentStore:
         return len(self._offsets) - 2
 
     def seal(self) -> None:
-        """End writing, begin reading."""
+        """End writing and begin reading."""
         self._file.flush()
         if self.stored:
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -121,7 +121,7 @@ class DocumentStore:
         return np.fromiter(found, np.uint64, len(numbers))
 
     def _end_of_ids(self, number: int, payload: bytes) -> int:
-        """Bytes of a document without labels; with labels each token takes 8 more than its 4."""
+        """End of a document's ids in its payload: a token takes 4 bytes, its label 8 more."""
         return len(payload) // 3 if self._has_labels[number] else len(payload)
 
     def _encode(self, document: Document) -> bytes:

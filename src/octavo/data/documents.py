@@ -1,4 +1,4 @@
-"""A document of a reader: text, token ids with labels, or an example that is still to be rendered by a template."""
+"""A document of a reader: text, token ids with labels, or an example that a template has yet to render."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 """`role`, `content` and other keys that a chat template reads, as in Hugging Face's files."""
 
 Span = tuple[int, int]
-"""First character and end of a part of a text."""
+"""(start, end) of a part of a text, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Conversation:
     """Messages in Hugging Face's form.
 
     Attributes:
-        asked: for each message, False if its row excludes it from training.
+        asked: per message, False if its row excludes it from training.
         tools: JSON schemas of functions; None without.
-        variables: template variables of this conversation only.
+        variables: template variables for this conversation only.
     """
 
     messages: list[Message]
@@ -42,7 +42,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Faulty:
-    """A row that is no example: the reason in a few words, for counts, and a sentence."""
+    """A row that is not an example: a short reason, for counts, and a sentence."""
 
     reason: str
     sentence: str
@@ -53,11 +53,11 @@ Example = Conversation | Completion | Faulty
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, one list of token ids, or one example; `origin` is the file and line, for messages.
+    """One text, one list of token ids, or one example; origin: file and line, for messages.
 
     Attributes:
-        labels: the token at each position, or -100 where it is no target; None where every token is a target.
-        example: becomes token ids and labels once the tokenizer is there.
+        labels: the token at each position, or -100 if it is not a target; None if every token is a target.
+        example: converted to token ids and labels once the tokenizer is known.
     """
 
     text: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 SHOWN = 30
-"""Characters of a text that messages quote."""
+"""Most characters of a text that messages quote."""
 
 
 class ExampleFault(Exception):
@@ -18,7 +18,7 @@ class ExampleFault(Exception):
 
 
 def left_out(part: str) -> ExampleFault:
-    """The fault of a chat template that leaves out a part of a conversation."""
+    """The fault of a chat template that omits a part of a conversation."""
     return ExampleFault(
         "left out by the template",
         f"the chat template leaves out {part}",

@@ -1,7 +1,7 @@
 """Folders as sources: every file of a known kind, or those of a named split.
 
-A folder is a data set only if it says so: by the card of a Hugging Face data set, or as `save_to_disk` wrote it. Otherwise a
-name such as train.jsonl is a name like any other. Files that are left out are counted and named.
+A folder is a data set only if it says so: by the card of a Hugging Face data set, or because `save_to_disk` wrote it. Otherwise
+a name such as train.jsonl has no special meaning. Skipped files are counted and named.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Splits → their names in paths, as the `datasets` library knows them."""
+"""Splits → their names in paths, as in the `datasets` library."""
 _CARD_KEYS = re.compile(rb"""^["']?(configs|dataset_info)["']?\s*:""", re.MULTILINE)
 
 
 def files_of(folder: Path, prepared: Path) -> list[Path]:
-    """All files below a folder, sorted, links followed; without names, and folders, that begin with a dot.
+    """All files below a folder, sorted, links followed, without hidden files and folders.
 
     Args:
-        prepared: the folder of prepared data, left out if it is inside.
+        prepared: the folder of prepared data, skipped if it is inside.
 
     Raises:
-        InputError: a link to nothing, a file that is no regular one, or a folder that cannot be read.
+        InputError: a broken link, a file that is not regular, or an unreadable folder.
     """
     return sorted(_walk(folder, frozenset({prepared.resolve()})))
 
 
 def _walk(folder: Path, closed: frozenset[Path]) -> Iterator[Path]:
-    """The files below; `closed`: folders that are not entered."""
+    """The files below; closed: folders that are not entered."""
     closed |= {folder.resolve()}
     with readers.readable(folder):
         entries = list(folder.iterdir())
@@ -46,7 +46,7 @@ def _walk(folder: Path, closed: frozenset[Path]) -> Iterator[Path]:
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if entry.resolve() not in closed:  # such as a link to a folder that it is in
+            if entry.resolve() not in closed:  # such as a link to a parent folder
                 yield from _walk(entry, closed)
         else:
             check_regular(entry)
@@ -54,9 +54,9 @@ def _walk(folder: Path, closed: frozenset[Path]) -> Iterator[Path]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a link to nothing, a pipe or a device, and a name that is not UTF-8."""
+    """Refuse broken links, pipes, devices, and names that are not UTF-8."""
     if not path.is_file():
-        fault = "is a link to nothing" if path.is_symlink() and not path.exists() else "is no regular file"
+        fault = "is a broken link" if path.is_symlink() and not path.exists() else "is not a regular file"
         raise InputError(f"data: {str(path)!r} {fault}. Remove it, or put the file there.")
     try:
         os.fspath(path).encode()
@@ -71,7 +71,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def has_card(folder: Path) -> bool:
-    """True if the folder says that it is a data set: README.md has `configs` or `dataset_info` at its top, or it has infos."""
+    """True if the folder is declared a data set: `configs` or `dataset_info` at the top of README.md, or an infos file."""
     infos, card = folder / "dataset_infos.json", folder / "README.md"
     with readers.readable(infos):
         stored = infos.read_bytes() if infos.is_file() else None
@@ -92,17 +92,17 @@ def has_card(folder: Path) -> bool:
 
 
 def of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path]:
-    """The files of a folder whose name, or whose parent folder, names the split."""
+    """The files of a folder whose name, or whose parent folder's name, contains the split."""
     return [path for path in files if _names(path.relative_to(folder), split)]
 
 
 def splits_in(files: Sequence[Path], folder: Path) -> list[str]:
-    """The usual splits that names of these files name."""
+    """The usual splits whose names occur in these files' names."""
     return [split for split in _SPLITS if of_split(files, folder, split)]
 
 
 def _names(path: Path, split: str) -> bool:
-    """True if a part of the path names the split; a later part decides between training and held out text."""
+    """True if a part of the path has the split's name; the last such part decides between training and held-out text."""
     aliases = next((names for known, names in _SPLITS.items() if split == known or split in names), (split,))
     held_out = (*_SPLITS["validation"], *_SPLITS["test"])
     others = held_out if "train" in aliases else _SPLITS["train"] if aliases[0] in held_out else ()
@@ -116,12 +116,12 @@ def _names(path: Path, split: str) -> bool:
 
 
 def _spells(part: str, split: str) -> bool:
-    """True if a part has the name of the split between separators, which the name may have too ("en-2020")."""
+    """True if a part contains the split's name between separators; the name may contain them too ("en-2020")."""
     return re.search(rf"(^|[-._ ]){re.escape(split)}([-._ ]|$)", part, re.IGNORECASE) is not None
 
 
 def left_out(name: str, folder: Path, files: Sequence[Path], chosen: Sequence[Path], split: str | None) -> list[str]:
-    """Messages about files of a folder that are not read, and about splits that are."""
+    """Messages about files of a folder that are skipped, and about splits that are read."""
     taken = set(chosen)
     others = [str(path.relative_to(folder)) for path in files if path not in taken]
     messages = []
@@ -134,19 +134,19 @@ def left_out(name: str, folder: Path, files: Sequence[Path], chosen: Sequence[Pa
     twins = _twins([path.relative_to(folder) for path in chosen])
     if twins:
         messages.append(
-            f"{name}: files of one name are all read, and a copy in another form would be trained twice: {some(twins)}. "
-            "Name the files to read, such as 'folder/*.jsonl'."
+            f"{name}: several files with the same name are all read, and a copy in another format would be trained twice: "
+            f"{some(twins)}. Give the files to read, such as 'folder/*.jsonl'."
         )
     if split is None and len(splits := splits_in(chosen, folder)) > 1:
         messages.append(
-            f"{name}: all {counted(len(chosen), 'file')} are read, though some are named as splits ({', '.join(splits)}). Set "
+            f"{name}: all {counted(len(chosen), 'file')} are read, but some are named like splits ({', '.join(splits)}). Set "
             f"data.split to read one of them."
         )
     return messages
 
 
 def _twins(paths: Sequence[Path]) -> list[str]:
-    """Names that several files have, but for their suffixes: a.jsonl and a.jsonl.gz, or a.csv and a.parquet."""
+    """Names that several files share except for suffixes: a.jsonl and a.jsonl.gz, or a.csv and a.parquet."""
     names: dict[Path, list[str]] = {}
     for path in paths:
         names.setdefault(path.parent / path.name[: path.name.lower().rindex(kind_of(path.name))], []).append(str(path))

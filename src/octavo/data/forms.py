@@ -1,7 +1,7 @@
 """The form of a row of a data set: a conversation, a prompt with its completion, or text or token ids.
 
-`data.format` says it, else the names of the first row's columns; a set with columns of several kinds, and one of preference
-pairs, are refused. All sources of a section have one form.
+`data.format` sets it, else the column names of the first row; columns of several kinds, and preference pairs, are refused. All
+sources of a section have one form.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Form:
     """Columns of rows, and how a row becomes a document.
 
     Attributes:
-        format: of the documents; None until the first row where `data.format` does not say it.
-        notice: the format that the columns show, as a sentence; empty for text, and where `data.format` says it.
+        format: format of the documents; None until the first row if `data.format` does not set it.
+        notice: the format derived from the columns, as a sentence; empty for text, or if `data.format` sets it.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -44,11 +44,11 @@ class Form:
         self._known: set[tuple[str, ...]] = set()
 
     def fits(self, names: Collection[str]) -> bool:
-        """True if some known column is among the names."""
+        """True if a known column is among the names."""
         return bool(self._kinds(names)) or self.text_field in names
 
     def column(self, names: Collection[str], where: str) -> str:
-        """The column of the documents; of prompts "prompt".
+        """The column of the documents; "prompt" for prompts.
 
         Raises:
             InputError: there is none, or the columns are of several kinds.
@@ -68,7 +68,7 @@ class Form:
         return needed[0]
 
     def wanted(self, names: Collection[str], lists: Collection[str], where: str) -> list[str]:
-        """The columns of a table that `document` reads; `lists`: columns with a list in each row."""
+        """The columns of a table that `document` reads; lists: columns with a list in each row."""
         column = self.column(names, where)
         if self.format == "text":
             return columns.wanted(names, self.text_field, lists)
@@ -79,18 +79,18 @@ class Form:
         ]
 
     def text_columns(self) -> list[str]:
-        """Columns that hold text wherever they are."""
+        """Columns that always hold text."""
         return [self.text_field, *_PROMPT]
 
     def is_plain(self, read: Collection[str]) -> bool:
-        """True if these columns are a text only: no other column has to be checked."""
+        """True if these columns are only a text, so that no other column needs a check."""
         return self.format == "text" and list(read) == [self.text_field]
 
     def document(self, row: Mapping[str, Any], origin: str) -> Document:
         """The document of a row.
 
         Raises:
-            InputError: a missing column, one that cannot be used exactly, or text that is no string.
+            InputError: a missing column, one that cannot be used exactly, or text that is not a string.
         """
         column = self.column(row, origin)
         if self.format == "text":
@@ -129,18 +129,18 @@ class Form:
         return InputError(f"{where}: there is no {self.text_field!r}, only {found}.{hint} Change data.text_field.")
 
     def _messages(self, names: Collection[str], where: str) -> tuple[str, ...]:
-        """The column of the messages; none if there is none."""
+        """The column of the messages, if any."""
         if self._is_named and self.text_field in names:
             return (self.text_field,)
         if self._is_named and self.format == "chat":
             raise self._absent(names, where)
         found = tuple(name for name in MESSAGES if name in names)
         if len(found) > 1:
-            raise InputError(f"{where} has both {' and '.join(map(repr, found))}. Name one of them in data.text_field.")
+            raise InputError(f"{where} has both {' and '.join(map(repr, found))}. Set data.text_field to one of them.")
         return found
 
     def _kinds(self, names: Collection[str]) -> dict[Format, str]:
-        """The kinds of columns among these names, with the columns."""
+        """Format → its columns among these names."""
         found: dict[Format, str] = {}
         if messages := [name for name in MESSAGES if name in names]:
             found["chat"] = repr(messages[0])
@@ -151,7 +151,7 @@ class Form:
         return found
 
     def _settle(self, names: Collection[str], where: str) -> Format:
-        """The configured format, or the one of these columns."""
+        """The configured format, or the columns' format."""
         if self.format is not None and (self._given or tuple(names) in self._known):
             return self.format
         kinds = self._kinds(names)
@@ -186,12 +186,12 @@ class Form:
 
 def _pairs(where: str) -> InputError:
     return InputError(
-        f"{where} has preference pairs ('chosen' and 'rejected'): they are for a loss that compares two answers, which Octavo "
-        "does not have. To train on the chosen answers alone, write them as 'messages', or as 'prompt' and 'completion'."
+        f"{where} has preference pairs ('chosen' and 'rejected'), which need a loss that compares two answers, and Octavo has "
+        "none. To train on the chosen answers alone, write them as 'messages', or as 'prompt' and 'completion'."
     )
 
 
 def kind(value: object) -> str:
-    """The type of a value of JSON, in words."""
+    """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""JSON whose objects have each key once. Python's reader takes the last of two, so that a value would be lost."""
+"""JSON with unique keys in each object: Python's reader silently takes the last of two equal keys."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class RepeatedKey(ValueError):
-    """An object, at any depth, with a key twice."""
+    """An object, at any depth, has a key twice."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"the key {key!r} stands there twice")
+        super().__init__(f"the key {key!r} occurs twice")
 
 
 class Repeating(dict[str, Any]):
     """An object of `decode_any` with the last value of each key.
 
     Attributes:
-        repeated: keys that stand there more than once.
+        repeated: keys that occur more than once.
     """
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
@@ -39,7 +39,7 @@ def _any_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found if len(found) == len(pairs) else Repeating(pairs)
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads makes one a text, for as long as it reads it
+_JSON = json.JSONDecoder(object_pairs_hook=_object)  # json.loads would create a decoder per call
 _ANY_JSON = json.JSONDecoder(object_pairs_hook=_any_object)
 
 
@@ -47,8 +47,8 @@ def decode(text: str) -> Any:
     """The value of a text.
 
     Raises:
-        RepeatedKey: see there.
-        json.JSONDecodeError, RecursionError, ValueError: as json.loads.
+        RepeatedKey: an object has a key twice.
+        json.JSONDecodeError, RecursionError, ValueError: as from json.loads.
     """
     return _JSON.decode(text)
 
@@ -59,7 +59,7 @@ def decode_any(text: str) -> Any:
 
 
 def check_keys(value: object) -> None:
-    """Refuse a value of `decode_any` with a key twice, at any depth.
+    """Refuse a value of `decode_any` in which a key occurs twice, at any depth.
 
     Raises:
         RepeatedKey: see there.

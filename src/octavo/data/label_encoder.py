@@ -1,8 +1,8 @@
-"""Texts with trained parts to token ids and labels.
+"""Encodes texts with trained parts as token ids and labels.
 
-Each border of a trained part has to be the border of two tokens, and the tokens of the text before it have to be the first
-tokens of the whole text; else the example is faulty: no label is a guess. This encodes the text before each border once more,
-from the last special token on.
+Each border of a trained part must be a border of two tokens, and the tokens of the text before it must be the first tokens of
+the whole text; otherwise the example is faulty, so that no label is a guess. To check this, the text before each border is
+encoded too, from the last special token on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.data.documents import Document, Span
 from octavo.data.example_faults import ExampleFault
 
 _TRIED = 16
-"""Examples for which the text before each border is also encoded from its beginning."""
+"""Number of examples for which the text before each border is also encoded from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class WrittenText:
 
     text: str
     spans: list[Span]
-    around: tuple[Sequence[int], Sequence[int]] = ((), ())  # ids before and behind; the second is trained
+    around: tuple[Sequence[int], Sequence[int]] = ((), ())  # ids before and after; those after are trained
 
 
 @dataclass(frozen=True)
 class _Before:
-    """Tokens of the text before a border, starting at token `first`, encoded without the text after the border."""
+    """Tokens of the text before a border, from token `first` on, encoded without the text after it."""
 
     first: int
     ids: list[int]
@@ -44,7 +44,7 @@ class _Before:
         return self.first + len(self.ids)
 
     def fits(self, whole: list[int]) -> bool:
-        """True if they are tokens of the whole."""
+        """True if they are the tokens of the whole text at these positions."""
         return whole[self.first : self.count] == self.ids
 
 
@@ -52,8 +52,8 @@ class LabelEncoder:
     """Encodes texts and labels the tokens of their trained parts.
 
     Args:
-        tokenizer: that of `data.tokenizer`.
-        train_on: as `data.train_on`.
+        tokenizer: the one of `data.tokenizer`.
+        train_on: `data.train_on`.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, train_on: str) -> None:
@@ -62,10 +62,10 @@ class LabelEncoder:
         self._use_anchors = True
 
     def encode(self, written: dict[int, WrittenText]) -> dict[int, tuple[list[int], list[Span], dict[int, _Before]]]:
-        """Of each text its ids and their places, and the ids of the text before each border within it.
+        """For each text: its ids, their offsets, and the ids of the text before each border in it.
 
-        The text before a border is encoded from its last special token on, which gives the same tokens in all usual tokenizers.
-        For the first texts it is also encoded from the beginning; if the tokens differ, that is done for all texts.
+        The text before a border is encoded from its last special token on, which gives the same tokens with all usual
+        tokenizers. For the first texts it is also encoded from the beginning; if that differs, it is done for all texts.
         """
         if not written:
             return {}
@@ -111,7 +111,7 @@ class LabelEncoder:
         places: Sequence[tuple[int, int]],
         anchors: frozenset[int],
     ) -> list[_Before]:
-        """The ids of the text before each place (number of the text, character), from the last anchor on."""
+        """The ids of the text before each place (text number, character), from the last anchor on."""
         anchored: dict[int, list[tuple[int, Span]]] = {
             number: [(index, offsets[index]) for index, one in enumerate(ids) if one in anchors]
             for number, (ids, offsets) in encoded.items()
@@ -128,15 +128,15 @@ class LabelEncoder:
     def label(
         self, document: Document, written: WrittenText, ids: list[int], offsets: list[Span], before: dict[int, _Before]
     ) -> Document:
-        """Ids of an example, with the tokens between the borders of its trained parts as labels."""
+        """Ids of an example, and as labels the tokens between the borders of its trained parts."""
 
         def border(at: int) -> int:
             if at in (0, len(written.text)):
                 return 0 if at == 0 else len(ids)
             count = before[at].count
-            fits = before[at].fits(ids)  # else the text before may have more tokens than the whole
+            fits = before[at].fits(ids)  # otherwise the text before may have more tokens than the whole
             end = offsets[count - 1][1] if count and fits else at
-            # Some tokens take the white space behind them, which is then no token in either text.
+            # Some tokens absorb the white space after them, which then is no token in either text.
             if fits and (end <= at or written.text[at:end].isspace()) and (count == len(ids) or offsets[count][0] >= at):
                 return count
             crossing = next((place for place in offsets if place[0] < at < place[1]), (max(at - 5, 0), at + 5))
@@ -145,7 +145,7 @@ class LabelEncoder:
             raise ExampleFault(
                 "inexact mask",
                 f"where {left!r} ends and {right!r} begins, the tokens of the text before differ when it is encoded alone "
-                f"(around {shown!r}), so that trained tokens cannot be separated from others",
+                f"(around {shown!r}), so trained tokens cannot be separated from others",
                 "Move white space at this border, or remove it",
             )
 
@@ -154,7 +154,7 @@ class LabelEncoder:
         for start, end in written.spans:
             first, last = border(start), border(end)
             if not earlier <= first < last:
-                raise ExampleFault("inexact mask", "the chat template gives turns without a token, or turns within each other")
+                raise ExampleFault("inexact mask", "the chat template has turns without a token, or nested turns")
             earlier = last
             labels[first:last] = ids[first:last]
         prefix, suffix = written.around

@@ -1,11 +1,12 @@
 """Batches of a rank, as a function of the number of the next sample.
 
-Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequences; with weights the same within each source
-(`octavo.data.order`). So the state of the data is one integer: a resumed run, on any number of ranks and with any micro-batch,
-sees the same samples in the same global batches. The price is a permutation in memory, 8 bytes a sequence.
+Sample g of a run is sequence `permutation(seed, g // n)[g % n]` of the n sequences; with weights, the same within each source
+(`octavo.data.order`). The state of the data is therefore one integer: a resumed run, on any number of ranks and with any
+micro-batch, sees the same samples in the same global batches. The cost is a permutation in memory, 8 bytes a sequence.
 
-Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them early, in several threads, which share
-one permutation.
+
+Sequences are copied from a memory map on request; `octavo.data.prefetch` requests them ahead, in several threads that share one
+permutation.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class BatchLoader:
         global_batch: sequences in a step, over all ranks.
         micro_batch: sequences in a micro-batch of one rank; None: the rank's whole share.
         dp_rank, dp_size: rank and size of the data-parallel group.
-        weights: `data.weights` of the section that was prepared.
+        weights: `data.weights` of the prepared section.
         overlong: `data.overlong`.
 
     Raises:
-        InputError: ranks × micro-batch does not divide the global batch, or the split is empty, or a source with a weight.
+        InputError: ranks × micro-batch does not divide the global batch; or the split, or a source with a weight, is empty.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class BatchLoader:
     def step(self, first_sample: int) -> list[Batch]:
         """This rank's micro-batches of the global batch that begins at `first_sample`.
 
-        Samples are counted from 0 over all epochs. A rank gets a contiguous part; of separately packed documents a part
+        Samples are counted from 0 over all epochs. A rank gets a contiguous part; with separately packed documents, a part
         balanced by attention work (`balanced`).
         """
         if first_sample < 0:
@@ -94,24 +95,24 @@ class BatchLoader:
 
     @property
     def most_documents(self) -> int:
-        """Documents of a micro-batch of packed ones, at most; padding at the end of a sequence counts as one."""
+        """Most documents in a packed micro-batch; padding at the end of a sequence counts as one."""
         return self.micro_batch * self._sequences.packing.most_documents(self._sequences.sequence_length)
 
     def epoch(self, steps: int) -> float:
-        """The epoch after this many steps: 1.25 when a quarter of the sequences was trained twice.
+        """The epoch after this many steps: 1.25 if a quarter of the sequences was trained twice.
 
-        With weights, passes over as many sequences as all sources have together; `source_epochs` has those of each.
+        With weights: passes over the total number of sequences; `source_epochs` returns those of each source.
         """
         return steps * self.global_batch / len(self._sequences)
 
     def source_epochs(self, steps: int) -> list[float]:
-        """The epoch of each source after this many steps, in the order of `data.source`; without weights one, of all."""
+        """The epoch of each source after this many steps, in the order of `data.source`; without weights a single one."""
         return self._order.epochs(steps * self.global_batch)
 
     def validation(self, sequences: int) -> Iterator[Batch]:
         """This rank's part of the first `sequences` sequences of the split, in fixed order, each once, in its micro-batches.
 
-        With weights the sources alternate by weight, until one has no more sequences.
+        With weights the sources alternate by weight, until one is exhausted.
 
         `sequences` counts over all ranks: any number of ranks, with any micro-batch, validates on the same ones. Every rank
         yields equally many batches, since ranks run collectives together: the last may be smaller, and a rank without a
@@ -128,7 +129,7 @@ class BatchLoader:
             yield batch
 
     def _batch(self, indices: Sequence[int]) -> Batch:
-        """Sequences of known token ids and labels; of others a GPU would read beyond the embedding."""
+        """A batch of sequences; refuses unknown token ids and labels, with which a GPU would read beyond the embedding."""
         batch = self._sequences.batch(indices)
         known = self._prepared.manifest.max_token_id
         largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
@@ -136,21 +137,21 @@ class BatchLoader:
         if largest > known or least < 0:
             found = f"the token id {largest}" if largest > known else f"the label {least}"
             raise OctavoError(
-                f"the {self._split} split has {found}, and {known} was the largest when it was prepared: "
+                f"the {self._split} split has {found}, but {known} was the largest when it was prepared: "
                 f"{str(self._prepared.folder)!r} has changed. Remove that folder; `octavo prepare` recreates it."
             )
         return batch
 
 
 def balanced(indices: Sequence[int], work: Sequence[int], ranks: int, micro_batch: int) -> list[list[list[int]]]:
-    """The sequences of a global batch by rank and micro-batch: those of a micro-batch have about the same work on all ranks.
+    """Distribute a global batch so that in each micro-batch all ranks have about the same work.
 
     Ranks wait for each other in every micro-batch. Sequences are assigned in decreasing order of attention work, one
     micro-batch at a time, each to the rank with the least work that has room. The global batch does not depend on the ranks.
 
     Args:
         indices: sequences of the global batch.
-        work: of each of them.
+        work: attention work of each.
 
     Returns:
         [ranks][micro-batches][micro_batch] sequences.
@@ -169,7 +170,7 @@ def balanced(indices: Sequence[int], work: Sequence[int], ranks: int, micro_batc
 
 
 class Passes(NamedTuple):
-    """The epochs of a source in a number of steps; of all sources together, where they have no weights."""
+    """The epochs of a source in a number of steps; of all sources together without weights."""
 
     source: str
     sequences: int
@@ -180,7 +181,7 @@ class Passes(NamedTuple):
 
 
 def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Passes]:
-    """Epochs of each source in a run of this many samples; empty if there is no sequence to train on."""
+    """Epochs of each source in a run of this many samples; empty without sequences."""
     sequences = sequences_of(
         prepared, "train", sequence_length=config.sequence_length, packing=prepared.packing(config), overlong=config.overlong
     )
@@ -192,7 +193,7 @@ def passes(prepared: PreparedData, config: DataConfig, samples: int) -> list[Pas
 
 
 def unused_sources(config: DataConfig, samples: int) -> str:
-    """Notice of the sources without a sample in a run of this many, by their weights; empty if there is none."""
+    """Notice about sources that get no sample in a run of this many, by their weights; empty if all do."""
     if not config.weights:
         return ""
     each = zip(config.sources, config.weights, Mixture(config.weights).counts(samples), strict=True)
@@ -201,13 +202,13 @@ def unused_sources(config: DataConfig, samples: int) -> str:
         return ""
     weights, them = ("its weight", "it") if len(unused) == 1 else ("their weights", "them")
     return (
-        f"data.weights: no sequence of the run's {samples:,} is of {some(unused)}. Raise {weights}, or remove {them} from "
+        f"data.weights: none of the run's {samples:,} sequences is from {some(unused)}. Raise {weights}, or remove {them} from "
         "data.source."
     )
 
 
 def treatment(prepared: PreparedData, overlong: Overlong | None) -> Overlong:
-    """`data.overlong`, or its default: the later part of a conversation would be trained without its beginning."""
+    """`data.overlong`, or its default, which avoids training later parts of conversations without their beginning."""
     return overlong or ("cut" if prepared.manifest.examples is None else "truncate")
 
 
@@ -219,9 +220,9 @@ def sequences_of(
     packing: Literal["join", "documents"],
     overlong: Overlong | None = None,
 ) -> Sequences:
-    """The sequences of a split with a target, by number. Where sources have weights, no sequence has text of two.
+    """The sequences of a split with a target, by number. If sources have weights, no sequence has text of two.
 
-    overlong: `data.overlong`, for documents that are packed separately.
+    overlong: `data.overlong`, for separately packed documents.
     """
     tokens, offsets, labels = prepared.tokens(split), prepared.offsets(split), prepared.labels(split)
     parts: list[Packing] = []

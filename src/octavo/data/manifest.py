@@ -1,8 +1,9 @@
-"""Manifest of a folder of prepared data, and the checks against it.
+"""The manifest of a folder of prepared data, and checks against it.
 
-The manifest is written last and the folder is then renamed into place: a folder with a manifest is whole. Later its files are
-checked by size (cut copies, full disks). Sources are checked by size and modification time, and by SHA-256 only if the time
-differs: a fresh checkout changes every time and no content.
+The manifest is written last and the folder then renamed into place, so a folder with a manifest is complete. Later its files
+are checked by size (truncated copies, full disks). Sources are checked by size and modification time, and by SHA-256 only if
+the time differs: a fresh checkout changes all times but no content.
+
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from octavo.data.tokenizer import ADDITIONAL_TEMPLATES, check, tokenizer_files
 from octavo.storage import sha256_file
 
 FORMAT = 3
-"""Part of the key: data in an older format is not reused."""
+"""Part of the key, so that data in an older format is not reused."""
 
 FILE = "manifest.json"
 Split = Literal["train", "validation"]
@@ -63,8 +64,8 @@ class ExampleRecord(_Record):
 
     Attributes:
         format: "chat" or "prompt".
-        read: rows; `dropped` of them by reason.
-        turns_by: "marks" of the template or its "prefixes"; empty where all tokens are trained, and for prompts.
+        read: number of rows; dropped: of them, by reason.
+        turns_by: "marks" or "prefixes" of the template; empty if all tokens are trained, and for prompts.
         turn_ends: ids of the tokens that end trained turns.
         template_sha256: of the chat template.
     """
@@ -82,9 +83,9 @@ class Manifest(_Record):
 
     Attributes:
         key: the result of `key(config)`.
-        parts: sizes by source where sources have weights.
-        dtype, labels: of the token files, and of files of labels where not every token is a target.
-        examples: where the data was rows of a chat file.
+        parts: sizes by source if sources have weights.
+        dtype, labels: dtypes of the token files, and of label files if not every token is a target.
+        examples: set if the data came from rows of chat files.
     """
 
     format: int
@@ -108,8 +109,8 @@ class Manifest(_Record):
 def key(config: DataConfig) -> dict[str, Any]:
     """The settings that the tokens depend on.
 
-    Not `sequence_length` and `packing`: tokens are stored unpacked, so that one preparation serves every length. Nor `weights`,
-    except where they divide `max_documents` or `max_tokens`: with any, each source is stored as a part.
+    Not `sequence_length` and `packing`: tokens are stored unpacked, so one preparation serves every length. `weights` only if
+    they divide `max_documents` or `max_tokens`: with any, each source is stored as a part.
     """
     folder = None if config.tokenizer == "train" else check(config.tokenizer)
     optional: dict[str, Any] = {}
@@ -140,7 +141,7 @@ def key(config: DataConfig) -> dict[str, Any]:
 
 
 def source_files(config: DataConfig, corpus_files: Sequence[Path]) -> list[Path]:
-    """Every file on disk that the tokens depend on: those of the corpus, of a local tokenizer and of its chat templates."""
+    """All files that the tokens depend on: the corpus, a local tokenizer and its chat templates."""
     further: list[Path] = []
     if config.tokenizer != "train":
         further = sorted((Path(config.tokenizer).expanduser() / ADDITIONAL_TEMPLATES).glob("*.jinja"))
@@ -150,7 +151,7 @@ def source_files(config: DataConfig, corpus_files: Sequence[Path]) -> list[Path]
 
 
 def record(path: Path) -> SourceFile:
-    """A source file as it is now, with its SHA-256."""
+    """A source file's current size and time, with its SHA-256."""
     status = path.stat()
     with readable(path):
         digest = sha256_file(path)
@@ -164,7 +165,7 @@ def prepared_files(folder: Path) -> dict[str, PreparedFile]:
 
 
 def fingerprint(files: dict[str, PreparedFile], tokenizer_sha256: str | None, parts: Mapping[Split, Sequence[Counts]]) -> str:
-    """Identity of the data: SHA-256 over token files, tokenizer and sizes of sources, without paths and times."""
+    """Identity of the data: SHA-256 over token files, tokenizer and source sizes, without paths and times."""
     lines = [f"{name} {file.sha256}" for name, file in sorted(files.items()) if "/" not in name]
     lines.append(f"tokenizer {tokenizer_sha256}")
     lines += [f"{split} {part.documents} {part.tokens}" for split, sizes in sorted(parts.items()) for part in sizes]
@@ -172,7 +173,7 @@ def fingerprint(files: dict[str, PreparedFile], tokenizer_sha256: str | None, pa
 
 
 def read(folder: Path, config: DataConfig) -> Manifest | None:
-    """The manifest of a folder; None if there is none of this section in this version's format."""
+    """The manifest of a folder; None without one for this section in this version's format."""
     try:
         found = Manifest.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValidationError):
@@ -181,7 +182,7 @@ def read(folder: Path, config: DataConfig) -> Manifest | None:
 
 
 def damage(folder: Path, manifest: Manifest, *, contents: bool = False) -> str | None:
-    """The first missing file, or file of the wrong size or with `contents` SHA-256, as a sentence; None if there is none."""
+    """A sentence about the first file that is missing or has a wrong size (with `contents` SHA-256); None if all are right."""
     for name, file in manifest.files.items():
         path = folder / name
         try:

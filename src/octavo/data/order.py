@@ -1,13 +1,13 @@
-"""Order of samples: the sequence of each sample of a run, from one source or from several with weights.
+"""Order of samples: which sequence each sample of a run is, from one source or several weighted ones.
 
 Sample g of a run is drawn from a source by its weight; within the source it is sequence `permutation(seed, epoch)[position]` of
-its n sequences, with (epoch, position) = divmod(number of earlier samples from this source, n). So each source counts its
+its n sequences, with (epoch, position) = divmod(number of earlier samples from this source, n). Each source thus counts its
 epochs separately, and the state of the data is one integer.
 
-The source of a sample follows from its number alone: at each node of a binary tree over the sources the samples are divided in
-two by rounding. The tree is Huffman's, where weights grow with each level at least as Fibonacci numbers: at any sample the
-count of a source differs from its share by less than half the sum of their reciprocals, 1.68. Left out: weights that change
-during a run.
+The source of a sample follows from its number alone: at each node of a binary tree over the sources, samples are divided in two
+by rounding. The tree is Huffman's, in which weights grow with each level at least like Fibonacci numbers: at any sample, the
+count of a source differs from its share by less than half the sum of their reciprocals, 1.68. Not supported: weights that
+change during a run.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from octavo.data import rng
 Int64 = npt.NDArray[np.int64]
 
 _EPOCHS = 2**40
-"""Streams of random numbers of a source: one an epoch."""
+"""Streams of random numbers per source: one per epoch."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A source, or two halves of the tree; `weight` is a whole number."""
+    """A source, or an inner node with two subtrees; weight: an integer."""
 
     weight: int
     source: int = -1
     halves: tuple[_Node, _Node] | None = None
 
     def first_half(self, samples: int) -> int:
-        """The number of samples that the first half has of this node's first `samples`."""
+        """How many of this node's first `samples` samples go to the first half."""
         assert self.halves is not None
         return (2 * samples * self.halves[0].weight + self.weight) // (2 * self.weight)
 
 
 class Mixture:
-    """Division of samples among sources by weight: exact arithmetic, the same on every machine.
+    """Division of samples among sources by weight: in exact arithmetic, the same on every machine.
 
     Args:
-        weights: one positive number a source, on any scale, as its decimal digits say: 0.1 is a tenth.
+        weights: one positive number per source, on any scale, taken as decimals: 0.1 is exactly a tenth.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -91,7 +91,7 @@ class SampleOrder:
 
     Args:
         sequences: number of sequences of each source; they are numbered source by source.
-        weights: one a source; of a single source any.
+        weights: one per source; ignored for a single source.
         seed: seed of the permutations.
     """
 
@@ -101,7 +101,7 @@ class SampleOrder:
         self._first = [0, *np.cumsum(self._sequences).tolist()]
         self._mixture = Mixture(weights)
         self._seed = seed
-        # A step spans two epochs of a source at most, unless epochs are tiny.
+        # A step spans at most two epochs of a source, unless epochs are tiny.
         self._permutation = lru_cache(maxsize=2 * len(self._sequences))(self._shuffled)
 
     def __getitem__(self, sample: int) -> int:
@@ -110,7 +110,7 @@ class SampleOrder:
         return self._first[source] + int(self._permutation(source, epoch)[position])
 
     def epochs(self, samples: int) -> list[float]:
-        """The epochs of each source that these first samples make."""
+        """The epochs of each source in the first `samples` samples."""
         counts = self._mixture.counts(samples)
         return [count / sequences for count, sequences in zip(counts, self._sequences, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Packing: documents to sequences of one length.
+"""Packing: combines documents into sequences of one length.
 
 The corpus is not copied: a `Packing` holds ranges of tokens, `Sequences` reads them from the memory map.
 
@@ -61,21 +61,21 @@ class Packing:
         return len(self.first_S) - 1
 
     def work(self, sequence_length: int) -> Int64:
-        """[S] work of causal attention within documents: the sum of squares of their lengths, of the padding's too."""
+        """[S] work of causal attention within documents: the sum of squares of lengths, padding included."""
         if not len(self):
             return np.empty(0, np.int64)
         tokens_S, squares_S = (np.add.reduceat(each, self.first_S[:-1]) for each in (self.length_P, self.length_P**2))
         return squares_S + (sequence_length - tokens_S) ** 2
 
     def most_documents(self, sequence_length: int) -> int:
-        """Pieces of a sequence, its padding as one more, at most."""
+        """Most pieces of a sequence, with its padding as one more."""
         tokens_S = np.add.reduceat(self.length_P, self.first_S[:-1])
         return int((np.diff(self.first_S) + (tokens_S < sequence_length)).max())
 
     def with_targets(self, labels: npt.NDArray[Any]) -> Packing:
-        """The sequences that have a target; no other trains anything. labels: [N] of the split, or of this part of it.
+        """The sequences that have a target; others train nothing. labels: [N], of the split or this part of it.
 
-        The first token of a piece is no target.
+        The first token of a piece is not a target.
         """
         if not len(self):
             return self
@@ -92,7 +92,7 @@ class Packing:
 
 
 def _targets_before(labels: npt.NDArray[Any], positions: Int64) -> Int64:
-    """The number of targets before each position, which may be the end; a part of the labels is in memory at once."""
+    """The number of targets before each position, which may be the end; labels are read in parts."""
     found = np.zeros(len(positions), np.int64)
     order = np.argsort(positions, kind="stable")
     at, total = 0, 0
@@ -107,7 +107,7 @@ def _targets_before(labels: npt.NDArray[Any], positions: Int64) -> Int64:
 def join(tokens: int, sequence_length: int) -> Packing:
     """Cut a stream of N `tokens` every T tokens: no padding, and attention crosses documents.
 
-    The remainder is dropped, except that a stream shorter than T makes one padded sequence. Fewer than 2 tokens make none.
+    The remainder is dropped, except that a stream shorter than T gives one padded sequence. Fewer than 2 tokens give none.
     """
     if 2 <= tokens < sequence_length:
         return Packing(np.zeros(1, np.int64), np.array([tokens]), np.arange(2))
@@ -120,18 +120,18 @@ def pack_documents(
 ) -> Packing:
     """Pack documents without joining them: position ids restart at each, and attention and loss follow the position ids.
 
-    Documents longer than T are cut, or of them the first T tokens are taken, or none. Remainders and shorter documents are
-    packed whole, by best fit in decreasing length (Ding et al., "Fewer Truncations Improve Language Modeling", 2024): nearly as
-    few sequences as with cuts everywhere, and no needless cut takes a document's context. The price is some padding, and an
-    index in memory of 16 bytes a document.
+    Documents longer than T are cut, truncated to T tokens, or dropped. Remainders and shorter documents are packed whole, by
+    best fit in decreasing length (Ding et al., "Fewer Truncations Improve Language Modeling", 2024): nearly as few sequences as
+    with cuts everywhere, and no avoidable cut removes a document's context. The cost is some padding, and an index of 16 bytes
+    per document in memory.
 
     Args:
         offsets_D: [D + 1] start of each document in the split, and the end of the last.
         sequence_length: T.
-        overlong: documents longer than T: all of them as several pieces, the first piece, or nothing.
+        overlong: for documents longer than T: several pieces, the first piece, or nothing.
 
     Returns:
-        Sequences in the order of their first token, pieces in order within each. Pieces of one token are left out: they have
+        Sequences in the order of their first token, pieces in order within each. Pieces of one token are dropped: they have
         no target.
     """
     start_D = np.asarray(offsets_D[:-1], np.int64)
@@ -149,7 +149,7 @@ def pack_documents(
     start_P = np.concatenate([whole_start_P, rest_start_P])
     length_P = np.concatenate([np.full(len(whole_start_P), sequence_length), rest_length_P])
     bin_P = np.concatenate([np.arange(len(whole_start_P)), bin_P])
-    # Of each bin, the position of its first piece among all pieces by start, and the number of its pieces.
+    # For each bin, the position of its first piece among all pieces by start, and its number of pieces.
     by_start = np.argsort(start_P)
     _, first, pieces = np.unique(bin_P[by_start], return_index=True, return_counts=True)
     order = np.lexsort((start_P, first[bin_P]))  # bins by their first piece, pieces by start
@@ -187,7 +187,7 @@ def _best_fit(length_P: Int64, capacity: int) -> Int64:
 
 
 def concatenated(parts: Sequence[Packing], first_tokens: Sequence[int]) -> Packing:
-    """The sequences of several parts of a split, each packed separately; `first_tokens`: offset of each part in the split."""
+    """The sequences of several separately packed parts of a split; first_tokens: offset of each part in the split."""
     start_P = np.concatenate([part.start_P + first for part, first in zip(parts, first_tokens, strict=True)])
     pieces = np.cumsum([0, *(len(part.start_P) for part in parts)])
     first_S = [part.first_S[1:] + before for part, before in zip(parts, pieces[:-1], strict=True)]
@@ -200,16 +200,16 @@ def concatenated(parts: Sequence[Packing], first_tokens: Sequence[int]) -> Packi
 class Sequences:
     """The sequences of one split by number, read from the memory map on request.
 
-    Labels are IGNORED on padding and at position 0 of every document (of every sequence, when joined), else the token or its
-    label. Padding is a separate document: its positions restart at 0, so that no attention reaches it.
+    Labels are IGNORED on padding and at position 0 of every document (if joined, of every sequence); elsewhere the token or its
+    label. Padding is a separate document: its positions restart at 0, so no attention reaches it.
 
     Attributes:
         tokens: [N] token ids, any integer type.
-        labels: [N] the token at each position, or IGNORED; None where every token is a target.
+        labels: [N] the token at each position, or IGNORED; None if every token is a target.
         packing: ranges of tokens by sequence.
         sequence_length: T.
-        pad_id: token id of padding; any id of the vocabulary.
-        of_source: number of sequences of each source, where sources have weights; else of all.
+        pad_id: token id of padding; may be any id of the vocabulary.
+        of_source: number of sequences of each source if sources have weights; else of all.
     """
 
     tokens: npt.NDArray[Any]

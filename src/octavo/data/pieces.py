@@ -1,8 +1,9 @@
-"""Pieces of long texts: memory and time of a tokenizer are bounded by the text that it gets at once, not by the document.
+"""Cuts long texts into pieces, so that a tokenizer's memory and time do not grow with the document.
 
-Training a tokenizer only counts words: its sample is cut near any separator, and so are endless words (base64, DNA, a language
-without spaces), since training is quadratic in their length. An encoded document has to keep its tokens: it is cut where the
-tokenizer gives the same ids for both sides as for the whole.
+Training a tokenizer only counts words, so its sample is cut near any separator; endless words (base64, DNA, a language without
+spaces) are cut too, since training is quadratic in their length. An encoded document must keep its tokens: it is cut where the
+tokenizer gives the same ids for the two sides as for the whole.
+
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import re
 from collections.abc import Callable, Iterator
 
 PIECE = 2**20
-"""Bytes, or characters of an encoded document, in a piece."""
+"""Size of a piece: bytes, or characters of an encoded document."""
 
 LONGEST_WORD = 1024
-"""Characters of a word in training: words of 4,096 took up to three times as long, words of 32 no shorter."""
+"""Most characters of a word in training: with 4,096 it took up to three times as long, with 32 no less."""
 
 _ENDLESS = re.compile(rf"(?<!\S)\S++(?<=\S{{{LONGEST_WORD + 1}}})|(?<!\s)\s++(?<=\s{{{LONGEST_WORD + 1}}})")
 _WORD_END = re.compile(r"(?<=\w)(?=\W)")
@@ -25,12 +26,12 @@ _CONTEXT = 256
 
 
 def piece_ends(stored: mmap.mmap, start: int, end: int) -> Iterator[int]:
-    """Ends of the pieces of the UTF-8 text at bytes start to end, each after a line, else after a space, near its size."""
+    """Ends of the pieces of the UTF-8 text at bytes start to end, each after a line, else a space, near the target size."""
     at = start + PIECE
     while at < end:
         near = min(at + _SEPARATOR_BYTES, end)
         cut = stored.find(b"\n", at, near) + 1 or stored.find(b" ", at, near) + 1 or at
-        while cut < end and stored[cut] & 0xC0 == 0x80:  # within a character
+        while cut < end and stored[cut] & 0xC0 == 0x80:  # inside a character
             cut += 1
         yield cut
         at = cut + PIECE
@@ -38,7 +39,7 @@ def piece_ends(stored: mmap.mmap, start: int, end: int) -> Iterator[int]:
 
 
 def bounded_words(text: str) -> Iterator[str]:
-    """The text in order; in several parts if it has a word, or white space, of more than LONGEST_WORD characters."""
+    """The text, cut at words, or runs of white space, of more than LONGEST_WORD characters."""
     start = 0
     for run in _ENDLESS.finditer(text):
         for cut in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
@@ -48,7 +49,7 @@ def bounded_words(text: str) -> Iterator[str]:
 
 
 def encodable(text: str, encode_batch: Callable[[list[str]], list[list[int]]]) -> Iterator[tuple[str, bool, bool]]:
-    """(piece, is the first, is the last) of a document."""
+    """(piece, is it the first, is it the last) of a document."""
     start = 0
     while len(text) - start > PIECE:
         end, following = _cut(text, start + PIECE, encode_batch)
@@ -58,9 +59,9 @@ def encodable(text: str, encode_batch: Callable[[list[str]], list[list[int]]]) -
 
 
 def _cut(text: str, limit: int, encode_batch: Callable[[list[str]], list[list[int]]]) -> tuple[int, int]:
-    """End of a piece and start of the next without a change of ids; without such a place a line end, else `limit`."""
-    # Candidates are the last ends of words, then the last characters. The next piece may begin behind a space, for a tokenizer
-    # that puts one before every text.
+    """End of a piece and start of the next that preserve the ids; otherwise a line end, else `limit`."""
+    # Candidates are the last ends of words, then the last characters. The next piece may begin after a space, for a tokenizer
+    # that adds one before each text.
     first = limit - PIECE // 2
     ends = [first + found.start() for found in _WORD_END.finditer(text[first:limit])][-_TRIED:]
     for end in (*reversed(ends), *range(limit, max(limit - _TRIED, first), -1)):

@@ -2,7 +2,7 @@
 
 A batch is a copy from a memory map: milliseconds if the pages are in memory, much longer from a network disk. Threads hide
 that, since waiting for pages and copying both release Python's lock. For a GPU they also pin the batch, so that its copy to
-the device overlaps with computing. Left out: processes, and queues for steps that are not consecutive.
+the device overlaps with computing. Not supported: processes, and queues for non-consecutive steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Prefetcher:
 
     Args:
         loader: reads the batches; `step` must be a function of its argument.
-        workers: threads, and the largest number of queued steps; 0: a step is read when it is requested.
+        workers: number of threads, and of queued steps; 0: a step is read when requested.
         device: destination of the batches; for a GPU, threads put them in pinned memory.
         end: no step that begins at or after this sample is queued.
     """
@@ -36,7 +36,7 @@ class Prefetcher:
         self._end = end
         self._pin = device is not None and device.type == "cuda"
         self._queue: deque[tuple[int, Future[list[Batch]]]] = deque()
-        # Pinning needs a CUDA context: this device's, not one more on the first GPU.
+        # Pinning needs a CUDA context: use this device's, not another one on the first GPU.
         prepare = partial(torch.cuda.set_device, device) if self._pin else None
         self._threads = ThreadPoolExecutor(workers, "octavo-read", initializer=prepare) if workers else None
 
@@ -54,7 +54,7 @@ class Prefetcher:
         return self._queue.popleft()[1].result()
 
     def close(self) -> None:
-        """Stop the threads and drop the queue; later steps are read when they are requested."""
+        """Stop the threads and drop the queue; later steps are read when requested."""
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)

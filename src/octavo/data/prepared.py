@@ -1,7 +1,7 @@
 """Prepared data: token files on disk, written once and shared by every rank and run with the same [data] section.
 
 A folder appears by rename once it is complete. Work in progress is under `.preparing`, behind a lock: a second process waits,
-then reads the result. Sources are compared with the manifest each time: after a change a new run prepares the data again, and a
+then reads the result. Sources are compared with the manifest each time: after a change a new run prepares the data anew, and a
 resumed run is refused.
 """
 
@@ -34,7 +34,7 @@ from octavo.errors import InputError, OctavoError
 from octavo.storage import FolderLock, free_bytes, fsync_folder, fsync_tree, path_of, write_atomic
 
 _WAIT_SECONDS = 24 * 3600.0
-"""Longest wait for another process that prepares the same data; the kernel releases the lock of a dead one."""
+"""Longest wait for another process that prepares the same data; the kernel releases a dead process's lock."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class PreparedData:
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest id that the data or its tokenizer has."""
+        """One more than the largest id in the data or its tokenizer."""
         return max(self.manifest.max_token_id + 1, self.manifest.vocab_size if self.tokenizer_folder else 0)
 
     @property
     def of_chats(self) -> bool:
-        """True if the data are conversations, written by the tokenizer's chat template."""
+        """True if the data are conversations formatted by the tokenizer's chat template."""
         return self.manifest.examples is not None and self.manifest.examples.format == "chat"
 
     @property
@@ -82,7 +82,7 @@ class PreparedData:
         return self._map(f"{split}.offsets.bin", "<u8")
 
     def labels(self, split: Split) -> npt.NDArray[np.signedinteger] | None:
-        """[N] labels of a split: the token at each position, or -100 where it is no target; None where every token is one."""
+        """[N] labels of a split: the token at each position, or -100 if it is not a target; None if every token is one."""
         return None if self.manifest.labels is None else self._map(f"{split}.labels.bin", LABEL_FILES[self.manifest.labels])
 
     def _map(self, name: str, dtype: str) -> npt.NDArray:
@@ -93,11 +93,11 @@ class PreparedData:
 def prepare(
     config: DataConfig, *, on_change: Literal["rebuild", "error"] = "rebuild", console: Console | None = None
 ) -> PreparedData:
-    """The prepared data of a `[data]` section; tokenises the corpus if there is none.
+    """The prepared data of a `[data]` section; tokenises the corpus if it does not exist.
 
     Args:
         config: the section; the data is in `<config.folder>/<name of the source>-<hash of the section>`.
-        on_change: after a change of a source file, prepare the data again, or raise (on resume).
+        on_change: what to do if a source file changed: prepare the data anew, or raise (on resume).
         console: for notices, and for progress bars on a terminal; standard error by default.
 
     Raises:
@@ -142,11 +142,11 @@ def prepare_all(
 ) -> PreparedData:
     """`prepare`, with the sets of `data.validation`, each by the run's tokenizer.
 
-    compare: with the training documents; no set may be contained in them.
+    compare: compare with the training documents, which may not contain a whole set.
 
     Raises:
-        InputError: as `prepare`; a set that shares all its documents with the training data, or that is text where the run
-            has no tokenizer.
+        InputError: as in `prepare`; or a set shares all its documents with the training data, or is text although the run has
+            no tokenizer.
     """
     prepared = prepare(config, on_change=on_change, console=console)
     found = {}
@@ -165,20 +165,20 @@ def prepare_all(
         if same and same + held >= found[name].manifest.splits["train"].documents:
             raise InputError(
                 f"{key}: all of its documents ({same + held:,}) are also in data.source, so the model would be trained on its "
-                f"validation text. Name other text in one of the two."
+                f"validation text. Use other text in one of the two."
             )
         if same and console is not None:
             total = found[name].manifest.splits["train"].documents
-            console.print(f"{key}: {same:,} of its {total:,} documents are also in data.source, and so in training.", **NOTICE)
+            console.print(f"{key}: {same:,} of its {total:,} documents are also in the training data (data.source).", **NOTICE)
     return replace(prepared, sets=found)
 
 
-_HEAD = 16  # tokens compared before whole documents are
+_HEAD = 16  # leading tokens that are compared first
 _ROWS = 1 << 20  # documents whose first tokens are read at a time
 
 
 def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int:
-    """Documents of a prepared text that are documents of a split of the corpus too, token by token."""
+    """Documents of a prepared text that also occur in a split of the corpus, token by token."""
     wanted: dict[tuple[int, bytes], list[bytes]] = {}
     tokens, offsets = found.tokens("train"), found.offsets("train").astype(np.int64)
     digests = []
@@ -200,7 +200,7 @@ def documents_in(found: PreparedData, corpus: PreparedData, split: Split) -> int
 
 
 def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corpus | None = None) -> DataConfig:
-    """The section with its packing resolved from the data; unchanged if neither says the form of a row.
+    """The section with its packing resolved from the data; unchanged if neither determines the form of rows.
 
     Raises:
         InputError: `data.overlong` without an effect on text that is joined.
@@ -220,7 +220,7 @@ def with_packing(config: DataConfig, prepared: PreparedData | None, corpus: Corp
 
 
 def prepared_or_none(config: DataConfig) -> PreparedData | None:
-    """The prepared data if it is complete. Checks the folder's files, not the sources; writes nothing."""
+    """The prepared data if it is complete. Checks the folder's files but not the sources; writes nothing."""
     target = folder_of(config)
     found = manifest.read(target, config)
     return None if found is None or manifest.damage(target, found) else PreparedData(target, found)
@@ -238,7 +238,7 @@ def folder_of(config: DataConfig) -> Path:
 
 
 def check_vocabulary(prepared: PreparedData, vocab_size: int, *, load: bool) -> None:
-    """Refuse token ids beyond an embedding of `vocab_size` rows; `load`: of pretrained weights.
+    """Refuse token ids beyond an embedding of `vocab_size` rows; load: with pretrained weights.
 
     Raises:
         InputError: the largest token id is `vocab_size` or more.
@@ -269,7 +269,7 @@ def _current(
         )
     fault = change or manifest.damage(target, found, contents=True)
     if fault is not None:
-        console.print(f"{fault}: preparing {target} again.", style="yellow", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{fault}: preparing {target} anew.", style="yellow", highlight=False, soft_wrap=True, markup=False)
         return None
     if sources != found.sources:
         found = found.model_copy(update={"sources": sources})
@@ -296,7 +296,7 @@ def _explain(error: OSError, target: Path) -> OctavoError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = free_bytes(target) / 2**20
         return OctavoError(
-            f"no room to prepare data in {str(target.parent)!r}: {free:,.0f} MiB are free. Free some, or change data.folder."
+            f"no space to prepare data in {str(target.parent)!r}: {free:,.0f} MiB are free. Free some, or change data.folder."
         )
     where = error.filename or target.parent
     return InputError(f"data.folder = {str(target.parent)!r}: {error.strerror or error} ({where}). Change data.folder.")

@@ -1,8 +1,8 @@
 """Corpora without a download: the source files of the running Python installation.
 
 First runs, tests and benchmarks need real text. The standard library's docstrings are a small English corpus (about 2 MB); all
-installed packages are a large Python corpus (hundreds of MB). Files are parsed or read, never imported. Another version of
-Python gives other text, and prepared data notices.
+installed packages are a large Python corpus (hundreds of MB). Files are parsed or read, never imported. Another Python version
+gives different text, which prepared data detects.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def docstrings(files: Sequence[Path]) -> Iterator[Document]:
     for path in files:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # other people's invalid escapes
+                warnings.simplefilter("ignore")  # invalid escapes in third-party code
                 tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, RecursionError, OSError):
             continue

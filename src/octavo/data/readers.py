@@ -42,7 +42,7 @@ DEFAULT_SPLIT = "train"
 CARDS = ("README.md", "dataset_infos.json")
 """Files of a data set that describe it."""
 Say = Callable[[str], None]
-_SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # no expression such as train[:10%]
+_SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # no expressions such as train[:10%]
 _MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -55,12 +55,12 @@ def read_text(path: Path, form: Form) -> Iterator[Document]:
 
 
 def read_json_lines(path: Path, form: Form) -> Iterator[Document]:
-    """One JSON object a line: the text under `data.text_field`, the token ids under `input_ids`, or an example."""
+    """One JSON object per line: the text under `data.text_field`, the token ids under `input_ids`, or an example."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         origin = f"{path}, line {number}"
-        # Files with a byte order mark each may have been joined.
+        # Concatenated files may each have a byte order mark.
         row, repeats = _parsed(decoded(line, str(path), first_line=number).removeprefix("\ufeff"), origin)
         yield _from_object(row, form, origin, repeats)
 
@@ -76,14 +76,14 @@ def _parsed(text: str, origin: str) -> tuple[Any, bool]:
         line = f" of line {error.lineno}" if error.lineno > 1 else ""
         fault = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}{line}"
     except RecursionError:
-        fault = "has lists or objects within one another, deeper than Python reads"
+        fault = "has lists or objects nested deeper than Python reads"
     except ValueError as error:  # digits beyond sys.get_int_max_str_digits
         fault = f"has a number that Python does not read: {str(error).split(';')[0].rstrip('.')}"
     raise InputError(f"{origin} {fault}. Correct or remove it.")
 
 
 def read_json_array(path: Path, form: Form) -> Iterator[Document]:
-    """The objects of one JSON array, which is read whole: each as a line of JSON lines."""
+    """The objects of one JSON array, which is read whole: each like a line of JSON lines."""
     data = bytearray()
     for line in _lines(path):
         data += line
@@ -96,14 +96,14 @@ def read_json_array(path: Path, form: Form) -> Iterator[Document]:
 
 def _from_object(row: Any, form: Form, origin: str, repeats: bool) -> Document:
     if not isinstance(row, dict):
-        raise InputError(f"{origin} is {kind(row)}, not an object: write one object a line (JSON lines).")
+        raise InputError(f"{origin} is {kind(row)}, not an object: write one object per line (JSON lines).")
     if repeats:
         _check_keys(row, form, origin)
     return form.document(row, origin)
 
 
 def _check_keys(row: dict[str, Any], form: Form, origin: str) -> None:
-    """Refuse a key that stands twice within the columns that are read, or is one of them."""
+    """Refuse a key that occurs twice among or within the columns that are read."""
     others = row.repeated if isinstance(row, Repeating) else []
     try:
         for name in form.wanted(list(row), [name for name, value in row.items() if isinstance(value, list)], origin):
@@ -115,8 +115,8 @@ def _check_keys(row: dict[str, Any], form: Form, origin: str) -> None:
 
 
 def read_csv(path: Path, form: Form, delimiter: str = ",") -> Iterator[Document]:
-    """The columns of text of rows under a line of names; quoted values may have several lines."""
-    csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default, and documents are longer
+    """The text columns of rows under a header; quoted values may span lines."""
+    csv.field_size_limit(2**31 - 1)  # process-wide; the default of 131,072 characters is too short for documents
     lines = (decoded(line, str(path), first_line=number) for number, line in enumerate(_lines(path), start=1))
     rows = csv.reader(lines, strict=True, delimiter=delimiter)
     names: list[str] = []
@@ -144,7 +144,7 @@ def read_csv(path: Path, form: Form, delimiter: str = ",") -> Iterator[Document]
             names, columns = row, _csv_columns(row, form, origin)
         elif len(row) != len(names):
             raise InputError(
-                f"{origin}: the row has {len(row)} values, and there are {len(names)} columns. Quote values with commas or "
+                f"{origin}: the row has {len(row)} values for {len(names)} columns. Quote values with commas or "
                 "line ends in them."
             )
         else:
@@ -170,7 +170,7 @@ def _check_delimiter(path: Path, form: Form, origin: str, expected: str) -> None
 
 
 def _csv_columns(names: list[str], form: Form, origin: str) -> dict[str, int]:
-    """The columns that are read, by name: no token ids."""
+    """The columns to read, by name; token ids are refused."""
     text = [name for name in names if name != INPUT_IDS]
     if INPUT_IDS in names and not form.fits(text):
         raise InputError(
@@ -184,7 +184,7 @@ def _csv_columns(names: list[str], form: Form, origin: str) -> dict[str, int]:
 
 def read_parquet(path: Path, form: Form) -> Iterator[Document]:
     """The rows, in batches, of the columns of the form."""
-    import pyarrow  # heavy
+    import pyarrow  # slow to import
     import pyarrow.parquet
 
     done = ""
@@ -206,7 +206,7 @@ def _values(batch: Any, columns: Sequence[str]) -> dict[str, Iterable[Any]]:
     found = {name: batch.column(batch.schema.get_field_index(name)) for name in columns}
     try:
         return {name: values.to_pylist() for name, values in found.items()}
-    except ValueError:  # one by one, so that the fault has the number of its row
+    except ValueError:  # one by one, so that the error has its row number
         return {name: (each.as_py() for each in values) for name, values in found.items()}
 
 
@@ -217,7 +217,7 @@ def from_hub(name: str, config: DataConfig, form: Form, hint: str, key: str, say
         InputError: it does not exist, cannot be reached, has no such split, or needs code; `hint` is added to the message,
             which names the `key` of the run file.
     """
-    import datasets  # heavy; executes no code from a data set
+    import datasets  # slow to import; runs no code of a data set
 
     split = config.split or DEFAULT_SPLIT
     try:
@@ -227,7 +227,7 @@ def from_hub(name: str, config: DataConfig, form: Form, hint: str, key: str, say
         if is_unreachable(error):
             raise unreachable(key, name, "data set", 'a local file or "python:docstrings"', hint=hint) from None
         raise InputError(
-            f"{key} = {name!r} is no local file, and the Hugging Face data set {name!r}, split {split!r}, cannot be "
+            f"{key} = {name!r} is not a local file, and the Hugging Face data set {name!r}, split {split!r}, cannot be "
             f"loaded: {first_line(error.__cause__ or error)}.{hint} Check the name, data.subset, data.split and the network, "
             f'or give a local file or "python:docstrings" as {key}.'
         ) from None
@@ -277,14 +277,14 @@ def _damaged(folder: Path) -> Path | None:
 def from_card(path: Path, config: DataConfig, form: Form, key: str, files: Sequence[Path], say: Say) -> Iterator[Document]:
     """The documents of one split of a local data set, whose card assigns files to splits.
 
-    `datasets` reads the card, files with reader options in the card, and files of other kinds; the rest is read here.
+    `datasets` reads the card, files with reader options in the card, and files of other kinds; other files are read here.
 
     Args:
         files: all files of the folder.
     """
     import datasets
 
-    # A separate cache: `datasets` caches by the folder's name, such as its number of rows.
+    # A separate cache: `datasets` caches facts such as the number of rows by the folder's name.
     root = Path(datasets.config.HF_DATASETS_CACHE)
     with readable(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -322,8 +322,8 @@ def _from_card(
         elif "Schema at index" in fault:  # the following lines name the difference
             fault = " ".join(str(error.__cause__ or error).split())
         if isinstance(error, datasets.exceptions.NonMatchingSplitsSizesError):
-            fault = "its files have another number of rows or bytes than the card says (dataset_info)"
-        if (mark := getattr(error, "problem_mark", None)) is not None:  # of YAML, behind the first line of the card
+            fault = "the number of rows or bytes in its files differs from the card's (dataset_info)"
+        if (mark := getattr(error, "problem_mark", None)) is not None:  # in YAML, after the first line of the card
             fault += f" in README.md, line {mark.line + 2}"
         raise InputError(
             f"{name}: the folder cannot be loaded as a data set, split {split!r}: {fault}. "
@@ -341,7 +341,7 @@ def _from_card(
         for found, document in enumerate(read_files(chosen, form, find), start=1):  # noqa: B007
             yield document
         if expected not in (None, found) and all(kind_of(each.name) != ".txt" for each in chosen):
-            say(f"{name}: its card (dataset_info) gives the split {split!r} {expected:,} rows, and its files have {found:,}.")
+            say(f"{name}: its card (dataset_info) gives the split {split!r} {expected:,} rows, but its files have {found:,}.")
         return
     if not chosen:
         _say_other_splits(name, split, _rows_of_splits(data), say)
@@ -354,9 +354,9 @@ def _loaded(path: Path, config: DataConfig, form: Form, split: str, card: Any, c
 
     options: dict[str, Any] = {}
     csv_file = type(card).__name__ == "CsvConfig"
-    if csv_file:  # otherwise pandas takes 007 for a number; NA stays nothing, which is refused by its row
+    if csv_file:  # otherwise pandas reads 007 as a number; NA stays empty, which is refused with its row
         options["converters"] = dict.fromkeys(form.text_columns(), str)
-        if card.index_col is None:  # otherwise it takes the first values of rows with too many for names, and shifts the others
+        if card.index_col is None:  # otherwise extra values become row names, and the others shift
             options["index_col"] = False
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Length of header or names does not match")
@@ -368,7 +368,7 @@ def _loaded(path: Path, config: DataConfig, form: Form, split: str, card: Any, c
 
 
 def _reader_of_card(path: Path, config: Any) -> Reader | None:
-    """The reader of this module for a file of a card, if it says of it no more than the split and the delimiter."""
+    """This module's reader for a file of a card, if the card sets at most its split and delimiter."""
     kind, said = type(config).__name__, {"name", "version", "data_dir", "data_files", "description", "features"}
     if kind == "CsvConfig" and len(config.sep or "") == 1:
         said |= {"sep", "delimiter"}
@@ -386,7 +386,7 @@ def _reader_of_card(path: Path, config: Any) -> Reader | None:
 
 
 def _json_reader(path: Path) -> Reader | None:
-    """The reader of JSON lines or of one array; None for one object of several lines, which `datasets` takes."""
+    """The reader of JSON lines or of one array; None for one object over several lines, which `datasets` reads."""
     stripped = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(path))
     first = next(filter(None, stripped), b"{}")
     if first.startswith(b"["):
@@ -402,7 +402,7 @@ def _rows_of_splits(data: Any) -> dict[str, int | None]:
 
 
 def _say_other_splits(name: str, split: str, rows: Mapping[str, int | None], say: Say) -> None:
-    """Name the splits that are left out, with their rows."""
+    """Report the splits that are not read, with their rows."""
     others = [f"{each} ({'unknown' if n is None else counted(n, 'row')})" for each, n in rows.items() if each != split]
     if others and split in rows:
         say(f"{name}: the split {split!r} is read; left out: {', '.join(others)}.")
@@ -422,7 +422,7 @@ def read_files(files: Sequence[Path], form: Form, find: Callable[[Path], Reader 
         assert reader is not None
         origin = ""
         if is_lfs_pointer(path):
-            raise InputError(f"{path} is a pointer of Git LFS, and the file is elsewhere. Run git lfs pull in its repository.")
+            raise InputError(f"{path} is a Git LFS pointer, not the file itself. Run git lfs pull in its repository.")
         try:
             for document in reader(path, form):
                 origin = document.origin
@@ -434,10 +434,10 @@ def read_files(files: Sequence[Path], form: Form, find: Callable[[Path], Reader 
 
 
 def _unreadable(name: str, origin: str, error: Exception) -> InputError:
-    """Of a fault that no reader expects."""
+    """The error for a fault that no reader expects."""
     where = f"{name}, behind{origin.removeprefix(name).lstrip(',')}" if origin and origin != name else name
     if isinstance(error, MemoryError):
-        return InputError(f"{where}: the next document does not fit in memory. Divide it.")
+        return InputError(f"{where}: the next document does not fit in memory. Split it.")
     return InputError(f"{where}: cannot be read: {first_line(error)}. Correct or replace it.")
 
 
@@ -500,11 +500,11 @@ def decoded(data: bytes | bytearray, where: str, *, first_line: int = 1) -> str:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises an InputError if the system cannot read a source file."""
+    """Turn the system's error for a source file into an InputError."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # not of the system: gzip and pyarrow report damaged content so
+        if error.errno is None:  # not a system error: gzip and pyarrow report damaged content this way
             raise
         raise InputError(f"data: cannot read {str(path)!r}: {error.strerror or error}. Check its permissions.") from None
 
@@ -531,7 +531,7 @@ def _decompressed(stored: IO[bytes], suffix: str) -> Iterator[IO[bytes]]:
         with gzip.open(stored) as unzipped:
             yield cast("IO[bytes]", unzipped)
     elif suffix == ".zst":
-        import pyarrow  # heavy
+        import pyarrow  # slow to import
 
         if not pyarrow.Codec.is_available("zstd"):
             raise InputError(

@@ -1,6 +1,6 @@
-"""Prepared data for a reader's eyes: documents with their trained tokens marked, and counts.
+"""Shows prepared data: documents with their trained tokens marked, and counts.
 
-Token files are shown as training reads them, and not the text that went in.
+The token files that training reads are shown, not the original text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAINED, OTHER = "bold green", "dim"
 
 
 class Run(NamedTuple):
-    """Tokens that follow each other and are all trained, or all not."""
+    """Consecutive tokens that are all trained, or all not."""
 
     text: str
     trained: bool
@@ -40,7 +40,7 @@ class SplitCounts:
     Attributes:
         trained: tokens that are targets, before documents are cut to sequences.
         overlong: documents longer than `data.sequence_length`.
-        untrained: those of them without a trained token in their first sequence.
+        untrained: overlong documents without a trained token in their first sequence.
     """
 
     documents: int
@@ -51,7 +51,7 @@ class SplitCounts:
 
     @property
     def share(self) -> float:
-        """Trained tokens of all."""
+        """Share of trained tokens."""
         return self.trained / max(self.tokens, 1)
 
 
@@ -63,13 +63,13 @@ def documents(prepared: PreparedData, count: int) -> list[list[Run]]:
     """
     folder = prepared.tokenizer_folder
     if folder is None:
-        raise InputError("--show: the data is token ids without a tokenizer. Name it in data.tokenizer to see their texts.")
+        raise InputError("--show: the data is token ids without a tokenizer. Set data.tokenizer to see their texts.")
     tokenizer = transformers_tokenizer(str(folder))
     tokens, offsets, labels = prepared.tokens("train"), prepared.offsets("train").astype(np.int64), prepared.labels("train")
     found = []
     for start, end in zip(offsets[:count].tolist(), offsets[1 : count + 1].tolist(), strict=False):
         trained = np.ones(end - start, bool) if labels is None else np.asarray(labels[start:end]) != IGNORED
-        trained[0] = False  # nothing predicts it
+        trained[0] = False  # it is not predicted
         runs = []
         for is_trained, places in groupby(range(end - start), key=trained.tolist().__getitem__):
             ids = tokens[[start + place for place in places]].tolist()
@@ -102,7 +102,7 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
     examples = prepared.manifest.examples
     noun = "document" if examples is None else "conversation" if examples.format == "chat" else "completion"
     how = treatment(prepared, config.overlong)
-    done = {"truncate": "truncated to it", "cut": "cut to several", "drop": "left out"}[how]
+    done = {"truncate": "truncated to it", "cut": "cut to several", "drop": "dropped"}[how]
     found = []
     for split, each in counts(prepared, config).items():
         if not each.documents:
@@ -111,7 +111,7 @@ def lines_of(prepared: PreparedData, config: DataConfig) -> list[str]:
         if each.overlong and prepared.packing(config) == "documents":
             text += f"; {each.overlong:,} longer than data.sequence_length = {config.sequence_length:,}: {done}"
             if each.untrained and how == "truncate":
-                text += f", {each.untrained:,} of them before their first trained token and so left out"
+                text += f", {each.untrained:,} of them dropped, with no trained token in the first sequence"
         found.append(text)
     if examples is not None:
         dropped = sum(examples.dropped.values())

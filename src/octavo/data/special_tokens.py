@@ -1,8 +1,9 @@
-"""Special tokens: refused inside texts, and their ids in a Hugging Face config.
+"""Special tokens: encoded as plain text inside texts, and their ids in a Hugging Face config.
 
-A text may hold the name of a special token (a page about chat templates, a dump of HTML). Encoded as that token it would end
-the document, or begin a turn of a chat. `tokenizers` can leave such names to the model, but a Unigram, or a BPE that looks up
-whole words, finds them in its vocabulary. So they are renamed in a copy that encodes texts alone.
+A text may contain the name of a special token (a page about chat templates, a dump of HTML). Encoded as that token it would end
+the document, or begin a chat turn. `tokenizers` can leave such names to the model, but a Unigram, or a BPE that looks up whole
+words, finds them in its vocabulary. So they are renamed in a copy of the tokenizer that only encodes texts.
+
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
     named: special tokens of the tokenizer's configuration, in addition to those marked in the tokenizer.
 
     Raises:
-        InputError: the tokenizer has parts in Python.
+        InputError: the tokenizer has parts in Python, and cannot be copied.
     """
     try:
         values = json.loads(tokenizer.to_str())
     except Exception as error:  # tokenizers raises plain Exception
         raise InputError(f"data.tokenizer cannot be copied: {first_line(error)}. Give another tokenizer.") from None
     model = values["model"]
-    mark = secrets.token_hex(16)  # in no text, so that the result does not depend on it
+    mark = secrets.token_hex(16)  # occurs in no text, so the result does not depend on it
     marked = {token["content"] for token in values["added_tokens"] if token["special"]}
     # A special token of one character, such as a pad "!", may be an ordinary character of a text.
     special = sorted(name for name in marked.union(named) if len(name) > 1)
@@ -50,7 +51,7 @@ def for_texts(tokenizer: Tokenizer, named: Collection[str]) -> Tokenizer:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if not _touches(merge, names)]
-    for part in ("post_processor", "truncation", "padding"):  # add the tokens around a text, cut it, and fill it up
+    for part in ("post_processor", "truncation", "padding"):  # would add tokens around a text, truncate it or pad it
         values[part] = None
     copy = Tokenizer.from_str(json.dumps(values))
     copy.encode_special_tokens = True
@@ -64,7 +65,7 @@ def _touches(merge: list[str] | str, names: dict[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of a tokenizer as transformers reads its folder: by role, None for an absent one; and every special token by id."""
+    """Special token ids of a tokenizer as transformers loads it: by role, None if absent; and all by id."""
 
     bos: int | None
     eos: int | None
@@ -80,7 +81,7 @@ class SpecialTokens:
     @classmethod
     def of(cls, folder: Path) -> SpecialTokens:
         """Read the folder of a tokenizer."""
-        from transformers import AutoTokenizer  # heavy
+        from transformers import AutoTokenizer  # slow to import
 
         found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         names = {number: token.content for number, token in found.added_tokens_decoder.items() if token.special}
@@ -91,9 +92,9 @@ class SpecialTokens:
         """Set the bos, eos and pad ids of a Hugging Face config, or generation config, to this tokenizer's; returns them.
 
         The tokenizer's bos replaces the config's, and its eos is always among the eos ids. Other ids of the config remain if
-        they are special tokens of this tokenizer: a fine-tuned model may have several eos ids, a pad or a bos without a role in
-        its tokenizer. Ids of another vocabulary are removed. A bos or eos remains the pad only if it is the tokenizer's pad:
-        the pad's row of the embedding is not trained.
+        they are special tokens of this tokenizer: a fine-tuned model may have several eos ids, or a pad or bos without a role
+        in its tokenizer. Ids of another vocabulary are removed. A bos or eos remains the pad only if the tokenizer says so,
+        since the pad's row of the embedding is not trained.
         """
         bos, ends, pad = (getattr(config, role, None) for role in ROLES)
         usable = self.all - ({self.unknown} - {self.bos, self.eos})
@@ -131,7 +132,7 @@ class SpecialTokens:
                 yield role, f"{'; '.join(said)}; the tokenizer has {'none' if token is None else self._shown(token)}"
 
     def _shown(self, one: int) -> str:
-        return f"{one} ({self.names[one]!r})" if one in self.names else f"{one} (no special token of it)"
+        return f"{one} ({self.names[one]!r})" if one in self.names else f"{one} (not one of its special tokens)"
 
     def owns(self, config: Any) -> bool:
         """True if every eos id of a config is a special token of this tokenizer."""
@@ -146,7 +147,7 @@ def check_overrides(overrides: dict[str, Any], fitted: dict[str, Any]) -> None:
     """Refuse an id of `model.config` that is not the tokenizer's.
 
     Raises:
-        InputError: the key, its value and the tokenizer's.
+        InputError: names the key, its value and the tokenizer's.
     """
     for role, value in fitted.items():
         if role in overrides and overrides[role] != value:

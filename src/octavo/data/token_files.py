@@ -1,8 +1,8 @@
-"""Token files of the two splits: documents, encoded, one after another.
+"""Token files of the two splits: encoded documents, concatenated.
 
 Token files are raw little-endian uint16 or uint32 with a file of document offsets, to be read by memory map; documents are
-stored unpacked. Where not every token is a target, a file of labels has the same positions: the token, or IGNORED. Memory is
-bounded by a batch of text and 8 bytes a document.
+stored unpacked. If not every token is a target, a label file has the same positions: the token, or IGNORED. Memory is
+bounded by a batch of text and 8 bytes per document.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from octavo.errors import InputError
 NOTICE: dict[str, Any] = {"style": "yellow", "highlight": False, "soft_wrap": True, "markup": False}
 
 LABEL_FILES = {"int32": "<i4", "int64": "<i8"}
-"""Dtypes of files of labels → NumPy's."""
+"""Dtypes of label files → NumPy's."""
 
 _Chunk = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64] | None, bool]
 """Token ids of a document or of a part of it, their labels, and True if the document ends there."""
 
 _UNKNOWN_SHARE = 0.01
-"""A larger share of unknown tokens is reported."""
+"""Share of unknown tokens above which a notice is printed."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of one source, of all sources where they have no weights, or of data.validation_source.
+    """Documents of one source, of all sources without weights, or of data.validation_source.
 
     Attributes:
         name: the source in words, for messages.
         train, validation: documents of the two splits. Without `validation` the tokens of `train`, one document, are split.
-        needed: splits that must get text.
-        limit: tokens to take.
+        needed: splits that must not be empty.
+        limit: most tokens.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Written:
     Attributes:
         splits: sizes.
         parts: sizes of each part, in order.
-        max_id: largest token id, of labels too.
-        labels: dtype of the files of labels; None without.
-        targets: labels that are targets, by split; without files of labels not counted.
+        max_id: largest token id, labels included.
+        labels: dtype of the label files; None without.
+        targets: number of targets by split; not counted without label files.
     """
 
     splits: dict[Split, Counts]
@@ -82,7 +82,7 @@ def write_tokens(
     """Encode the parts, one after another, into `folder`.
 
     Raises:
-        InputError: a part has too few tokens, too low a limit, or no target, for a split that it is needed for.
+        InputError: a part has too few tokens, too low a limit, or no target, for a split that needs it.
     """
     for part in parts:
         if part.limit is not None and part.limit < 2 * len(part.needed):
@@ -105,15 +105,15 @@ def write_tokens(
             written += len(ids)
             if encoder is not None and len(ids) and ids.max() >= vocabulary:
                 raise InputError(
-                    f"data.tokenizer = {config.tokenizer!r} gives token id {ids.max()}, and its vocabulary has ids 0 … "
-                    f"{vocabulary - 1}. Correct it, or name another tokenizer."
+                    f"data.tokenizer = {config.tokenizer!r} produces token id {ids.max()}, but its vocabulary has ids 0 … "
+                    f"{vocabulary - 1}. Correct it, or use another tokenizer."
                 )
             if encoder is not None and encoder.unknown is not None:
                 unknown += int((ids == encoder.unknown).sum())
             yield ids, labels, ends
         if unknown > _UNKNOWN_SHARE * written:
             share = f"{unknown:,} of {written:,} tokens are the unknown token"
-            progress.console.print(f"{share}: data.tokenizer = {config.tokenizer!r} lacks this text.", **NOTICE)
+            progress.console.print(f"{share}: data.tokenizer = {config.tokenizer!r} does not cover this text.", **NOTICE)
 
     vocabulary = encoder.vocab_size if encoder else max(part.documents.max_id for part in parts) + 1
     dtype: Literal["uint16", "uint32"] = "uint16" if vocabulary <= 2**16 else "uint32"
@@ -135,7 +135,7 @@ def write_tokens(
                 whole = np.concatenate([ids for ids, _, _ in read])[: part.limit]
                 marks = np.concatenate([_labels_of(*each) for each in read])[: part.limit]
                 tail = held_out(len(whole), config, least=2)
-                if tail >= 2:  # otherwise both are too short
+                if tail >= 2:  # otherwise both would be too short
                     writers["train"].write([(whole[:-tail], marks[:-tail], True)], None)
                     writers["validation"].write([(whole[-tail:], marks[-tail:], True)], None)
             else:
@@ -165,7 +165,7 @@ def write_tokens(
 
 
 def held_out(count: int, config: DataConfig, *, least: int) -> int:
-    """Number of held out documents or tokens; at least `least` on each side, if anything is held out."""
+    """Number of held-out documents or tokens; at least `least` on each side if anything is held out."""
     fraction = config.held_out
     return min(max(round(count * fraction), least), count - least) if fraction else 0
 
@@ -179,10 +179,10 @@ def _difference(now: Counts, before: Counts) -> Counts:
 
 
 class _Writer:
-    """Writes the files of a split: tokens, labels where there are any and, on exit, document offsets.
+    """Writes the files of a split: tokens, labels if any and, on exit, document offsets.
 
     Attributes:
-        targets: number of labels that are targets; with separately packed documents, without the first token of each.
+        targets: number of labels that are targets; for separately packed documents, without each first token.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class _Writer:
         self.max_id = -1
 
     def write(self, chunks: Iterable[_Chunk], limit: int | None) -> None:
-        """Append documents, of at most `limit` tokens together."""
+        """Append documents with at most `limit` tokens in total."""
         end = None if limit is None else self._at + limit
         for chunk, marks, ends in chunks:
             ids = chunk if end is None else chunk[: end - self._at]
@@ -223,7 +223,7 @@ class _Writer:
 
     def _write_labels(self, labels: npt.NDArray[np.int64]) -> None:
         assert self._labels is not None
-        alone = self._by_document and self._at == self._offsets[-1]  # the first token of a document, which nothing predicts
+        alone = self._by_document and self._at == self._offsets[-1]  # a document's first token, which is not predicted
         self.targets += int((labels[alone:] != IGNORED).sum())
         self.max_id = max(self.max_id, int(labels.max()))
         self._labels.write(labels.astype(self._labels_stored).tobytes())

@@ -1,9 +1,10 @@
-"""Tokenizer: a byte-level BPE trained on the corpus, or one of Hugging Face's.
+"""Tokenizer: a byte-level BPE trained on the corpus, or a Hugging Face tokenizer.
 
-transformers' AutoTokenizer decides: it alone reads all files of a tokenizer (special_tokens_map.json, added_tokens.json, the
-model's config.json). Texts are encoded by a copy of its backend without names of special tokens, and a sample of the corpus by
-both, before anything else is encoded. No code from a tokenizer's folder is executed. A document is encoded as the tokenizer's
-prefix (a BOS, for some), the text, its suffix, and the end token (EOS) if the suffix does not end in it.
+transformers' AutoTokenizer is the reference: it alone reads all files of a tokenizer (special_tokens_map.json,
+added_tokens.json, the model's config.json). Texts are encoded by a copy of its backend without names of special tokens; first,
+a sample of the corpus is encoded by both and compared. No code from a tokenizer's folder is executed. A document is encoded as
+the tokenizer's prefix (for some, a BOS), the text, its suffix, and the end token (EOS) if the suffix does not end with it.
+
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from octavo.storage import is_lfs_pointer, names_a_path, path_of, taken_for_a_pa
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TRAINING_BYTES = 50_000_000
-"""Largest sample for training a BPE: merges settle long before, and time and memory of training grow with the text."""
+"""Largest sample for training a BPE: merges converge earlier, and time and memory grow with the text."""
 
 _BATCH_CHARACTERS = 2**20
 _PATTERNS = ("*token*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.tiktoken", "chat_template.*")
@@ -39,9 +40,9 @@ _GENERIC_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's named chat templates."""
 _TEXT = 2**32 - 1
-"""Stands for a text between special tokens: an id outside every vocabulary."""
+"""Placeholder of a text between special tokens: an id outside any vocabulary."""
 _SHOWN = 60
-"""Characters of a text in a message."""
+"""Most characters of a text in a message."""
 
 Chunk = tuple[npt.NDArray[np.uint32], bool]
 """Token ids of a document or of a part of it; True if the document ends there."""
@@ -52,10 +53,10 @@ class Encoder:
     """The functions of a tokenizer that prepare data.
 
     Attributes:
-        name: of `data.tokenizer`, for messages.
+        name: `data.tokenizer`, for messages.
         vocab_size: one more than the largest id.
         end: id of the end token; None if there is none.
-        unknown: id of the token for text outside of the vocabulary; None if there is none, or if it is the end token.
+        unknown: id of the unknown token; None if there is none, or if it is the end token.
         prefix, suffix: ids around every document; the suffix includes the end token.
         encode_batch: texts → ids, without special tokens.
         save: write a folder for `transformers.AutoTokenizer.from_pretrained`.
@@ -73,9 +74,9 @@ class Encoder:
     def stream(self, texts: Iterable[str]) -> Iterator[Chunk]:
         """The chunks of each text, in order.
 
-        Texts of more than a million characters are cut to bound memory, at a place without a change of ids. Without such a
-        place they are cut at a line end, or anywhere, and the tokens at the cut differ. The first piece has the prefix, the
-        last one the suffix.
+        Texts of more than a million characters are cut to bound memory, at a place that preserves the ids. Without such a place
+        they are cut at a line end, or anywhere, and the tokens at the cut differ. The first piece gets the prefix, the last one
+        the suffix.
         """
         batch: list[tuple[str, bool, bool]] = []
         size = 0
@@ -130,13 +131,13 @@ def load(name: str) -> Encoder:
     """A Hugging Face tokenizer from a folder or by its id.
 
     Raises:
-        InputError: it does not exist or cannot be loaded, or does not only put tokens before and after a text.
+        InputError: it does not exist, cannot be loaded, or does more than add tokens before and after a text.
     """
     folder = check(name)
     theirs = _theirs(name, folder)
     if not hasattr(theirs, "is_fast"):
         raise InputError(
-            f"data.tokenizer = {name!r} is no tokenizer of a single text, but {type(theirs).__name__}. Name another."
+            f"data.tokenizer = {name!r} is {type(theirs).__name__}, which does not encode a single text. Use another."
         )
     found = _of_backend(theirs, name) if theirs.is_fast else _of_python(theirs, name)
     _check_around(found, theirs)
@@ -144,21 +145,21 @@ def load(name: str) -> Encoder:
 
 
 def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
-    """The encoder, if it gives the ids of transformers' AutoTokenizer; else one that calls it for each text.
+    """The encoder, if its ids equal those of transformers' AutoTokenizer; else one that calls that for each text.
 
     Args:
-        folder: that it was saved in.
-        texts: a sample of the corpus. Names of special tokens are taken out: in documents they are text.
-        say: gets a sentence about a slower encoder, and about characters that are lost.
+        folder: where it was saved.
+        texts: a sample of the corpus. Names of special tokens are removed: in documents they are plain text.
+        say: called with notices about a slower encoder, and about lost characters.
 
     Raises:
-        InputError: neither has its ids, the saved tokenizer has another end token, or special tokens come from a text.
+        InputError: neither gives its ids, the saved tokenizer has another end token, or a text produces special tokens.
     """
     theirs = _theirs(encoder.name, folder)
     if theirs.eos_token_id != encoder.end:
         raise InputError(
             f"data.tokenizer = {encoder.name!r}: its end token has id {encoder.end}; transformers reads "
-            f"{theirs.eos_token_id} in its copy. Save it by save_pretrained of this transformers, and name that folder."
+            f"{theirs.eos_token_id} in its copy. Save it by save_pretrained of this transformers, and use that folder."
         )
     encoder = like_transformers(encoder, theirs, texts, say)
     _check_names(encoder, theirs)
@@ -172,10 +173,10 @@ def proven(encoder: Encoder, folder: Path, texts: Sequence[str], say: Callable[[
 
 
 def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
-    """As `proven`, by a tokenizer of transformers alone."""
+    """As `proven`, with transformers' tokenizer alone."""
     names = sorted(_special(theirs), key=len, reverse=True)
     sample = [text for text in (_without(text, names) for text in texts) if text]
-    encoder.encode_batch(sample)  # explains a text that it refuses
+    encoder.encode_batch(sample)  # raises the error of a text that it refuses
     expected = [_call(theirs, encoder.name, text, split_special_tokens=True)["input_ids"] for text in sample]
 
     def fits(candidate: Encoder) -> bool:
@@ -196,7 +197,7 @@ def like_transformers(encoder: Encoder, theirs: Any, texts: Sequence[str], say: 
             _call(theirs, encoder.name, text, split_special_tokens=True)["input_ids"] != ids
             for text, ids in zip(sample, expected, strict=True)
         ):
-            raise _random(encoder.name, "its model samples them")
+            raise _random(encoder.name, "its model samples ids")
         raise InputError(
             f"data.tokenizer = {encoder.name!r} changes the ids of a text when it puts its special tokens around it: no "
             "document can be encoded as transformers does. Give token ids (input_ids) in data.source."
@@ -220,7 +221,7 @@ def _lost(encoder: Encoder, theirs: Any, texts: Sequence[str]) -> set[str]:
 
 
 def transformers_tokenizer(name: str) -> Any:
-    """transformers' tokenizer of a folder or an id, which `load` has accepted."""
+    """transformers' tokenizer of a folder or an id, accepted by `load`."""
     return _theirs(name, check(name))
 
 
@@ -264,13 +265,13 @@ def other_beside(folder: Path, config: Any) -> str:
             return ""
     return (
         f"AutoTokenizer reads a tokenizer next to a config.json of {config.model_type} as {type(found).__name__}, which may "
-        "give other ids than the run's. Read the tokenizer of an export by "
-        f"transformers.{type(original).__name__}.from_pretrained(FOLDER), or name one of that family as data.tokenizer."
+        "give other ids than the run's. Load the tokenizer of an export by "
+        f"transformers.{type(original).__name__}.from_pretrained(FOLDER), or use one of that family as data.tokenizer."
     )
 
 
 def check(name: str) -> Path | None:
-    """The folder of a local tokenizer; None for an id of the Hub. Any other name is an InputError."""
+    """The folder of a local tokenizer; None for a Hub id; an InputError for any other name."""
     with path_of("data.tokenizer", name):
         path = Path(name).expanduser()
         if path.is_dir():
@@ -281,7 +282,7 @@ def check(name: str) -> Path | None:
                 )
             if pointers := [file.name for file in tokenizer_files(name) if is_lfs_pointer(file)]:
                 raise InputError(
-                    f"data.tokenizer = {name!r}: {some(pointers)} of it is a pointer of Git LFS, and the file is elsewhere. "
+                    f"data.tokenizer = {name!r}: {some(pointers)} is a Git LFS pointer, not the file itself. "
                     "Run git lfs pull in its repository."
                 )
             return path
@@ -308,7 +309,7 @@ def local_vocab_size(name: str) -> int | None:
 
 @cache
 def _vocab_size(name: str, files: tuple[tuple[str, int, int], ...]) -> int:
-    """Read once for the files as they are: a large tokenizer takes seconds."""
+    """Cached by the files' state: reading a large tokenizer takes seconds."""
     return load(name).vocab_size
 
 
@@ -324,7 +325,7 @@ def with_chat_template(folder: Path, template: str) -> None:
     """Set the chat template of a saved tokenizer, so that serving uses the template of training.
 
     Raises:
-        InputError: transformers reads another template from the folder.
+        InputError: transformers would read another template from the folder.
     """
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     if _theirs(str(folder), folder).get_chat_template() != template:
@@ -337,19 +338,19 @@ def with_chat_template(folder: Path, template: str) -> None:
 def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
     """Write a tokenizer so that transformers loads the same one from `target`.
 
-    Files of a class without custom code are copied, so that earlier versions of transformers load them too; others are saved
-    by transformers. If the result loads as another tokenizer, the other method is tried: the class may depend on the model's
+    Files of a class without custom code are copied, so that older versions of transformers load them too; others are saved by
+    transformers. If the result loads as a different tokenizer, the other method is tried: the class may depend on the model's
     config.json, which is not copied.
     """
     identity = _identity(theirs, name)
     copied = tokenizer_files(str(folder)) if folder else []
     ways = (copied, None) if type(theirs).__name__ in _GENERIC_CLASSES else (None, copied)
-    # At last without a comparison of each part: `proven` compares ids.
+    # Finally without a comparison of parts: `proven` compares ids.
     for files, parts in [*((way, len(identity)) for way in ways), *((way, len(identity) - 1) for way in ways)]:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         if files is None:
-            _theirs(name, folder).save_pretrained(target)  # not `theirs`: its truncation and padding are off
+            _theirs(name, folder).save_pretrained(target)  # not `theirs`, whose truncation and padding are off
         elif files:
             for path in files:
                 shutil.copyfile(path, target / path.name)
@@ -361,13 +362,13 @@ def _save(theirs: Any, name: str, folder: Path | None, target: Path) -> None:
             if _identity(_theirs(name, target), name)[:parts] == identity[:parts]:
                 return
     raise InputError(
-        f"data.tokenizer = {name!r}: transformers saves it otherwise than it reads it, so that an export would have another "
-        "tokenizer. Save it by save_pretrained to a new folder, compare the two, and name the one that is meant."
+        f"data.tokenizer = {name!r}: transformers saves it differently than it loads it, so an export would have another "
+        "tokenizer. Save it by save_pretrained to a new folder, compare the two, and use the intended one."
     )
 
 
 def _identity(theirs: Any, name: str) -> tuple[Any, ...]:
-    """Equal for two tokenizers of transformers that give the same ids, and have the same special tokens in the same roles."""
+    """A value that is equal for two transformers tokenizers with the same ids and the same special tokens in each role."""
     if theirs.is_fast:
         theirs.backend_tokenizer.no_truncation()
         theirs.backend_tokenizer.no_padding()
@@ -382,24 +383,24 @@ def _identity(theirs: Any, name: str) -> tuple[Any, ...]:
 
 
 def _call(theirs: Any, name: str, text: str, **options: bool) -> Any:
-    """Ids of a text by a tokenizer of transformers; an InputError if it takes no plain text, or refuses this one."""
+    """Ids of a text by transformers' tokenizer; an InputError if it refuses plain text, or this text."""
     try:
         return theirs(text, verbose=False, **options)
-    except Exception as error:  # tokenizers raises plain Exception, and transformers of many kinds
+    except Exception as error:  # tokenizers raises plain Exception, transformers many types
         raise InputError(
             f"data.tokenizer = {name!r}: transformers cannot encode the text {_shortened(text)!r} by it: "
-            f"{first_line(error).rstrip('.')}. Take such text out, or name another tokenizer."
+            f"{first_line(error).rstrip('.')}. Remove such text, or use another tokenizer."
         ) from None
 
 
 def _special(theirs: Any) -> dict[str, int]:
-    """Special tokens of a tokenizer of transformers, and their ids."""
+    """Special tokens of transformers' tokenizer → ids."""
     added = {token.content: number for number, token in theirs.added_tokens_decoder.items() if token.special}
     return dict(zip(theirs.all_special_tokens, theirs.all_special_ids, strict=True)) | added
 
 
 def _without(text: str, names: Sequence[str]) -> str:
-    """A text without names of special tokens; empty if some come from its other parts."""
+    """A text without names of special tokens; empty if removal creates others."""
     for name in names:
         text = text.replace(name, " ") if name.strip() else text
     return "" if any(name in text for name in names if name.strip()) else text
@@ -412,7 +413,7 @@ def _check_names(encoder: Encoder, theirs: Any) -> None:
     for name in usable:
         try:
             ids = encoder.encode_batch([name])[0]
-        except InputError:  # no token for these characters
+        except InputError:  # it has no tokens for these characters
             continue
         if ids_of[name] in ids:
             raise InputError(
@@ -453,7 +454,7 @@ def _of_backend(theirs: Any, name: str) -> Encoder:
 def _from_backend(
     backend: Any, name: str, end: int | None, unknown: int | None, named: Collection[str], save: Callable[[Path], None]
 ) -> Encoder:
-    copy = cache(partial(for_texts, backend, named))  # on use: a second for a large vocabulary, and a check encodes nothing
+    copy = cache(partial(for_texts, backend, named))  # on first use: it may take a second
 
     def encode(texts: list[str]) -> list[list[int]]:
         # `fast` computes no offsets.
@@ -472,8 +473,8 @@ def _around(whole: list[int], end: int | None, name: str) -> tuple[tuple[int, ..
     """Special tokens before and after the text in a document, the end token last."""
     if whole.count(_TEXT) != 1:
         raise InputError(
-            f"data.tokenizer = {name!r} makes {whole.count(_TEXT)} copies of a text in a document (its post_processor), where"
-            " Octavo puts tokens around one. Correct the post_processor in its tokenizer.json."
+            f"data.tokenizer = {name!r} puts {whole.count(_TEXT)} copies of a text into a document (its post_processor), but"
+            " Octavo supports only tokens around one copy. Correct the post_processor in its tokenizer.json."
         )
     return next(_prefixes_and_suffixes(whole, [_TEXT], end))
 
@@ -491,9 +492,9 @@ def _prefixes_and_suffixes(
 
 
 def _check_around(encoder: Encoder, theirs: Any) -> None:
-    """Refuse tokens around a text that the vocabulary does not have, or that are other tokens than the post-processor names.
+    """Refuse tokens around a text that are not in the vocabulary, or are not the tokens named by the post-processor.
 
-    A post-processor stores ids: `train_new_from_iterator` may leave those of the old vocabulary in it.
+    A post-processor stores ids: `train_new_from_iterator` may leave those of the old vocabulary there.
     """
     ids = theirs.get_vocab()
     tokens = {number: token for token, number in ids.items()}
@@ -511,7 +512,7 @@ def _check_around(encoder: Encoder, theirs: Any) -> None:
         as_name = "" if name is None else f" as {name!r}"
         raise InputError(
             f"data.tokenizer = {encoder.name!r} puts token id {one}{as_name} around a text (its post_processor), {fault}. "
-            "Correct the post_processor in its tokenizer.json: one of another vocabulary may have been left there."
+            "Correct the post_processor in its tokenizer.json: it may belong to another vocabulary."
         )
 
 
@@ -529,8 +530,8 @@ def _named(processor: dict[str, Any]) -> Iterator[tuple[int, str]]:
 
 def _random(name: str, why: str) -> InputError:
     return InputError(
-        f"data.tokenizer = {name!r} gives other ids with each call ({why}), so that a run could not be repeated. Set "
-        '"dropout": null in the model of its tokenizer.json, or switch its sampling off.'
+        f"data.tokenizer = {name!r} gives different ids in each call ({why}), so a run could not be reproduced. Set "
+        '"dropout": null in the model of its tokenizer.json, or turn its sampling off.'
     )
 
 
@@ -547,7 +548,7 @@ def _explained(encode: Callable[[list[str]], list[list[int]]], name: str) -> Cal
                 return [explained([text])[0] for text in texts]
             raise InputError(
                 f"data.tokenizer = {name!r} cannot encode the text {_shortened(texts[0])!r}: {first_line(error).rstrip('.')}. "
-                "Add an unknown token to it (unk_token), take such text out, or name another tokenizer."
+                "Add an unknown token to it (unk_token), remove such text, or use another tokenizer."
             ) from None
 
     return explained

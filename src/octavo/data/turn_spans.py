@@ -1,9 +1,9 @@
-"""The trained parts of a conversation, as ranges of characters of the text that the chat template renders.
+"""The trained parts of a conversation, as character ranges of the rendered text.
 
-A model is trained on the text that it has to write when it is served: from the end of the prompt for a turn to the end-of-turn
-token, with that token. The borders come from the template's generation marks; else from prefixes: a turn begins where
-`template(messages before it, add_generation_prompt)` ends and ends where `template(messages with it)` ends, without white space
-after its last token. A conversation whose rendered text does not begin with these prefixes is faulty.
+A model is trained on the text that it has to generate when served: from the end of the prompt for a turn to the end-of-turn
+token, inclusive. The borders come from the template's generation marks; otherwise from prefixes: a turn begins where
+`template(messages before it, add_generation_prompt)` ends, and ends where `template(messages with it)` ends, without white
+space after its last token. A conversation whose rendered text does not begin with these prefixes is faulty.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class TurnSpans:
     """Renders conversations and finds their trained parts.
 
     Args:
-        config: the section.
+        config: the data section.
         template: renders a conversation.
-        tokenizer: that of `data.tokenizer`.
+        tokenizer: the one of `data.tokenizer`.
 
     Attributes:
-        by: "marks" or "prefixes", the source of the borders of turns; empty before the first conversation.
+        by: "marks" or "prefixes", how turns are found; empty before the first conversation.
         template_used: the template of the first conversation; None before it.
         ends: the end-of-turn tokens so far.
     """
@@ -66,13 +66,13 @@ class TurnSpans:
         if self._config.train_on == "all":
             if not all(example.asked):
                 raise ExampleFault(
-                    "weights", 'a message has the weight 0, and data.train_on = "all" trains each', "Set another data.train_on"
+                    "weights", 'a message has the weight 0, but data.train_on = "all" trains each', "Set another data.train_on"
                 )
             return WrittenText(whole, [(0, len(whole))])
         turns = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
         chosen = [number for number in turns[-1 if self._config.train_on == "last" else 0 :] if example.asked[number]]
         if not chosen:
-            raise ExampleFault("nothing to train", "no assistant's turn is to be trained, by the weights of its messages")
+            raise ExampleFault("nothing to train", "the weights of the messages exclude every assistant's turn")
         self.by = "marks" if marked else "prefixes"
         if not marked:
             return WrittenText(whole, [self._span(example, turn, whole) for turn in chosen])
@@ -80,7 +80,7 @@ class TurnSpans:
         if len(joined) != len(turns):
             raise ExampleFault(
                 "inexact mask",
-                f"the generation marks of the chat template name {len(joined)} parts, and there are {len(turns)} assistant's "
+                f"the generation marks of the chat template mark {len(joined)} parts, but there are {len(turns)} assistant's "
                 "turns",
                 "Put one {% generation %} around each turn with its end-of-turn token, or remove all marks",
             )
@@ -88,45 +88,45 @@ class TurnSpans:
         return WrittenText(whole, [self._checked_mark(example, turn, whole, spans[turn]) for turn in chosen])
 
     def _checked_mark(self, example: Conversation, turn: int, whole: str, span: Span) -> Span:
-        """Check a marked part: the whole turn with its end-of-turn token, without the prompt for the turn."""
+        """Check that a mark covers a whole turn with its end-of-turn token, without the prompt for the turn."""
         start, end = span
         text = whole[start:end]
         message = example.messages[turn]
         where = f"the generation mark of message {turn + 1}"
         if (needle := _needle(message)) not in text:
-            raise ExampleFault("inexact mask", f"{where} does not have its text ({shortened(needle)})", "Correct the template")
+            raise ExampleFault("inexact mask", f"{where} does not cover its text ({shortened(needle)})", "Correct the template")
         check_parts(message, turn, whole)
         token = self._tokenizer.end_token(text)
         if token is None:
             raise ExampleFault(
                 "inexact mask",
-                f"{where} ends with {shortened(text[-SHOWN:])}, without the end-of-turn token, so that a model would not "
+                f"{where} ends with {shortened(text[-SHOWN:])}, without the end-of-turn token, so a model would not "
                 "learn to end its turn",
-                "Put {% endgeneration %} behind that token in the chat template",
+                "Put {% endgeneration %} after that token in the chat template",
             )
         self.ends.add(token)
         try:
             before, _ = self._template.render(example, turn, prompt=True)
             there, _ = self._template.render(example, turn + 1)
-        except ExampleFault:  # the template refuses a part of the conversation: the mark is used as it is
+        except ExampleFault:  # the template refuses a part of the conversation: use the mark unchecked
             return span
         if end > len(there) and whole.startswith(there.rstrip()):
             raise ExampleFault(
                 "inexact mask",
                 f"{where} extends beyond its turn, with {shortened(whole[len(there.rstrip()) : end])}",
-                "Put {% endgeneration %} behind the end-of-turn token in the chat template",
+                "Put {% endgeneration %} after the end-of-turn token in the chat template",
             )
         if whole.startswith(before) and start < len(before):
             raise ExampleFault(
                 "inexact mask",
-                f"{where} begins with {shortened(whole[start : len(before)])}, which the prompt for a turn ends with, so that "
-                "a model is never to write it",
-                "Put {% generation %} behind it in the chat template",
+                f"{where} begins with {shortened(whole[start : len(before)])}, the end of the prompt for a turn, which "
+                "a model never generates",
+                "Put {% generation %} after it in the chat template",
             )
         return span
 
     def _span(self, example: Conversation, turn: int, whole: str) -> Span:
-        """The trained part of a turn, by the texts of the conversation before it and with it."""
+        """The trained part of a turn, from the rendered texts before it and with it."""
         before, _ = self._template.render(example, turn, prompt=True)
         there, _ = self._template.render(example, turn + 1)
         self._check_prefix(example, turn, whole, before, "before")
@@ -136,9 +136,9 @@ class TurnSpans:
         if token is None or len(ended) <= len(before):
             raise ExampleFault(
                 "inexact mask",
-                f"the chat template ends message {turn + 1} with {shortened(ended[-SHOWN:])}, which is no token of the "
+                f"the chat template ends message {turn + 1} with {shortened(ended[-SHOWN:])}, which is not a token of the "
                 "tokenizer that ends a turn",
-                "Name the tokenizer that belongs to the template, or set data.chat_template",
+                "Use the tokenizer that belongs to the template, or set data.chat_template",
             )
         self._check_prefix(example, turn, whole, ended, "to")
         self._check_turn(example, turn, ended[len(before) : -len(token)], before)
@@ -146,7 +146,7 @@ class TurnSpans:
         return len(before), len(ended)
 
     def _check_prefix(self, example: Conversation, turn: int, whole: str, before: str, what: str) -> None:
-        """Refuse a template that writes a part of the conversation otherwise where later messages follow."""
+        """Refuse a template that renders a part of the conversation differently if later messages follow."""
         if whole.startswith(before):
             return
         at = next((at for at, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), min(len(before), len(whole)))
@@ -155,19 +155,19 @@ class TurnSpans:
         if turn == len(example.messages) - 1:
             raise ExampleFault(
                 "inexact mask",
-                f"the prompt for message {turn + 1} ends otherwise than the chat template writes it with its turn: "
+                f"the prompt for message {turn + 1} ends differently from its rendering with the turn: "
                 f"{before[start : at + SHOWN]!r} becomes {whole[start : at + SHOWN]!r}",
                 "Change data.chat_template_variables or data.chat_template",
             )
-        remedy = 'Set data.train_on = "last", which trains the last turn alone'
+        remedy = 'Set data.train_on = "last", which trains only the last turn'
         if turn == last:
-            remedy = "Remove the messages behind the last turn of the assistant"
+            remedy = "Remove the messages after the assistant's last turn"
         raise ExampleFault(
             "stripped turns",
             f"the chat template renders the messages {what} message {turn + 1} differently once others follow: "
-            f"{before[start : at + SHOWN]!r} becomes {whole[start : at + SHOWN]!r}, so that the tokens of its turn are not "
-            "those that a model would write",
-            f"{remedy}, or a data.chat_template that keeps earlier turns",
+            f"{before[start : at + SHOWN]!r} becomes {whole[start : at + SHOWN]!r}, so the tokens of its turn are not "
+            "those that a model would generate",
+            f"{remedy}, or a data.chat_template that does not change earlier turns",
         )
 
     def _check_turn(self, example: Conversation, turn: int, text: str, before: str) -> None:
@@ -177,7 +177,7 @@ class TurnSpans:
         if needle not in text:
             raise ExampleFault(
                 "changed text",
-                f"the chat template does not write the text of message {turn + 1}, which begins {shortened(needle)}",
+                f"the chat template does not render the text of message {turn + 1}, which begins {shortened(needle)}",
             )
         check_parts(message, turn, text)
         plain = not message.get("tool_calls")
@@ -190,24 +190,24 @@ class TurnSpans:
         if rest:
             raise ExampleFault(
                 "inexact mask",
-                f"the chat template writes {shortened(rest)} behind the text of message {turn + 1}, before the last token of "
-                "its turn, so that the end of the turn is not known",
+                f"the chat template writes {shortened(rest)} after the text of message {turn + 1}, before the last token of "
+                "its turn, so the end of the turn is ambiguous",
                 "Set data.chat_template",
             )
         if header:
             raise ExampleFault(
                 "inexact mask",
-                f"the chat template begins message {turn + 1} with {shortened(lead or text)}, and does not end the prompt "
+                f"the chat template begins message {turn + 1} with {shortened(lead or text)}, but does not end the prompt "
                 "for a turn with it (add_generation_prompt has no effect)",
                 "Set data.chat_template",
             )
 
     def _around_turns(self, example: Conversation, turn: int, before: str) -> tuple[bool, str]:
-        """The template's text around one of the assistant, tried once with a word.
+        """The template's text around an assistant's turn, found once with a test word.
 
         Returns:
-            True if a turn begins with more than white space that the prompt for the turn lacks; and the text between the
-            assistant's and the last token of the turn.
+        True if a turn begins with more than white space that the prompt for the turn lacks; and the text between the
+        assistant's text and the last token of the turn.
         """
         template = self._template.template(bool(example.tools))
         if template not in self._tried_turns:
@@ -222,13 +222,13 @@ class TurnSpans:
 
 
 def _needle(message: Message) -> str:
-    """Text of a message that its turn must contain: after any reasoning, whose white space templates change."""
+    """The text that a message's turn must contain, after any reasoning, whose white space templates change."""
     content = str(message.get("content", ""))
     return content.rpartition(_THOUGHT_END)[2].strip() or content.strip()
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Marks that follow each other without a gap as one; without empty ones."""
+    """Adjacent marks merged into one, without empty ones."""
     found: list[Span] = []
     for start, end in spans:
         if found and found[-1][1] == start:
