@@ -250,5 +250,7 @@ def test_a_size_without_a_timer_is_refused(tmp_path, how, message):
 def test_sizes_are_those_of_whole_groups_of_heads():
     assert size_of(None, None) == suite.ON_GPU
     assert size_of(4096, 4096) == (1, 4096, 4096, 16384, 64, 16)
-    with pytest.raises(InputError, match=r"--hidden 5000 is no multiple of 256 \(four heads of 64\). Nearest: --hidden 5120."):
+    with pytest.raises(
+        InputError, match=r"--hidden 5000 is not a multiple of 256 \(four heads of 64\). Nearest: --hidden 5120."
+    ):
         size_of(None, 5000)

@@ -420,7 +420,7 @@ def test_results_are_written_where_the_user_is_and_never_over_others(tmp_path, m
         ("text.txt", "a file, and its name does not end in .json"),
         ("text.txt/results.json", "--output: results.json cannot be written in '.*text.txt': it is a file"),
         ("text.txt/results", "--output: one-gpu-tiny.json cannot be written in '.*text.txt/results': '.*text.txt' is a file"),
-        ("link", "--output: one-gpu-tiny.json cannot be written in '.*link': it is a symbolic link to nothing"),
+        ("link", "--output: one-gpu-tiny.json cannot be written in '.*link': it is a broken symbolic link"),
         # Where permissions allow root to write, and nothing can be.
         ("/proc/results.json", "--output: results.json cannot be written in '/proc': "),
         ("/proc/results", "--output: one-gpu-tiny.json cannot be written in '/proc/results': "),

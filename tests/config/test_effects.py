@@ -108,7 +108,7 @@ def test_another_recipe_on_the_command_line_brings_its_own_settings(recipe, over
         kept = override == "fp8.recipe=delayed"
         assert found.fp8.margin == (margin.get("margin", 0) if kept else 0)
         left_out = len(margin) * (not kept) + (override == "fp8.enabled=false" and recipe != "delayed")
-        assert said.count("It is left out.") == left_out
+        assert said.count("It is ignored.") == left_out
         assert ("fp8.margin = 3" in said) == bool(margin and not kept)
         assert not idle_keys(found)
     if override != "fp8.recipe=delayed":

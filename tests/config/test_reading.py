@@ -166,7 +166,7 @@ def test_a_key_outside_of_all_sections_is_answered_with_its_section(run_file):
         ([f"train.steps={'9' * 5000}"], ["train.steps", "…"]),
         (["optimizer.lr=1\ntrain.steps=7"], ["optimizer.lr"]),
         (["log.trackers=wandb,mlflow"], ["'mlflow'", "tensorboard"]),
-        (["log.trackers=wandb,wandb"], ["named twice"]),
+        (["log.trackers=wandb,wandb"], ["listed twice"]),
         (["train.output=~nobody-of-this-name/x"], ["train.output", "no user 'nobody-of-this-name'"]),
     ],
     ids=str,

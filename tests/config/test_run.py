@@ -238,7 +238,7 @@ def test_validation_text_of_its_own_is_enough_to_validate():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data__weights": [1, 2]}, ["has 2 weights", "data.source names 1 source: give one weight a source"]),
+        ({"data__weights": [1, 2]}, ["has 2 weights", "data.source has 1 source: give one weight per source"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1]}, ["has 1 weight,", "names 2 sources", "[] joins"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, 0]}, ["data.weights", "greater than 0"]),
         ({"data__source": ["a.txt", "b.txt"], "data__weights": [1, -1.5]}, ["data.weights", "greater than 0"]),
@@ -346,7 +346,7 @@ def test_adapters_to_begin_with_give_their_settings_where_these_are_absent(tmp_p
     assert (given.rank, given.alpha, given.rslora, given.targets) == (4, 18.0, False, ["q_proj"])
     assert RunConfig.from_dict(RunConfig.from_dict(values(lora__load=load)).model_dump()).lora == found
     nowhere = str(tmp_path / "nowhere")
-    assert "nowhere' is no folder of PEFT's" in message(RunConfig.from_dict, values(lora__load=nowhere))
+    assert "nowhere' is not a PEFT folder" in message(RunConfig.from_dict, values(lora__load=nowhere))
     assert RunConfig.from_dict(values(lora__load=nowhere, lora__rank=4)).lora.rank == 4  # it may be on the training machine
     (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTERS, "use_dora": True}))
     assert "use_dora = True is not supported" in message(RunConfig.from_dict, values(lora__load=load))

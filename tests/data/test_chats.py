@@ -337,7 +337,7 @@ def test_a_key_that_stands_twice_is_refused_in_messages_and_tools_alone(folders,
             found = documents(prepare(config(path, **changes), console=Console(quiet=True)))
             assert found[0] == found[1]
         else:
-            with pytest.raises(InputError, match=rf"{name}\.jsonl, line 2: the key '{key}' stands there twice"):
+            with pytest.raises(InputError, match=rf"{name}\.jsonl, line 2: the key '{key}' occurs twice"):
                 prepare(config(path, **changes), console=Console(quiet=True))
 
 

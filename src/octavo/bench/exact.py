@@ -1,7 +1,7 @@
 """Exact layers: plain PyTorch in float64, the reference of the layers suite.
 
 A layer is a function of its parameters, by their names in Octavo and Transformer Engine. Rows of the joint query/key/value
-matrix are grouped by key-value head; of gate and up all rows of gate come first, as in Transformer Engine.
+matrix are grouped by key-value head; in gate and up all rows of gate come first, as in Transformer Engine.
 Shapes: B batch, T tokens, K features, H query heads, G key-value heads, P query heads of a group, D head dimension.
 """
 
@@ -36,13 +36,13 @@ def rotary_angles(tokens: int, head_dim: int, base: float, device: torch.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (k, k + K/2) of [..., K] by its position's angle."""
+    """Rotate each pair (k, k + K/2) of [..., K] by its position's angle."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 def below(parameters: Parameters, prefix: str) -> Parameters:
-    """The parameters with this prefix, without it."""
+    """The parameters with this prefix, with the prefix removed."""
     return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
 
 

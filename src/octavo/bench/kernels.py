@@ -1,8 +1,8 @@
 """Bandwidth of Octavo's Triton kernels, relative to a device-to-device copy in the same run.
 
-All kernels are bound by memory. The figure is the necessary traffic over the median time, with a cold L2 cache and without the
-launch. The table states the traffic in bytes read and written for each element of the shape: every operand once, and twice
-where a kernel needs two passes over more than the L2 cache. Statistics, scales and angles are small and not counted.
+All kernels are memory-bound. The figure is the necessary traffic over the median time, with a cold L2 cache and without the
+launch. The table gives the traffic in bytes read and written per element of the shape: every operand once, or twice if a kernel
+needs two passes over more than the L2 cache. Statistics, scales and angles are small and not counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from octavo.kernels.timing import median_us
 
 EPS = 1e-5
 GATE_UP_BLOCK = 32
-"""Columns of gate, then as many of up: the layout of the MLP."""
+"""Columns of gate, then equally many of up: the MLP's layout."""
 HEAD_DIM, HEADS_A_GROUP = 128, 4
 FLUSHED_BYTES = 256 * 2**20
-"""Read between two calls: several times the L2 cache of any GPU in `octavo.hardware`."""
+"""Bytes read between two calls: several times the L2 cache of any GPU in `octavo.hardware`."""
 PAUSE_CYCLES = 1_000_000
-"""Half a millisecond: longer than the launch of a call."""
+"""GPU cycles of half a millisecond: longer than the launch of a call."""
 
 
 class Call(NamedTuple):
@@ -45,8 +45,8 @@ class Kernel:
     """One row of the table.
 
     Attributes:
-        name: in the results.
-        make: makes the call for (rows, columns) on the default device.
+        name: name in the results.
+        make: creates the call for (rows, columns) on the default device.
         reads, writes: necessary traffic in bytes for each element of the shape.
         shapes: measured [rows, columns].
     """
@@ -144,7 +144,7 @@ def _cross_entropy(rows: int, columns: int, *, fp8: bool) -> Call:
 
 
 def _embedding_backward(rows: int, columns: int) -> Call:
-    """The gradient of an embedding of `rows` words, of an eighth as many tokens."""
+    """The gradient of an embedding with `rows` words and an eighth as many tokens."""
     d_out, ids = _random(rows // 8, columns), torch.randint(rows, (rows // 8,))
     return Call(lambda: embedding_backward(d_out, ids, rows, None, torch.bfloat16), (d_out,))
 
@@ -199,10 +199,10 @@ TABLE: tuple[Kernel, ...] = (
     Kernel("split-rotate", _split_rotate, 2, 2, QKV),
     Kernel("join-rotated", partial(_join_rotated, fp8=False), 2, 2, QKV),
     Kernel("join-rotated-fp8", partial(_join_rotated, fp8=True), 2, 2, QKV),
-    # A row is read twice, the second time from registers and, as far as it is still there, the L2 cache.
+    # A row is read twice, the second time from registers and, if still cached, from L2.
     Kernel("cross-entropy", partial(_cross_entropy, fp8=False), 2, 2, LOGITS),
     Kernel("cross-entropy-fp8", partial(_cross_entropy, fp8=True), 2, 1, LOGITS),
-    # Its zeros too; the rows of the tokens' words are written once more.
+    # Zeros are written too; rows of the tokens' words are written twice.
     Kernel("embedding-backward", _embedding_backward, 0.25, 2, WORDS),
     Kernel("adamw", partial(_adamw, dtype=torch.bfloat16), 8, 6),
     Kernel("adamw-float32", partial(_adamw, dtype=torch.float32), 16, 12),
@@ -219,11 +219,11 @@ COPIED = ((16_384, 4096), (16_384, 14_336))
 
 
 def cold_timer(device: torch.device, rounds: int, warm_up: int) -> Callable[..., list[float]]:
-    """`median_us` of calls that find a cold L2 cache."""
+    """`median_us` of calls with a cold L2 cache."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     scratch = torch.zeros(FLUSHED_BYTES // 4, device=device)
-    # Reading leaves nothing in the L2 cache that would be written back while the call is timed.
+    # Reading leaves no dirty lines in L2, which would be written back during the timed call.
     how: dict[str, Any] = {"pause_cycles": PAUSE_CYCLES, "prepare": scratch.sum}
     return partial(median_us, device=device, rounds=rounds, warm_up=warm_up, **how)
 

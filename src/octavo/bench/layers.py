@@ -29,10 +29,10 @@ from octavo.nn.mlp import deinterleave, interleave
 HISTORY = 16
 """Steps."""
 SETTLING = HISTORY + 4
-"""Steps until the history holds no amax from a step with unsettled scales."""
+"""Steps until the history has no amax from a step with unsettled scales."""
 RECIPES = {
     "bf16": None,
-    # Precise, as Transformer Engine's are by default.
+    # Precise, as in Transformer Engine by default.
     "delayed": DelayedScaling(amax_history_len=HISTORY, fast_accumulation=False),
     "current": CurrentScaling(fast_accumulation=False),
 }
@@ -42,7 +42,7 @@ HIDDEN_STEP = 256
 
 Tensors = dict[str, Tensor]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Makes the context manager around a forward."""
+"""Creates the context manager around a forward."""
 
 
 class Size(NamedTuple):
@@ -71,7 +71,7 @@ class LayerCase:
     """One row of the table.
 
     Attributes:
-        name: in the results.
+        name: name in the results.
         kind: the class, in either library.
         normalization, activation, bias: arguments of the constructor.
         llama: causal attention with rotary embedding and grouped key-value heads (transformer layers).
@@ -112,7 +112,7 @@ class LayerCase:
             return exact.linear(parameters, exact.norm(parameters, x, self.normalization))
         if self.kind == "LayerNormMLP":
             return exact.mlp(parameters, x, self.normalization, self.activation)
-        # Angles are float32 for both libraries: with another rounding it would be another function.
+        # Angles are float32 for both libraries: another rounding would be another function.
         angles = size.angles(x.device).to(x.dtype) if self.llama else None
         heads = exact.Heads(size.heads, self._groups(size), angles)
         return exact.block(parameters, x, self.normalization, self.activation, heads)
@@ -184,7 +184,7 @@ OCTAVO = Library("octavo", octavo.nn, _octavo_around, interleaved=True)
 
 
 def size_of(tokens: int | None, hidden: int | None) -> Size:
-    """A layer of Llama's proportions: one sequence of `tokens`, `hidden` features in heads of 64; absent ones of `ON_GPU`.
+    """A layer of Llama's proportions: one sequence of `tokens`, `hidden` features in heads of 64; None: those of `ON_GPU`.
 
     Raises:
         InputError: heads of 64 features in groups of four do not fill `hidden`.
@@ -192,7 +192,7 @@ def size_of(tokens: int | None, hidden: int | None) -> Size:
     hidden = ON_GPU.hidden if hidden is None else hidden
     if hidden % HIDDEN_STEP:
         near = max(HIDDEN_STEP, round(hidden / HIDDEN_STEP) * HIDDEN_STEP)
-        raise InputError(f"--hidden {hidden} is no multiple of {HIDDEN_STEP} (four heads of 64). Nearest: --hidden {near}.")
+        raise InputError(f"--hidden {hidden} is not a multiple of {HIDDEN_STEP} (four heads of 64). Nearest: --hidden {near}.")
     batch, length = (ON_GPU.batch, ON_GPU.tokens) if tokens is None else (1, tokens)
     return Size(batch, length, hidden, 4 * hidden, hidden // 64, hidden // HIDDEN_STEP)
 
@@ -277,13 +277,13 @@ def measure_layers(
     timer: Callable[..., list[float]] | None = None,
     timed: Size = ON_GPU,
 ) -> list[dict[str, Any]]:
-    """A row for each tensor of each layer under each recipe; a library that fails has None and NAME_failed.
+    """A row per tensor, layer and recipe; a library that fails has None and NAME_failed.
 
     Without the exact tensors of a layer no library has figures: the row of the output has `exact_failed`.
 
     Args:
         libraries: Octavo, and Transformer Engine if it runs.
-        seeds: draws of weights, inputs and output gradients; the median counts.
+        seeds: draws of weights, inputs and output gradients; the median is reported.
         settling: passes of delayed scaling before the measured one.
         timer: microseconds of each of some calls, which take turns; with one, rows have those of a forward and backward of
             Octavo's layer (`octavo_us`).

@@ -28,7 +28,7 @@ LOG_WIDTH = 160
 """Maximum width outside a terminal, where rich assumes 80 columns and would cut figures off."""
 
 Columns = tuple[tuple[str, str, str, float], ...]
-"""Title, key of the row, format and factor of the figure."""
+"""(title, key in the row, format, factor) of each figure."""
 
 KERNEL: Columns = (
     ("us", "us", "{:,.1f}", 1),
@@ -51,9 +51,9 @@ def document(
     """A whole run, as a file of results.
 
     Args:
-        ranks: processes, one a GPU.
-        peers: packages whose versions count.
-        **more: what else the document has before its rows.
+        ranks: number of processes, one per GPU.
+        peers: packages whose versions are recorded.
+        **more: further entries of the document before its rows.
     """
     on_gpu = device.kind == "cuda"
     return {
@@ -86,7 +86,7 @@ def check_output(files: Sequence[Path], output: Path, say: Callable[[str], None]
 
     Args:
         files: the files of the run, if `output` is a folder.
-        say: takes a message about a file that will be replaced.
+        say: called with a message about a file that will be replaced.
 
     Raises:
         InputError: names the file or folder in the way.
@@ -118,7 +118,7 @@ def check_figures(found: Mapping[str, bool]) -> None:
     """Check that each workload has a figure.
 
     Raises:
-        OctavoError: names the workloads of which every entry failed.
+        OctavoError: names the workloads whose entries all failed.
     """
     if without := [name for name, has in found.items() if not has]:
         raise OctavoError(f"no entry gave a figure of {some(without)}. The results are written, with the reason in each row.")

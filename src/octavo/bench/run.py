@@ -55,7 +55,7 @@ def run_suite(
         output: a .json file, replaced if it exists; or a folder for a new file SUITE.json; None: the current folder.
         tokens, hidden: of the timed layers, on a GPU: a sequence's tokens, and features.
         command: the command line, for the record.
-        say: takes progress messages, a line each.
+        say: called with progress messages.
 
     Raises:
         InputError: an unknown suite, case or device, kernels or a size without a GPU, a size of kernels, or an output that
@@ -113,7 +113,7 @@ def device_of(asked: str | None) -> torch.device:
         raise InputError(f"device {asked!r} has no benchmarks: use cpu or cuda.")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise InputError(f"device {asked!r} is not there: torch sees {count} GPUs. Use {'cuda:0' if count else 'cpu'}.")
+        raise InputError(f"device {asked!r} does not exist: torch sees {count} GPUs. Use {'cuda:0' if count else 'cpu'}.")
     return device
 
 

@@ -1,7 +1,7 @@
-"""Keys of a run file, their types and defaults: one file a section, with its checks; `octavo.config.run` composes them.
+"""Keys of a run file, their types, defaults and checks: one file per section; `octavo.config.run` composes them.
 
-May import hardware, storage, libraries, job_ranks, supervision and the levels above. The models open no file but the run file
-and import no torch: a mistake is reported in milliseconds, before data or a GPU is touched.
+May import hardware, storage, libraries, job_ranks, supervision and the levels above. These files read only the run file and do
+not import torch, so that a mistake is reported in milliseconds, before data or a GPU is touched.
 """
 
 from octavo.config.checkpoint import CheckpointConfig

@@ -105,17 +105,17 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> float:
-        """The share of the documents held out for validation; none if `data.validation_source` is set."""
+        """The share of the documents held out for validation; 0 if `data.validation_source` is set."""
         return 0.0 if self.validation_source is not None else self.validation_fraction
 
     @property
     def validates(self) -> bool:
-        """There is text for validation."""
+        """True if there is text for validation."""
         return self.held_out > 0 or self.validation_source is not None or bool(self.validation)
 
     @property
     def of_validation(self) -> DataConfig | None:
-        """The section of the text of `validation_source`, taken whole; None without one."""
+        """The section for the whole text of `validation_source`; None without one."""
         if self.validation_source is None:
             return None
         changes = {
@@ -128,9 +128,9 @@ class DataConfig(Section):
         return self.model_copy(update=changes)
 
     def of_set(self, name: str, tokenizer: str | None) -> DataConfig:
-        """The section of the text of a set in `validation`, taken whole.
+        """The section for the whole text of a set in `validation`.
 
-        tokenizer: the folder of that of the run, if it has one.
+        tokenizer: folder of the run's tokenizer, if it has one.
         """
         found = self.validation[name]
         given = found if isinstance(found, dict) else {"source": found}
@@ -152,7 +152,7 @@ class DataConfig(Section):
         for name, given in value.items():
             if not _NAME_OF_SET.fullmatch(name):
                 raise ValueError(
-                    f"data.validation: the name {name!r} of a set has other characters than letters, digits, and _ . - within"
+                    f"data.validation: the name {name!r} of a set may have only letters and digits, with _ . - inside"
                 )
             if isinstance(given, dict) and (set(given) - {"source", "split"} or "source" not in given):
                 raise ValueError(f'data.validation.{name} = {given!r}: a set is a source, or {{ source = "…", split = "…" }}')
@@ -168,8 +168,8 @@ class DataConfig(Section):
         if self.weights and len(self.weights) != len(self.sources):
             count = len(self.sources)
             raise ValueError(
-                f"data.weights = {self.weights} has {counted(len(self.weights), 'weight')}, but data.source names "
-                f"{counted(count, 'source')}: give one weight a source, in the same order. Change data.weights"
+                f"data.weights = {self.weights} has {counted(len(self.weights), 'weight')}, but data.source has "
+                f"{counted(count, 'source')}: give one weight per source, in the same order. Change data.weights"
                 + (" ([] joins the sources)" if count > 1 else "")
             )
         return self
@@ -183,7 +183,7 @@ class DataConfig(Section):
 
 
 def kind_of(name: str) -> str:
-    """The suffix of a file name, in lower case, without that of a compression: ".jsonl" of "a.jsonl.zst"."""
+    """The suffix of a file name, in lower case, without a compression suffix: ".jsonl" of "a.jsonl.zst"."""
     path = PurePath(name.lower())
     return PurePath(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 

@@ -5,7 +5,7 @@
     data  = replicate × shard                        ranks that see different samples
     expert divides H × tensor, and divides tensor or is a multiple of it
 
-Nothing imports torch, so that a laptop finds a mistake before a cluster is paid for. An error names every factor, the nearest
+No torch is imported, so a laptop finds a mistake before a cluster is paid for. An error names every factor, the nearest
 degrees that fit, and the keys to change. "Nearest" means the fewest changed keys, then the smallest ratios.
 """
 
@@ -25,7 +25,7 @@ MOST_CPU_RANKS = 256
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees that fit `world` ranks; `fit_degrees` makes it. Every attribute is a number of ranks.
+    """Degrees that fit `world` ranks, from `fit_degrees`. Every attribute is a number of ranks.
 
     Attributes:
         world: all ranks.
@@ -69,7 +69,7 @@ def fit_degrees(
     """The degrees of a run on `world_size` ranks; hybrid_shard_degree 0 means world_size / tensor_parallel_degree.
 
     Args:
-        section: in front of a key in messages; empty for `octavo.init`.
+        section: prefix of keys in messages; empty for `octavo.init`.
 
     Raises:
         InputError: the degrees do not fit; the message names the nearest that do.
@@ -93,23 +93,23 @@ def fit_degrees(
 def least_world(
     hybrid_shard_degree: int, tensor_parallel_degree: int, context_parallel_degree: int, expert_parallel_degree: int
 ) -> int:
-    """The fewest ranks that degrees may fit, which `fit_degrees` checks."""
+    """The fewest ranks that the degrees may fit; `fit_degrees` checks them."""
     tensor, expert = max(1, tensor_parallel_degree), max(1, expert_parallel_degree)
     return tensor * (hybrid_shard_degree or math.lcm(max(1, context_parallel_degree), expert // math.gcd(expert, tensor)))
 
 
 def check_composed(tensor: int, expert: int) -> None:
-    """Raise an InputError for degrees that this version does not compose, whatever the ranks are.
+    """Raise an InputError for degrees that cannot be combined, whatever the number of ranks.
 
-    An expert group is a part of a tensor group, the whole, or several: so the ranks of a tensor group that hold the same expert
-    see all of the group's tokens between them, and can join an expert's amaxes.
+    An expert group must be a part of a tensor group, or one or several whole ones. The ranks of a tensor group that hold the
+    same expert then have all tokens of the group, and can reduce an expert's amaxes.
     """
     if tensor > 0 and expert > 0 and not composes(tensor, expert):
         fitting = divisors(tensor) + [tensor * times for times in range(2, expert // tensor + 2)]
         near = [*[degree for degree in fitting if degree < expert][-1:], *[degree for degree in fitting if degree > expert][:1]]
         raise InputError(
-            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: an expert group is a part of a tensor "
-            f"group, or several. Set expert_parallel_degree to {_or(near)}."
+            f"expert_parallel_degree = {expert} with tensor_parallel_degree = {tensor}: an expert group must be a part of a "
+            f"tensor group, or several groups. Set expert_parallel_degree to {_or(near)}."
         )
 
 
@@ -134,7 +134,7 @@ def fit_batch(global_batch: int, micro_batch: int | None, dp_size: int) -> tuple
     micro = share if micro_batch is None else micro_batch
     if micro < 1 or share % micro:
         works = _nearest_divisors(share, micro)
-        # Or keep the micro batch: the nearest share that is a multiple of it.
+        # Or retain the micro-batch: the nearest share that is a multiple of it.
         least = max(micro, 1)
         batch = dp_size * least * max(round(share / least), 1)
         raise InputError(
@@ -173,7 +173,7 @@ def _problems(asked: dict[str, int], world: int, section: str) -> list[str]:
 
 
 def composes(tensor: int, expert: int) -> bool:
-    """True if an expert group is a part of a tensor group, or several."""
+    """True if an expert group is a part of a tensor group, or one or several whole ones."""
     return not (tensor % expert and expert % tensor)
 
 
@@ -194,7 +194,7 @@ def _degrees_error(asked: dict[str, int], world: int, problems: list[str], secti
 
 
 def _fitting(asked: dict[str, int], world: int) -> Iterator[dict[str, int]]:
-    """Every set of degrees that fits; hybrid_shard stays 0 if it was 0 and means the same."""
+    """Every set of degrees that fits; hybrid_shard stays 0 if that still means the same."""
     for tensor in divisors(world):
         for hybrid in divisors(world // tensor):
             written = 0 if asked["hybrid_shard_degree"] == 0 and hybrid == world // tensor else hybrid

@@ -1,7 +1,7 @@
 """Keys that have an effect only with certain values of other keys, in one table.
 
 A run file with a value that has no effect is refused. Defaults are accepted, since a resolved run file may list them. `to_toml`
-leaves keys without effect out.
+omits keys without effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class _Need:
-    """Keys, the keys that they depend on, and the condition of an effect: as a function, and in words."""
+    """Keys, the keys that they depend on, and the condition under which they have an effect: as a function, and in words."""
 
     keys: tuple[str, ...]
     by: tuple[str, ...]
@@ -41,7 +41,7 @@ class _Need:
 
 
 def _any_source(names: Sequence[str], *suffixes: str) -> bool:
-    """True if a source is neither Python's documentation nor a file of these kinds."""
+    """True if a source is neither a python: source nor a file with these suffixes."""
     return any(not name.startswith("python:") and kind_of(name) not in suffixes for name in names)
 
 
@@ -228,7 +228,7 @@ _OF_SEVERAL_RANKS = (
 
 
 def without_effect(config: RunConfig) -> Iterator[Idle]:
-    """Every key that has no effect in this run, at its default or not."""
+    """Every key without effect in this run, whether at its default or not."""
     seen: set[str] = set()
     for need in _NEEDS:
         if not need.met(config):
@@ -242,7 +242,7 @@ def without_effect(config: RunConfig) -> Iterator[Idle]:
 
 
 def idle_keys(config: RunConfig) -> list[Idle]:
-    """Keys that were set and have no effect; false counts as unset where a key has no default."""
+    """Keys that were set but have no effect; false counts as unset for keys without a default."""
     changed = [
         idle
         for idle in without_effect(config)
@@ -274,14 +274,14 @@ def warnings(config: RunConfig) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {warmup} lasts the whole run of {config.length(steps)}: the rate rises to "
             f"{config.optimizer.lr * steps / warmup:g} at the last step and never falls. Lower optimizer.warmup_steps unless "
-            "that is meant."
+            "that is intended."
         )
     decay = config.optimizer.decay_start(steps) if config.optimizer.schedule == "wsd" else steps
     begun = max([warmup, *config.train.extended])
     if decay < begun < steps:
         yield (
             f"optimizer.decay_steps: the decay of wsd would begin after step {decay}, before step {begun} of the full rate, "
-            f"and lasts {steps - begun} steps. Lower optimizer.decay_steps unless that is meant."
+            f"and lasts {steps - begun} steps. Lower optimizer.decay_steps unless that is intended."
         )
     for key, consequence in (
         ("train.validate_every", "the only validation is at the end"),

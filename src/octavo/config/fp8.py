@@ -19,13 +19,13 @@ KEYS_OF_RECIPES: dict[str, tuple[str, ...]] = {
 
 
 _WHEN = re.compile(r"(?P<end>first|last) (?P<number>\d+(?P<part>\.\d+)?)(?P<share>%)?(?(share)|(?(part)(?!)))")
-"""A key of `fp8.schedule`; only a share may have decimals."""
+"""Pattern of a key of `fp8.schedule`; only a percentage may have decimals."""
 
 
 def steps_without_fp8(when: str, steps: int) -> range:
-    """The steps that a key of `fp8.schedule` names, of a run of `steps`; the first is 1."""
+    """The steps of a key of `fp8.schedule` in a run of `steps` steps; the first is 1."""
     found = _WHEN.fullmatch(when)
-    assert found is not None  # checked with the key
+    assert found is not None  # checked when the key was read
     number = float(found["number"])
     count = min(steps, round(steps * number / 100) if found["share"] else int(number))
     return range(1, count + 1) if found["end"] == "first" else range(steps - count + 1, steps + 1)
@@ -90,7 +90,7 @@ class Fp8Config(Section):
             if (found := _WHEN.fullmatch(str(when))) is None or not 0 < float(found["number"]) <= (
                 100 if found["share"] else 2**31
             ):
-                raise ValueError(f'{when!r} names no steps: write "first 100", "last 50" or "last 10%"')
+                raise ValueError(f'{when!r} is not a range of steps: write "first 100", "last 50" or "last 10%"')
         return {when: [patterns] if isinstance(patterns, str) else patterns for when, patterns in schedule.items()}
 
     def uses(self, setting: str) -> bool:

@@ -21,5 +21,5 @@ class LogConfig(Section):
     @classmethod
     def _check_distinct(cls, value: list[str]) -> list[str]:
         if len(set(value)) < len(value):
-            raise ValueError("a tracker is named twice: name each once")
+            raise ValueError("a tracker is listed twice: list each once")
         return value

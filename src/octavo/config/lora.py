@@ -1,4 +1,4 @@
-"""[lora]: low-rank adapters on frozen weights; and `octavo.LoRA`, the same for `octavo.transform`."""
+"""[lora]: low-rank adapters on frozen weights; and `octavo.LoRA`, the same options for `octavo.transform`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ _DEFAULTS: dict[str, Any] = {"rank": 16, "alpha": None, "targets": ALL_LINEAR, "
 
 @dataclass(frozen=True, init=False)
 class LoRA:
-    """Adapters y + scale · B · A · dropout(x) on frozen matrices, as PEFT's LoRA computes them.
+    """Adapters y + scale · B · A · dropout(x) on frozen matrices, as in PEFT's LoRA.
+
+    Shapes: x [..., K], y [..., N], A [rank, K], B [N, rank].
 
     Attributes:
-        rank: rows of A and columns of B; 16 when absent.
-        alpha: the scale is alpha / rank; 2 x rank when absent.
-        dropout: of the input of A, in training.
-        targets: "all-linear" for all matrices of the blocks, experts and routers too, or patterns (`fnmatch`) of Hugging Face's
-            names of modules or of their ends, such as "q_proj" or "model.layers.0.*".
+        rank: rows of A and columns of B; default 16.
+        alpha: the scale is alpha / rank; default 2 x rank.
+        dropout: dropout of the input of A, in training.
+        targets: "all-linear" for all matrices of the blocks, including experts and routers, or patterns (`fnmatch`) of Hugging
+            Face's module names or their suffixes, such as "q_proj" or "model.layers.0.*".
         rslora: the scale is alpha / √rank.
-        save_whole: patterns of modules outside of the blocks that are trained and saved whole, such as "lm_head".
-        load: a folder of PEFT's (adapter_config.json, adapter_model.safetensors) with the adapters to begin with. It has rank,
-            alpha, targets, rslora and save_whole where they are not given.
-        base: "fp8" stores the frozen matrices of the blocks once, in FP8: 1 byte a parameter, by the recipe of the products.
+        save_whole: patterns of modules outside the blocks that are trained and saved whole, such as "lm_head".
+        load: a PEFT folder (adapter_config.json, adapter_model.safetensors) with initial adapters. It sets rank, alpha,
+            targets, rslora and save_whole unless they are given.
+        base: "fp8" stores the frozen matrices of the blocks only in FP8, 1 byte a parameter, by the recipe of the products.
 
     Raises:
         InputError: a value out of range.
@@ -63,12 +65,12 @@ class LoRA:
         values = _DEFAULTS | {key: tuple(value) if isinstance(value, list) else value for key, value in of_folder.items()}
         values |= {key: value for key, value in given.items() if value is not None}
         for key, value in {**values, "dropout": dropout, "load": load, "base": base}.items():
-            object.__setattr__(self, key, value)  # frozen from here on
+            object.__setattr__(self, key, value)  # the dataclass is frozen
         self._check()
 
     def _check(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise InputError(f"lora.rank = {self.rank!r}: the rank is a whole number from 1, such as 16.")
+            raise InputError(f"lora.rank = {self.rank!r}: give a whole number from 1, such as 16.")
         if not _is_number(self.scale_factor) or self.scale_factor <= 0:
             raise InputError(f"lora.alpha = {self.alpha!r}: give a finite number above 0, such as {2 * self.rank}.")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
@@ -88,12 +90,12 @@ class LoRA:
 
     @property
     def scale_factor(self) -> float:
-        """`alpha`, resolved."""
+        """`alpha` with its default resolved."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     @property
     def scale(self) -> float:
-        """Factor of the product of both matrices."""
+        """Factor of B · A."""
         return self.scale_factor / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -130,16 +132,16 @@ class LoraConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _take_settings(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill absent settings from the folder to load; they do not count as given by the run file."""
+        """Fill absent settings from the folder in `load`; they do not count as set in the run file."""
         load = values.get("load") if isinstance(values, Mapping) else None
         if not isinstance(load, str) or path_fault(load):
             return handler(values)
         absent = {key for key in _DEFAULTS if values.get(key) is None}
-        if absent <= {"alpha"}:  # as in the record of a run: alpha is 2 x rank there
+        if absent <= {"alpha"}:  # as in a run's recorded file, where an absent alpha is 2 x rank
             return handler(values)
         folder = local_path(load, "lora.load")
         if "rank" not in absent and not (folder / CONFIG).is_file():
-            return handler(values)  # the plan of a run refuses it: the folder may be on the machine that trains
+            return handler(values)  # refused by the plan: the folder may exist only on the training machine
         taken = {key: value for key, value in peft_settings(folder).taken.items() if key in absent}
         section = handler({**values, **taken})
         section.model_fields_set.difference_update(taken)
@@ -165,5 +167,5 @@ class LoraConfig(Section):
         if self.rank is None:
             return None
         targets = self.targets if isinstance(self.targets, str) else tuple(self.targets)
-        alpha = 2.0 * self.rank if self.alpha is None else self.alpha  # given, so that no folder is read
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha  # set, so that no folder is read
         return LoRA(self.rank, alpha, self.dropout, targets, self.rslora, tuple(self.save_whole), self.load, self.base)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from octavo.config.section import OnDiskOrHub, Section
 
 OF_POSITIONS = ("rope_parameters", "max_position_embeddings")
-"""Keys of a Hugging Face config that extend the positions of pretrained weights."""
+"""Keys of a Hugging Face config that may change with pretrained weights, to extend their positions."""
 
 
 class ModelConfig(Section):
@@ -45,8 +45,8 @@ class ModelConfig(Section):
         if self.load and (others := [key for key in self.config if key not in OF_POSITIONS]):
             raise ValueError(
                 f"model.config.{others[0]} changes random weights, so model.load must be false; with pretrained ones "
-                f"model.config may have {' and '.join(OF_POSITIONS)}. For others "
-                "change config.json in a copy of the folder, and name it as "
-                "model.source; model.resize = true adds tokens to their vocabulary"
+                f"model.config may have only {' and '.join(OF_POSITIONS)}. To change others, "
+                "edit config.json in a copy of the folder, and set "
+                "model.source to it; model.resize = true adds tokens to their vocabulary"
             )
         return self

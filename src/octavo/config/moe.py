@@ -1,4 +1,4 @@
-"""[moe]: balance of mixture of experts (MoE) by a loss or an assignment, the z loss, and the noise of the router."""
+"""[moe]: expert balancing by a loss or an assignment, the z loss, and the router's noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.config.section import Section
 
 
 class MoeConfig(Section):
-    """Losses of the router and its noise: SMP's names, and Hugging Face's for the noise. Absent keys: as the model's config."""
+    """Router losses (SMP's names) and noise (Hugging Face's name). Absent keys are taken from the model's config."""
 
     moe_load_balancing: Literal["aux_loss", "sinkhorn", "balanced", "none"] | None = Field(
         None,

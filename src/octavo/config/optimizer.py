@@ -68,7 +68,7 @@ class OptimizerConfig(Section):
     def _check_rates(self) -> OptimizerConfig:
         if self.name == "muon" and self.muon_scale == "original" and self.adamw_lr is None:
             raise ValueError(
-                'optimizer.muon_scale = "original" has rates of another size (about 0.02) than AdamW, which trains the '
+                'optimizer.muon_scale = "original" needs larger rates (about 0.02) than AdamW, which trains the '
                 "embedding, head, norms, biases and routers: set optimizer.adamw_lr too, such as 3e-4"
             )
         return self
@@ -78,7 +78,7 @@ class OptimizerConfig(Section):
     def _check_factors(cls, value: dict[str, float]) -> dict[str, float]:
         for pattern, factor in value.items():
             if not 0 < factor <= 1000:
-                frozen = " (train.freeze leaves parameters untrained)" if factor == 0 else ""
+                frozen = " (to freeze parameters, use train.freeze)" if factor == 0 else ""
                 raise ValueError(f"{pattern!r} = {factor:g}: a factor is above 0, at most 1000, such as 0.1{frozen}")
         return value
 

@@ -1,7 +1,7 @@
-"""The settings of a folder of PEFT's adapters: rank, alpha and targets of a run that begins with them.
+"""The settings of a PEFT adapter folder: rank, alpha and targets for a run that starts from it.
 
-Read without torch, from `adapter_config.json` and the header of the weights. What Octavo's adapters would compute otherwise is
-refused by its key.
+Read without torch, from `adapter_config.json` and the header of the weights. Settings that Octavo's adapters do not support are
+refused by key.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from octavo.errors import InputError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of PEFT's folder."""
+"""Files of a PEFT folder."""
 PEFT_PREFIX = "base_model.model."
-"""Of the names of parameters in a model of PEFT's."""
+"""Prefix of parameter names in a PEFT model."""
 ALL_LINEAR = "all-linear"
-"""Every matrix of every block."""
+"""All matrices of all blocks."""
 FUSED = r".*\.gate_up_proj"
-"""PEFT's pattern of the matrices that stand for two, whose rank and alpha are doubled."""
+"""PEFT's pattern of fused matrices, whose rank and alpha are doubled."""
 GATES, UPS, DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-"""Names of each expert's matrices, as PEFT takes them: those of gate and up are one of twice the rank."""
+"""PEFT's names of an expert's matrices; gate and up are fused, with twice the rank."""
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False, None),
@@ -44,20 +44,20 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "monteclora_config": (None,),
     "velora_config": (None,),
 }
-"""Keys of PEFT's config that change what adapters or their gradients compute → the values under which they do not."""
+"""Keys of PEFT's config that change adapters or their gradients → their values without effect."""
 _OTHERS = frozenset(
     {
         *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "target_parameters", "rank_pattern"),
         *("alpha_pattern", "modules_to_save", "init_lora_weights", "peft_type", "base_model_name_or_path"),  # read
         *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config"),
-        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of values that adapters begin with
-        *("megatron_core", "qalora_group_size"),  # of keys above
-        "ensure_weight_tying",  # an embedding that is the head too is refused in modules_to_save and target_modules
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # initial values of adapters
+        *("megatron_core", "qalora_group_size"),  # parts of keys above
+        "ensure_weight_tying",  # a tied embedding is refused in modules_to_save and target_modules
     }
 )
 """All other keys of PEFT's config."""
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""`init_lora_weights` under which the base has its original weights, and both factors are trained."""
+"""`init_lora_weights` that leave the base weights unchanged and train both factors."""
 
 
 def _is_number(value: object) -> bool:
@@ -82,12 +82,12 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Keys that are read → a test of the value, and its kind in words."""
 _LONGEST_HEADER = 100_000_000
-"""Bytes, as safetensors bounds it."""
+"""Most bytes of a safetensors header."""
 
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """Settings of a folder, by the names of `[lora]`; base: the folder or id that its base was loaded from."""
+    """Settings of a folder by the keys of `[lora]`; base: folder or id of its base model."""
 
     rank: int
     alpha: float
@@ -99,14 +99,14 @@ class PeftSettings:
 
     @property
     def taken(self) -> dict[str, Any]:
-        """The keys of `[lora]` that a run takes where they are not given."""
+        """The keys of `[lora]` that the folder sets unless the run does."""
         targets = self.targets if isinstance(self.targets, str) else list(self.targets)
         of_adapters = {"rank": self.rank, "alpha": self.alpha, "targets": targets, "rslora": self.rslora}
         return of_adapters | ({"save_whole": list(self.save_whole)} if self.save_whole else {})
 
 
 def is_of_experts(module: str) -> bool:
-    """True for a matrix of experts, by Hugging Face's name."""
+    """True for an expert matrix, by Hugging Face's name."""
     return ".experts." in module
 
 
@@ -116,10 +116,10 @@ def is_router(module: str) -> bool:
 
 
 def peft_settings(folder: str | Path) -> PeftSettings:
-    """The settings of a folder of PEFT's.
+    """The settings of a PEFT folder.
 
     Raises:
-        InputError: it is none, or its adapters compute something that Octavo's do not.
+        InputError: it is not a PEFT folder, or its adapters have unsupported settings.
     """
     path = Path(folder).expanduser()
     config = _config(path)
@@ -142,10 +142,10 @@ def peft_settings(folder: str | Path) -> PeftSettings:
 
 
 def _of_parameters(path: Path, config: Mapping[str, Any]) -> list[str]:
-    """The targets of a folder's adapted parameters, and its patterns of ranks, as Octavo names them.
+    """The targets for a folder's adapted parameters, and its rank patterns, in Octavo's names.
 
     Raises:
-        InputError: other parameters than those of experts and routers, or other ranks and alphas than PEFT's of gate and up.
+        InputError: parameters other than experts and routers, or ranks and alphas other than PEFT's doubling for gate and up.
     """
     parameters = list(config.get("target_parameters") or ())
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
@@ -153,8 +153,8 @@ def _of_parameters(path: Path, config: Mapping[str, Any]) -> list[str]:
     if fused and (ranks, alphas) != ({FUSED: 2 * config["r"]}, {FUSED: 2 * config["lora_alpha"]}):
         key = "rank_pattern" if ranks else "alpha_pattern"
         raise InputError(
-            f"{path / CONFIG}: {key} = {config[key]!r} is not supported: adapters have one rank, and those of gate and "
-            "up of experts twice as much where PEFT has. Keep the model's own code: "
+            f"{path / CONFIG}: {key} = {config[key]!r} is not supported: adapters have one rank, doubled only for fused gate "
+            "and up of experts. Use the model's original code: "
             "octavo.transform(PeftModel.from_pretrained(model, folder))."
         )
     found: list[str] = []
@@ -162,8 +162,8 @@ def _of_parameters(path: Path, config: Mapping[str, Any]) -> list[str]:
         container, _, leaf = one.removesuffix(".weight").rpartition(".")
         if leaf not in ("gate_up_proj", "down_proj", "gate"):
             raise InputError(
-                f"{path / CONFIG}: target_parameters = {parameters!r}: {one!r} is no matrix of experts or router. Keep the "
-                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+                f"{path / CONFIG}: target_parameters = {parameters!r}: {one!r} is not a matrix of experts or a router. Use the "
+                "model's original code: octavo.transform(PeftModel.from_pretrained(model, folder))."
             )
         container = container or ("mlp" if leaf == "gate" else "experts")
         halves = (GATES[0], UPS[0]) if fused and leaf == "gate_up_proj" else (leaf,)
@@ -177,31 +177,31 @@ def _config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"lora.load = {str(path)!r} is no folder of PEFT's adapters: {CONFIG} cannot be read ({error}). Give the folder "
-            "that model.save_pretrained or octavo export has written."
+            f"lora.load = {str(path)!r} is not a PEFT folder: {CONFIG} cannot be read ({error}). Give a folder that "
+            "model.save_pretrained or octavo export has written."
         ) from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or "r" not in config or "lora_alpha" not in config:
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise InputError(f"{file}: peft_type = {kind!r}: Octavo loads LoRA alone.")
+        raise InputError(f"{file}: peft_type = {kind!r}: Octavo loads only LoRA.")
     for key, (fits, words) in _VALUES.items():
         if key in config and not fits(config[key]):
             raise InputError(f"{file}: {key} = {config[key]!r} is not {words}. Correct it, or copy the folder again.")
     for key, neutral in _NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise InputError(
-                f"{file}: {key} = {config[key]!r} is not supported: Octavo's adapters have {key} = {neutral[0]!r}. Keep the "
-                "model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+                f"{file}: {key} = {config[key]!r} is not supported: Octavo's adapters have {key} = {neutral[0]!r}. Use the "
+                "model's original code: octavo.transform(PeftModel.from_pretrained(model, folder))."
             )
     for key in sorted(config.keys() - _NEUTRAL.keys() - _OTHERS):
         if config[key] not in (None, False):
             raise InputError(
                 f"{file}: {key} = {config[key]!r} is not known, and may change what adapters compute. Remove it if it does "
-                "not; else keep the model's own code: octavo.transform(PeftModel.from_pretrained(model, folder))."
+                "not; else use the model's original code: octavo.transform(PeftModel.from_pretrained(model, folder))."
             )
     start = config.get("init_lora_weights")
     if start == "mica":
         raise InputError(
-            f"{file}: init_lora_weights = 'mica' trains lora_A alone, and Octavo trains both. Keep the model's own code: "
+            f"{file}: init_lora_weights = 'mica' trains lora_A alone, and Octavo trains both. Use the model's original code: "
             "octavo.transform(PeftModel.from_pretrained(model, folder))."
         )
     if start not in _STARTS:
@@ -227,7 +227,7 @@ def check_weights(path: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    """The names in a file of safetensors: 8 bytes with the length of a header of JSON, and the header."""
+    """The tensor names in a safetensors file, from its JSON header."""
     file = check_weights(path)
     try:
         with file.open("rb") as stream:

@@ -1,7 +1,7 @@
 """Run files and `section.key=value` overrides as tables, before any key is checked.
 
-The value of an override is TOML, or else a bare word, since a shell takes quotes away: `train.output=runs/two`,
-`log.trackers=wandb,trackio`. The key's type decides where both are possible.
+The value of an override is TOML or, since a shell removes quotes, a bare word: `train.output=runs/two`,
+`log.trackers=wandb,trackio`. If both are possible, the key's type decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORM = "is not section.key=value, as in optimizer.lr=1e-4."
 def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
     """The tables of a run file, or of another TOML file, which messages call `what`.
 
-    A run file `presets/NAME.toml` that is not below the working directory is the installed one.
+    A run file `presets/NAME.toml` that does not exist in the working directory is the installed one.
 
     Raises:
         InputError: the file is missing, cannot be read, or is not TOML.
@@ -37,7 +37,7 @@ def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
             path = _presets() / path.name
         if not path.is_file():
             raise _missing(path, what)
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors write a byte order mark
     except OSError as error:
         raise InputError(
             f"{what} {str(path)!r} cannot be read: {error.strerror or error}. Check its path and its permissions."
@@ -56,7 +56,7 @@ def read_file(path: Path, what: str = "run file") -> dict[str, Any]:
 
 
 def _presets() -> Path:
-    """The run files that come with Octavo: in the wheel next to its modules, in a clone at its top."""
+    """The presets of Octavo: next to its modules in a wheel, at the top in a clone."""
     package = Path(__file__).parents[1]
     return next(folder for folder in (package / "presets", package.parents[1] / "presets") if folder.is_dir())
 
@@ -76,10 +76,10 @@ def _missing(path: Path, what: str) -> InputError:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str], model: type[BaseModel]) -> None:
-    """Put overrides `section.key=value` into the tables of a run file; the last of a key wins.
+    """Apply overrides `section.key=value` to the tables of a run file; the last one for a key wins.
 
     Raises:
-        InputError: an override of another form, without a value, or of a key inside a key that has one value.
+        InputError: an override of another form, without a value, or for a key inside a plain value.
     """
     for index, override in enumerate(overrides):
         name, equals, text = override.partition("=")
@@ -100,7 +100,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str], model: typ
 
 
 def as_override(arguments: Sequence[str], model: type[BaseModel]) -> str | None:
-    """The override that was meant by an argument and its followers, such as `--lr 3`; None if none is close."""
+    """The override that was probably meant by an argument and the following ones, such as `--lr 3`; None if none is close."""
     first = re.split(r"[=:]", arguments[0].replace("/", "."), maxsplit=1)
     rest = [*first[1:], *(argument for argument in arguments[1:] if argument != "=")]
     key, note = closest(first[0], keys_of(model))
@@ -115,7 +115,7 @@ def _not_an_override(overrides: Sequence[str], index: int, model: type[BaseModel
         return InputError(f"override {override!r} {_FORM} One command takes one run file: give the other to a second command.")
     if name in model.model_fields:
         keys = [key for key in keys_of(model) if key.startswith(f"{name}.")]
-        return InputError(f"override {override!r} {_FORM} {name} is a section. Name one of its keys: {', '.join(keys)}.")
+        return InputError(f"override {override!r} {_FORM} {name} is a section. Set one of its keys: {', '.join(keys)}.")
     meant = as_override(overrides[index:], model) if name else None
     return InputError(f"override {override!r} {_FORM}" + (f" Did you mean {meant}?" if meant else ""))
 
@@ -128,14 +128,14 @@ def _kind_of(model: type[BaseModel], parts: Sequence[str]) -> Any:
 
 
 def _takes(kind: Any, *wanted: type) -> bool:
-    """True if an annotation, or a member of a union, is one of these types."""
+    """True if an annotation, or a member of its union, is one of these types."""
     members = [member for each in typing.get_args(kind) if each is not type(None) for member in (each,)]
     union = typing.get_origin(kind) is not None and typing.get_origin(kind) not in (list, dict, tuple, typing.Literal)
     return any((typing.get_origin(member) or member) in wanted for member in (members if union else [kind]))
 
 
 def _value(text: str, kind: Any, override: str) -> Any:
-    """A value in TOML, or a bare word; of a list's key also one entry, or several with commas."""
+    """A value in TOML, or a bare word; for a list also one entry, or several separated by commas."""
     text = text.strip()
     value: Any
     try:
@@ -143,7 +143,7 @@ def _value(text: str, kind: Any, override: str) -> Any:
     except (ValueError, RecursionError):
         parsed = {}
     lists = _takes(kind, list, tuple)
-    if len(parsed) == 1:  # more than one: a line end in the text
+    if len(parsed) == 1:  # more than one if the text has a line end
         value = parsed["value"]
         word = _takes(kind, str) and isinstance(value, int | float | date | datetime | time) and not isinstance(value, bool)
         value = text if word else value  # such as train.output=2026-01-31

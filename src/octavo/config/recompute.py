@@ -1,4 +1,4 @@
-"""Activation recomputation, `train.recompute`: its levels, their order, and which model may use which.
+"""Activation recomputation, `train.recompute`: its levels, their order, and the models that support them.
 
 `train.mlp_chunks` above 1 recomputes the same as "mlp".
 """
@@ -10,7 +10,7 @@ from typing import Literal
 from octavo.errors import InputError
 
 Recompute = bool | Literal["mlp", "selective"]
-"""The level. "mlp": each MLP's first product is recomputed; "selective": a block but for attention; True: a block."""
+"""The level. "mlp": recompute each MLP's first product; "selective": a block except attention; True: the whole block."""
 
 LEVELS: tuple[Recompute, ...] = (False, "mlp", "selective", True)
 """From the fastest step to the least memory."""
@@ -22,7 +22,7 @@ def recomputes_block(recompute: Recompute) -> bool:
 
 
 def levels_for(*, experts: bool = False, attention_dropout: float = 0.0) -> tuple[Recompute, ...]:
-    """The levels that Octavo's blocks may use, in the order of `LEVELS`."""
+    """The levels that Octavo's blocks support, in the order of `LEVELS`."""
     excluded = {"mlp"} if experts else set()
     if attention_dropout:
         excluded.add("selective")
@@ -34,7 +34,7 @@ def check_values(recompute: object, mlp_chunks: object) -> None:
     if not isinstance(recompute, bool | str) or recompute not in LEVELS:
         raise InputError(f'recompute = {recompute!r} is not supported: use False, True, "selective", or "mlp".')
     if type(mlp_chunks) is not int or mlp_chunks < 1:
-        raise InputError(f"mlp_chunks = {mlp_chunks!r} is not supported: use a whole number from 1, which is no chunks.")
+        raise InputError(f"mlp_chunks = {mlp_chunks!r} is not supported: use a whole number from 1 (no chunks).")
 
 
 def check_blocks(recompute: Recompute, mlp_chunks: int, *, experts: bool, attention_dropout: float) -> None:
@@ -45,7 +45,7 @@ def check_blocks(recompute: Recompute, mlp_chunks: int, *, experts: bool, attent
             f'{asked}: experts are recomputed only with their whole block. Set train.recompute = "selective", or true, and '
             "train.mlp_chunks = 1."
         )
-    if attention_dropout and recompute == "selective":  # the rest of a block would not repeat the result
+    if attention_dropout and recompute == "selective":  # the recomputed rest would not match the saved result
         raise InputError(
             f'train.recompute = "selective" with attention_dropout = {attention_dropout}: a result with dropout would be '
             "recomputed. Set train.recompute = true, or attention_dropout = 0.0."

@@ -46,7 +46,7 @@ class RunConfig(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     _notes: list[str] = PrivateAttr(default_factory=list)
-    _notes_of_one: list[str] = PrivateAttr(default_factory=list)  # of a run on one rank
+    _notes_of_one: list[str] = PrivateAttr(default_factory=list)  # for runs on one rank
     _given: str = PrivateAttr("")  # train.tokens or train.epochs of the run file, which `with_steps` converted to steps
 
     @model_validator(mode="after")
@@ -59,8 +59,8 @@ class RunConfig(Section):
     def _refuse_muon_of_adapters(self) -> RunConfig:
         if self.optimizer.name == "muon" and self.lora.rank is not None:
             raise ValueError(
-                f'optimizer.name = "muon" and lora.rank = {self.lora.rank}: an adapter is trained as two low-rank factors, and '
-                'orthogonalised one by one their product has not the update of a matrix. Set optimizer.name = "adamw", or '
+                f'optimizer.name = "muon" and lora.rank = {self.lora.rank}: an adapter is trained as two low-rank factors. If '
+                'each is orthogonalised, their product does not get the update of a matrix. Set optimizer.name = "adamw", or '
                 "train without lora"
             )
         return self
@@ -73,8 +73,8 @@ class RunConfig(Section):
         if isinstance(best, str) and best not in sets and not (best.startswith(EVALUATION) and best != EVALUATION):
             guess = nearest(best, known)
             raise ValueError(
-                f"checkpoint.best = {best!r} is no set of [data.validation] ({', '.join(sets) or 'there is none'}), and a "
-                f"figure of an evaluation begins with {EVALUATION}.{f' Did you mean {guess!r}?' if guess else ''}"
+                f"checkpoint.best = {best!r} is not a set of [data.validation] ({', '.join(sets) or 'there is none'}), and "
+                f"figures of evaluations begin with {EVALUATION}.{f' Did you mean {guess!r}?' if guess else ''}"
             )
         if isinstance(best, str) and best not in sets and self.checkpoint.best_is is None:
             raise ValueError(
@@ -98,14 +98,12 @@ class RunConfig(Section):
             and self.train.eval_every
             and not self.train.validate_every
         ):
-            raise ValueError(
-                "checkpoint.best and train.early_stopping are by a validation loss, so train.validate_every is to be above 0"
-            )
+            raise ValueError("checkpoint.best and train.early_stopping use a validation loss: set train.validate_every above 0")
         return self
 
     @property
     def best_figure(self) -> tuple[str, bool]:
-        """The key in metrics.jsonl that `checkpoint.best` and `train.early_stopping` look at; True if the lowest is best."""
+        """The key in metrics.jsonl for `checkpoint.best` and `train.early_stopping`; and True if the lowest value is best."""
         best = self.checkpoint.best
         if not isinstance(best, str):
             return "validation_loss", True
@@ -124,9 +122,9 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Read a run file and apply `section.key=value` overrides, or keys by section.
 
-        Keys of the file that have no effect because an override changed another key are left out, with a note for `tell_notes`:
-        another recipe has other settings. In a run's file, which older versions wrote with all keys, and in a `recorded` one
-        all keys without effect are left out.
+        Keys of the file that lose their effect because of an override are dropped, with a note for `tell_notes`: another
+        recipe, for example, has other settings. For a run's own file, which older versions wrote with all keys, and for a
+        `recorded` one, all keys without effect are dropped.
 
         Raises:
             InputError: the file is missing, is not TOML, or has an invalid key or value, or one without effect.
@@ -135,7 +133,7 @@ class RunConfig(Section):
         values = read_file(path)
         apply_overrides(values, overrides, cls)
         for section, keys in (sections or {}).items():
-            if isinstance(table := values.setdefault(section, {}), dict):  # another value is refused below
+            if isinstance(table := values.setdefault(section, {}), dict):  # other values are refused below
                 _merge(table, keys)
         train = values.get("train")
         if isinstance(train, dict):
@@ -146,7 +144,7 @@ class RunConfig(Section):
         recorded_by_run = recorded or (path.parent / "environment.json").is_file()
         moved = None
         of_run = path.name == "run.toml" and "train.output" not in given and (path.parent / "environment.json").is_file()
-        if of_run and config.output.resolve() != path.parent.resolve():  # the folder of a run was moved or copied
+        if of_run and config.output.resolve() != path.parent.resolve():  # the run's folder was moved or copied
             moved = str(config.output)
             config = config.model_copy(update={"train": config.train.model_copy(update={"output": str(path.parent)})})
         idle = idle_keys(config)
@@ -154,10 +152,10 @@ class RunConfig(Section):
         if ineffective:
             raise InputError(f"{path}: {_refusal(config, ineffective)}")
         settled_config = settled(config, idle)
-        left_out = [f"{path}: {shown(config, each.key)} {each.why}. It is left out." for each in idle]
+        left_out = [f"{path}: {shown(config, each.key)} {each.why}. It is ignored." for each in idle]
         if moved is not None:
             left_out.append(
-                f"{path} is of the run in its folder, which was in {moved!r} before: train.output = {str(path.parent)!r}."
+                f"{path} belongs to the run in its folder, which was in {moved!r} before: train.output = {str(path.parent)!r}."
             )
         settled_config._notes = [*left_out, *warnings(settled_config)]
         settled_config._notes_of_one = [*of_one_rank(settled_config)]
@@ -214,12 +212,12 @@ class RunConfig(Section):
         return found
 
     def length(self, steps: int) -> str:
-        """The length of this run of so many steps as its file gives it, for messages: "train.tokens = 1000 (8 steps)"."""
+        """The length of a run of `steps` steps in its file's unit, for messages: "train.tokens = 1000 (8 steps)"."""
         given = self._given or _given_length(self.train)
         return f"{given} ({steps} steps)" if given else f"train.steps = {steps}"
 
     def key_of_length(self, steps: int) -> str:
-        """The key and value that would give this run so many steps; `train.steps` in place of `train.epochs`."""
+        """The key and value for a length of `steps` steps; `train.steps` instead of `train.epochs`."""
         given = self._given or _given_length(self.train)
         if given.startswith("train.tokens"):
             return f"train.tokens = {steps * self.train.global_batch * self.data.sequence_length}"
@@ -237,7 +235,7 @@ class RunConfig(Section):
             return path.expanduser()
         except RuntimeError:
             raise InputError(
-                f"train.output = {str(path)!r}: there is no user {path.parts[0][1:]!r}. Write the folder out."
+                f"train.output = {str(path)!r}: there is no user {path.parts[0][1:]!r}. Write the full path."
             ) from None
 
 
@@ -263,7 +261,7 @@ def known_keys() -> list[str]:
 
 
 def _merge(values: dict[str, Any], keys: Mapping[str, Any]) -> None:
-    """Put keys over those of a table, in the tables inside too."""
+    """Override keys of a table, recursively."""
     for key, value in keys.items():
         inner = values.get(key)
         if isinstance(value, Mapping) and isinstance(inner, dict):
@@ -273,7 +271,7 @@ def _merge(values: dict[str, Any], keys: Mapping[str, Any]) -> None:
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out keys without a value: TOML has no null."""
+    """Drop keys without a value: TOML has no null."""
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -16,12 +16,12 @@ from octavo.errors import InputError, nearest
 from octavo.storage import path_fault
 
 _LARGEST = 2**63 - 1
-"""Largest whole number of TOML, and of the counters of PyTorch and NumPy."""
+"""Largest integer of TOML, and of counters in PyTorch and NumPy."""
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
 
 
 def refuse_addresses(value: Any, *, hub: bool = False) -> Any:
-    """A path or a list of them, unchanged. hub: or ids of the Hugging Face Hub.
+    """Return a path or a list of paths unchanged, if valid. hub: also accept ids of the Hugging Face Hub.
 
     Raises:
         ValueError: one is an address such as s3://…, or blank.
@@ -38,9 +38,9 @@ def several(description: str) -> Any:
 
 
 OnDisk = AfterValidator(refuse_addresses)
-"""Of a field: a path or a list of them."""
+"""Validator of a field with a path or a list of paths."""
 OnDiskOrHub = AfterValidator(functools.partial(refuse_addresses, hub=True))
-"""Of a field: a path or an id of the Hugging Face Hub, or a list of them."""
+"""Validator of a field with a path or Hub id, or a list of them."""
 
 
 class Section(BaseModel):
@@ -76,10 +76,10 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
 
 
 def _distinct(cls: type[BaseModel], error: ValidationError) -> list[Any]:
-    """One fault a key: pydantic reports one for each member of a union."""
+    """One fault per key: pydantic reports one for each member of a union."""
     found: dict[tuple[str, ...], Any] = {}
     for fault in error.errors(include_url=False):
-        if not keys_of(cls):  # plain keys: what follows is a member of a union
+        if not keys_of(cls):  # plain keys: the rest of the path is a member of a union
             fault["loc"] = fault["loc"][:1]
         first = found.setdefault(tuple(str(part) for part in fault["loc"][:2]), fault)
         if fault["msg"] not in first["msg"]:
@@ -125,7 +125,7 @@ def _explain_unknown(cls: type[BaseModel], name: str, value: object) -> str:
 
 
 def _remedy(kind: str, value: object) -> str:
-    """The form in which the value would be accepted; empty if that is unknown."""
+    """A hint at the accepted form of the value; empty if unknown."""
     if isinstance(value, dict):
         return "it is a table here; the key has one value"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
@@ -149,9 +149,9 @@ def _remedy(kind: str, value: object) -> str:
 
 
 def _beyond_toml(values: Mapping[str, Any]) -> Iterator[str]:
-    """The whole numbers of a table that are longer than TOML's."""
+    """Messages about integers of a table beyond TOML's range."""
     left: list[tuple[str, Any]] = [("", values)]
-    while left:  # not recursive: a file may be nested more deeply than Python's stack
+    while left:  # iterative: a file may be nested deeper than Python's stack
         name, value = left.pop()
         if isinstance(value, Mapping):
             left += [(f"{name}.{key}" if name else str(key), inner) for key, inner in value.items()]
@@ -162,7 +162,7 @@ def _beyond_toml(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shorten(value: object, text_of: Any = repr) -> str:
-    """A value in a message: the middle of a long one is left out."""
+    """A value for a message, with the middle of a long one omitted."""
     text: str = text_of(value)
     return text if len(text) <= 200 else f"{text[:120]} … {text[-40:]}"
 

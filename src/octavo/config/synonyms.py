@@ -1,7 +1,7 @@
 """Keys of other trainers and mistyped keys → the key of a run file, for the hint of an error message.
 
-A hint only: no key is accepted under another name, since units often differ (a ratio for steps, samples of a rank for those of
-all ranks). Names that are alike need no row here.
+Only a hint: no key is accepted under another name, since units often differ (a ratio instead of steps, samples per rank instead
+of all samples). Similar names need no row here.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("parallel.context_parallel_degree", "cp cp_size context_parallel_size", ""),
     ("parallel.hybrid_shard_degree", "fsdp fsdp_size dp_shard sharding_degree data_parallel_shard_degree", ""),
 )
-"""(key, its other names, the difference in meaning). If two rows have a name, the first whose key exists is used."""
+"""(key, its other names, the difference in meaning). If two rows share a name, the first with an existing key applies."""
 
 _SYNONYMS = [(name, key, note) for key, names, note in _TABLE for name in names.split()]
 
@@ -127,7 +127,7 @@ def hint(name: str, known: Sequence[str]) -> str:
 
 
 def closest(name: str, known: Sequence[str]) -> tuple[str | None, str]:
-    """The known `section.key` for another trainer's name, in any case, section or spelling; and the difference in meaning."""
+    """The known `section.key` for another trainer's name, in any case, section or spelling; and how its meaning differs."""
     plain = re.sub(r"[-\s]", "_", name.strip().lstrip("-")).lower().removesuffix("_")
     section, _, last = plain.rpartition(".")
     if plain in known:

@@ -12,7 +12,7 @@ from octavo.config.section import OnDisk, Section, several
 LM_EVAL = "lm-eval:"
 """Prefix of a task of lm-eval in `train.eval`."""
 LARGEST_SCALE = 2.0**60
-"""Of a loss, within float32: a model without gradients must not double it for ever."""
+"""Largest loss scale, within float32: with zero gradients a dynamic scale would double forever."""
 
 
 class TrainConfig(Section):
@@ -121,7 +121,7 @@ class TrainConfig(Section):
 
     @property
     def validation_sequences(self) -> int:
-        """Sequences in a validation, by the run file alone: its loss compares between numbers of ranks."""
+        """Sequences in a validation; independent of the ranks, so that its loss is comparable."""
         return self.validate_batches * (self.micro_batch or self.global_batch)
 
     @property
@@ -150,23 +150,23 @@ class TrainConfig(Section):
                 continue
             file, _, function = each.rpartition(":")
             if not file.endswith(".py") or not function.isidentifier():
-                raise ValueError(f'{each!r} is no function of a file and no task: write "FILE.py:FUNCTION", or "lm-eval:TASK"')
+                raise ValueError(f'{each!r} is neither a function nor a task: write "FILE.py:FUNCTION", or "lm-eval:TASK"')
         if twice := next((each for each in given if given.count(each) > 1), None):
-            raise ValueError(f"{twice!r} is listed twice: leave one out")
+            raise ValueError(f"{twice!r} is listed twice: remove one")
         return value
 
     @field_validator("extended")
     @classmethod
     def _check_extended(cls, value: list[int]) -> list[int]:
         if any(end < 1 for end in value) or sorted(set(value)) != value:
-            raise ValueError("former last steps are 1 or more, in rising order, such as [1000, 2000]")
+            raise ValueError("give former last steps from 1 in ascending order, such as [1000, 2000]")
         return value
 
     @model_validator(mode="after")
     def _check_length(self) -> TrainConfig:
         if self.steps is None and self.tokens is None and self.epochs is None:
             raise ValueError("train.steps is missing: give train.steps, train.tokens or train.epochs")
-        in_steps = self.tokens is None and self.epochs is None  # which have their check where they become steps
+        in_steps = self.tokens is None and self.epochs is None  # others are checked when they are converted to steps
         if self.extended and in_steps and self.steps is not None and self.extended[-1] >= self.steps:
             raise ValueError(
                 f"train.extended = {self.extended} reaches train.steps = {self.steps}: the former last steps lie below it"
